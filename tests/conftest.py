@@ -1,0 +1,70 @@
+"""What every test gets: no network beyond this machine, and libraries that keep to themselves."""
+
+from __future__ import annotations
+
+import os
+
+# read by the libraries when they are imported, so set before anything else is
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import ipaddress
+import socket
+from typing import Any
+
+import pytest
+
+_connect = socket.socket.connect
+_connect_ex = socket.socket.connect_ex
+_getaddrinfo = socket.getaddrinfo
+
+
+class NetworkForbiddenError(RuntimeError):
+    """A test reached for an address outside this machine."""
+
+
+def _check_host(host: Any) -> None:
+    if isinstance(host, (bytes, bytearray)):
+        host = host.decode(errors="replace")
+    if host in (None, "", "localhost"):
+        return
+    try:
+        address = ipaddress.ip_address(str(host).partition("%")[0])
+    except ValueError:
+        address = None
+    if address is None or not (address.is_loopback or address.is_unspecified):
+        raise NetworkForbiddenError(
+            f"Tests must not use the network, but one reached for {host!r}; use a fake server."
+        )
+
+
+def _check_address(sock: socket.socket, address: Any) -> None:
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        _check_host(address[0])
+
+
+def _guarded_connect(self: socket.socket, address: Any) -> None:
+    _check_address(self, address)
+    return _connect(self, address)
+
+
+def _guarded_connect_ex(self: socket.socket, address: Any) -> int:
+    _check_address(self, address)
+    return _connect_ex(self, address)
+
+
+def _guarded_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+    if str(host).endswith(".invalid"):
+        # RFC 6761 reserves it for names that do not exist: the answer is known without asking anyone
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    _check_host(host)
+    return _getaddrinfo(host, *args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections and name look-ups beyond this machine raise at once instead of hanging or passing by luck."""
+    monkeypatch.setattr(socket.socket, "connect", _guarded_connect)
+    monkeypatch.setattr(socket.socket, "connect_ex", _guarded_connect_ex)
+    monkeypatch.setattr(socket, "getaddrinfo", _guarded_getaddrinfo)

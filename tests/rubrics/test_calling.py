@@ -1,0 +1,137 @@
+"""Where reward functions run: threads until they are known to be quick, the event loop from then on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from verifiers.rubrics import Rubric, calling
+from verifiers.rubrics.calling import PreparedCall
+from verifiers.rubrics.threads import ScoringThreads, scoring_threads
+from verifiers.types import State
+
+
+class Clock:
+    """A perf_counter that moves when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(calling, "time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Timed:
+    """A reward function that takes the given seconds, one a call, and notes its thread."""
+
+    def __init__(self, clock: Clock, *seconds: float) -> None:
+        self.clock = clock
+        self.seconds = list(seconds)
+        self.threads: list[bool] = []
+
+    def __call__(self, answer: str) -> float:
+        self.clock.now += self.seconds.pop(0)
+        self.threads.append(threading.current_thread() is not threading.main_thread())
+        return 1.0
+
+
+async def threads_used(func: Timed) -> list[bool]:
+    call = PreparedCall(func)
+    while func.seconds:
+        await call({"answer": "a"})
+    return func.threads
+
+
+async def test_a_function_proven_quick_moves_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    func = Timed(Clock(monkeypatch), *[0.0005] * 5)
+    assert await threads_used(func) == [True, True, True, False, False]
+
+
+async def test_a_slow_first_call_only_delays_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    func = Timed(Clock(monkeypatch), 2.0, 0.0005, 0.0005, 0.0005, 0.0005)
+    assert await threads_used(func) == [True, True, True, True, False]
+
+
+async def test_a_function_that_is_not_quick_stays_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    func = Timed(Clock(monkeypatch), *[0.0005, 0.0005, 0.002] * 3)
+    assert await threads_used(func) == [True] * 9
+
+
+async def test_one_slow_call_on_the_loop_sends_it_back_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    func = Timed(Clock(monkeypatch), *[0.0005] * 3, 0.006, *[0.0005] * 5)
+    assert await threads_used(func) == [True] * 3 + [False] + [True] * 5
+
+
+async def test_a_slow_function_does_not_stall_the_loop() -> None:
+    release = threading.Event()
+
+    def slow(answer: str) -> float:
+        return 1.0 if release.wait(10) else 0.0
+
+    state = State(prompt="p", completion="c", answer="a")
+    scoring = asyncio.create_task(Rubric(funcs=[slow]).score_rollout(state))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not scoring.done()
+    release.set()
+    assert (await scoring).reward == 1.0
+
+
+async def test_a_hung_function_is_left_behind_and_its_place_taken(caplog: pytest.LogCaptureFixture) -> None:
+    threads = ScoringThreads(1)
+    release, running = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang() -> None:
+        loop.call_soon_threadsafe(running.set)
+        release.wait(10)
+
+    hung = asyncio.create_task(threads.run(hang))
+    await running.wait()
+    queued = asyncio.create_task(threads.run(lambda: "never run"))
+    await asyncio.sleep(0)
+    queued.cancel()
+    hung.cancel()
+    ended = await asyncio.gather(hung, queued, return_exceptions=True)
+    assert [type(result) for result in ended] == [asyncio.CancelledError] * 2
+    assert "left behind" in caplog.text
+    try:
+        assert await asyncio.wait_for(threads.run(lambda: 7), 10) == 7
+    finally:
+        release.set()
+
+
+async def test_no_more_threads_than_the_limit_run_at_once() -> None:
+    threads = ScoringThreads(3)
+    lock, running, most = threading.Lock(), 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.001)
+        with lock:
+            running -= 1
+
+    await asyncio.gather(*[threads.run(work) for _ in range(40)])
+    assert 1 <= most <= 3
+
+
+async def test_scoring_threads_never_hold_up_the_end_of_the_process() -> None:
+    assert await scoring_threads().run(lambda: threading.current_thread().daemon)
+    assert scoring_threads() is scoring_threads()
+
+
+def test_functions_run_on_any_number_of_event_loops() -> None:
+    rubric = Rubric(funcs=[lambda answer: 1.0])
+
+    async def score() -> Any:
+        return (await rubric.score_rollout("p", "c", "a", State())).reward
+
+    assert [asyncio.run(score()) for _ in range(5)] == [1.0] * 5

@@ -1,0 +1,110 @@
+"""`import verifiers`: quick, free of heavy libraries, and true to its table of names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import verifiers
+
+HEAVY = ["torch", "transformers", "trl", "datasets", "openai", "aiohttp", "pydantic", "numpy"]
+
+
+def in_a_new_process(code: str) -> Any:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(result.stdout)
+
+
+def test_import_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import time, sys, json; started = time.process_time(); import verifiers; "
+        "seconds = time.process_time() - started; "
+        f"print(json.dumps([seconds, [name for name in {HEAVY} if name in sys.modules]]))"
+    )
+    seconds, heavy = in_a_new_process(code)
+    assert heavy == []
+    assert seconds < 0.3
+
+
+def test_a_rubric_and_a_parser_need_nothing_heavy() -> None:
+    code = (
+        "import sys, json, verifiers as vf; vf.Rubric(funcs=[], parser=vf.ThinkParser(vf.extract_boxed_answer)); "
+        "vf.State, vf.ConfigError, vf.stop, vf.load_environment, vf.setup_logging; "
+        f"print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    )
+    assert in_a_new_process(code) == []
+
+
+@pytest.mark.parametrize("name", sorted(verifiers._LAZY_IMPORTS))
+def test_every_public_name_resolves(name: str) -> None:
+    module, _, attribute = verifiers._LAZY_IMPORTS[name].partition(":")
+    if module.startswith("verifiers.train") and importlib.util.find_spec("torch") is None:
+        pytest.skip("the train extra is not installed")
+    value = getattr(verifiers, name)
+    assert value is getattr(importlib.import_module(module), attribute)
+    assert name in dir(verifiers)
+
+
+def test_star_import_brings_every_name_but_those_of_the_train_extra() -> None:
+    table = verifiers._LAZY_IMPORTS
+    assert set(verifiers.__all__) == {name for name in table if not table[name].startswith("verifiers.train")}
+    code = "import sys, json; from verifiers import *; print(json.dumps([Rubric.__name__, 'torch' in sys.modules]))"
+    assert in_a_new_process(code) == ["Rubric", False]
+
+
+def test_modules_that_packages_reach_through_vf_are_there() -> None:
+    for name in ("types", "errors", "parsers", "rubrics", "envs", "utils"):
+        assert getattr(verifiers, name).__name__ == f"verifiers.{name}"
+
+
+@pytest.mark.parametrize("missing", ["torch", "trl", "transformers", "peft"])
+def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def no_extra(module: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=f"{missing}.nn")
+
+    monkeypatch.delitem(vars(verifiers), "GRPOTrainer", raising=False)
+    monkeypatch.setattr(importlib, "import_module", no_extra)
+    with pytest.raises(AttributeError, match=rf"GRPOTrainer needs {missing}.*pip install 'verifiers\[train\]'"):
+        _ = verifiers.GRPOTrainer
+
+
+def test_a_fault_of_our_own_is_not_taken_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: str) -> Any:
+        raise ImportError("cannot import name 'x'", name="verifiers.train.trainer")
+
+    monkeypatch.delitem(vars(verifiers), "GRPOTrainer", raising=False)
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(ImportError, match="cannot import name 'x'"):
+        _ = verifiers.GRPOTrainer
+
+
+@pytest.mark.parametrize("name", ["CliAgentEnv", "HarborEnv", "RLMEnv", "RLTrainer"])
+def test_names_that_are_not_promised_say_so(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"verifiers.{name} belongs to .* does not provide"):
+        getattr(verifiers, name)
+
+
+def test_an_unknown_name_is_a_plain_attribute_error() -> None:
+    assert not hasattr(verifiers, "NoSuchThing")
+
+
+def test_the_version_is_that_of_the_distribution_or_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import metadata
+
+    def not_installed(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    # what is read is kept: set it first, so that the test leaves the module as it was
+    monkeypatch.setitem(vars(verifiers), "__version__", "kept")
+    del verifiers.__version__
+    monkeypatch.setattr(metadata, "version", not_installed)
+    assert verifiers.__version__ == "1.0.0.dev0"
+    del verifiers.__version__
+    monkeypatch.setattr(metadata, "version", lambda name: f"9.9 of {name}")
+    assert verifiers.__version__ == "9.9 of verifiers"

@@ -1,0 +1,257 @@
+"""Reinforcement learning and evaluation of language models on verifiable tasks.
+
+Everything here is loaded when it is first used, so `import verifiers` is quick and needs no extra.
+`from verifiers import *` leaves out the names of the `train` extra, which would load torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verifiers.data.sampler import RepeatSampler
+    from verifiers.envs.decorators import cleanup, stop, teardown
+    from verifiers.envs.environment import Environment
+    from verifiers.envs.example_datasets import load_example_dataset
+    from verifiers.envs.loading import load_environment
+    from verifiers.envs.multiturn_env import MultiTurnEnv
+    from verifiers.envs.singleturn_env import SingleTurnEnv
+    from verifiers.errors import (
+        ConfigError,
+        EmptyModelResponseError,
+        Error,
+        GradingError,
+        InfraError,
+        ModelError,
+        OverlongPromptError,
+        ProviderError,
+        SandboxError,
+        ToolCallError,
+        ToolError,
+        ToolParseError,
+        UnknownEnvironmentError,
+    )
+    from verifiers.log import setup_logging
+    from verifiers.parsers.boxed import extract_boxed_answer, extract_hash_answer
+    from verifiers.parsers.parser import Parser
+    from verifiers.parsers.think_parser import MaybeThinkParser, ThinkParser
+    from verifiers.parsers.xml_parser import XMLParser
+    from verifiers.rollouts.generator import AsyncBatchGenerator
+    from verifiers.rubrics.rubric import Rubric
+    from verifiers.train.config import (
+        GRPOConfig as GRPOConfig,
+    )
+    from verifiers.train.config import (
+        grpo_defaults as grpo_defaults,
+    )
+    from verifiers.train.config import (
+        lora_defaults as lora_defaults,
+    )
+    from verifiers.train.models import (
+        get_model as get_model,
+    )
+    from verifiers.train.models import (
+        get_model_and_tokenizer as get_model_and_tokenizer,
+    )
+    from verifiers.train.models import (
+        get_tokenizer as get_tokenizer,
+    )
+    from verifiers.train.trainer import GRPOTrainer as GRPOTrainer
+    from verifiers.types import (
+        ChatMessage,
+        GenerateInputs,
+        GenerateOutputs,
+        Info,
+        Message,
+        Messages,
+        MessageType,
+        ModelResponse,
+        ProcessedOutputs,
+        RewardFunc,
+        RolloutInput,
+        RolloutScore,
+        RolloutScores,
+        SamplingArgs,
+        State,
+        TrajectoryStep,
+    )
+
+__version__: str
+
+__all__ = [
+    "AsyncBatchGenerator",
+    "ChatMessage",
+    "ConfigError",
+    "EmptyModelResponseError",
+    "Environment",
+    "Error",
+    "GenerateInputs",
+    "GenerateOutputs",
+    "GradingError",
+    "Info",
+    "InfraError",
+    "MaybeThinkParser",
+    "Message",
+    "MessageType",
+    "Messages",
+    "ModelError",
+    "ModelResponse",
+    "MultiTurnEnv",
+    "OverlongPromptError",
+    "Parser",
+    "ProcessedOutputs",
+    "ProviderError",
+    "RepeatSampler",
+    "RewardFunc",
+    "RolloutInput",
+    "RolloutScore",
+    "RolloutScores",
+    "Rubric",
+    "SamplingArgs",
+    "SandboxError",
+    "SingleTurnEnv",
+    "State",
+    "ThinkParser",
+    "ToolCallError",
+    "ToolError",
+    "ToolParseError",
+    "TrajectoryStep",
+    "UnknownEnvironmentError",
+    "XMLParser",
+    "cleanup",
+    "extract_boxed_answer",
+    "extract_hash_answer",
+    "load_environment",
+    "load_example_dataset",
+    "setup_logging",
+    "stop",
+    "teardown",
+]
+
+_LAZY_IMPORTS = {
+    "Parser": "verifiers.parsers.parser:Parser",
+    "MaybeThinkParser": "verifiers.parsers.think_parser:MaybeThinkParser",
+    "ThinkParser": "verifiers.parsers.think_parser:ThinkParser",
+    "XMLParser": "verifiers.parsers.xml_parser:XMLParser",
+    "Rubric": "verifiers.rubrics.rubric:Rubric",
+    "Environment": "verifiers.envs.environment:Environment",
+    "MultiTurnEnv": "verifiers.envs.multiturn_env:MultiTurnEnv",
+    "SingleTurnEnv": "verifiers.envs.singleturn_env:SingleTurnEnv",
+    "load_environment": "verifiers.envs.loading:load_environment",
+    "cleanup": "verifiers.envs.decorators:cleanup",
+    "stop": "verifiers.envs.decorators:stop",
+    "teardown": "verifiers.envs.decorators:teardown",
+    "extract_boxed_answer": "verifiers.parsers.boxed:extract_boxed_answer",
+    "extract_hash_answer": "verifiers.parsers.boxed:extract_hash_answer",
+    "load_example_dataset": "verifiers.envs.example_datasets:load_example_dataset",
+    "setup_logging": "verifiers.log:setup_logging",
+    "AsyncBatchGenerator": "verifiers.rollouts.generator:AsyncBatchGenerator",
+    "RepeatSampler": "verifiers.data.sampler:RepeatSampler",
+    "ChatMessage": "verifiers.types:ChatMessage",
+    "GenerateInputs": "verifiers.types:GenerateInputs",
+    "GenerateOutputs": "verifiers.types:GenerateOutputs",
+    "Info": "verifiers.types:Info",
+    "Message": "verifiers.types:Message",
+    "MessageType": "verifiers.types:MessageType",
+    "Messages": "verifiers.types:Messages",
+    "ModelResponse": "verifiers.types:ModelResponse",
+    "ProcessedOutputs": "verifiers.types:ProcessedOutputs",
+    "RewardFunc": "verifiers.types:RewardFunc",
+    "RolloutInput": "verifiers.types:RolloutInput",
+    "RolloutScore": "verifiers.types:RolloutScore",
+    "RolloutScores": "verifiers.types:RolloutScores",
+    "SamplingArgs": "verifiers.types:SamplingArgs",
+    "State": "verifiers.types:State",
+    "TrajectoryStep": "verifiers.types:TrajectoryStep",
+    "ConfigError": "verifiers.errors:ConfigError",
+    "EmptyModelResponseError": "verifiers.errors:EmptyModelResponseError",
+    "Error": "verifiers.errors:Error",
+    "GradingError": "verifiers.errors:GradingError",
+    "InfraError": "verifiers.errors:InfraError",
+    "ModelError": "verifiers.errors:ModelError",
+    "OverlongPromptError": "verifiers.errors:OverlongPromptError",
+    "ProviderError": "verifiers.errors:ProviderError",
+    "SandboxError": "verifiers.errors:SandboxError",
+    "ToolCallError": "verifiers.errors:ToolCallError",
+    "ToolError": "verifiers.errors:ToolError",
+    "ToolParseError": "verifiers.errors:ToolParseError",
+    "UnknownEnvironmentError": "verifiers.errors:UnknownEnvironmentError",
+    "GRPOConfig": "verifiers.train.config:GRPOConfig",
+    "grpo_defaults": "verifiers.train.config:grpo_defaults",
+    "lora_defaults": "verifiers.train.config:lora_defaults",
+    "get_model": "verifiers.train.models:get_model",
+    "get_model_and_tokenizer": "verifiers.train.models:get_model_and_tokenizer",
+    "get_tokenizer": "verifiers.train.models:get_tokenizer",
+    "GRPOTrainer": "verifiers.train.trainer:GRPOTrainer",
+}
+"""Where each public name is: name -> "module:attribute"."""
+
+_TRAIN_EXTRA = frozenset({"accelerate", "peft", "safetensors", "torch", "transformers", "trl"})
+_NOT_PROVIDED = frozenset({"CliAgentEnv", "HarborEnv", "RLMEnv", "RLTrainer"})
+_SUBMODULES = frozenset(
+    {
+        "cli",
+        "data",
+        "envs",
+        "errors",
+        "evals",
+        "parsers",
+        "rollouts",
+        "rubrics",
+        "scripts",
+        "testing",
+        "train",
+        "types",
+        "utils",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _LAZY_IMPORTS:
+        value = _imported(name)
+    elif name in _SUBMODULES:
+        import importlib
+
+        value = importlib.import_module(f"{__name__}.{name}")
+    elif name in _NOT_PROVIDED:
+        raise AttributeError(
+            f"verifiers.{name} belongs to the hosted or experimental part of the classic verifiers, "
+            "which this package does not provide."
+        )
+    else:
+        raise AttributeError(f"module 'verifiers' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY_IMPORTS, *_SUBMODULES, "__version__"})
+
+
+def _imported(name: str) -> Any:
+    import importlib
+
+    module, _, attribute = _LAZY_IMPORTS[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _TRAIN_EXTRA:
+            raise
+        raise AttributeError(
+            f"verifiers.{name} needs {missing}, which is not installed or does not fit; "
+            "install it by `pip install 'verifiers[train]'`."
+        ) from error
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("verifiers")
+    except metadata.PackageNotFoundError:
+        # a checkout that is on the path without being installed
+        return "1.0.0.dev0"

@@ -1,0 +1,156 @@
+"""Every exception that verifiers raises, in one tree.
+
+    Error
+    ├── ConfigError (ValueError)              a setting, size or file from the user that cannot work
+    │   └── UnknownEnvironmentError           no entry point and no module has that name
+    ├── EnvironmentLoadError (RuntimeError)   an environment's own code failed while it was loaded
+    ├── ModelError                            the policy's endpoint did not give a usable answer
+    │   ├── EmptyModelResponseError           a response without a choice
+    │   ├── OverlongPromptError               the prompt does not fit the context; the rollout is truncated
+    │   ├── MissingTokenIdsError              training was asked for, the server sent no token ids or log-probs
+    │   └── ProviderError (ConnectionError)   the endpoint refused, failed or could not be reached
+    ├── ToolError
+    │   ├── ToolParseError (ValueError)       arguments of a tool call that are not the JSON asked for
+    │   └── ToolCallError (RuntimeError)      a tool that raised
+    ├── InfraError (RuntimeError)             the machinery around the policy failed
+    │   └── SandboxError                      a sandbox could not be started or died
+    ├── GradingError (RuntimeError)           a reward function raised, hung or gave no number
+    ├── GenerationError (RuntimeError)        a block of rollouts could not be produced
+    │   ├── NothingScoredError                no rollout of a block got a reward
+    │   └── DeadlineError (TimeoutError)      a wait ran past its deadline
+    ├── GeneratorClosedError (RuntimeError)   a block was asked of a generator that is closed
+    ├── WeightSyncError (RuntimeError)        new weights did not reach the rollout server
+    │   └── WeightProbeError                  they were acknowledged, but the server samples from other weights
+    └── CheckpointError (RuntimeError)        a checkpoint is missing, incomplete or of another plan
+
+Each class also inherits the standard exception that a caller would expect, so `except ValueError` works where
+it always did. `asyncio.CancelledError` is none of these and always passes.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DeadlineError",
+    "EmptyModelResponseError",
+    "EnvironmentLoadError",
+    "Error",
+    "GenerationError",
+    "GeneratorClosedError",
+    "GradingError",
+    "InfraError",
+    "MissingTokenIdsError",
+    "ModelError",
+    "NothingScoredError",
+    "OverlongPromptError",
+    "ProviderError",
+    "SandboxError",
+    "ToolCallError",
+    "ToolError",
+    "ToolParseError",
+    "UnknownEnvironmentError",
+    "WeightProbeError",
+    "WeightSyncError",
+]
+
+
+class Error(Exception):
+    """Base of every exception that verifiers raises."""
+
+
+class ConfigError(Error, ValueError):
+    """A setting, size, dataset or file given by the user cannot work; the message says how to mend it."""
+
+
+class UnknownEnvironmentError(ConfigError):
+    """No installed package or module provides the environment; the message names the nearest ones."""
+
+
+class EnvironmentLoadError(Error, RuntimeError):
+    """An environment was found, but its own code failed while it was imported or made; `__cause__` is the error."""
+
+
+class ModelError(Error):
+    """The policy's endpoint did not give a usable answer. The rollout ends as `provider_error`."""
+
+
+class EmptyModelResponseError(ModelError):
+    """The endpoint answered without a choice."""
+
+
+class OverlongPromptError(ModelError):
+    """The prompt is longer than the model's context. The rollout ends as `truncated`, not as an error."""
+
+
+class MissingTokenIdsError(ModelError):
+    """Training needs the sampled token ids and log-probs, and the server's answer lacks them.
+
+    It ends the run at once: text is never re-tokenized for training.
+    """
+
+
+class ProviderError(ModelError, ConnectionError):
+    """The endpoint refused, failed, or could not be reached, after the retries that make sense.
+
+    Attributes:
+        status: HTTP status of the last answer, or None when there was none.
+        body: text of the last answer, at most 2,000 characters.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, body: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = body[:2000]
+
+
+class ToolError(Error):
+    """A tool call went wrong. Tool environments turn it into a tool message."""
+
+
+class ToolParseError(ToolError, ValueError):
+    """The arguments of a tool call are not the JSON that the tool's schema asks for."""
+
+
+class ToolCallError(ToolError, RuntimeError):
+    """The tool raised."""
+
+
+class InfraError(Error, RuntimeError):
+    """The machinery around the policy failed. The rollout ends as `environment_error`."""
+
+
+class SandboxError(InfraError):
+    """A sandbox could not be started, or died."""
+
+
+class GradingError(Error, RuntimeError):
+    """A reward function raised, hung, or returned no number. The rollout has no reward and is not trained on."""
+
+
+class GenerationError(Error, RuntimeError):
+    """A block of rollouts could not be produced. Raised in the trainer's thread, with its cause chained."""
+
+
+class NothingScoredError(GenerationError):
+    """No rollout of a block got a reward. The message names the commonest cause and its count."""
+
+
+class DeadlineError(GenerationError, TimeoutError):
+    """A wait ran past its deadline. The message says what was waited for and which setting is the deadline."""
+
+
+class GeneratorClosedError(Error, RuntimeError):
+    """A block was submitted to, or asked of, a generator that is closed."""
+
+
+class WeightSyncError(Error, RuntimeError):
+    """The rollout server did not take a push of weights. Training stops: stale samples would look fresh."""
+
+
+class WeightProbeError(WeightSyncError):
+    """The server acknowledged a push, but its log-probs are not those of the pushed weights."""
+
+
+class CheckpointError(Error, RuntimeError):
+    """A checkpoint is missing, incomplete, or was written under another batch plan."""

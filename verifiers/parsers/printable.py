@@ -1,0 +1,99 @@
+"""Messages made printable, lean or storable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from verifiers.parsers.messages import message_field
+from verifiers.types import ChatMessage, Messages
+
+__all__ = ["cleanup_messages", "messages_to_printable", "sanitize_tool_calls"]
+
+
+def messages_to_printable(messages: Messages) -> Messages:
+    """Messages whose content is text alone: images and audio become "[image]" and "[audio]".
+
+    Parts are set apart by an empty line. A string is returned as it is.
+    """
+    if isinstance(messages, str):
+        return messages
+    printable = []
+    for message in messages:
+        content = message_field(message, "content")
+        parts = [content] if isinstance(content, str) else content or []
+        text = "\n\n".join(_printable_part(part) for part in parts)
+        calls = message_field(message, "tool_calls")
+        shown: ChatMessage = {"role": message_field(message, "role"), "content": text}
+        printable.append(shown if calls is None else {**shown, "tool_calls": calls})
+    return printable
+
+
+def cleanup_messages(messages: Messages) -> Messages:
+    """Messages as plain dicts without fields that are None, so that servers which are strict about them agree.
+
+    `content` stays where it is, also as None: servers want it beside tool calls. Nested fields go too, which a
+    table's schema fills in where content parts differ in kind. A string is returned as it is.
+    """
+    if isinstance(messages, str):
+        return messages
+    return [_lean_message(plain(message)) for message in messages]
+
+
+def sanitize_tool_calls(messages: Messages) -> Messages:
+    """Messages whose tool calls are plain data that JSON can hold, whatever objects they were.
+
+    Messages without tool calls, and strings, are returned as they are.
+    """
+    if isinstance(messages, str):
+        return messages
+    sanitized: list[Any] = []
+    for message in messages:
+        calls = message_field(message, "tool_calls")
+        if calls:
+            as_dict = message if isinstance(message, Mapping) else plain(message)
+            message = {**as_dict, "tool_calls": [plain(call) for call in calls]}
+        sanitized.append(message)
+    return sanitized
+
+
+def plain(value: Any) -> Any:
+    """Nested dicts, lists and scalars out of pydantic objects, namespaces and the like."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump(exclude_none=True))
+    if hasattr(value, "__dict__"):
+        return {name: plain(item) for name, item in vars(value).items() if not name.startswith("_")}
+    return json.loads(json.dumps(value, default=str))
+
+
+def _printable_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = str(message_field(part, "type") or "text")
+    if "image" in kind:
+        return "[image]"
+    if "audio" in kind:
+        return "[audio]"
+    text = message_field(part, "text")
+    return str(text) if text is not None else f"[{kind}]"
+
+
+def _lean_message(message: ChatMessage) -> ChatMessage:
+    lean: ChatMessage = drop_none(message)
+    if "content" in message:
+        lean["content"] = drop_none(message["content"])
+    return lean
+
+
+def drop_none(value: Any) -> Any:
+    """Nested data without the dict entries that are None; list items stay, so that positions do."""
+    if isinstance(value, Mapping):
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    return [drop_none(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,157 @@
+"""How a reward function is called: arguments by name, and on the event loop or in a thread.
+
+A thread hop costs four times as much as the rest of scoring by a typical reward function (a regular expression, a
+comparison), and many times that on a busy machine. A slow function called on the event loop, though, would stall
+every rollout in flight. So a synchronous function starts out in threads, and moves to the loop when three calls in a
+row each took less than 1 ms, measured inside the thread so that the hop does not count. One call on the loop of more
+than 5 ms sends it back for good. Three in a row, not the first three: a first call often pays for imports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from verifiers.rubrics.threads import scoring_threads
+
+__all__ = ["PreparedCall", "in_turn", "parameters_of", "reward_name", "together"]
+
+A = TypeVar("A")
+B = TypeVar("B")
+T = TypeVar("T")
+
+QUICK_S = 0.001
+SLOW_S = 0.005
+YIELD_AFTER_S = 0.005
+QUICK_CALLS = 3
+PLURALS = frozenset({"prompts", "completions", "answers", "states", "tasks", "infos"})
+
+
+class PreparedCall:
+    """A reward function with what its signature says, read once, and what is known about its speed.
+
+    Attributes:
+        name: for metrics and messages.
+        is_group: it has a parameter for whole groups (prompts, completions, answers, states, tasks, infos).
+        on_loop: the next call stays on the event loop.
+    """
+
+    __slots__ = (
+        "_is_async",
+        "_names",
+        "_quick_in_a_row",
+        "_stays_in_threads",
+        "_takes_everything",
+        "func",
+        "is_group",
+        "name",
+        "on_loop",
+    )
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+        self.name = reward_name(func)
+        try:
+            parameters = list(inspect.signature(func).parameters.values())
+        except (TypeError, ValueError):
+            # some builtins have no signature: the call itself will say what is wrong
+            parameters = []
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._names = tuple(item.name for item in parameters if item.kind in by_name)
+        self._takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+        self.is_group = not PLURALS.isdisjoint(self._names)
+        self._is_async = _is_async(func)
+        self.on_loop = self._is_async
+        self._quick_in_a_row = 0
+        self._stays_in_threads = False
+
+    @property
+    def waits(self) -> bool:
+        """True when a call gives other work a chance to run, so that calls side by side are worth a task each."""
+        return self._is_async or not self.on_loop
+
+    async def __call__(self, values: Mapping[str, Any]) -> Any:
+        """The function's result, with the arguments it names out of `values`.
+
+        Raises:
+            Exception: what the function raises; asyncio.CancelledError passes.
+        """
+        if self._takes_everything:
+            arguments = dict(values)
+        else:
+            arguments = {name: values[name] for name in self._names if name in values}
+        if self._is_async:
+            return await self.func(**arguments)
+        if self.on_loop:
+            started = time.perf_counter()
+            try:
+                result = self.func(**arguments)
+            finally:
+                if time.perf_counter() - started > SLOW_S:
+                    self.on_loop, self._stays_in_threads = False, True
+        else:
+            result = await self._in_thread(arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _in_thread(self, arguments: dict[str, Any]) -> Any:
+        result, error, elapsed_s = await scoring_threads().run(functools.partial(_timed, self.func, arguments))
+        self._quick_in_a_row = self._quick_in_a_row + 1 if elapsed_s < QUICK_S else 0
+        if self._quick_in_a_row >= QUICK_CALLS and not self._stays_in_threads:
+            self.on_loop = True
+        if error is not None:
+            raise error
+        return result
+
+
+def reward_name(func: Callable[..., Any]) -> str:
+    """A function's name; for a partial that of the function inside, for other callables that of their class."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return getattr(func, "__name__", None) or type(func).__name__
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all side by side; the first error cancels the rest and is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one) for one in work]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+async def in_turn(work: Callable[[A, B], Coroutine[Any, Any, None]], first: Sequence[A], second: Sequence[B]) -> None:
+    """Await `work` with each pair, one after the other, and let others have the event loop now and then."""
+    since = time.perf_counter()
+    for one, other in zip(first, second, strict=True):
+        await work(one, other)
+        # quick functions add up over a large group, and other rollouts share the loop
+        if time.perf_counter() - since > YIELD_AFTER_S:
+            await asyncio.sleep(0)
+            since = time.perf_counter()
+
+
+@functools.lru_cache(maxsize=256)
+def parameters_of(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """The names of a function's parameters, and whether it takes any keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+    return frozenset(item.name for item in parameters), takes_everything
+
+
+def _is_async(func: Callable[..., Any]) -> bool:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
+
+
+def _timed(func: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, BaseException | None, float]:
+    started = time.perf_counter()
+    try:
+        return func(**arguments), None, time.perf_counter() - started
+    except BaseException as error:  # carried over to the caller, which is on the event loop, and raised there
+        return None, error, time.perf_counter() - started
