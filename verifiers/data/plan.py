@@ -1,0 +1,398 @@
+"""The batch plan: which prompts are generated and trained when, known in full before the first rollout.
+
+Everything here is a pure function of the plan and of a block id or an optimizer step, so any rank can compute
+any block, and a resumed run needs no state but its optimizer step. Sizes always say their unit, *prompts* or
+*completions*. The plan does not hold data and does not choose a curriculum: it numbers the rows of one dataset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import random
+from array import array
+from dataclasses import dataclass
+
+from verifiers.errors import ConfigError
+from verifiers.types import RolloutKey
+
+__all__ = ["BatchPlan", "Position", "epoch_order", "make_plan", "micro_batch_order", "rollout_seed"]
+
+
+def check_size(name: str, value: object, minimum: int) -> int:
+    """Return `value` where it is a whole number of at least `minimum`.
+
+    Raises:
+        ConfigError: it is not; the message names the setting, the value and the bound.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least {minimum}.")
+    return value
+
+
+def rollout_seed(seed: int, key: RolloutKey) -> int:
+    """The sampling seed sent to the server for one rollout.
+
+    It depends on nothing but its arguments, so a retried or resumed rollout samples what it would have sampled,
+    and no two rollouts of a group share a seed.
+
+    Args:
+        seed: the run's seed.
+        key: block, example and generation of the rollout.
+
+    Returns:
+        An integer in 1 .. 2**63 - 1 (what signed 64-bit seed fields take), from BLAKE2b (RFC 7693) over the
+        four numbers.
+    """
+    text = f"{seed}:{key.block_id}:{key.example_id}:{key.generation}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"vf-rollout").digest()
+    return int.from_bytes(digest, "big") >> 1 or 1
+
+
+@functools.lru_cache(maxsize=4)
+def _shuffled_epoch(num_items: int, seed: int, epoch: int) -> array[int]:
+    order = array("q", range(num_items))
+    # A text key is hashed with SHA-512, so neighbouring seeds and epochs give unrelated permutations.
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def epoch_order(num_items: int, seed: int, epoch: int) -> array[int]:
+    """The order in which epoch number `epoch` (from 0) visits rows 0 .. `num_items` - 1, by `seed` alone."""
+    return array("q", _shuffled_epoch(num_items, seed, epoch))
+
+
+def micro_batch_order(
+    num_micro_batches: int, micro_batches_per_block: int, num_iterations: int = 1
+) -> tuple[list[int], list[int]]:
+    """The order in which micro-batches are trained: each full block is passed over `num_iterations` times.
+
+    Args:
+        num_micro_batches: micro-batches of data there are.
+        micro_batches_per_block: K, micro-batches in a block.
+        num_iterations: mu, passes over each block, default 1.
+
+    Returns:
+        The trained order, and the micro-batches at the end that make no full block and are not trained.
+
+    Raises:
+        ConfigError: a size is not a whole number, or too small.
+    """
+    check_size("num_micro_batches", num_micro_batches, 0)
+    check_size("micro_batches_per_block", micro_batches_per_block, 1)
+    check_size("num_iterations", num_iterations, 1)
+    whole = num_micro_batches - num_micro_batches % micro_batches_per_block
+    order = [
+        start + micro_batch
+        for start in range(0, whole, micro_batches_per_block)
+        for _ in range(num_iterations)
+        for micro_batch in range(micro_batches_per_block)
+    ]
+    return order, list(range(whole, num_micro_batches))
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where training stands.
+
+    Attributes:
+        block_id: the block being trained, from 0.
+        iteration: the pass over that block, 0 .. num_iterations - 1.
+        micro_batch: the micro-batch of the block, 0 .. steps_per_generation - 1.
+        update_in_block: optimizer steps this block has served before, 0 .. updates_per_block - 1.
+    """
+
+    block_id: int
+    iteration: int
+    micro_batch: int
+    update_in_block: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The sizes of a training run and everything that follows from them; build it with `make_plan`.
+
+    Attributes:
+        per_device_train_batch_size: completions per device and micro-step.
+        num_processes: devices.
+        gradient_accumulation_steps: micro-steps per optimizer step.
+        steps_per_generation: K, micro-batches in a block.
+        num_generations: G, rollouts of each prompt.
+        num_iterations: mu, passes over each block.
+        max_steps: optimizer steps in the run.
+        num_prompts: rows of the dataset.
+        seed: orders prompts and rows, and seeds rollouts.
+        shuffle: visit the dataset in a new order each epoch; otherwise in its own order.
+
+    Raises:
+        ConfigError: sizes that do not divide; the message names both and the nearest that do.
+    """
+
+    per_device_train_batch_size: int
+    steps_per_generation: int
+    num_generations: int
+    max_steps: int
+    num_prompts: int
+    num_processes: int = 1
+    gradient_accumulation_steps: int = 1
+    num_iterations: int = 1
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name not in ("num_generations", "seed", "shuffle"):
+                check_size(field.name, getattr(self, field.name), 1)
+        if self.num_generations == 1:
+            raise ConfigError(
+                "num_generations is 1, but an advantage compares rollouts of one prompt: use at least 2."
+            )
+        check_size("num_generations", self.num_generations, 2)
+        self._check_updates()
+        self._check_groups()
+        self._check_dataset()
+
+    @property
+    def completions_per_micro_step(self) -> int:
+        """Completions that all devices together see in one micro-step."""
+        return self.per_device_train_batch_size * self.num_processes
+
+    @property
+    def completions_per_block(self) -> int:
+        """Completions generated together (TRL's `generation_batch_size`)."""
+        return self.completions_per_micro_step * self.steps_per_generation
+
+    @property
+    def prompts_per_block(self) -> int:
+        """Distinct prompts generated together."""
+        return self.completions_per_block // self.num_generations
+
+    @property
+    def completions_per_update(self) -> int:
+        """Completions behind one optimizer step."""
+        return self.completions_per_micro_step * self.gradient_accumulation_steps
+
+    @property
+    def prompts_per_update(self) -> float:
+        """Prompts' worth of completions behind one optimizer step; not always whole."""
+        return self.completions_per_update / self.num_generations
+
+    @property
+    def updates_per_block(self) -> int:
+        """Optimizer steps that one block serves: mu * K / gradient_accumulation_steps."""
+        return self.num_iterations * self.steps_per_generation // self.gradient_accumulation_steps
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the run; the last may serve fewer updates than the others."""
+        return -(-self.max_steps // self.updates_per_block)
+
+    @property
+    def blocks_per_epoch(self) -> int:
+        """Whole blocks that one pass over the dataset gives."""
+        return self.num_prompts // self.prompts_per_block
+
+    @property
+    def prompts_left_out_per_epoch(self) -> int:
+        """Prompts at the end of each epoch that make no full block."""
+        return self.num_prompts % self.prompts_per_block
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the dataset that the run makes."""
+        return self.blocks / self.blocks_per_epoch
+
+    def example_ids(self, block_id: int) -> list[int]:
+        """The prompts of a block as dataset rows, each once, in order; a function of (seed, block_id) alone."""
+        check_size("block_id", block_id, 0)
+        epoch, block_in_epoch = divmod(block_id, self.blocks_per_epoch)
+        start = block_in_epoch * self.prompts_per_block
+        stop = start + self.prompts_per_block
+        if not self.shuffle:
+            return list(range(start, stop))
+        return list(_shuffled_epoch(self.num_prompts, self.seed, epoch)[start:stop])
+
+    def requests(self, block_id: int) -> list[tuple[int, int]]:
+        """The rollouts of a block as (example id, generation), all generations of a prompt in a row."""
+        return [
+            (example_id, generation)
+            for example_id in self.example_ids(block_id)
+            for generation in range(self.num_generations)
+        ]
+
+    def micro_step_rows(self, block_id: int) -> list[list[list[int]]]:
+        """Example ids of a block's completions before rows are shuffled, as [micro-step][device][row].
+
+        A micro-step takes the next `completions_per_micro_step` completions, and the devices share those in
+        order of rank; together the ranks hold each completion once.
+        """
+        rows = [example_id for example_id, _ in self.requests(block_id)]
+        size = self.per_device_train_batch_size
+        slices = [rows[start : start + size] for start in range(0, len(rows), size)]
+        devices = self.num_processes
+        return [slices[start : start + devices] for start in range(0, len(slices), devices)]
+
+    def shuffle_order(self, block_id: int, num_rows: int) -> list[int]:
+        """The permutation of 0 .. `num_rows` - 1 in which a block's rows are trained, by (seed, block_id) alone.
+
+        It is independent of `shuffle`, which is about the dataset, and of any other random state.
+        """
+        check_size("block_id", block_id, 0)
+        check_size("num_rows", num_rows, 0)
+        order = list(range(num_rows))
+        random.Random(f"{self.seed}:rows:{block_id}").shuffle(order)
+        return order
+
+    def position(self, optimizer_step: int, micro_step: int = 0) -> Position:
+        """Where training stands at a micro-step of an optimizer step.
+
+        Args:
+            optimizer_step: optimizer steps done so far.
+            micro_step: 0 .. gradient_accumulation_steps - 1 within the step, default 0.
+
+        Raises:
+            ConfigError: `micro_step` is outside its step, or a number is negative.
+        """
+        check_size("optimizer_step", optimizer_step, 0)
+        check_size("micro_step", micro_step, 0)
+        if micro_step >= self.gradient_accumulation_steps:
+            raise ConfigError(
+                f"micro_step is {micro_step}, but an optimizer step has only "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} micro-steps, counted from 0."
+            )
+        block_id, update_in_block = divmod(optimizer_step, self.updates_per_block)
+        micro_step_in_block = update_in_block * self.gradient_accumulation_steps + micro_step
+        iteration, micro_batch = divmod(micro_step_in_block, self.steps_per_generation)
+        return Position(block_id, iteration, micro_batch, update_in_block)
+
+    def first_block_after(self, optimizer_step: int) -> int:
+        """The block that a run resumed at `optimizer_step` begins with.
+
+        Raises:
+            ConfigError: the step lies inside a block; checkpoints stand at block boundaries only.
+        """
+        check_size("optimizer_step", optimizer_step, 0)
+        block_id, inside = divmod(optimizer_step, self.updates_per_block)
+        if inside:
+            before = block_id * self.updates_per_block
+            raise ConfigError(
+                f"optimizer step {optimizer_step} lies inside block {block_id}, whose updates_per_block is "
+                f"{self.updates_per_block}: resume at step {before} or {before + self.updates_per_block}."
+            )
+        return block_id
+
+    def describe(self) -> str:
+        """The plan as a table for a person, without a trailing newline."""
+        sizes = [
+            ("per block", self.completions_per_block),
+            ("per update", self.completions_per_update),
+            ("per micro-step", self.completions_per_micro_step),
+            ("per device", self.per_device_train_batch_size),
+        ]
+        lines = [f"{'batch plan':<18}{'prompts':>12}{'completions':>14}"]
+        lines += [f"{name:<18}{size / self.num_generations:>12,.6g}{size:>14,}" for name, size in sizes]
+        lines += [f"{name:<18}{text}" for name, text in self._notes()]
+        return "\n".join(lines)
+
+    def _notes(self) -> list[tuple[str, str]]:
+        passes = f"{_count(self.num_iterations, 'pass', 'passes')} over "
+        passes += _count(self.steps_per_generation, "micro-batch", "micro-batches")
+        run = f"{self.blocks:,} for {_count(self.max_steps, 'optimizer step', 'optimizer steps')}"
+        if unused := self.blocks * self.updates_per_block - self.max_steps:
+            run += f"; the last serves {self.updates_per_block - unused} of {self.updates_per_block} updates"
+        epochs = f"{self.epochs:.4g} over {_count(self.num_prompts, 'prompt', 'prompts')}"
+        if left_out := self.prompts_left_out_per_epoch:
+            epochs += f"; {left_out:,} left out of each, too few for a block"
+        return [
+            ("group", f"{self.num_generations} completions of each prompt"),
+            (
+                "updates per block",
+                f"{self.updates_per_block:,} ({passes}, {self.gradient_accumulation_steps:,} per update)",
+            ),
+            ("blocks in the run", run),
+            ("epochs", epochs),
+            ("devices", f"{self.num_processes:,}"),
+        ]
+
+    def _check_updates(self) -> None:
+        held, step = self.steps_per_generation, self.gradient_accumulation_steps
+        if held % step:
+            raise ConfigError(
+                f"steps_per_generation={held} is not a multiple of gradient_accumulation_steps={step}, so a block "
+                f"would end inside an update: the nearest steps_per_generation are {_nearest_multiples(held, step)}."
+            )
+
+    def _check_groups(self) -> None:
+        block, group = self.completions_per_block, self.num_generations
+        if block % group:
+            device = self.per_device_train_batch_size
+            step = group // math.gcd(group, block // device)
+            raise ConfigError(
+                f"a block of {block} completions (per_device_train_batch_size={device} x "
+                f"num_processes={self.num_processes} x steps_per_generation={self.steps_per_generation}) does not "
+                f"divide into groups of num_generations={group}: the nearest per_device_train_batch_size are "
+                f"{_nearest_multiples(device, step)}, the nearest num_generations {_nearest_divisors(block, group)}."
+            )
+
+    def _check_dataset(self) -> None:
+        if self.num_prompts < self.prompts_per_block:
+            raise ConfigError(
+                f"the dataset has {self.num_prompts} prompts, but a block holds {self.prompts_per_block} different "
+                f"ones: use at least {self.prompts_per_block} prompts, or blocks of at most "
+                f"{self.num_prompts * self.num_generations} completions in place of {self.completions_per_block}."
+            )
+
+
+def make_plan(
+    *,
+    per_device_train_batch_size: int,
+    num_generations: int,
+    max_steps: int,
+    num_prompts: int,
+    num_processes: int = 1,
+    gradient_accumulation_steps: int = 1,
+    steps_per_generation: int | None = None,
+    num_iterations: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+) -> BatchPlan:
+    """Build the plan of a run from the trainer's settings, which keep TRL's names and meanings.
+
+    Args: the attributes of `BatchPlan`, with their units and defaults; `steps_per_generation` None means
+        `gradient_accumulation_steps`, which makes one update of each pass over a block.
+
+    Raises:
+        ConfigError: sizes that cannot work together; one sentence with both numbers and the nearest that do.
+    """
+    if steps_per_generation is None:
+        steps_per_generation = gradient_accumulation_steps
+    return BatchPlan(
+        per_device_train_batch_size=per_device_train_batch_size,
+        steps_per_generation=steps_per_generation,
+        num_generations=num_generations,
+        max_steps=max_steps,
+        num_prompts=num_prompts,
+        num_processes=num_processes,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        num_iterations=num_iterations,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def _nearest_multiples(size: int, step: int) -> str:
+    below = size - size % step
+    return f"{below} and {below + step}" if below else f"{step} and {2 * step}"
+
+
+def _nearest_divisors(total: int, size: int) -> str:
+    divisors = [divisor for divisor in range(2, total + 1) if total % divisor == 0]
+    below = [divisor for divisor in divisors if divisor < size][-1:]
+    above = [divisor for divisor in divisors if divisor > size][:1]
+    return " and ".join(str(divisor) for divisor in below + above) or "none"

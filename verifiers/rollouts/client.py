@@ -1,0 +1,242 @@
+"""The client handle that each rollout gets: it looks like AsyncOpenAI, and it records.
+
+Every environment must pass here, also one that overrides `rollout` or calls `client.chat.completions.create`
+itself. So this is where throttling, retries, sampling seeds and the token-exact trace live.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verifiers.errors import ConfigError, EmptyModelResponseError, MissingTokenIdsError, OverlongPromptError
+from verifiers.rollouts.endpoint import CHAT, COMPLETIONS, Backend
+from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.retries import RetryPolicy, call_with_retries
+from verifiers.rollouts.trace import Turn
+from verifiers.rollouts.wire import plain_data
+from verifiers.types import Usage
+
+__all__ = ["RolloutClient", "turn_seed"]
+
+
+def turn_seed(rollout_seed: int, turn: int) -> int:
+    """Sampling seed of one call in a rollout: turns must not share one, or they would sample alike. 63 bits."""
+    digest = hashlib.blake2b(f"{rollout_seed}:{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class _Create:
+    """`client.chat.completions` or `client.completions`: one method, `create`."""
+
+    def __init__(self, client: RolloutClient, path: str) -> None:
+        self._client = client
+        self._path = path
+
+    async def create(self, **arguments: Any) -> Any:
+        return await self._client._call(self._path, arguments)
+
+
+class _Chat:
+    def __init__(self, completions: _Create) -> None:
+        self.completions = completions
+
+
+class RolloutClient:
+    """A recording stand-in for `openai.AsyncOpenAI`, made anew for each rollout.
+
+    Args:
+        backend: how a call leaves the process.
+        limiter: shared throttle; the slot in flight is held by whoever runs the rollout.
+        retry: the retry policy, the only one there is.
+        model: name of the trained policy; calls that name another model are not trained.
+        seed: the rollout's sampling seed; each call gets its own derived from it. Wins over a seed in the
+            call's arguments, since two rollouts of a group must never share one. None leaves the call alone.
+        require_tokens: ask for token ids and log-probs, and fail where the server sends none (training).
+        policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
+
+    Attributes:
+        turns: the trained policy's answers with token ids, in the order in which they came back.
+        calls: trained calls that got an answer. usage: their tokens. retries: tries that were repeated.
+        last_error: what the newest trained call failed with, or None where it succeeded.
+        overlong: a call's prompt did not fit the context.
+        finish_reason: of the newest trained call.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        limiter: Limiter | None = None,
+        retry: RetryPolicy | None = None,
+        model: str | None = None,
+        seed: int | None = None,
+        require_tokens: bool = False,
+        policy_version: Callable[[], int] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._limiter = limiter
+        self._retry = retry or RetryPolicy()
+        self._model = model
+        self._seed = seed
+        self._require_tokens = require_tokens
+        self._policy_version = policy_version
+        self._begun = 0
+        self._trained = True
+        self.turns: list[Turn] = []
+        self.calls = 0
+        self.usage = Usage()
+        self.retries = 0
+        self.last_error: Exception | None = None
+        self.overlong = False
+        self.finish_reason: str | None = None
+        self.completions = _Create(self, COMPLETIONS)
+        self.chat = _Chat(_Create(self, CHAT))
+
+    @property
+    def base_url(self) -> str:
+        return self._backend.base_url
+
+    @property
+    def api_key(self) -> str:
+        return self._backend.api_key
+
+    @property
+    def untrained(self) -> RolloutClient:
+        """A handle on the same server whose calls are not part of the trace: judges, user simulators."""
+        other = RolloutClient(self._backend, limiter=self._limiter, retry=self._retry)
+        other._trained = False
+        return other
+
+    def with_options(self, **_: Any) -> RolloutClient:
+        """The same handle: timeouts and retries are the run's, so that one rollout cannot escape them."""
+        return self
+
+    async def close(self) -> None:
+        """Nothing to close: connections belong to the run."""
+
+    async def _call(self, path: str, arguments: dict[str, Any]) -> Any:
+        trained = self._trained and (self._model is None or arguments.get("model") == self._model)
+        if trained:
+            arguments = self._prepared(path, arguments)
+        version_before = self._policy_version() if self._policy_version is not None else 0
+
+        async def attempt() -> Any:
+            if self._limiter is not None:
+                await self._limiter.wait_for_request()
+            return await self._backend.call(path, arguments)
+
+        try:
+            response = await call_with_retries(attempt, self._retry, self._count_retry)
+        except OverlongPromptError:
+            self.overlong = self.overlong or trained
+            raise
+        except Exception as error:
+            if trained:
+                self.last_error = error
+            raise
+        if trained:
+            self._record(path, response, version_before)
+        return response
+
+    def _count_retry(self, _: Exception) -> None:
+        self.retries += 1
+
+    def _prepared(self, path: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        turn, self._begun = self._begun, self._begun + 1
+        arguments = dict(arguments)
+        # extra_body is merged in last, so what must hold is taken out of it
+        extra = dict(arguments.get("extra_body") or {})
+        if self._seed is not None:
+            arguments["seed"] = turn_seed(self._seed, turn)
+            extra.pop("seed", None)
+        if self._require_tokens:
+            extra.pop("logprobs", None)
+            n = extra.get("n", arguments.get("n"))
+            if isinstance(n, int) and n > 1:
+                raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
+            arguments["logprobs"] = True if path == CHAT else arguments.get("logprobs") or 0
+            # a keyword that the SDK does not know goes into extra_body, which every backend understands
+            extra["return_token_ids"] = True
+        if extra:
+            arguments["extra_body"] = extra
+        return arguments
+
+    def _record(self, path: str, response: Any, version_before: int) -> None:
+        if not getattr(response, "choices", None):
+            self.last_error = EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
+            raise self.last_error
+        self.last_error = None
+        # the plain JSON where it is ours: wrapping every token's entry would cost more than the call
+        answer = plain_data(response)
+        choices = answer.get("choices")
+        if not choices:
+            return
+        self.calls += 1
+        choice = choices[0]
+        self.finish_reason = choice.get("finish_reason")
+        usage = answer.get("usage") or {}
+        self.usage.prompt_tokens += usage.get("prompt_tokens") or 0
+        self.usage.completion_tokens += usage.get("completion_tokens") or 0
+        prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        completion_ids = choice.get("token_ids")
+        logprobs = _chosen_logprobs(choice.get("logprobs"), path)
+        if self._require_tokens:
+            _require(self.base_url, prompt_ids, completion_ids, logprobs)
+        if prompt_ids is None or completion_ids is None or logprobs is None:
+            return
+        versions = _versions(choice.get("weight_versions"), len(completion_ids), version_before)
+        self.turns.append(Turn(prompt_ids, completion_ids, logprobs, versions, self.finish_reason))
+
+
+def _chosen_logprobs(logprobs: Mapping[str, Any] | None, path: str) -> list[float] | None:
+    if not logprobs:
+        return None
+    if path == COMPLETIONS:
+        return logprobs.get("token_logprobs")
+    content = logprobs.get("content")
+    return None if content is None else [entry["logprob"] for entry in content]
+
+
+def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, logprobs: list[float] | None) -> None:
+    missing = [
+        name
+        for name, value in (
+            ("prompt_token_ids", prompt_ids),
+            ("token_ids", completion_ids),
+            ("logprobs", logprobs),
+        )
+        if value is None
+    ]
+    if missing:
+        raise MissingTokenIdsError(
+            f"{base_url} answered without {' and '.join(missing)}, which training needs; use a server that honours "
+            "return_token_ids and logprobs, such as vf-serve, or vLLM 0.10 or later."
+        )
+    assert completion_ids is not None
+    assert logprobs is not None
+    if len(completion_ids) != len(logprobs):
+        raise MissingTokenIdsError(
+            f"{base_url} sent {len(completion_ids)} token ids but {len(logprobs)} log-probs for one answer; "
+            "they must belong to the same tokens."
+        )
+
+
+def _versions(spans: Sequence[Mapping[str, Any]] | None, length: int, default: int) -> list[int]:
+    """Policy version of each token: the server's spans where it reports them, else the version at the start."""
+    versions = [default] * length
+    for span in spans or ():
+        version = _as_version(span["version"])
+        if version is not None:
+            start, end = int(span["start"]), min(int(span["end"]), length)
+            versions[start:end] = [version] * (end - start)
+    return versions
+
+
+def _as_version(value: Any) -> int | None:
+    # a server that was never pushed to may report a name such as "default"
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,316 @@
+"""The two ways a model call leaves this process: our own HTTP path, or the client object the user handed in."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
+from verifiers.rollouts.retries import RetryableError, is_retryable_status, parse_retry_after
+from verifiers.rollouts.wire import WireObject, request_body
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["Backend", "ClientBackend", "Endpoint", "HttpBackend", "backend_for", "is_context_overflow"]
+
+CHAT = "/chat/completions"
+COMPLETIONS = "/completions"
+_SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
+
+# OpenAI; vLLM (two generations); Anthropic-compatible; llama.cpp
+_OVERFLOW = re.compile(
+    r"context_length_exceeded|maximum context length|longer than the maximum model length|"
+    r"maximum model length|prompt is too long|exceeds? the available context size|exceeds? the context window|"
+    r"input length and .?max_tokens.? exceed",
+    re.IGNORECASE,
+)
+
+
+def is_context_overflow(status: int | None, text: str) -> bool:
+    """True where a refusal says that the prompt does not fit the model's context."""
+    return status in (400, 413, 422) and _OVERFLOW.search(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an OpenAI-compatible server is and how it is spoken to.
+
+    Attributes:
+        base_url: with the version, e.g. "http://127.0.0.1:8000/v1".
+        api_key: sent as a bearer token; never logged or stored.
+        headers: further HTTP headers.
+        timeout_s: deadline of one try of one call, in seconds.
+        connect_timeout_s: deadline for the connection alone, in seconds.
+    """
+
+    base_url: str
+    api_key: str = field(default="EMPTY", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/]", self.base_url):
+            raise ConfigError(
+                f"the base URL {self.base_url!r} is no HTTP address; give one like 'http://127.0.0.1:8000/v1'."
+            )
+
+    @classmethod
+    def from_openai(cls, client: Any) -> Endpoint:
+        """What an `openai.OpenAI` or `openai.AsyncOpenAI` was configured with.
+
+        The SDK's default of 5 s for a connection becomes our 10 s: a thousand at once take longer on one host.
+        """
+        timeout = client.timeout
+        total = timeout if isinstance(timeout, (int, float)) else getattr(timeout, "read", None)
+        connect = None if isinstance(timeout, (int, float)) else getattr(timeout, "connect", None)
+        if timeout == getattr(sys.modules.get("openai"), "DEFAULT_TIMEOUT", None):
+            connect = None
+        headers = {
+            "OpenAI-Organization": getattr(client, "organization", None),
+            "OpenAI-Project": getattr(client, "project", None),
+            **(getattr(client, "_custom_headers", None) or {}),
+        }
+        return cls(
+            base_url=str(client.base_url).rstrip("/"),
+            api_key=client.api_key if isinstance(client.api_key, str) else "EMPTY",
+            # the SDK marks headers to leave out by objects of its own
+            headers={name: value for name, value in headers.items() if isinstance(value, str)},
+            timeout_s=float(total) if total else 600.0,
+            connect_timeout_s=float(connect) if connect else 10.0,
+        )
+
+
+class Backend(Protocol):
+    """Makes one try of one model call. Retries, recording and limits are the caller's."""
+
+    base_url: str
+    api_key: str
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """POST the keyword arguments of `create` to `path` ("/chat/completions" or "/completions").
+
+        Raises:
+            OverlongPromptError: the prompt does not fit the context.
+            RetryableError: another try may succeed.
+            ProviderError: it will not.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class HttpBackend:
+    """The hot path: OpenAI's wire format over aiohttp, one connection pool, no limit of its own."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.base_url = endpoint.base_url.rstrip("/")
+        self.api_key = endpoint.api_key
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            timeout = aiohttp.ClientTimeout(
+                total=self.endpoint.timeout_s, sock_connect=self.endpoint.connect_timeout_s
+            )
+            given = {name.lower() for name in self.endpoint.headers}
+            ours = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+            headers = {name: value for name, value in ours.items() if name.lower() not in given}
+            headers.update(self.endpoint.headers)
+            # the limiter bounds what is in flight; a second bound here would only hide the queue
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
+            self._loop = loop
+        return self._session
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        body = request_body(arguments)
+        if body.get("stream"):
+            raise ConfigError(
+                "stream=True was asked of a rollout's client, which records whole answers; leave it out."
+            )
+        return WireObject(await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout")))
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+        timeout_s: Any = None,
+    ) -> dict[str, Any]:
+        """POST `body` as JSON and return the JSON object of a 200."""
+        import aiohttp
+
+        session = self._open_session()
+        options: dict[str, Any] = {}
+        if headers:
+            options["headers"] = headers
+        limit_s = self.endpoint.timeout_s
+        if timeout_s is not None:
+            # a number of seconds, or the SDK's Timeout object
+            given = timeout_s if isinstance(timeout_s, (int, float)) else getattr(timeout_s, "read", None)
+            limit_s = float(given) if given else limit_s
+            options["timeout"] = aiohttp.ClientTimeout(total=limit_s, sock_connect=self.endpoint.connect_timeout_s)
+        try:
+            async with session.post(self.base_url + path, data=_encode(body), **options) as response:
+                status = response.status
+                content = await response.read()
+                retry_after = response.headers.get("Retry-After")
+        except aiohttp.ConnectionTimeoutError as error:
+            raise RetryableError(
+                f"{self.base_url} could not be reached within {self.endpoint.connect_timeout_s:g} s"
+            ) from error
+        except TimeoutError as error:
+            raise RetryableError(f"no answer from {self.base_url + path} within {limit_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise RetryableError(f"{self.base_url} could not be reached: {_reason(error)}") from error
+        if status == 200:
+            return _decode(content, self.base_url + path)
+        raise _status_error(self.base_url + path, status, self._without_key(content), retry_after)
+
+    def _without_key(self, content: bytes) -> str:
+        """A server's refusal as text; some quote the key that they were sent."""
+        text = content.decode(errors="replace")
+        return text.replace(self.api_key, "***") if len(self.api_key) >= _SHORTEST_SECRET else text
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None and self._loop is asyncio.get_running_loop():
+            await session.close()
+
+
+class ClientBackend:
+    """A client object used as it was handed in: a mock, a wrapper, or an SDK class we do not replace.
+
+    Its `chat.completions.create` / `completions.create` may be sync (run in a thread) or async.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.base_url = str(getattr(client, "base_url", ""))
+        self.api_key = str(getattr(client, "api_key", ""))
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        owner = self.client.chat.completions if path == CHAT else self.client.completions
+        try:
+            if _is_async(self.client, owner.create):
+                result = owner.create(**arguments)
+            else:
+                # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
+                result = await asyncio.to_thread(owner.create, **arguments)
+            return await result if inspect.isawaitable(result) else result
+        except (ProviderError, OverlongPromptError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            meaning = _client_error(self.base_url, error)
+            if meaning is error:
+                raise
+            raise meaning from error
+
+    async def close(self) -> None:
+        """Leave the client open: it belongs to whoever made it."""
+
+
+def backend_for(client: Any) -> Backend:
+    """The backend for what a user hands in: an Endpoint, an openai client, or any object shaped like one.
+
+    Plain `openai.OpenAI` and `openai.AsyncOpenAI` take the HTTP path with their base URL, key, headers and
+    timeouts; subclasses (Azure), clients with an HTTP client of their own, mocks and wrappers are called as given.
+    """
+    if isinstance(client, (HttpBackend, ClientBackend)):
+        return client
+    if isinstance(client, Endpoint):
+        return HttpBackend(client)
+    if isinstance(client, str):
+        return HttpBackend(Endpoint(client))
+    kind = type(client)
+    if kind.__module__.split(".")[0] == "openai" and kind.__name__ in ("OpenAI", "AsyncOpenAI"):
+        own_http = type(getattr(client, "_client", None)).__name__
+        # a key that is asked for anew, and query parameters, are the SDK's business
+        special = getattr(client, "_api_key_provider", None) or getattr(client, "_custom_query", None)
+        if own_http in ("AsyncHttpxClientWrapper", "SyncHttpxClientWrapper") and not special and client.api_key:
+            return HttpBackend(Endpoint.from_openai(client))
+    if not (hasattr(client, "chat") or hasattr(client, "completions")):
+        raise ConfigError(
+            f"the client is {client!r}, which has neither chat.completions nor completions; "
+            "give an openai.AsyncOpenAI, an Endpoint, or a base URL."
+        )
+    return ClientBackend(client)
+
+
+def _is_async(client: Any, create: Any) -> bool:
+    """True where calling `create` cannot block: an async function, or the async SDK's decorated one."""
+    sdk = [kind.__name__ for kind in type(client).__mro__ if kind.__module__.split(".")[0] == "openai"]
+    return inspect.iscoroutinefunction(create) or bool(sdk and sdk[0].startswith("Async"))
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"a request body cannot be written as JSON: {error}") from error
+
+
+def _decode(content: bytes, url: str) -> dict[str, Any]:
+    try:
+        data = json.loads(content)
+    except ValueError as error:
+        raise RetryableError(f"{url} answered 200 with a body that is no JSON: {content[:200]!r}") from error
+    if not isinstance(data, dict):
+        raise RetryableError(f"{url} answered 200 with {type(data).__name__} instead of an object")
+    return data
+
+
+def _status_error(url: str, status: int, text: str, retry_after: str | None) -> Exception:
+    if is_context_overflow(status, text):
+        return OverlongPromptError(_server_message(text))
+    message = f"{url} answered {status}: {_server_message(text)}"
+    if is_retryable_status(status):
+        return RetryableError(message, status=status, body=text, retry_after_s=parse_retry_after(retry_after))
+    return ProviderError(message, status=status, body=text)
+
+
+def _client_error(base_url: str, error: Exception) -> Exception:
+    """What an exception of a foreign client means; its class and status decide, its text is kept."""
+    status = getattr(error, "status_code", None)
+    text = f"{type(error).__name__}: {error}"
+    if is_context_overflow(status, text):
+        return OverlongPromptError(str(error))
+    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    if isinstance(status, int):
+        if is_retryable_status(status):
+            after = parse_retry_after(headers.get("retry-after"))
+            return RetryableError(text, status=status, body=text, retry_after_s=after)
+        return ProviderError(text, status=status, body=text)
+    unreadable = isinstance(error, json.JSONDecodeError) or type(error).__name__ == "APIResponseValidationError"
+    no_answer = type(error).__name__ in ("APIConnectionError", "APITimeoutError")
+    if unreadable or no_answer or isinstance(error, (ConnectionError, TimeoutError)):
+        return RetryableError(f"{base_url or 'the client'}: {text}")
+    return error
+
+
+def _server_message(text: str) -> str:
+    """The sentence inside an OpenAI error body, or the start of the body."""
+    try:
+        error = json.loads(text)
+        inner = error.get("error", error) if isinstance(error, dict) else error
+        message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
+        return str(message or text)[:500]
+    except (ValueError, AttributeError):
+        return text[:500] or "(empty body)"
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

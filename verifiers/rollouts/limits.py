@@ -1,0 +1,89 @@
+"""One limit on what is in flight, owned by one object and shared by everything that runs on an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from verifiers.errors import ConfigError
+
+__all__ = ["Limiter"]
+
+
+class Limiter:
+    """Bounds rollouts in flight and, where asked, requests per second.
+
+    The bound is on rollouts, first come first served, so that a multi-turn rollout that has begun is finished
+    before a new one starts: its prefix is still in the server's cache and its sandbox is still alive. A rollout
+    has one call in flight at a time, hence the bound holds for calls as well.
+
+    Args:
+        max_concurrent: rollouts in flight at once; None or a negative number means no bound.
+        requests_per_second: requests begun per second over all rollouts; None means no throttle.
+
+    Belongs to the event loop it is first used in.
+    """
+
+    def __init__(self, max_concurrent: int | None = None, requests_per_second: float | None = None) -> None:
+        if max_concurrent == 0:
+            raise ConfigError("max_concurrent is 0, so no rollout could start; give 1 or more, or -1 for no bound.")
+        if requests_per_second is not None and requests_per_second <= 0:
+            raise ConfigError(
+                f"requests_per_second is {requests_per_second}; give a number above 0, or leave it out."
+            )
+        self.max_concurrent = max_concurrent if max_concurrent is not None and max_concurrent > 0 else None
+        self.requests_per_second = requests_per_second
+        self.in_flight = 0
+        self._queued = 0
+        self._queue_emptied = asyncio.Event()
+        self._slots = asyncio.Semaphore(self.max_concurrent) if self.max_concurrent is not None else None
+        self._throttle: Any = None
+        self._throttle_queue: asyncio.Lock | None = None
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for room for one rollout, and hold it."""
+        if self._slots is not None:
+            self._queued += 1
+            try:
+                await self._slots.acquire()
+            finally:
+                self._queued -= 1
+                if not self._queued:
+                    self._queue_emptied.set()
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self._slots is not None:
+                self._slots.release()
+
+    async def wait_for_room(self) -> None:
+        """Wait until nothing queues for a slot.
+
+        Starting work only then keeps the number of live tasks near `max_concurrent`, however long the list of work
+        is: thousands of waiting coroutines would be walked by every garbage collection.
+        """
+        # a task that was just created has not queued yet
+        await asyncio.sleep(0)
+        while self._queued:
+            self._queue_emptied.clear()
+            await self._queue_emptied.wait()
+
+    async def wait_for_request(self) -> None:
+        """Wait until one more request may begin under `requests_per_second`."""
+        if self.requests_per_second is None:
+            return
+        if self._throttle is None:
+            from asyncio_throttle import Throttler
+
+            # one request every 1/rate seconds rather than a burst of `rate` at the start of each second
+            self._throttle = Throttler(rate_limit=1, period=1.0 / self.requests_per_second)
+            self._throttle_queue = asyncio.Lock()
+        # asyncio-throttle polls: thousands of waiters in it burn a core, so all but one queue here
+        assert self._throttle_queue is not None
+        async with self._throttle_queue, self._throttle:
+            pass

@@ -1,0 +1,116 @@
+"""A finished rollout, the group it belongs to, and the block they were generated in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.rollouts.trace import Row
+from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, State, Timing, Usage
+
+__all__ = ["Group", "Rollout", "RolloutRequest", "ScoredBlock"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One attempt to be made at one prompt.
+
+    Attributes:
+        key: identity of the rollout.
+        prompt: messages, or a string in completion mode.
+        seed: sampling seed sent to the server; derived from (seed, key) by `data.plan.rollout_seed`.
+    """
+
+    key: RolloutKey
+    prompt: Messages
+    answer: Any = ""
+    task: str = "default"
+    info: Info = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One attempt at one prompt, finished: it has exactly one outcome.
+
+    Attributes:
+        reward: weighted sum of the reward functions; None unless the outcome is `completed` or `truncated`.
+        metrics: each reward function's unweighted value.
+        rows: the trained policy's tokens; empty where the server gave no token ids.
+        forks: turns that did not extend what was held (see `rollouts.trace`).
+        advantage: given by the environment in place of the group's: one float, or one per sampled token.
+        failure: why there is no reward.
+    """
+
+    key: RolloutKey
+    outcome: Outcome
+    prompt: Messages
+    completion: Messages
+    answer: Any = ""
+    task: str = "default"
+    info: Info = field(default_factory=dict)
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    forks: int = 0
+    turns: int = 0
+    advantage: float | list[float] | None = None
+    failure: Failure | None = None
+    attempts: int = 1
+    timing: Timing = field(default_factory=Timing)
+    usage: Usage = field(default_factory=Usage)
+    state: State = field(default_factory=State, repr=False)
+
+    @property
+    def is_scored(self) -> bool:
+        """True where the rollout has a reward and takes part in group statistics."""
+        return self.reward is not None
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.outcome is Outcome.TRUNCATED
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one prompt, ordered by generation index."""
+
+    example_id: int
+    rollouts: list[Rollout]
+
+    @property
+    def scored(self) -> list[Rollout]:
+        return [rollout for rollout in self.rollouts if rollout.is_scored]
+
+
+@dataclass(slots=True)
+class ScoredBlock:
+    """Everything that was generated for one block, ordered by the plan, whatever the order of arrival.
+
+    Attributes:
+        generation_s: wall-clock seconds from the first rollout's start to the last score.
+        policy_version: version that was on the server when the block was submitted.
+    """
+
+    block_id: int
+    groups: list[Group]
+    policy_version: int = 0
+    generation_s: float = 0.0
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self.rollouts)
+
+    def outcomes(self) -> Counter[Outcome]:
+        """How many rollouts ended in each outcome; the sum is the number launched."""
+        return Counter(rollout.outcome for rollout in self)
+
+    def commonest_failure(self) -> tuple[str, int] | None:
+        """The failure text seen most often and its count, or None where nothing failed."""
+        texts = Counter(str(rollout.failure) for rollout in self if rollout.failure is not None)
+        return texts.most_common(1)[0] if texts else None

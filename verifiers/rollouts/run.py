@@ -1,0 +1,330 @@
+"""Rollouts that end: every request becomes exactly one `Rollout` with exactly one outcome.
+
+This is the modern path under the trainer and the evaluator. It runs an environment's own `rollout`, whatever
+generation of the API that is written for, and turns what can go wrong into outcomes: a failure of the machinery
+is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from verifiers.errors import ConfigError, MissingTokenIdsError, ModelError, OverlongPromptError
+from verifiers.rollouts.client import RolloutClient
+from verifiers.rollouts.endpoint import Backend
+from verifiers.rollouts.garbage import fewer_collections
+from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.retries import RetryPolicy
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
+from verifiers.rollouts.trace import rows_from_turns
+from verifiers.types import Failure, Outcome, State
+
+__all__ = ["RolloutRunner", "RunsRollouts", "ScoresRollouts", "gather_owned"]
+
+logger = logging.getLogger("verifiers.rollouts")
+
+T = TypeVar("T")
+
+
+class ScoresRollouts(Protocol):
+    """The part of a Rubric that the runner uses."""
+
+    async def score_group(self, states: list[State]) -> Any: ...
+
+
+class RunsRollouts(Protocol):
+    """The part of an Environment that runs of many rollouts use."""
+
+    rubric: Any
+    sampling_args: dict[str, Any]
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(slots=True)
+class RolloutRunner:
+    """Runs and scores rollouts of one environment against one endpoint.
+
+    Attributes:
+        model: the policy's name on the server.
+        sampling_args: OpenAI sampling arguments, e.g. temperature, max_tokens.
+        limiter: what may be in flight at once; share it to bound several runners together.
+        rollout_timeout_s: deadline of one rollout from its start, in seconds.
+        grading_timeout_s: deadline for scoring one group, in seconds.
+        require_tokens: the server must return token ids and log-probs (training).
+        policy_version: policy version now on the server.
+        on_rollout: called with every finished, scored rollout, on the event loop.
+    """
+
+    env: RunsRollouts
+    backend: Backend
+    model: str
+    sampling_args: dict[str, Any] = field(default_factory=dict)
+    limiter: Limiter = field(default_factory=Limiter)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    rollout_timeout_s: float = 600.0
+    grading_timeout_s: float = 120.0
+    require_tokens: bool = False
+    policy_version: Callable[[], int] | None = None
+    on_rollout: Callable[[Rollout], None] | None = None
+
+    async def run_group(self, requests: Sequence[RolloutRequest], *, score: bool = True) -> Group:
+        """Run the rollouts of one prompt concurrently, then score them together.
+
+        Raises:
+            ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
+        """
+        rollouts = await gather_owned([self.run_one(request) for request in requests])
+        if score:
+            await self.score(rollouts)
+        if self.on_rollout is not None:
+            for rollout in rollouts:
+                self.on_rollout(rollout)
+        rollouts.sort(key=lambda rollout: rollout.key)
+        return Group(requests[0].key.example_id, rollouts)
+
+    async def run_groups(self, groups: Iterable[Sequence[RolloutRequest]]) -> list[Group]:
+        """Run and score groups, in order; a group is begun when the ones before it have their slots.
+
+        Raises:
+            ConfigError, MissingTokenIdsError: as `run_group`; the other groups are cancelled.
+        """
+        try:
+            with fewer_collections():
+                async with asyncio.TaskGroup() as tasks:
+                    running = []
+                    for group in groups:
+                        await self.limiter.wait_for_room()
+                        running.append(tasks.create_task(self.run_group(group)))
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+        else:
+            return [task.result() for task in running]
+        raise first
+
+    async def run_one(self, request: RolloutRequest) -> Rollout:
+        """Run one rollout to its end, without a score."""
+        submitted = time.perf_counter()
+        async with self.limiter.slot():
+            started = time.perf_counter()
+            client = RolloutClient(
+                self.backend,
+                limiter=self.limiter,
+                retry=self.retry,
+                model=self.model,
+                seed=request.seed,
+                require_tokens=self.require_tokens,
+                policy_version=self.policy_version,
+            )
+            rollout = await self._attempt(request, client)
+        rollout.timing.queued_s = started - submitted
+        rollout.timing.generation_s = time.perf_counter() - started
+        rollout.rows, rollout.forks = rows_from_turns(client.turns)
+        rollout.turns = client.calls
+        rollout.usage = client.usage
+        rollout.attempts = 1 + client.retries
+        return rollout
+
+    async def _attempt(self, request: RolloutRequest, client: RolloutClient) -> Rollout:
+        deadline = asyncio.timeout(self.rollout_timeout_s)
+        try:
+            async with deadline:
+                completion, state = await self._call_environment(request, client)
+        except (ConfigError, MissingTokenIdsError):
+            raise
+        except OverlongPromptError:
+            # the environment let it pass through, and what was said so far with it
+            state = _bare_state(request)
+            return _finished(request, Outcome.TRUNCATED, state["completion"], state)
+        except (Exception, SystemExit) as error:
+            if deadline.expired():
+                text = f"the rollout did not end within rollout_timeout_s={self.rollout_timeout_s:g}"
+                return _failed(request, Outcome.TIMED_OUT, Failure("TimeoutError", text))
+            return _failed(request, _outcome_of(error, client), _failure_from(error))
+        if client.last_error is not None:
+            # the environment swallowed it and went on without the policy's answer
+            return _failed(request, Outcome.PROVIDER_ERROR, _failure_from(client.last_error), state)
+        stored = state.get("error")
+        if isinstance(stored, BaseException) and not isinstance(stored, OverlongPromptError):
+            return _failed(request, _outcome_of(stored, client), _failure_from(stored), state)
+        truncated = client.overlong or client.finish_reason == "length"
+        return _finished(request, Outcome.TRUNCATED if truncated else Outcome.COMPLETED, completion, state)
+
+    async def _call_environment(self, request: RolloutRequest, client: RolloutClient) -> tuple[Any, State]:
+        """Call `env.rollout` in the generation of the API that it is written for."""
+        sampling_args = dict(self.sampling_args)
+        # the rollouts of a group share a request, and environments write into what they are given
+        prompt, info = copy.deepcopy(request.prompt), copy.deepcopy(request.info)
+        if _takes_rollout_input(self.env):
+            row = {
+                "prompt": prompt,
+                "example_id": request.key.example_id,
+                "task": request.task,
+                "answer": request.answer,
+                "info": info,
+            }
+            return _completion_and_state(await self.env.rollout(row, client, self.model, sampling_args))
+        result = await self.env.rollout(
+            client,
+            self.model,
+            prompt,
+            answer=request.answer,
+            task=request.task,
+            info=info,
+            sampling_args=sampling_args,
+        )
+        return _completion_and_state(result)
+
+    async def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`."""
+        finished = [rollout for rollout in rollouts if not rollout.outcome.is_failure]
+        if not finished:
+            return
+        started = time.perf_counter()
+        failure: Failure | None = None
+        deadline = asyncio.timeout(self.grading_timeout_s)
+        try:
+            async with deadline:
+                await self.env.rubric.score_group([rollout.state for rollout in finished])
+        except Exception as error:
+            failure = (
+                Failure("TimeoutError", f"scoring did not end within grading_timeout_s={self.grading_timeout_s:g}")
+                if deadline.expired()
+                else _failure_from(error)
+            )
+        for rollout in finished:
+            rollout.timing.scoring_s = time.perf_counter() - started
+            _take_score(rollout, failure)
+
+
+async def gather_owned(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all coroutines as tasks that cannot outlive this call; the first error cancels the rest and is raised.
+
+    Unlike a bare TaskGroup it raises that error itself, so that callers can catch its class.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as group:
+        first = group.exceptions[0]
+    else:
+        return [task.result() for task in running]
+    # out here, where raising it leaves its own cause and context alone
+    raise first
+
+
+def _take_score(rollout: Rollout, failure: Failure | None) -> None:
+    state = rollout.state
+    errors = state.get("grading_errors") or []
+    if failure is None and errors:
+        failure = Failure("GradingError", f"{errors[0]['func']}: {errors[0]['error']}", {"errors": list(errors)})
+    reward, metrics = math.nan, {}
+    if failure is None and state.get("reward") is None:
+        failure = Failure("GradingError", "the rubric gave no reward")
+    if failure is None:
+        try:
+            reward = float(state["reward"])
+            metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
+        except (TypeError, ValueError) as error:
+            failure = _failure_from(error)
+    if failure is None and not math.isfinite(reward):
+        failure = Failure("GradingError", f"the rubric gave {reward} as the reward")
+    if failure is not None:
+        rollout.outcome, rollout.failure = Outcome.GRADING_ERROR, failure
+        return
+    rollout.reward, rollout.metrics = reward, metrics
+    rollout.advantage = state.get("advantage")
+
+
+def _completion_and_state(result: Any) -> tuple[Any, State]:
+    """What `rollout` returned: (completion, state), or the state alone."""
+    completion, state = result if isinstance(result, tuple) and len(result) == 2 else (None, result)
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"rollout returned {result!r:.200}; it must return (completion, state), or the state as a dict"
+        )
+    return (state.get("completion") if state is result else completion), state  # type: ignore[return-value]
+
+
+def _bare_state(request: RolloutRequest) -> State:
+    return State(
+        id=request.key.example_id,
+        prompt=request.prompt,
+        completion="" if isinstance(request.prompt, str) else [],
+        answer=request.answer,
+        task=request.task,
+        info=dict(request.info),
+        responses=[],
+        trajectory=[],
+        turn=0,
+        timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
+    )
+
+
+def _finished(request: RolloutRequest, outcome: Outcome, completion: Any, state: State) -> Rollout:
+    # rubrics read the conversation from the state; the first generation of the API left it empty there
+    state["completion"] = completion
+    for name, value in (("prompt", request.prompt), ("answer", request.answer), ("task", request.task)):
+        state.setdefault(name, value)
+    state.setdefault("info", dict(request.info))
+    return Rollout(
+        key=request.key,
+        outcome=outcome,
+        prompt=request.prompt,
+        completion=completion,
+        answer=request.answer,
+        task=request.task,
+        info=request.info,
+        state=state,
+    )
+
+
+def _failed(request: RolloutRequest, outcome: Outcome, failure: Failure, state: State | None = None) -> Rollout:
+    state = state if state is not None else _bare_state(request)
+    logger.debug("rollout %s ended as %s: %s", request.key, outcome, failure)
+    rollout = _finished(request, outcome, state.get("completion") or [], state)
+    rollout.failure = failure
+    return rollout
+
+
+def _outcome_of(error: BaseException, client: RolloutClient) -> Outcome:
+    if isinstance(error, ModelError) or error is client.last_error or _chain_has(error, client.last_error):
+        return Outcome.PROVIDER_ERROR
+    return Outcome.ENVIRONMENT_ERROR
+
+
+def _chain_has(error: BaseException | None, wanted: BaseException | None) -> bool:
+    seen: set[int] = set()
+    # `raise error from error` makes a chain without an end
+    while error is not None and wanted is not None and id(error) not in seen:
+        if error is wanted:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _failure_from(error: BaseException) -> Failure:
+    return Failure(type(error).__name__, str(error) or repr(error), exception=error)
+
+
+_INPUT_STYLE: dict[Any, bool] = {}
+
+
+def _takes_rollout_input(env: RunsRollouts) -> bool:
+    """True where `rollout(input, client, model, ...)` is the environment's signature (second generation)."""
+    function: Callable[..., Awaitable[Any]] = getattr(type(env), "rollout", env.rollout)
+    known = _INPUT_STYLE.get(function)
+    if known is None:
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        input_first = names[:1] in (["input"], ["rollout_input"]) or names[1:2] == ["client"]
+        known = _INPUT_STYLE[function] = input_first or getattr(function, "takes_rollout_input", False)
+    return known

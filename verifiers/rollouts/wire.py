@@ -1,0 +1,168 @@
+"""OpenAI's wire format without the `openai` package: light response objects, and what goes into a request.
+
+`import openai` costs half a second and validating one response with it costs more CPU than the whole call over
+aiohttp, so the hot path answers with `WireObject`: the same names, read the same way, built only where touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["WireObject", "overlong_response", "plain_data", "request_body"]
+
+# Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
+_OPTIONAL = frozenset(
+    {
+        "annotations", "audio", "content", "created", "finish_reason", "function_call", "id", "logprobs", "model",
+        "name", "object", "prompt_token_ids", "reasoning_content", "refusal", "role", "service_tier",
+        "system_fingerprint", "text", "token_ids", "tool_calls", "usage", "weight_versions",
+    }
+)  # fmt: skip
+
+# Arguments of the SDK's `create` that are about the call, not part of the body.
+_CALL_ARGUMENTS = frozenset({"extra_headers", "extra_query", "extra_body", "timeout"})
+
+
+class WireObject:
+    """A JSON object read like one of openai's models: `response.choices[0].message.content`.
+
+    Fields may also be assigned; `model_dump()` gives plain data with what was assigned included.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.__dict__["_data"] = data
+
+    def __getattr__(self, name: str) -> Any:
+        data = self.__dict__["_data"]
+        if name in data:
+            value = _wrapped(data[name])
+        elif name in _OPTIONAL:
+            value = None
+        else:
+            raise AttributeError(f"the server's answer has no field {name!r}; it has {sorted(data)}")
+        self.__dict__[name] = value
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError as error:
+            raise KeyError(str(error)) from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, or `default` where the server did not send it."""
+        value = getattr(self, name, None)
+        return default if value is None else value
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        """Plain dicts and lists, as openai's models give."""
+        fields = {**self._data, **{k: v for k, v in self.__dict__.items() if k != "_data"}}
+        plain = {name: _plain(value) for name, value in fields.items()}
+        return {k: v for k, v in plain.items() if v is not None} if exclude_none else plain
+
+    def model_dump_json(self, **kwargs: Any) -> str:
+        """The same as JSON text."""
+        return json.dumps(self.model_dump(**kwargs))
+
+    dict = model_dump
+    to_dict = model_dump
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WireObject) and self.model_dump() == other.model_dump()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"WireObject({self.model_dump(exclude_none=True)!r})"
+
+
+def plain_data(response: Any) -> Mapping[str, Any]:
+    """A response as plain JSON data: what the server sent, or what another SDK's object dumps to.
+
+    Test doubles give what they have: an object without `model_dump` is read by its attributes, one level at a time.
+    """
+    if isinstance(response, WireObject):
+        data: Mapping[str, Any] = response.__dict__["_data"]
+        return data
+    if isinstance(response, Mapping):
+        return response
+    dump = getattr(response, "model_dump", None)
+    if callable(dump):
+        dumped = dump()
+        if isinstance(dumped, Mapping):
+            return dumped
+    fields = vars(response) if hasattr(response, "__dict__") else {}
+    return {name: _plain_field(value) for name, value in fields.items() if not name.startswith("_")}
+
+
+def _plain_field(value: Any) -> Any:
+    if isinstance(value, (str, int, float, bool, Mapping, type(None))):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain_field(item) for item in value]
+    return plain_data(value)
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return WireObject(value)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [WireObject(item) if isinstance(item, dict) else item for item in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, WireObject):
+        return value.model_dump()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _is_given(value: Any) -> bool:
+    # openai's own "argument left out" markers, recognised by name because importing them costs 0.5 s
+    return type(value).__name__ not in ("NotGiven", "Omit")
+
+
+def request_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON body for the keyword arguments of `chat.completions.create` or `completions.create`.
+
+    As the SDK does: `extra_body` is merged in last, arguments about the call itself stay out, and arguments that
+    were left out are dropped. Messages given as objects are turned into plain dicts.
+    """
+    body = {k: v for k, v in arguments.items() if k not in _CALL_ARGUMENTS and _is_given(v)}
+    extra = arguments.get("extra_body")
+    if extra:
+        body.update(extra)
+    messages = body.get("messages")
+    if messages is not None:
+        body["messages"] = [m if type(m) is dict else _message_dict(m) for m in messages]
+    return body
+
+
+def _message_dict(message: Any) -> Any:
+    dump = getattr(message, "model_dump", None)
+    return dump(exclude_none=True) if dump is not None else dict(message)
+
+
+def overlong_response(model: str, message_type: str) -> WireObject:
+    """The answer that stands for a prompt longer than the model's context: empty, finish_reason "length"."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None}
+    if message_type == "chat":
+        choice["message"] = {"role": "assistant", "content": ""}
+    else:
+        choice["text"] = ""
+    kind = "chat.completion" if message_type == "chat" else "text_completion"
+    return WireObject(
+        {
+            "id": "overlong-prompt",
+            "object": kind,
+            "created": 0,
+            "model": model,
+            "choices": [choice],
+            "usage": None,
+        }
+    )
