@@ -1,0 +1,280 @@
+"""Environment: a dataset of prompts, a way to play one of them out, and a rubric that scores what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verifiers.envs import dataset_format, generation
+from verifiers.envs.model_call import call_model
+from verifiers.errors import ConfigError
+from verifiers.parsers.parser import Parser
+from verifiers.rubrics.rubric import Rubric
+from verifiers.types import (
+    ChatMessage,
+    GenerateOutputs,
+    Info,
+    Messages,
+    MessageType,
+    ModelResponse,
+    RewardFunc,
+    SamplingArgs,
+    State,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["Environment"]
+
+
+class Environment:
+    """Base of all environments; subclass `SingleTurnEnv` or `MultiTurnEnv` unless you own the whole rollout.
+
+    Args:
+        dataset: training rows, a `datasets.Dataset` or a list of dicts with `prompt` (messages or a string) or
+            `question`, and optionally `answer`, `info` (a dict or JSON text), `task`.
+        eval_dataset: held-out rows of the same form.
+        system_prompt: put before every question, in chat mode.
+        few_shot: example messages put between the system prompt and the question.
+        parser: turns completions into answers; a plain `Parser` when left out.
+        rubric: scores rollouts; an empty `Rubric` when left out.
+        sampling_args: OpenAI sampling arguments that rollouts use unless told otherwise.
+        message_type: "chat" or "completion".
+        oai_tools: tool definitions offered to the policy in every rollout.
+        max_workers: kept for the classic signature.
+        **kwargs: every further keyword becomes an attribute.
+
+    Raises:
+        ConfigError: no dataset; system prompt or examples in completion mode; rows without prompt and question.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | Sequence[Mapping[str, Any]] | None = None,
+        eval_dataset: Dataset | Sequence[Mapping[str, Any]] | None = None,
+        system_prompt: str | None = None,
+        few_shot: list[ChatMessage] | None = None,
+        parser: Parser | None = None,
+        rubric: Rubric | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: MessageType = "chat",
+        oai_tools: list[dict[str, Any]] | None = None,
+        max_workers: int = 512,
+        **kwargs: Any,
+    ) -> None:
+        self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
+        self.message_type: MessageType = message_type
+        self.oai_tools = oai_tools
+        self.system_prompt = system_prompt
+        self.few_shot = few_shot
+        self.parser = parser or Parser()
+        self.rubric = rubric or Rubric()
+        self.sampling_args: SamplingArgs = {"n": 1, "extra_body": {}, **(sampling_args or {})}
+        self.max_workers = max_workers
+        if type(self.rubric.parser) is not type(self.parser):
+            self.logger.warning(
+                "The parser of the rubric is a %s, the environment's a %s: rewards and prompts may disagree.",
+                type(self.rubric.parser).__name__,
+                type(self.parser).__name__,
+            )
+        if dataset is None and eval_dataset is None:
+            raise ConfigError("Either dataset or eval_dataset must be provided")
+        if message_type == "completion" and (system_prompt or few_shot):
+            raise ConfigError(
+                'system_prompt and few_shot are not supported for completion tasks; use message_type="chat".'
+            )
+        self.dataset = None if dataset is None else self.format_dataset(dataset, system_prompt, few_shot)
+        self.eval_dataset = (
+            None if eval_dataset is None else self.format_dataset(eval_dataset, system_prompt, few_shot)
+        )
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+    # -- data -----------------------------------------------------------------------------------------------
+
+    def format_prompt(
+        self, prompt_str: str, system_prompt: str | None = None, few_shot: list[ChatMessage] | None = None
+    ) -> list[ChatMessage]:
+        """The messages for a question: system prompt, examples, question."""
+        return dataset_format.format_prompt(prompt_str, system_prompt, few_shot)
+
+    def format_dataset(
+        self,
+        dataset: Any,
+        system_prompt: str | None = None,
+        few_shot: list[ChatMessage] | None = None,
+        question_key: str = "question",
+        answer_key: str = "answer",
+    ) -> Dataset:
+        """The dataset with columns `id` (0 .. N-1) and `prompt` added where they are absent."""
+        return dataset_format.format_dataset(
+            dataset, system_prompt, few_shot, question_key, answer_key, message_type=self.message_type
+        )
+
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
+        """The training rows; the first `n` of them, after a shuffle where `seed` is given.
+
+        Raises:
+            ConfigError: the environment has only an eval dataset.
+        """
+        if self.dataset is None:
+            raise ConfigError(f"{type(self).__name__} has no training dataset; pass dataset= when you make it.")
+        return _selected(self.dataset, n, seed)
+
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
+        """The held-out rows, or, with a warning, the training rows where there are none."""
+        if self.eval_dataset is None:
+            self.logger.warning("No eval dataset was given: evaluating on the training dataset.")
+            return self.get_dataset(n, seed)
+        return _selected(self.eval_dataset, n, seed)
+
+    def get_reward_funcs(self) -> list[RewardFunc]:
+        """The rubric's reward functions."""
+        return self.rubric.get_reward_funcs()
+
+    def get_reward_weights(self) -> list[float]:
+        """The rubric's weights, one a reward function."""
+        return self.rubric.get_reward_weights()
+
+    # -- one rollout ----------------------------------------------------------------------------------------
+
+    async def get_model_response(
+        self,
+        client: Any,
+        model: str,
+        prompt: Messages,
+        oai_tools: list[dict[str, Any]] | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: MessageType | None = None,
+        **kwargs: Any,
+    ) -> ModelResponse:
+        """The policy's answer to `prompt`; see `verifiers.envs.model_call.call_model`."""
+        return await call_model(
+            client,
+            model,
+            prompt,
+            message_type=message_type or self.message_type,
+            oai_tools=oai_tools,
+            sampling_args=sampling_args,
+            logger=getattr(self, "logger", None),
+        )
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        """Play one prompt out: `rollout(client, model, prompt, answer, task, info, sampling_args)` returns
+        (completion, state)."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must override rollout, or subclass SingleTurnEnv or MultiTurnEnv."
+        )
+
+    # -- many rollouts --------------------------------------------------------------------------------------
+
+    async def run_rollouts(
+        self,
+        client: Any,
+        model: str,
+        prompts: Sequence[Messages],
+        answers: Sequence[Any],
+        tasks: Sequence[str] | None = None,
+        infos: Sequence[Info] | None = None,
+        sampling_args: SamplingArgs | None = None,
+        max_concurrent: int = -1,
+        **kwargs: Any,
+    ) -> list[tuple[Messages, State]]:
+        """Play all prompts out with independent calls under one semaphore; no scores.
+
+        Returns:
+            (completion, state) of each prompt, in order.
+
+        Raises:
+            Exception: the first rollout's failure; the others are cancelled.
+        """
+        columns = {"prompt": list(prompts), "answer": list(answers), "task": tasks, "info": infos}
+        rollouts = await generation.run_columns(self, columns, client, model, sampling_args, max_concurrent)
+        return [(rollout.completion, rollout.state) for rollout in rollouts]
+
+    async def a_generate(
+        self,
+        inputs: Any,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+        score_rollouts: bool = True,
+        max_concurrent: int = -1,
+        max_concurrent_generation: int | None = None,
+        max_concurrent_scoring: int | None = None,
+        interleave_scoring: bool = True,
+        **kwargs: Any,
+    ) -> GenerateOutputs:
+        """Roll out and score columns of prompts (a dict, GenerateInputs, or a Dataset).
+
+        Returns:
+            prompt, completion, answer, state, task, info, reward, metrics; `reward` is [] with
+            `score_rollouts=False`.
+        """
+        return await generation.generate(
+            self,
+            inputs,
+            client,
+            model,
+            sampling_args=sampling_args,
+            score=score_rollouts,
+            max_concurrent=max_concurrent if max_concurrent_generation is None else max_concurrent_generation,
+            max_concurrent_scoring=max_concurrent if max_concurrent_scoring is None else max_concurrent_scoring,
+            interleave_scoring=interleave_scoring,
+        )
+
+    def generate(self, inputs: Any, client: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+        """`a_generate`, for both generations of callers: read the result at once, or await it."""
+        return generation.complete_or_awaitable(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
+
+    def generate_sync(self, inputs: Any, client: Any, model: str, *args: Any, **kwargs: Any) -> GenerateOutputs:
+        """`a_generate`, blocking; also inside a running event loop."""
+        return generation.run_to_completion(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
+
+    async def a_evaluate(
+        self,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+        num_examples: int = -1,
+        rollouts_per_example: int = 1,
+        score_rollouts: bool = True,
+        **kwargs: Any,
+    ) -> GenerateOutputs:
+        """Roll out and score the eval dataset, repeated in the order e0 .. eN-1, e0 .. eN-1."""
+        rows = generation.columns_of(self.get_eval_dataset(n=num_examples))
+        inputs = {name: list(values) * rollouts_per_example for name, values in rows.items()}
+        return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)
+
+    def evaluate(self, client: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+        """`a_evaluate`, for both generations of callers: read the result at once, or await it."""
+        return generation.complete_or_awaitable(lambda: self.a_evaluate(client, model, *args, **kwargs))
+
+    def evaluate_sync(self, client: Any, model: str, *args: Any, **kwargs: Any) -> GenerateOutputs:
+        """`a_evaluate`, blocking."""
+        return generation.run_to_completion(lambda: self.a_evaluate(client, model, *args, **kwargs))
+
+    def make_dataset(
+        self,
+        results: GenerateOutputs,
+        push_to_hub: bool = False,
+        hub_name: str | None = None,
+        state_columns: list[str] | None = None,
+        rollouts_per_example: int = 1,
+        push_to_hf_hub: bool = False,
+    ) -> Dataset:
+        """Results as a Dataset: prompt, completion, answer, task, reward, average_reward, [info], each metric."""
+        dataset = generation.to_dataset(results, state_columns)
+        if push_to_hub or push_to_hf_hub:
+            if hub_name is None:
+                raise ConfigError("push_to_hf_hub needs hub_name, such as 'user/my-results'.")
+            dataset.push_to_hub(hub_name)
+        return dataset
+
+
+def _selected(dataset: Dataset, n: int, seed: int | None) -> Dataset:
+    if seed is not None:
+        dataset = dataset.shuffle(seed=seed)
+    return dataset if n < 0 else dataset.select(range(min(n, len(dataset))))

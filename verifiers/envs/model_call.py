@@ -1,0 +1,104 @@
+"""One call to the policy, as `Environment.get_model_response` makes it: any client, chat or completion."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
+from verifiers.rollouts.endpoint import is_context_overflow
+from verifiers.rollouts.wire import overlong_response
+from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, SamplingArgs
+
+__all__ = ["assistant_message", "call_model"]
+
+
+async def call_model(
+    client: Any,
+    model: str,
+    prompt: Messages,
+    *,
+    message_type: MessageType,
+    oai_tools: list[dict[str, Any]] | None = None,
+    sampling_args: SamplingArgs | None = None,
+    logger: logging.Logger | None = None,
+) -> ModelResponse:
+    """Ask the policy for its next answer.
+
+    Chat renames max_tokens to max_completion_tokens, OpenAI's present name; None values are dropped; a prompt
+    with audio asks for text back unless told otherwise.
+
+    Returns:
+        The response; for a prompt that does not fit the context one with id "overlong-prompt" and
+        finish_reason "length".
+
+    Raises:
+        ConfigError: tools in completion mode.
+        Exception: whatever else the client raises.
+    """
+    arguments = {name: value for name, value in (sampling_args or {}).items() if value is not None}
+    if message_type == "chat":
+        if "max_tokens" in arguments:
+            arguments.setdefault("max_completion_tokens", arguments["max_tokens"])
+            del arguments["max_tokens"]
+        if oai_tools:
+            arguments["tools"] = oai_tools
+        if isinstance(prompt, list) and _has_audio(prompt):
+            arguments.setdefault("modalities", ["text"])
+        create, content = client.chat.completions.create, {"messages": prompt}
+    else:
+        if oai_tools:
+            raise ConfigError("oai_tools are not supported for completion tasks; use message_type='chat'.")
+        create, content = client.completions.create, {"prompt": prompt}
+    try:
+        result = create(model=model, **content, **arguments)
+        response = await result if inspect.isawaitable(result) else result
+    except OverlongPromptError as error:
+        _note_overlong(logger, error)
+        return overlong_response(model, message_type)
+    except Exception as error:
+        if is_context_overflow(getattr(error, "status_code", None), f"{error} {getattr(error, 'body', '')}"):
+            _note_overlong(logger, error)
+            return overlong_response(model, message_type)
+        raise
+    if not getattr(response, "choices", None):
+        raise EmptyModelResponseError(f"the answer of model {model!r} has no choices: {response!r:.300}")
+    return response
+
+
+def assistant_message(response: ModelResponse) -> ChatMessage:
+    """The chat message inside a response, as a plain dict; tool calls and reasoning are kept."""
+    message = response.choices[0].message
+    plain: ChatMessage = {"role": "assistant", "content": getattr(message, "content", None) or ""}
+    tool_calls = getattr(message, "tool_calls", None)
+    if isinstance(tool_calls, list) and tool_calls:
+        plain["tool_calls"] = [_plain_tool_call(call) for call in tool_calls]
+    reasoning = getattr(message, "reasoning_content", None)
+    if isinstance(reasoning, str) and reasoning:
+        plain["reasoning_content"] = reasoning
+    return plain
+
+
+def _plain_tool_call(call: Any) -> dict[str, Any]:
+    if isinstance(call, dict):
+        return call
+    function = call.function
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": function.name, "arguments": function.arguments},
+    }
+
+
+def _has_audio(messages: list[ChatMessage]) -> bool:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and any("audio" in str(part.get("type", "")) for part in content):
+            return True
+    return False
+
+
+def _note_overlong(logger: logging.Logger | None, error: Exception) -> None:
+    if logger is not None:
+        logger.debug("prompt too long, the rollout ends as truncated: %s", error)

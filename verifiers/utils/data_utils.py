@@ -1,0 +1,17 @@
+"""Classic import path of `verifiers.parsers.boxed` and `verifiers.envs.example_datasets`."""
+
+from verifiers.envs.example_datasets import load_example_dataset
+from verifiers.parsers.boxed import (
+    BOXED_SYSTEM_PROMPT,
+    THINK_BOXED_SYSTEM_PROMPT,
+    extract_boxed_answer,
+    extract_hash_answer,
+)
+
+__all__ = [
+    "BOXED_SYSTEM_PROMPT",
+    "THINK_BOXED_SYSTEM_PROMPT",
+    "extract_boxed_answer",
+    "extract_hash_answer",
+    "load_example_dataset",
+]
