@@ -1,0 +1,176 @@
+"""Keys and values of the sequences in the slots, in a form that Hugging Face models write to by themselves.
+
+Row r of every tensor belongs to the r-th active sequence, and its token p lies at column p, whatever the
+other rows hold. So a sequence that ends is replaced by the last row, nothing is padded on the left, and a
+step reads the columns up to the longest active sequence only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_COLUMN_STEP = 64
+
+
+@dataclass
+class _Writes:
+    """Where the next forward pass puts its keys and values; shared by all layers."""
+
+    rows: int = 0
+    columns: int = 0
+    prefill_rows: torch.Tensor | None = None
+    prefill_source: torch.Tensor | None = None
+    cells: torch.Tensor | None = None
+    read_rows: int = 0
+    read_columns: int = 0
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, shaped (rows, columns, heads, head_dim) so that a decode step is one
+    index_copy.
+    """
+
+    is_sliding = False
+
+    def __init__(self, writes: _Writes) -> None:
+        super().__init__()
+        self._writes = writes
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes the tensors, zeroed: a masked column counts 0 times its value, and 0 times NaN is NaN."""
+        shape = (self._writes.rows, self._writes.columns)
+        self.keys = key_states.new_zeros((*shape, key_states.shape[1], key_states.shape[3]))
+        self.values = value_states.new_zeros((*shape, value_states.shape[1], value_states.shape[3]))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the new states and returns what the layer attends to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        writes = self._writes
+        if writes.prefill_rows is not None:
+            length = key_states.shape[2]
+            self.keys[writes.prefill_rows, :length] = key_states.transpose(1, 2)[writes.prefill_source]
+            self.values[writes.prefill_rows, :length] = value_states.transpose(1, 2)[writes.prefill_source]
+            return key_states, value_states
+        return self._decode(self.keys, key_states), self._decode(self.values, value_states)
+
+    def _decode(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        assert self._writes.cells is not None
+        stored.flatten(0, 1).index_copy_(0, self._writes.cells, new.squeeze(2))
+        return stored[: self._writes.read_rows, : self._writes.read_columns].transpose(1, 2)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Gives the tensors a new size, keeping what fits."""
+        if self.keys is not None and self.values is not None:
+            self.keys = _resized(self.keys, rows, columns)
+            self.values = _resized(self.values, rows, columns)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
+        """Copies rows `source` over rows `target`."""
+        if self.keys is not None and self.values is not None:
+            self.keys[target, :columns] = self.keys[source, :columns]
+            self.values[target, :columns] = self.values[source, :columns]
+
+    def clear(self) -> None:
+        """Frees the tensors."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The model makes a mask by itself at prefill only, and a prefill starts a sequence."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """0: positions are always passed in, as they differ from row to row."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """-1: grows as needed."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class SlotCache(Cache):
+    """The key-value cache of all layers, growing and shrinking with what is in the slots.
+
+    Args:
+        layers: the model's number of layers.
+        max_rows: the number of slots; rows are allocated up to it.
+        max_columns: the longest sequence in tokens; columns are allocated up to it.
+    """
+
+    def __init__(self, layers: int, max_rows: int, max_columns: int) -> None:
+        self._writes = _Writes()
+        self._max_rows = max_rows
+        self._max_columns = max_columns
+        self._slot_layers = [_SlotLayer(self._writes) for _ in range(layers)]
+        super().__init__(layers=list(self._slot_layers))
+
+    @property
+    def allocated(self) -> tuple[int, int]:
+        """Rows and columns that memory is held for."""
+        return self._writes.rows, self._writes.columns
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one column of one row in all layers; 0 before the first pass."""
+        stored = [tensor for layer in self._slot_layers for tensor in (layer.keys, layer.values)]
+        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in stored if tensor is not None)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Makes room for `rows` sequences of up to `columns` tokens, and gives back what is far too much."""
+        have_rows, have_columns = self.allocated
+        want_rows, want_columns = have_rows, have_columns
+        if rows > have_rows:
+            want_rows = min(self._max_rows, max(rows, 2 * have_rows))
+        if columns > have_columns or 4 * columns + 4 * _COLUMN_STEP < have_columns:
+            room = columns + max(_COLUMN_STEP, columns // 4)
+            want_columns = min(self._max_columns, -(-room // _COLUMN_STEP) * _COLUMN_STEP)
+        if (want_rows, want_columns) != (have_rows, have_columns):
+            for layer in self._slot_layers:
+                layer.resize(want_rows, want_columns)
+            self._writes.rows, self._writes.columns = want_rows, want_columns
+
+    def begin_prefill(self, rows: torch.Tensor, source: torch.Tensor) -> None:
+        """The next pass holds whole prompts: its batch row ``source[i]`` goes to cache row ``rows[i]``."""
+        self._writes.prefill_rows, self._writes.prefill_source = rows, source
+
+    def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
+        """The next pass holds one token for each of the first rows, at `positions`, the largest being columns
+        - 1.
+        """
+        rows = positions.shape[0]
+        starts = torch.arange(rows, device=positions.device) * self._writes.columns
+        self._writes.prefill_rows = self._writes.prefill_source = None
+        self._writes.cells = starts + positions
+        self._writes.read_rows, self._writes.read_columns = rows, columns
+
+    def move(self, source: list[int], target: list[int], columns: int, device: torch.device) -> None:
+        """Copies the first `columns` tokens of rows `source` over rows `target`."""
+        source_ids = torch.tensor(source, device=device)
+        target_ids = torch.tensor(target, device=device)
+        for layer in self._slot_layers:
+            layer.move(source_ids, target_ids, columns)
+
+    def clear(self) -> None:
+        """Frees all memory and forgets all content; what is needed again must be prefilled."""
+        for layer in self._slot_layers:
+            layer.clear()
+        self._writes.rows = self._writes.columns = 0
+
+
+def _resized(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    fresh = stored.new_zeros((rows, columns, *stored.shape[2:]))
+    keep_rows, keep_columns = min(rows, stored.shape[0]), min(columns, stored.shape[1])
+    fresh[:keep_rows, :keep_columns] = stored[:keep_rows, :keep_columns]
+    return fresh

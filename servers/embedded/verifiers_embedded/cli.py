@@ -1,0 +1,157 @@
+"""The command ``vf-serve``: arguments, start, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from verifiers_embedded import __version__
+from verifiers_embedded.errors import StartError
+from verifiers_embedded.listening import bind
+
+_PARENT_POLL_S = 0.5
+_ORPHAN_GRACE_S = 5.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(
+        prog="vf-serve",
+        description="Serve a frozen causal language model for rollouts, over OpenAI's chat completions.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = command.add_argument
+    add("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    add("--host", default="127.0.0.1", help="address to bind")
+    add("--port", type=int, default=8000, help="port to bind; 0 picks a free one")
+    add("--port-file", type=Path, metavar="PATH", help="file to write the port to once the server listens")
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model in requests (default: the directory's name)",
+    )
+    add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="where the model runs")
+    add("--dtype", choices=("float32", "bfloat16", "auto"), default="auto", help="auto: float32 on the CPU")
+    add("--max-model-len", type=_positive, metavar="N", help="context in tokens (default: the model's)")
+    add(
+        "--rollout-chunk-size",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="most sequences at once; others queue",
+    )
+    add("--threads", type=_positive, metavar="N", help="CPU threads for torch (default: torch's choice)")
+    add("--seed", type=int, metavar="N", help="seeds the requests that bring no seed (default: random)")
+    add("--parent-pid", type=_positive, metavar="PID", help="end when this process ends")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
+    add("--version", action="version", version=__version__)
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until SIGTERM (exit code 0) or Ctrl-C (130); a start that fails gives 1 or 2 and a
+    sentence.
+    """
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(
+        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # Until the server has its own handlers: a SIGTERM while the model loads is a normal end, too.
+    signal.signal(signal.SIGTERM, _leave)
+    if arguments.parent_pid is not None:
+        follow_parent(arguments.parent_pid)
+    set_environment(arguments.threads)
+    try:
+        return _serve(arguments)
+    except StartError as error:
+        print(f"vf-serve: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Finds out what cannot work before torch is imported, which takes seconds."""
+    model = Path(arguments.model)
+    if not model.is_dir():
+        raise StartError(f"--model {arguments.model!r} is not a directory; give the folder with config.json")
+    if arguments.port_file is not None:
+        # A parent that finds the file must be able to trust it.
+        arguments.port_file.unlink(missing_ok=True)
+    with bind(arguments.host, arguments.port) as listener:
+        from verifiers_embedded.serving import Settings, serve
+
+        settings = Settings(
+            model=model,
+            host=arguments.host,
+            port=arguments.port,
+            port_file=arguments.port_file,
+            model_name=arguments.served_model_name,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            max_model_len=arguments.max_model_len,
+            slots=arguments.rollout_chunk_size,
+            threads=arguments.threads,
+            seed=secrets.randbits(64) if arguments.seed is None else arguments.seed % 2**64,
+        )
+        return serve(settings, listener)
+
+
+def set_environment(threads: int | None) -> None:
+    """Tells OpenMP to sleep, not spin, between steps; it reads this once, when torch is first imported.
+
+    A spinning team takes the cores from the trainer beside it: its steps become several times slower.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+def follow_parent(pid: int) -> None:
+    """Ends this process when process `pid` has ended: by SIGTERM first, and for good 5 s later."""
+
+    def watch() -> None:
+        while process_lives(pid):
+            time.sleep(_PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="vf-parent-watch", daemon=True).start()
+
+
+def process_lives(pid: int) -> bool:
+    """Whether process `pid` runs. One that has ended but was not waited for (a zombie) does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        # Linux only; elsewhere a zombie counts as alive until its parent waits for it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return True
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a whole number of at least 1")
+    return value

@@ -1,0 +1,166 @@
+"""Drawing one token for each row of a batch, and the log-probability with which it was drawn.
+
+A token is the inverse of the cumulative distribution at a uniform number. Each request has its own stream of
+those, so what is drawn for it does not depend on which other requests share the batch. torch is imported when
+first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing logits by less overflows float32."""
+
+_UNIFORM_MAX = 1.0 - 2.0**-40
+_DRAWN_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How the tokens of one completion are drawn.
+
+    Args:
+        seed: of the request's own random stream, in [0, 2**64).
+        temperature: divides the logits; 0 (below 1e-5) takes the likeliest token.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the fewest likeliest tokens whose probability reaches top_p; 1 keeps all.
+        min_p: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+
+    The temperature is applied first, then min_p, top_k and top_p (vLLM's order); what is left is
+    renormalised.
+    """
+
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken and nothing is drawn."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens are taken out of the distribution before it is sampled."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+class UniformStream:
+    """Uniform numbers in [0, 1) that depend on the seed and their index alone (Philox, a counter-based
+    generator).
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._bits = np.random.Generator(np.random.Philox(key=seed))
+        self._drawn: list[float] = []
+        self._next = 0
+
+    def next(self) -> float:
+        """The next number, a little below 1 at most so that it never points past the last token."""
+        if self._next == len(self._drawn):
+            self._drawn = self._bits.random(_DRAWN_AT_ONCE).tolist()
+            self._next = 0
+        value = self._drawn[self._next]
+        self._next += 1
+        return value if value < _UNIFORM_MAX else _UNIFORM_MAX
+
+
+class BatchSampler:
+    """Draws for a fixed set of rows; rebuilt when the rows change, so that a step copies no parameters.
+
+    The log-probability returned is that of the distribution drawn from: after temperature, after truncation
+    and renormalisation. A greedy row's is the one at temperature 1, since its own distribution has a single
+    point.
+    """
+
+    def __init__(self, rows: Sequence[SamplingParameters], device: torch.device) -> None:
+        import torch
+
+        temperatures = [1.0 if row.greedy else row.temperature for row in rows]
+        self._temperatures: torch.Tensor | None = None
+        if any(value != 1.0 for value in temperatures):
+            self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None]
+        self._greedy_rows = _index([i for i, row in enumerate(rows) if row.greedy], device)
+        truncated = [(i, row) for i, row in enumerate(rows) if row.truncated]
+        self._truncated_rows = _index([i for i, _ in truncated], device)
+        self._all_greedy = all(row.greedy for row in rows)
+        self._limits = torch.tensor(
+            [[row.top_k, row.top_p, row.min_p] for _, row in truncated], dtype=torch.float32, device=device
+        )
+
+    def sample(self, logits_NV: torch.Tensor, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+        """Token ids and their log-probabilities, one of each for every row.
+
+        Args:
+            logits_NV: the model's last logits, any floating dtype; the mathematics are in float32.
+            uniforms: one number in [0, 1) for each row.
+
+        A row whose logits hold NaN gets a log-probability that is not finite; the caller checks for it.
+        """
+        import torch
+
+        logits = logits_NV.float()
+        scaled = logits if self._temperatures is None else logits / self._temperatures
+        log_probs = torch.log_softmax(scaled, dim=-1)
+        if self._truncated_rows is not None:
+            kept = truncate(log_probs[self._truncated_rows], self._limits)
+            log_probs[self._truncated_rows] = torch.log_softmax(kept, dim=-1)
+        if self._all_greedy:
+            tokens = logits.argmax(dim=-1)
+        else:
+            tokens = self._invert(log_probs, uniforms)
+            if self._greedy_rows is not None:
+                tokens[self._greedy_rows] = logits[self._greedy_rows].argmax(dim=-1)
+        chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
+        # One transfer instead of two: on a GPU each .tolist() waits for the device. Ids are exact in float64.
+        ids, values = torch.stack([tokens.double(), chosen.double()]).tolist()
+        return [int(value) for value in ids], values
+
+    def _invert(self, log_probs_NV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
+        """The first token whose cumulative probability exceeds the uniform number."""
+        import torch
+
+        # A float32 sum over a large vocabulary would shift the borders between tokens by up to 1e-5.
+        cumulative = log_probs_NV.exp().cumsum(dim=-1, dtype=torch.float64)
+        points = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device)[:, None]
+        tokens = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True).squeeze(1)
+        return tokens.clamp_(max=cumulative.shape[1] - 1)
+
+
+def truncate(log_probs_NV: torch.Tensor, limits_N3: torch.Tensor) -> torch.Tensor:
+    """Sets tokens outside min_p, top_k and top_p to -inf, without renormalising.
+
+    Args:
+        log_probs_NV: normalised log-probabilities.
+        limits_N3: a row's top_k (0: off), top_p (1: off) and min_p (0: off).
+
+    Exactly k tokens are left by top_k; among equals the one with the lower id stays.
+    """
+    import torch
+
+    top_k, top_p, min_p = limits_N3[:, 0:1], limits_N3[:, 1:2], limits_N3[:, 2:3]
+    ordered, order = log_probs_NV.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[1], device=ordered.device)[None]
+    drop = ordered < ordered[:, :1] + min_p.log()
+    drop |= (top_k > 0) & (rank >= top_k)
+    weights = ordered.masked_fill(drop, float("-inf")).softmax(dim=-1, dtype=torch.float64)
+    mass_before = weights.cumsum(dim=-1) - weights
+    drop |= (top_p < 1.0) & (mass_before >= top_p)
+    drop[:, 0] = False
+    return torch.empty_like(ordered).scatter_(1, order, ordered.masked_fill(drop, float("-inf")))
+
+
+def _index(rows: list[int], device: torch.device) -> torch.Tensor | None:
+    import torch
+
+    return torch.tensor(rows, dtype=torch.long, device=device) if rows else None

@@ -1,0 +1,121 @@
+"""From settings to a listening server, and back to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from aiohttp import web
+
+from verifiers_embedded.app import Routes
+from verifiers_embedded.engine import Engine
+from verifiers_embedded.listening import cannot_bind, is_loopback, write_atomically
+from verifiers_embedded.loading import LoadedModel, load_model
+from verifiers_embedded.prompts import ChatText
+
+_BACKLOG = 2048
+_SHUTDOWN_S = 2.0
+_SWITCH_S = 0.0005
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says. Sizes are in tokens, `slots` in sequences; None stands for the default."""
+
+    model: Path
+    host: str
+    port: int
+    port_file: Path | None
+    model_name: str | None
+    device: str
+    dtype: str
+    max_model_len: int | None
+    slots: int
+    threads: int | None
+    seed: int
+
+
+def serve(settings: Settings, listener: socket.socket) -> int:
+    """Loads the model and serves it until a signal comes; returns the exit code.
+
+    Args:
+        settings: the command line.
+        listener: a bound socket, as `listening.bind` gives it.
+
+    Raises:
+        StartError: the model or the address cannot be used.
+    """
+    # The engine gives up the interpreter at every tensor operation and waits this long, at worst, to get it
+    # back from the thread that talks HTTP; Python's 5 ms would be as much as a whole step of a small model.
+    sys.setswitchinterval(_SWITCH_S)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    loaded = load_model(
+        settings.model, device=settings.device, dtype=settings.dtype, max_model_len=settings.max_model_len
+    )
+    return asyncio.run(_serve(settings, loaded, listener))
+
+
+async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    loop.add_signal_handler(signal.SIGTERM, end, 0)
+    loop.add_signal_handler(signal.SIGINT, end, 130)
+    text = ChatText(loaded.tokenizer)
+    engine = Engine(
+        loaded.model,
+        decode=text.decode,
+        slots=settings.slots,
+        max_model_len=loaded.max_model_len,
+        threads=settings.threads,
+    )
+    name = settings.model_name or settings.model.resolve().name
+    routes = Routes(engine, loaded, text, model_name=name, seed=settings.seed)
+    runner = web.AppRunner(
+        routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+    )
+    await runner.setup()
+    engine.start()
+    try:
+        try:
+            await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+        except OSError as error:
+            raise cannot_bind(settings.host, settings.port, error) from error
+        announce(settings, loaded, name, listener)
+        return await ended
+    finally:
+        # The engine first: its end answers the requests that wait, which the runner would otherwise wait for.
+        await asyncio.to_thread(engine.stop)
+        await runner.cleanup()
+
+
+def announce(settings: Settings, loaded: LoadedModel, name: str, listener: socket.socket) -> None:
+    """Prints the one line a parent process reads, and writes the port file."""
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    if not is_loopback(address):
+        print(
+            f"vf-serve: bound to {shown}, so whoever reaches this machine can generate text, pause it "
+            "and replace its weights without a password; use --host 127.0.0.1 unless the network is trusted.",
+            file=sys.stderr,
+            flush=True,
+        )
+    cache_mib = loaded.cache_bytes(settings.slots) / 2**20
+    print(
+        f"vf-serve: {name}, {loaded.num_parameters:,} parameters, {loaded.device.type}, "
+        f"{str(loaded.dtype).removeprefix('torch.')}, context {loaded.max_model_len} tokens, "
+        f"{settings.slots} slots, KV cache at most {cache_mib:,.1f} MiB; listening on http://{shown}:{port}",
+        flush=True,
+    )
+    if settings.port_file is not None:
+        write_atomically(settings.port_file, f"{port}\n")

@@ -1,0 +1,243 @@
+"""A tiny character model, made on the spot, and servers that hold it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import string
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+# Read once, when torch is imported: one thread a test process, and no spinning beside other processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import torch
+from aiohttp import web
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from verifiers_embedded.app import Routes
+from verifiers_embedded.engine import Engine
+from verifiers_embedded.loading import LoadedModel, load_model
+from verifiers_embedded.prompts import ChatText
+
+torch.set_num_threads(1)
+
+SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<bot>"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+CONTEXT = 256
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, a few special tokens, and a chat template of two roles."""
+    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *letters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<bot>"]})
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_model(
+    directory: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2
+) -> Path:
+    """Writes a random Qwen3 model whose distributions are far from flat, with its tokenizer."""
+    torch.manual_seed(seed)
+    tokenizer = character_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+class Reference:
+    """What transformers says by itself, with none of the server's code."""
+
+    def __init__(self) -> None:
+        self._models: dict[Path, Any] = {}
+
+    def model(self, directory: Path) -> Any:
+        if directory not in self._models:
+            loaded = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+            self._models[directory] = loaded.eval()
+        return self._models[directory]
+
+    def logits(self, directory: Path, ids: list[int]) -> torch.Tensor:
+        """Logits after every token of one sequence, from one plain forward pass: (tokens, vocabulary)."""
+        with torch.no_grad():
+            return self.model(directory)(input_ids=torch.tensor([ids])).logits[0]
+
+    def log_probs(
+        self, directory: Path, prompt: list[int], sampled: list[int], temperature: float = 1.0
+    ) -> list[float]:
+        """Log-probabilities of `sampled` after `prompt`."""
+        logits = self.logits(directory, prompt + sampled)[len(prompt) - 1 : -1]
+        log_probs = torch.log_softmax(logits / temperature, dim=-1)
+        return log_probs.gather(1, torch.tensor(sampled)[:, None]).squeeze(1).tolist()
+
+    def tensors(self, directory: Path) -> dict[str, torch.Tensor]:
+        """The tensors a trainer would write."""
+        return load_file(directory / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "first", seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights: what a trainer would push."""
+    return make_model(tmp_path_factory.mktemp("models") / "second", seed=1)
+
+
+@pytest.fixture(scope="session")
+def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tied", seed=2, tied=True)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    """Writes tensors where a server can be told to load them from."""
+
+    def write(
+        tensors: dict[str, torch.Tensor], name: str = "pushed", file: str = "model.safetensors"
+    ) -> Path:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, directory / file)
+        return directory
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def build() -> Callable[..., Path]:
+    """`make_model`, for tests that need a model of another kind."""
+    return make_model
+
+
+class Server:
+    """A server in this process, over real sockets on 127.0.0.1."""
+
+    def __init__(
+        self, base: str, engine: Engine, loaded: LoadedModel, session: aiohttp.ClientSession
+    ) -> None:
+        self.base = base
+        self.engine = engine
+        self.loaded = loaded
+        self.session = session
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.session.post(self.base + path, json=body) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.base + path) as response:
+            return response.status, await response.json()
+
+    async def chat(self, content: Any = "hello", **fields: Any) -> dict[str, Any]:
+        """A completion with ids and log-probs; fails the test where it is refused."""
+        body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
+        status, answer = await self.post(
+            "/v1/chat/completions", {"logprobs": True, "return_token_ids": True, "max_tokens": 24, **body}
+        )
+        assert status == 200, answer
+        return answer
+
+    @staticmethod
+    def sampled(answer: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
+        """Prompt ids, sampled ids and their log-probs of an answer."""
+        choice = answer["choices"][0]
+        log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert len(log_probs) == len(choice["token_ids"]) == answer["usage"]["completion_tokens"]
+        return answer["prompt_token_ids"], choice["token_ids"], log_probs
+
+    async def refused(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        """Status and error object of a request that must be refused."""
+        body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
+        status, answer = await self.post("/v1/chat/completions", body)
+        assert status >= 400, answer
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        return status, answer["error"]
+
+    async def push(self, directory: Path, version: str | None = None) -> tuple[int, Any]:
+        answer = await self.post(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        )
+        if version is not None and answer[0] == 200:
+            await self.post("/update_weight_version", {"new_version": version})
+        return answer
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until the engine's state is as wished; the test's own time limit bounds it."""
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110 - the engine is a thread and sets no events
+                await asyncio.sleep(0.001)
+
+
+Start = Callable[..., Any]
+
+
+@pytest_asyncio.fixture
+async def start(model_dir: Path) -> AsyncIterator[Start]:
+    """Starts servers, and ends them with the test."""
+    running: list[tuple[web.AppRunner, Engine, aiohttp.ClientSession]] = []
+
+    async def begin(
+        directory: Path = model_dir, *, slots: int = 64, max_model_len: int | None = None, seed: int = 5
+    ) -> Server:
+        loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=max_model_len)
+        text = ChatText(loaded.tokenizer)
+        engine = Engine(
+            loaded.model, decode=text.decode, slots=slots, max_model_len=loaded.max_model_len, threads=1
+        )
+        app = Routes(engine, loaded, text, model_name="m", seed=seed).app()
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        engine.start()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
+        await site.start()
+        port = runner.addresses[0][1]
+        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        running.append((runner, engine, session))
+        return Server(f"http://127.0.0.1:{port}", engine, loaded, session)
+
+    yield begin
+    for runner, engine, session in running:
+        await session.close()
+        await asyncio.to_thread(engine.stop)
+        await runner.cleanup()

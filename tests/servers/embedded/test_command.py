@@ -1,0 +1,149 @@
+"""The command: one line that a parent can parse, sentences for what is wrong, and a prompt end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verifiers_embedded.cli import main, process_lives
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+COMMAND = [sys.executable, "-m", "verifiers_embedded", "--threads", "1", "--port", "0"]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Any]:
+    """Starts processes and makes sure that none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def call(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=10) as response:
+        return json.load(response)
+
+
+def test_the_process_says_where_it_listens_serves_and_ends_on_sigterm(
+    spawn: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    port_file = tmp_path / "port"
+    process = spawn("--model", str(model_dir), "--port-file", str(port_file), "--served-model-name", "policy")
+    line = process.stdout.readline()
+    found = re.search(r"listening on (http://127\.0\.0\.1:(\d+))$", line.strip())
+    assert found, line + process.stderr.read()
+    for part in ("policy", "parameters", "cpu", "float32", "64 slots", "KV cache at most 8.0 MiB"):
+        assert part in line
+    while not port_file.exists():
+        time.sleep(0.01)
+    assert port_file.read_text() == found.group(2) + "\n"
+    messages = [{"role": "user", "content": "hi"}]
+    answer = call(found.group(1) + "/v1/chat/completions", {"model": "policy", "messages": messages})
+    assert answer["usage"]["completion_tokens"] > 0
+    call(found.group(1) + "/pause?mode=keep", {})
+    begun = time.monotonic()
+    process.terminate()
+    assert process.wait(timeout=10) == 0
+    assert time.monotonic() - begun < 5
+    assert process.stderr.read() == ""
+
+
+def test_ctrl_c_ends_the_process_with_130(spawn: Any, model_dir: Path) -> None:
+    process = spawn("--model", str(model_dir))
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 130
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_no_orphan_survives_its_parent(spawn: Any, model_dir: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = spawn("--model", str(model_dir), "--parent-pid", str(parent.pid))
+    process.stdout.readline()
+    assert process.poll() is None
+    parent.kill()
+    # Not waited for yet: a zombie is as dead as a process that is gone.
+    assert process.wait(timeout=10) == 0
+    parent.communicate()
+    assert not process_lives(parent.pid)
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = main(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    output = capsys.readouterr()
+    assert output.out == ""
+    return code, output.err
+
+
+def test_a_model_that_is_not_there_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, message = refuse(capsys, "--model", str(tmp_path / "nowhere"))
+    assert code == 2
+    assert message.count("\n") == 1
+    assert str(tmp_path / "nowhere") in message
+    code, message = refuse(capsys, "--model", str(tmp_path), "--port", "0")
+    assert (code, "config.json" in message, message.count("\n")) == (2, True, 1)
+
+
+def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, message = refuse(capsys, "--model", str(model_dir), "--port", port)
+    assert (code, message.count("\n")) == (2, 1)
+    assert port in message
+    assert "--port 0" in message
+
+
+def test_impossible_choices_are_one_sentence(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+    model = ("--model", str(model_dir), "--port", "0")
+    for arguments in (
+        ("--host", "no.such.host.invalid"),
+        ("--port", "70000"),
+        ("--max-model-len", "100000"),
+    ):
+        code, message = refuse(capsys, *model, *arguments)
+        assert (code, message.count("\n")) == (2, 1)
+        assert arguments[1] in message
+
+
+def test_binding_to_every_address_says_what_that_exposes(spawn: Any, model_dir: Path) -> None:
+    process = spawn("--model", str(model_dir), "--host", "0.0.0.0")
+    assert "0.0.0.0" in process.stdout.readline()
+    process.terminate()
+    warning = process.communicate(timeout=10)[1]
+    assert warning.count("\n") == 1
+    assert "replace its weights" in warning
+
+
+def test_the_command_knows_its_arguments_without_loading_torch() -> None:
+    code = "import sys; import verifiers_embedded.cli as cli; cli.parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

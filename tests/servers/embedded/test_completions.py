@@ -1,0 +1,224 @@
+"""What a completion holds: ids, log-probs, text, and the order in which requests get their slots."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_log_probs_are_those_of_the_distribution_sampled_from(
+    start: Any, model_dir: Any, reference: Any, temperature: float
+) -> None:
+    server = await start()
+    prompts = ["a", "hello", "something a good deal longer than the others"] * 4
+    answers = await asyncio.gather(
+        *(
+            server.chat(text, temperature=temperature, seed=seed, max_tokens=40, ignore_eos=True)
+            for seed, text in enumerate(prompts)
+        )
+    )
+    for answer in answers:
+        prompt, ids, log_probs = server.sampled(answer)
+        expected = reference.log_probs(model_dir, prompt, ids, temperature)
+        assert log_probs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_truncated_log_probs_are_renormalised(start: Any, model_dir: Any, reference: Any) -> None:
+    server = await start()
+    answer = await server.chat(temperature=0.8, top_k=5, seed=1, ignore_eos=True)
+    prompt, ids, log_probs = server.sampled(answer)
+    logits = reference.logits(model_dir, prompt + ids)[len(prompt) - 1 : -1] / 0.8
+    best = logits.topk(5)
+    for row, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True)):
+        place = best.indices[row].tolist().index(token)
+        assert log_prob == pytest.approx(torch.log_softmax(best.values[row], -1)[place].item(), abs=1e-4)
+
+
+async def test_greedy_takes_the_likeliest_token_and_reports_its_log_prob_at_temperature_1(
+    start: Any, model_dir: Any, reference: Any
+) -> None:
+    server = await start()
+    prompt, ids, log_probs = server.sampled(await server.chat(temperature=0, ignore_eos=True))
+    logits = reference.logits(model_dir, prompt + ids)[len(prompt) - 1 : -1]
+    assert ids == logits.argmax(-1).tolist()
+    assert log_probs == pytest.approx(torch.log_softmax(logits, -1).amax(-1).tolist(), abs=1e-4)
+
+
+async def test_same_seed_gives_same_tokens_alone_and_among_64(start: Any) -> None:
+    server = await start()
+    alone = server.sampled(await server.chat("which tokens?", seed=7, max_tokens=48))
+    crowd = [server.chat(f"{place} others", seed=place, max_tokens=5 + place % 30) for place in range(63)]
+    among = await asyncio.gather(server.chat("which tokens?", seed=7, max_tokens=48), *crowd)
+    prompt, ids, log_probs = server.sampled(among[0])
+    assert (prompt, ids) == alone[:2]
+    assert log_probs == pytest.approx(alone[2], abs=1e-4)
+
+
+async def test_requests_without_a_seed_differ_and_follow_the_servers_seed(start: Any) -> None:
+    runs = []
+    for _ in range(2):
+        server = await start(seed=11)
+        runs.append([server.sampled(await server.chat(ignore_eos=True))[1] for _ in range(3)])
+    assert runs[0] == runs[1]
+    assert len({tuple(ids) for ids in runs[0]}) == 3
+
+
+async def test_tokens_come_as_often_as_the_model_says(start: Any, model_dir: Any, reference: Any) -> None:
+    server = await start(slots=256)
+    answers = await asyncio.gather(*(server.chat(seed=seed, max_tokens=1) for seed in range(1500)))
+    counts = Counter(server.sampled(answer)[1][0] for answer in answers)
+    prompt = answers[0]["prompt_token_ids"]
+    expected = torch.softmax(reference.logits(model_dir, prompt)[-1], -1) * 1500
+    common = [token for token in range(len(expected)) if expected[token] >= 10]
+    chi_squared = sum(
+        (counts[token] - expected[token].item()) ** 2 / expected[token].item() for token in common
+    )
+    # Mean of chi-squared is its degrees of freedom, variance twice that; 5 standard deviations never happen.
+    assert chi_squared < len(common) + 5 * math.sqrt(2 * len(common))
+
+
+async def test_requests_beyond_the_slots_wait_and_are_answered_by_identity(
+    start: Any, model_dir: Any, reference: Any
+) -> None:
+    server = await start(slots=4)
+    answers = await asyncio.gather(
+        *(server.chat(f"{place}", seed=place, max_tokens=3 + place % 9) for place in range(40))
+    )
+    for place, answer in enumerate(answers):
+        prompt, ids, log_probs = server.sampled(answer)
+        assert server.loaded.tokenizer.decode(prompt) == f"<user>{place}<bot>"
+        assert log_probs == pytest.approx(reference.log_probs(model_dir, prompt, ids), abs=1e-4)
+    assert server.engine.cache_allocated[0] <= 4
+
+
+async def test_the_eos_token_is_in_the_ids_but_not_in_the_text(start: Any) -> None:
+    server = await start()
+    answers = await asyncio.gather(*(server.chat(seed=seed, max_tokens=200) for seed in range(40)))
+    ended = [answer for answer in answers if answer["choices"][0]["finish_reason"] == "stop"]
+    assert ended
+    for answer in ended:
+        _, ids, _ = server.sampled(answer)
+        assert ids[-1] == server.loaded.tokenizer.eos_token_id
+        assert server.loaded.tokenizer.eos_token_id not in ids[:-1]
+        text = answer["choices"][0]["message"]["content"]
+        assert text == server.loaded.tokenizer.decode(ids, skip_special_tokens=True)
+        assert "<eos>" not in text
+
+
+async def test_a_stop_string_across_token_borders_cuts_the_text_and_keeps_its_tokens(start: Any) -> None:
+    server = await start()
+    free = (await server.chat(seed=3, max_tokens=40, ignore_eos=True))["choices"][0]
+    text = free["message"]["content"]
+    stop = text[10:13]
+    place = text.index(stop)
+    answer = await server.chat(seed=3, max_tokens=40, ignore_eos=True, stop=[stop, "never, ever"])
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == text[:place]
+    decoded = server.loaded.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    assert decoded == text[: place + len(stop)]
+    assert choice["token_ids"] == free["token_ids"][: len(choice["token_ids"])]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+async def test_a_completion_without_max_tokens_ends_with_the_context(start: Any) -> None:
+    server = await start(max_model_len=40)
+    for fields in ({"max_tokens": None}, {"max_tokens": 10_000}):
+        answer = await server.chat("hi", ignore_eos=True, **fields)
+        assert answer["usage"]["total_tokens"] == 40
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_max_completion_tokens_is_obeyed_and_a_list_of_parts_is_joined(start: Any) -> None:
+    server = await start()
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
+    answer = await server.chat(parts, max_tokens=None, max_completion_tokens=3, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 3
+    assert server.loaded.tokenizer.decode(answer["prompt_token_ids"]) == "<user>ab\ncd<bot>"
+
+
+async def test_the_answer_has_openais_shape(start: Any) -> None:
+    openai = pytest.importorskip("openai")
+    server = await start()
+    async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="none", max_retries=0) as client:
+        completion = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hello"}], max_tokens=5, logprobs=True, seed=1,
+            user="someone", store=False, metadata={"run": "1"},
+        )  # fmt: skip
+        assert [model.id async for model in client.models.list()] == ["m"]
+    choice = completion.choices[0]
+    assert choice.finish_reason in ("stop", "length")
+    assert completion.usage.completion_tokens == len(choice.logprobs.content)
+    for entry in choice.logprobs.content:
+        assert bytes(entry.bytes).decode() == entry.token
+    assert "token_ids" not in choice.model_extra
+
+
+async def test_without_logprobs_none_are_sent(start: Any) -> None:
+    server = await start()
+    answer = await server.chat(logprobs=False, return_token_ids=False)
+    assert answer["choices"][0]["logprobs"] is None
+    assert "prompt_token_ids" not in answer
+    assert "token_ids" not in answer["choices"][0]
+
+
+async def test_a_client_that_goes_away_frees_its_slot(start: Any) -> None:
+    server = await start(slots=1)
+    await server.post("/pause?mode=keep")
+    first = asyncio.create_task(server.chat("first", max_tokens=200, ignore_eos=True))
+    await server.until(lambda: server.engine.counts["waiting"] == 1)
+    second = asyncio.create_task(server.chat("second", max_tokens=2, seed=1))
+    await server.until(lambda: server.engine.counts["waiting"] == 2)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await server.until(lambda: server.engine._waiting[0].future.cancelled())
+    await server.post("/resume")
+    assert server.loaded.tokenizer.decode((await second)["prompt_token_ids"]) == "<user>second<bot>"
+    assert server.engine.counts == {"running": 0, "waiting": 0}
+
+
+async def test_a_client_that_goes_away_in_mid_generation_stops_costing_steps(start: Any) -> None:
+    server = await start()
+    task = asyncio.create_task(server.chat(max_tokens=240, ignore_eos=True))
+    await server.until(lambda: server.engine.counts["running"] == 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await server.until(lambda: server.engine.counts["running"] == 0)
+    assert server.engine.cache_allocated == (0, 0)
+
+
+async def test_an_engine_that_dies_answers_everyone_and_health_says_why(start: Any) -> None:
+    server = await start(slots=2)
+    await server.post("/pause?mode=keep")
+    tasks = [asyncio.create_task(server.refused()) for _ in range(5)]
+    await server.until(lambda: server.engine.counts["waiting"] == 5)
+
+    def explode(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the moon fell down")
+
+    server.engine._batch.step = explode
+    await server.post("/resume")
+    for status, error in await asyncio.gather(*tasks):
+        assert status == 500
+        assert "the moon fell down" in error["message"]
+    status, body = await server.get("/health")
+    assert (status, "the moon fell down" in json.dumps(body)) == (503, True)
+    assert (await server.refused())[0] == 500
+    assert (await server.post("/pause?mode=keep"))[0] == 500
+
+
+async def test_health_and_models_describe_the_server(start: Any) -> None:
+    server = await start(max_model_len=99)
+    assert await server.get("/health") == (200, {"status": "ok", "running": 0, "waiting": 0})
+    status, models = await server.get("/v1/models")
+    assert status == 200
+    assert models["object"] == "list"
+    assert models["data"][0]["id"] == "m"
+    assert models["data"][0]["max_model_len"] == 99

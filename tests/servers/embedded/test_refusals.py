@@ -1,0 +1,143 @@
+"""A request that cannot be obeyed is refused with a sentence, and the server goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+UNSUPPORTED = {
+    "stream": True,
+    "n": 2,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
+    "logit_bias": {"5": 10},
+    "top_logprobs": 3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "min_tokens": 3,
+    "stop_token_ids": [4],
+    "echo": True,
+    "guided_json": {},
+    "reasoning_effort": "high",
+    "prompt_logprobs": 1,
+}
+
+MALFORMED = {
+    "messages": "hello",
+    "temperature": -0.1,
+    "top_p": 0,
+    "top_k": 1.5,
+    "min_p": 2,
+    "max_tokens": 0,
+    "max_completion_tokens": "many",
+    "stop": ["a", "b", "c", "d", "e"],
+    "seed": "7",
+    "logprobs": 1,
+    "return_token_ids": "yes",
+    "chat_template_kwargs": {"tokenize": False},
+    "model": 3,
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+async def test_a_field_that_would_change_the_result_is_refused(start: Any, name: str) -> None:
+    server = await start()
+    status, error = await server.refused(**{name: UNSUPPORTED[name]})
+    assert status == 400
+    assert error["param"] == name
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize("name", sorted(MALFORMED))
+async def test_a_field_of_the_wrong_kind_is_refused(start: Any, name: str) -> None:
+    server = await start()
+    status, error = await server.refused(**{name: MALFORMED[name]})
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    assert name in error["message"]
+
+
+async def test_numbers_beyond_any_float_neither_crash_nor_pass(start: Any) -> None:
+    server = await start()
+    for name in ("temperature", "top_p", "min_p"):
+        status, error = await server.refused(**{name: 10**400})
+        assert (status, error["param"]) == (400, name)
+    answer = await server.chat(top_k=10**400, seed=10**400, max_tokens=3)
+    assert answer["usage"]["completion_tokens"] > 0
+
+
+async def test_a_prompt_with_tokens_the_model_lacks_does_not_end_the_engine(start: Any) -> None:
+    server = await start()
+    server.loaded.tokenizer.add_tokens(["wxyz"])
+    status, error = await server.refused(messages=[{"role": "user", "content": "wxyz"}])
+    assert (status, "embeddings" in error["message"]) == (400, True)
+    assert (await server.get("/health"))[0] == 200
+
+
+async def test_neutral_and_harmless_fields_are_accepted(start: Any) -> None:
+    server = await start()
+    await server.chat(
+        stream=False, n=1, tools=[], tool_choice="none", response_format={"type": "text"}, logit_bias={},
+        top_logprobs=0, presence_penalty=0.0, frequency_penalty=0, user="u", store=True, metadata={},
+        stop=None, temperature=None, chat_template_kwargs={"enable_thinking": False},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [3],
+        [{"role": "wizard", "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
+    ],
+)
+async def test_a_malformed_message_is_refused_by_its_place(start: Any, messages: Any) -> None:
+    server = await start()
+    status, error = await server.refused(messages=messages)
+    assert status == 400
+    assert "messages" in error["message"]
+
+
+async def test_a_body_that_is_not_json_is_refused(start: Any) -> None:
+    server = await start()
+    for body in (b"", b"{", b"[1]", b'"text"', b"\xff"):
+        async with server.session.post(server.base + "/v1/chat/completions", data=body) as response:
+            assert response.status == 400
+            assert "JSON" in (await response.json())["error"]["message"]
+    async with server.session.post(
+        server.base + "/v1/chat/completions", data=b'{"temperature": NaN}'
+    ) as response:
+        assert response.status == 400
+
+
+async def test_an_unknown_model_is_not_found(start: Any) -> None:
+    server = await start()
+    status, error = await server.refused(model="gpt-9")
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "gpt-9" in error["message"]
+
+
+async def test_a_prompt_as_long_as_the_context_is_refused_in_openais_words(start: Any) -> None:
+    server = await start(max_model_len=32)
+    for length in (30, 500):
+        status, error = await server.refused(messages=[{"role": "user", "content": "x" * length}])
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].startswith("This model's maximum context length is 32 tokens. However, your")
+        assert f"messages resulted in {length + 2} tokens" in error["message"]
+    assert (await server.chat("x" * 29, ignore_eos=True))["usage"]["completion_tokens"] == 1
+
+
+async def test_unknown_routes_and_methods_answer_with_an_error_object(start: Any) -> None:
+    server = await start()
+    assert (await server.get("/v1/nothing"))[1]["error"]["type"] == "invalid_request_error"
+    status, body = await server.get("/v1/chat/completions")
+    assert (status, "error" in body) == (405, True)
+    status, body = await server.post("/v1/completions", {})
+    assert (status, "error" in body) == (404, True)

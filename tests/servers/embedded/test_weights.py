@@ -1,0 +1,271 @@
+"""Pausing, pushing weights, and the versions that tokens are stamped with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in answer["choices"][0]["weight_versions"]]
+
+
+async def in_mid_generation(server: Any, count: int = 1, **fields: Any) -> list[asyncio.Task[dict[str, Any]]]:
+    """Requests that have a slot and some tokens, with the server paused in mode keep."""
+    fields = {"max_tokens": 200, "ignore_eos": True, **fields}
+    step = server.engine._batch.step
+
+    def slow_step() -> Any:
+        # The pause has to come before the last of the 200 tokens, on a busy machine too.
+        time.sleep(0.005)
+        return step()
+
+    server.engine._batch.step = slow_step
+    tasks = [asyncio.create_task(server.chat(f"prompt {i}", seed=i, **fields)) for i in range(count)]
+
+    def some_tokens() -> bool:
+        rows = list(server.engine._batch.sequences)
+        return len(rows) == count and all(len(row.log_probs) >= 5 for row in rows)
+
+    await server.until(some_tokens)
+    assert (await server.post("/pause?mode=keep"))[0] == 200
+    server.engine._batch.step = step
+    return tasks
+
+
+async def test_tokens_after_a_push_come_from_the_new_weights_alone(
+    start: Any, model_dir: Path, other_dir: Path, reference: Any
+) -> None:
+    server = await start()
+    tasks = await in_mid_generation(server, count=3)
+    assert await server.push(other_dir, "7") == (200, {"results": [None]})
+    await server.post("/resume")
+    for answer in await asyncio.gather(*tasks):
+        prompt, ids, log_probs = server.sampled(answer)
+        (old, zero, border), (new, start_of_new, end) = spans(answer)
+        assert (old, zero, new, start_of_new, end) == ("default", 0, "7", border, 200)
+        assert 5 <= border < 200
+        before = reference.log_probs(model_dir, prompt, ids)
+        after = reference.log_probs(other_dir, prompt, ids)
+        assert log_probs[:border] == pytest.approx(before[:border], abs=1e-4)
+        assert log_probs[border:] == pytest.approx(after[border:], abs=1e-4)
+
+
+async def test_a_push_without_a_pause_is_stamped_exactly(
+    start: Any, model_dir: Path, other_dir: Path, reference: Any
+) -> None:
+    server = await start()
+    task = asyncio.create_task(server.chat(max_tokens=240, ignore_eos=True, seed=0))
+    await server.until(lambda: server.engine.counts["running"] == 1)
+    assert (await server.push(other_dir, "7"))[0] == 200
+    answer = await task
+    prompt, ids, log_probs = server.sampled(answer)
+    versions = spans(answer)
+    assert versions[0][1] == 0
+    assert versions[-1][2] == 240
+    for version, first, last in versions:
+        # Where the completion ends before the new weights have their name, they are called "default+reload".
+        directory = model_dir if version == "default" else other_dir
+        expected = reference.log_probs(directory, prompt, ids)
+        assert log_probs[first:last] == pytest.approx(expected[first:last], abs=1e-4)
+
+
+async def test_weights_without_a_name_are_not_stamped_with_the_old_one(start: Any, other_dir: Path) -> None:
+    server = await start()
+    assert (await server.get("/weight_info"))[1]["weight_version"] == "default"
+    await server.post("/update_weight_version", {"new_version": "6"})
+    await server.push(other_dir)
+    assert (await server.get("/weight_info"))[1]["weight_version"] == "6+reload"
+    assert [version for version, _, _ in spans(await server.chat())] == ["6+reload"]
+    assert await server.post("/update_weight_version", {"new_version": "7"}) == (
+        200,
+        {"success": True, "new_version": "7"},
+    )
+    answer = await server.chat()
+    assert spans(answer) == [("7", 0, answer["usage"]["completion_tokens"])]
+    info = (await server.get("/weight_info"))[1]
+    assert info == {"weight_version": "7", "num_parameters": server.loaded.num_parameters, "model": "m"}
+
+
+async def test_naming_new_weights_names_the_tokens_sampled_since_the_reload(
+    start: Any, other_dir: Path
+) -> None:
+    server = await start()
+    (task,) = await in_mid_generation(server)
+    (sequence,) = server.engine._batch.sequences
+    border = len(sequence.log_probs)
+    await server.push(other_dir)
+    gate, step = threading.Event(), server.engine._batch.step
+
+    def step_until_named() -> Any:
+        if len(sequence.log_probs) == border + 3:
+            gate.wait(10)
+        return step()
+
+    server.engine._batch.step = step_until_named
+    await server.post("/resume")
+    await server.until(lambda: len(sequence.log_probs) == border + 3)
+    naming = asyncio.create_task(server.post("/update_weight_version", {"new_version": "7"}))
+    await server.until(lambda: bool(server.engine._commands))
+    gate.set()
+    assert (await naming)[0] == 200
+    assert spans(await task) == [("default", 0, border), ("7", border, 200)]
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "kind"])
+async def test_a_reload_with_a_missing_tensor_changes_nothing(
+    start: Any, other_dir: Path, model_dir: Path, reference: Any, save: Any, fault: str
+) -> None:
+    server = await start()
+    tensors = dict(reference.tensors(other_dir))
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "unknown":
+        name = "model.layers.9.extra"
+        tensors[name] = torch.zeros(3)
+    elif fault == "shape":
+        tensors[name] = tensors[name].T
+    else:
+        tensors[name] = tensors[name].to(torch.int32)
+    before = {key: value.clone() for key, value in server.loaded.model.state_dict().items()}
+    status, answer = await server.push(save(tensors))
+    assert status == 400
+    assert name in answer["error"]["message"]
+    after = server.loaded.model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    prompt, ids, log_probs = server.sampled(await server.chat())
+    assert log_probs == pytest.approx(reference.log_probs(model_dir, prompt, ids), abs=1e-4)
+    assert (await server.get("/weight_info"))[1]["weight_version"] == "default"
+
+
+async def test_a_sharded_checkpoint_is_loaded_by_its_index(
+    start: Any, other_dir: Path, reference: Any, save: Any
+) -> None:
+    server = await start()
+    tensors = reference.tensors(other_dir)
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, held in shards.items():
+        directory = save({name: tensors[name] for name in held}, "sharded", file)
+    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (await server.push(directory))[0] == 200
+    prompt, ids, log_probs = server.sampled(await server.chat())
+    assert log_probs == pytest.approx(reference.log_probs(other_dir, prompt, ids), abs=1e-4)
+
+
+async def test_a_damaged_or_absent_file_is_refused(start: Any, tmp_path: Path, other_dir: Path) -> None:
+    server = await start()
+    empty, torn = tmp_path / "empty", tmp_path / "torn"
+    empty.mkdir()
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes((other_dir / "model.safetensors").read_bytes()[:-100])
+    for directory in (tmp_path / "nowhere", empty, torn):
+        status, answer = await server.push(directory)
+        assert status == 400
+        assert str(directory) in answer["error"]["message"]
+    assert (await server.chat())["usage"]["completion_tokens"] > 0
+
+
+async def test_tied_embeddings_may_leave_out_the_head_and_both_change(
+    start: Any, tied_dir: Path, reference: Any, save: Any, build: Any, tmp_path: Path
+) -> None:
+    server = await start(tied_dir)
+    pushed = build(tmp_path / "tied", seed=9, tied=True)
+    tensors = reference.tensors(pushed)
+    assert "lm_head.weight" not in tensors
+    assert (await server.push(pushed))[0] == 200
+    prompt, ids, log_probs = server.sampled(await server.chat(ignore_eos=True))
+    assert log_probs == pytest.approx(reference.log_probs(pushed, prompt, ids), abs=1e-4)
+    embedding = tensors["model.embed_tokens.weight"]
+    assert (await server.push(save({**tensors, "lm_head.weight": embedding}, "both")))[0] == 200
+    status, answer = await server.push(save({**tensors, "lm_head.weight": embedding + 1}, "torn"))
+    assert (status, "lm_head.weight" in answer["error"]["message"]) == (400, True)
+
+
+async def test_weights_that_diverged_fail_the_request_and_good_ones_heal_the_server(
+    start: Any, other_dir: Path, reference: Any, save: Any
+) -> None:
+    server = await start()
+    tasks = await in_mid_generation(server, count=2)
+    broken = {name: tensor * float("nan") for name, tensor in reference.tensors(other_dir).items()}
+    assert (await server.push(save(broken)))[0] == 200
+    waiting = asyncio.create_task(server.refused())
+    await server.post("/resume")
+    for task in tasks:
+        with pytest.raises(AssertionError, match="no valid distribution"):
+            await task
+    assert (await waiting)[0] == 500
+    assert (await server.get("/health"))[0] == 200
+    assert (await server.push(other_dir))[0] == 200
+    for answer in await asyncio.gather(*(server.chat(f"{i}" * (1 + i)) for i in range(8))):
+        prompt, ids, log_probs = server.sampled(answer)
+        assert log_probs == pytest.approx(reference.log_probs(other_dir, prompt, ids), abs=1e-4)
+
+
+async def test_keep_freezes_requests_and_they_go_on_after_resume(start: Any) -> None:
+    server = await start()
+    whole = server.sampled(await server.chat("prompt 0", seed=0, max_tokens=200, ignore_eos=True))
+    (task,) = await in_mid_generation(server)
+    assert await server.get("/is_paused") == (200, {"is_paused": True})
+    held = len(server.engine._batch.sequences[0].log_probs)
+    late = asyncio.create_task(server.chat("late", seed=1))
+    await server.until(lambda: server.engine.counts["waiting"] == 1)
+    assert len(server.engine._batch.sequences[0].log_probs) == held
+    assert await server.post("/resume") == (200, {"status": "resumed"})
+    assert await server.get("/is_paused") == (200, {"is_paused": False})
+    assert server.sampled(await task)[1] == whole[1]
+    assert (await late)["usage"]["completion_tokens"] > 0
+
+
+async def test_wait_is_the_default_and_answers_when_the_slots_are_empty(start: Any) -> None:
+    server = await start(slots=2)
+    await server.post("/pause?mode=keep")
+    tasks = [asyncio.create_task(server.chat(max_tokens=200, ignore_eos=True)) for _ in range(4)]
+    await server.until(lambda: server.engine.counts["waiting"] == 4)
+    await server.post("/resume")
+    await server.until(lambda: server.engine.counts == {"running": 2, "waiting": 2})
+    assert await server.post("/pause") == (200, {"status": "paused"})
+    assert server.engine.counts == {"running": 0, "waiting": 2}
+    await server.post("/resume")
+    assert [answer["usage"]["completion_tokens"] for answer in await asyncio.gather(*tasks)] == [200] * 4
+
+
+async def test_abort_answers_with_what_is_there_and_says_so(
+    start: Any, model_dir: Path, reference: Any
+) -> None:
+    server = await start()
+    (task,) = await in_mid_generation(server)
+    await server.post("/pause?mode=abort")
+    answer = await task
+    prompt, ids, log_probs = server.sampled(answer)
+    assert answer["choices"][0]["finish_reason"] == "abort"
+    assert 5 <= len(ids) < 200
+    assert log_probs == pytest.approx(reference.log_probs(model_dir, prompt, ids), abs=1e-4)
+    assert (await server.get("/is_paused"))[1]["is_paused"]
+
+
+async def test_weight_routes_refuse_what_they_do_not_know(start: Any, model_dir: Path) -> None:
+    server = await start()
+    path = {"weights_path": str(model_dir)}
+    for route, body in [
+        ("/pause?mode=nap", None),
+        ("/collective_rpc", {"method": "shutdown"}),
+        ("/collective_rpc", {"method": "reload_weights"}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": 3}}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {**path, "other": 1}}),
+        ("/collective_rpc", [1]),
+        ("/update_weight_version", {"new_version": 7}),
+        ("/update_weight_version", {}),
+    ]:
+        status, answer = await server.post(route, body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), route
+    assert (await server.get("/is_paused"))[1] == {"is_paused": False}
