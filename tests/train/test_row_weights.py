@@ -1,0 +1,400 @@
+"""Row weights against TRL's real `_compute_loss` on a real (tiny) model: loss and gradient of whole updates."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verifiers.errors import ConfigError
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.rollouts.trace import Row, Turn, rows_from_turns
+from verifiers.train.advantages import rollout_advantages
+from verifiers.train.collate import TrainingRow, block_rows, pad_rows, rows_to_tensors, trim_columns
+from verifiers.train.row_weights import (
+    LOSS_TYPES,
+    WeightedBeta,
+    num_items_in_batch,
+    row_weights,
+    weight_advantages,
+)
+from verifiers.types import Outcome, RolloutKey
+
+VOCABULARY = 40
+PAD = 0
+MAX_LENGTH = 8
+EPSILON_LOW, EPSILON_HIGH = 0.2, 0.3
+CISPO_EPSILON_HIGH = 1.2
+
+
+def no_reward(completions: list[Any], **_: Any) -> list[float | None]:
+    return [0.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """TRL's own trainer, around a model of one layer."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    size |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5, "vocab_size": VOCABULARY}
+    model = Qwen3ForCausalLM(Qwen3Config(**size, pad_token_id=0, eos_token_id=1, bos_token_id=None))
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
+    letters = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>")
+    args = GRPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("trl")),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        activation_checkpointing=False,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=MAX_LENGTH,
+        epsilon=EPSILON_LOW,
+        epsilon_high=EPSILON_HIGH,
+        temperature=0.9,
+    )
+    yield GRPOTrainer(
+        model=model,
+        reward_funcs=no_reward,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "w2"}] * 8),
+        processing_class=tokenizer,
+    )
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class Update:
+    """One optimizer step: rows with their place on ranks and in micro-batches, and what the loss reads."""
+
+    rows: list[TrainingRow]
+    cells: list[list[int]]
+    """Rows of each (rank, micro-batch), ranks first."""
+    ranks: int
+    micro_batches: int
+    noise: float = 0.0
+    """How far old and reference log-probs lie from the policy's, in nats."""
+    tensors: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = rows_to_tensors(self.rows, PAD)
+
+    def weights(self, loss_type: str) -> Tensor:
+        micro_batch, rank = torch.zeros(len(self.rows)).long(), torch.zeros(len(self.rows)).long()
+        for number, cell in enumerate(self.cells):
+            rank[cell], micro_batch[cell] = divmod(number, self.micro_batches)
+        return row_weights(
+            loss_type,
+            rollout_index_R=self.tensors["rollout_index"],
+            sampled_tokens_R=self.tensors["sampled_tokens"],
+            rollout_sampled_tokens_R=self.tensors["rollout_sampled_tokens"],
+            micro_batch_R=micro_batch,
+            rank_R=rank,
+            num_micro_batches=self.micro_batches,
+            num_ranks=self.ranks,
+        )
+
+
+def rollout(generation: int, turns: Sequence[tuple[list[int], list[int]]], reward: float | None) -> Rollout:
+    made = [Turn(prompt, ids, [-1.0] * len(ids), [0] * len(ids)) for prompt, ids in turns]
+    rows, forks = rows_from_turns(made)
+    outcome = Outcome.PROVIDER_ERROR if reward is None else Outcome.COMPLETED
+    return Rollout(RolloutKey(0, 0, generation), outcome, "p", "c", reward=reward, rows=rows, forks=forks)
+
+
+def five_rollouts(forked: bool = True) -> list[Rollout]:
+    """Rollouts of 5, 2, 4 and 1 sampled tokens and one that failed; the first is one row, or the same as two."""
+    first, second = ([5, 6], [7, 8, 9]), ([5, 6, 7, 8, 9, 20, 21], [10, 11])
+    made = [
+        rollout(0, [first, second], 1.0),
+        rollout(1, [([5, 6], [12, 13])], 0.2),
+        rollout(2, [([5, 6], [14, 15, 16]), ([5, 6, 14, 15, 16, 22], [17])], 0.0),
+        rollout(3, [([5, 6], [18])], 0.5),
+        rollout(4, [], None),
+    ]
+    if forked:
+        made[0].rows = [rollout(0, [turn], 1.0).rows[0] for turn in (first, second)]
+    return made
+
+
+def training_rows(rollouts: list[Rollout]) -> list[TrainingRow]:
+    block = ScoredBlock(0, [Group(0, rollouts)])
+    return block_rows(block, rollout_advantages(block))[0]
+
+
+def token_noise(row: Row, salt: int, scale: float) -> Tensor:
+    """Noise that depends on the token alone, so that forked and unforked rows have the same."""
+    return scale * ((torch.tensor(row.completion_ids) * 37 + salt) % 11 / 5 - 1)
+
+
+def policy_logps(trainer: Any, row: Row) -> Tensor:
+    """Log-probs of a row's completion tokens by plain softmax over the unpadded sequence."""
+    ids = torch.tensor([row.prompt_ids + row.completion_ids])
+    logits = trainer.model(input_ids=ids).logits[0] / trainer.args.temperature
+    logps = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    return logps[len(row.prompt_ids) - 1 :]
+
+
+def with_other_policies(trainer: Any, update: Update) -> None:
+    """Give the update old and reference log-probs near the policy's own."""
+    width = update.tensors["completion_ids"].shape[1]
+    with torch.no_grad():
+        logps = [policy_logps(trainer, item.row) for item in update.rows]
+    for name, salt, scale in (("old", 1, update.noise), ("ref", 5, update.noise + 0.3)):
+        shifted = torch.zeros(len(logps), width)
+        for target, row, item in zip(shifted, logps, update.rows, strict=True):
+            target[: len(row)] = row + token_noise(item.row, salt, scale)
+        update.tensors[f"{name}_per_token_logps"] = shifted
+
+
+def gradient_of(trainer: Any, loss: Tensor) -> Tensor:
+    parameters = list(trainer.model.parameters())
+    return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, parameters)])
+
+
+def configure(trainer: Any, loss_type: str, beta: float) -> None:
+    trainer.loss_type, trainer.beta = loss_type, beta
+    trainer.epsilon_high = CISPO_EPSILON_HIGH if loss_type == "cispo" else EPSILON_HIGH
+    trainer.model.train()
+
+
+def trl_update(
+    trainer: Any, update: Update, loss_type: str, beta: float = 0.0, weighted: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of an update as the trainer makes them: mean over ranks of sums over micro-batches."""
+    configure(trainer, loss_type, beta)
+    # Two updates a block, so that TRL's scaling of num_items_in_batch is not trivial.
+    trainer.args.steps_per_generation = 2 * update.micro_batches
+    trainer.current_gradient_accumulation_steps = update.micro_batches
+    weights = update.weights(loss_type) if weighted else torch.ones(len(update.rows))
+    items = num_items_in_batch(
+        update.tensors["sampled_tokens"],
+        num_micro_batches=update.micro_batches,
+        steps_per_generation=2 * update.micro_batches,
+    )
+    losses: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: update.ranks))
+        for cell in update.cells:
+            inputs = trim_columns({name: value[cell] for name, value in update.tensors.items()})
+            inputs["advantages"] = weight_advantages(inputs["advantages"], weights[cell])
+            inputs["num_items_in_batch"] = items
+            patch.setattr(trainer, "beta", WeightedBeta(beta, weights[cell]) if weighted else beta)
+            losses.append(trainer._compute_loss(trainer.model, inputs))
+    loss = torch.stack(losses).sum() / update.ranks
+    return loss.detach(), gradient_of(trainer, loss)
+
+
+def token_losses(trainer: Any, item: TrainingRow, loss_type: str, beta: float, old: Tensor, ref: Tensor) -> Tensor:
+    """Loss of each sampled token of a row, straight from the papers."""
+    sampled = torch.tensor(item.row.loss_mask).bool()
+    logps, old, ref = policy_logps(trainer, item.row)[sampled], old[sampled], ref[sampled]
+    ratio, advantage = (logps - old).exp(), torch.as_tensor(item.advantage)
+    if loss_type == "cispo":
+        losses = -ratio.detach().clamp(max=CISPO_EPSILON_HIGH) * advantage * logps
+    elif loss_type == "sapo":
+        temperature = trainer.args.sapo_temperature_pos if advantage > 0 else trainer.args.sapo_temperature_neg
+        losses = -(temperature * (ratio - 1)).sigmoid() * 4 / temperature * advantage
+    elif loss_type == "vespo":
+        k, rate = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+        log_weight = (logps - old).sum().detach()
+        losses = -(rate + k * log_weight - rate * log_weight.exp()).exp() * advantage * logps
+    else:
+        losses = -torch.min(ratio * advantage, ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH) * advantage)
+    kl = (ref - logps).exp() - (ref - logps) - 1
+    return losses + beta * (ratio * kl if trainer.args.use_bias_correction_kl else kl)
+
+
+def ideal_update(trainer: Any, update: Update, loss_type: str, beta: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The loss in which each rollout counts once, computed over rollouts without padding or TRL."""
+    configure(trainer, loss_type, beta)
+    by_rollout: dict[int, list[Tensor]] = {}
+    by_cell: dict[int, list[Tensor]] = {}
+    for number, cell in enumerate(update.cells):
+        for index in cell:
+            item = update.rows[index]
+            if item.is_padding:
+                continue
+            length = len(item.row.completion_ids)
+            old = update.tensors["old_per_token_logps"][index, :length]
+            ref = update.tensors["ref_per_token_logps"][index, :length]
+            losses = token_losses(trainer, item, loss_type, beta, old, ref)
+            by_rollout.setdefault(item.rollout_index, []).append(losses)
+            by_cell.setdefault(number, []).append(losses)
+    rollouts = [torch.cat(losses) for losses in by_rollout.values()]
+    aggregate: dict[str, Callable[[], Tensor]] = {
+        "grpo": lambda: torch.stack([losses.mean() for losses in rollouts]).mean(),
+        "dr_grpo": lambda: torch.stack([losses.sum() / MAX_LENGTH for losses in rollouts]).mean(),
+        "luspo": lambda: torch.stack([losses.sum() for losses in rollouts]).mean(),
+        "bnpo": lambda: torch.stack([torch.cat(losses).mean() for losses in by_cell.values()]).mean(),
+        "dapo": lambda: torch.cat(rollouts).mean(),
+    }
+    name = {"sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}.get(loss_type, loss_type)
+    loss = aggregate[name]()
+    return loss.detach(), gradient_of(trainer, loss)
+
+
+def assert_same(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> None:
+    assert two[1].abs().max() > 1e-3, "a gradient of nothing proves nothing"
+    torch.testing.assert_close(one[0], two[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(one[1], two[1], atol=1e-5, rtol=1e-3)
+
+
+# The rows of five_rollouts are 0 and 1 (rollout 0), 2, 3, 4; those from 5 on are padding.
+LAYOUTS = {
+    "one micro-batch with padding": (1, 1, [[0, 1, 2, 3, 4, 5, 6]]),
+    "micro-batches of different fill": (1, 3, [[0, 2, 3, 4], [1, 5, 6, 7], [8, 9, 10, 11]]),
+    "micro-batches of different size": (1, 2, [[3, 0, 2, 5], [4, 1]]),
+    "two ranks": (2, 2, [[5, 4, 2], [6, 7, 8], [1, 9, 3], [0, 10, 11]]),
+}
+
+
+def make_update(layout: str, noise: float = 0.4) -> Update:
+    ranks, micro_batches, cells = LAYOUTS[layout]
+    rows = pad_rows(training_rows(five_rollouts()), sum(map(len, cells)))
+    return Update(rows, cells, ranks, micro_batches, noise)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_trls_loss_counts_every_rollout_once(trainer: Any, loss_type: str, layout: str, beta: float) -> None:
+    update = make_update(layout)
+    with_other_policies(trainer, update)
+    assert_same(trl_update(trainer, update, loss_type, beta), ideal_update(trainer, update, loss_type, beta))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_kl_term_without_bias_correction_counts_every_rollout_once(
+    trainer: Any, loss_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.args, "use_bias_correction_kl", False)
+    update = make_update("two ranks")
+    with_other_policies(trainer, update)
+    assert_same(trl_update(trainer, update, loss_type, 0.5), ideal_update(trainer, update, loss_type, 0.5))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_forked_padded_batch_trains_like_the_unforked_one_without_weights(
+    trainer: Any, loss_type: str, beta: float
+) -> None:
+    # vespo's gamma weight belongs to a whole sequence, so there the equality is defined on policy alone.
+    noise = 0.0 if loss_type == "vespo" else 0.4
+    forked = make_update("one micro-batch with padding", noise)
+    plain = Update(training_rows(five_rollouts(forked=False)), [[0, 1, 2, 3]], 1, 1, noise)
+    for update in (forked, plain):
+        with_other_policies(trainer, update)
+    assert (len(forked.rows), len(plain.rows)) == (7, 4)
+    assert_same(
+        trl_update(trainer, forked, loss_type, beta), trl_update(trainer, plain, loss_type, beta, weighted=False)
+    )
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in ("dapo", "cispo", "vespo")])
+def test_without_weights_padding_and_forks_change_the_gradient(trainer: Any, loss_type: str) -> None:
+    update = make_update("micro-batches of different fill")
+    with_other_policies(trainer, update)
+    _, bare = trl_update(trainer, update, loss_type, weighted=False)
+    _, ideal = ideal_update(trainer, update, loss_type)
+    assert (bare - ideal).norm() > 0.1 * ideal.norm()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_batch_that_needs_no_weights_gets_ones(loss_type: str) -> None:
+    update = Update(training_rows(five_rollouts(forked=False)), [[0, 1], [2, 3]], 1, 2)
+    assert update.weights(loss_type).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_padding_rows_weigh_nothing_even_alone(loss_type: str) -> None:
+    update = Update(pad_rows([], 4), [[0, 1], [2, 3]], 2, 1)
+    assert update.weights(loss_type).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_an_update_of_padding_alone_has_loss_and_gradient_zero(trainer: Any, loss_type: str, beta: float) -> None:
+    update = Update(pad_rows([], 2), [[0, 1]], 1, 1)
+    with_other_policies(trainer, update)
+    loss, gradient = trl_update(trainer, update, loss_type, beta)
+    assert loss == 0
+    assert (gradient == 0).all()
+
+
+def test_advantages_per_token_are_weighted_row_by_row() -> None:
+    weights = torch.tensor([2.0, 0.5])
+    per_token = weight_advantages(torch.tensor([[1.0, -2.0], [4.0, 6.0]]), weights)
+    assert per_token.tolist() == [[2.0, -4.0], [2.0, 3.0]]
+    assert weight_advantages(torch.tensor([1.0, 4.0]), weights).tolist() == [2.0, 2.0]
+
+
+def test_a_weighted_beta_is_a_float_except_against_a_matrix() -> None:
+    beta = WeightedBeta(0.5, torch.tensor([1.0, 3.0]))
+    assert beta == 0.5
+    assert isinstance(beta, float)
+    assert beta * 2 == 2 * beta == 1.0
+    assert f"{beta:.2f}" == "0.50"
+    expected = [[0.5, 0.5], [1.5, 1.5]]
+    assert (beta * torch.ones(2, 2)).tolist() == expected
+    with pytest.raises(ConfigError, match="2 row weights"):
+        beta * torch.ones(3, 2)
+
+
+def test_an_unknown_loss_type_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'ppo' is unknown"):
+        make_update("two ranks").weights("ppo")
+
+
+def test_a_rollout_spread_over_two_updates_is_refused() -> None:
+    rows = training_rows(five_rollouts())[1:]
+    with pytest.raises(ConfigError, match=r"rollout 0 has 5 sampled tokens, .* hold 2; keep all rows"):
+        Update(rows, [[0, 1, 2, 3]], 1, 1).weights("grpo")
+
+
+def test_a_row_outside_the_update_is_refused() -> None:
+    ones = torch.ones(2).long()
+    arguments: dict[str, Any] = {
+        "rollout_index_R": torch.arange(2),
+        "sampled_tokens_R": ones,
+        "rollout_sampled_tokens_R": ones,
+        "num_ranks": 1,
+    }
+    with pytest.raises(ConfigError, match=r"micro-batch numbers \[1, 1\] must lie in 0 .. 0"):
+        row_weights("grpo", micro_batch_R=ones, rank_R=ones * 0, num_micro_batches=1, **arguments)
+    with pytest.raises(ConfigError, match="rank numbers"):
+        row_weights("grpo", micro_batch_R=ones, rank_R=-ones, num_micro_batches=2, **arguments)
+    with pytest.raises(ConfigError, match="different lengths"):
+        row_weights("grpo", micro_batch_R=ones[:1], rank_R=ones * 0, num_micro_batches=2, **arguments)
+
+
+def test_an_update_larger_than_its_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="4 micro-batches does not fit a block of 2"):
+        num_items_in_batch(torch.tensor([3, 5]), num_micro_batches=4, steps_per_generation=2)
+
+
+def test_every_loss_type_of_trl_is_known() -> None:
+    import inspect
+    import re
+
+    from trl import GRPOTrainer
+
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    compared = " ".join(re.findall(r"self\.loss_type (?:==|in) (\[.*?\]|\".*?\")", source))
+    assert set(re.findall(r'"(\w+)"', compared)) == set(LOSS_TYPES)

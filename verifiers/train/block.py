@@ -1,0 +1,112 @@
+"""From a scored block to what each rank trains on: micro-batches of tensors, weighted so that rollouts count once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from verifiers.data.plan import BatchPlan
+from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.advantages import BlockAdvantages, ScaleRewards, rollout_advantages
+from verifiers.train.buffers import shuffle_tensor_dict, split_tensor_dict
+from verifiers.train.collate import Dropped, TrainingRow, block_rows, pad_rows, rows_to_tensors, trim_columns
+from verifiers.train.config import GRPOConfig
+from verifiers.train.row_weights import num_items_in_batch, row_weights, weight_advantages
+
+__all__ = ["TrainingBlock", "build_training_block"]
+
+
+@dataclass(slots=True)
+class TrainingBlock:
+    """One block, ready to train on.
+
+    Attributes:
+        batches: tensors by [micro-batch][rank], under the names that TRL's loss reads, and `row_weights` (R,),
+            `policy_versions` (R,), `sampled_tokens` (R,).
+        dropped: rollouts and rows that are not trained on, with their reasons.
+    """
+
+    block_id: int
+    batches: list[list[dict[str, Tensor]]]
+    advantages: BlockAdvantages
+    dropped: list[Dropped]
+
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among the trained tokens; None where nothing is trained."""
+        versions = [int(v) for cells in self.batches for cell in cells for v in cell["policy_versions"] if v >= 0]
+        return min(versions, default=None)
+
+
+def build_training_block(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_token_id: int) -> TrainingBlock:
+    """Compute advantages, pick rows, and deal them over updates, micro-batches and ranks.
+
+    Rollouts are shuffled by (seed, block) and cut into the updates of one pass by their planned place, so that
+    a failed rollout leaves a gap rather than moving the others; all rows of a rollout stay in one update.
+    Padding rows fill each update up and are spread over its micro-batches.
+    """
+    advantages = rollout_advantages(
+        block,
+        scale_rewards=cast("ScaleRewards", args.scale_rewards),
+        require_full_groups=args.require_full_groups,
+        mask_truncated_completions=args.mask_truncated_completions,
+        zero_truncated_completions=args.zero_truncated_completions,
+    )
+    rows, dropped = block_rows(block, advantages, args.max_seq_len)
+    batches: list[list[dict[str, Tensor]]] = []
+    for update_rows in _rows_by_update(rows, plan, block.block_id):
+        batches += _micro_batches(update_rows, plan, args, pad_token_id)
+    return TrainingBlock(block.block_id, batches, advantages, dropped)
+
+
+def _rows_by_update(rows: list[TrainingRow], plan: BatchPlan, block_id: int) -> list[list[TrainingRow]]:
+    """The rows of each update of one pass, in shuffled order."""
+    order = plan.shuffle_order(block_id, plan.completions_per_block)
+    place = {rollout: index for index, rollout in enumerate(order)}
+    updates_per_pass = plan.steps_per_generation // plan.gradient_accumulation_steps
+    by_update: list[list[TrainingRow]] = [[] for _ in range(updates_per_pass)]
+    for row in sorted(rows, key=lambda row: place[row.rollout_index]):
+        by_update[place[row.rollout_index] // plan.completions_per_update].append(row)
+    return by_update
+
+
+def _micro_batches(
+    rows: list[TrainingRow], plan: BatchPlan, args: GRPOConfig, pad_token_id: int
+) -> list[list[dict[str, Tensor]]]:
+    """The micro-batches of one update, by [micro-batch][rank]."""
+    micro_batches, ranks = plan.gradient_accumulation_steps, plan.num_processes
+    cells = micro_batches * ranks
+    padded = pad_rows(rows, cells, pad_token_id)
+    # dealt like cards, so that padding rows, which stand at the end, do not fill one micro-batch alone
+    dealt = [row for cell in range(cells) for row in range(cell, len(padded), cells)]
+    tensors = shuffle_tensor_dict(rows_to_tensors(padded, pad_token_id), dealt)
+    cell_R = torch.arange(cells).repeat_interleave(len(padded) // cells)
+    weights_R = row_weights(
+        args.loss_type,
+        rollout_index_R=_given(tensors, "rollout_index"),
+        sampled_tokens_R=_given(tensors, "sampled_tokens"),
+        rollout_sampled_tokens_R=_given(tensors, "rollout_sampled_tokens"),
+        micro_batch_R=cell_R // ranks,
+        rank_R=cell_R % ranks,
+        num_micro_batches=micro_batches,
+        num_ranks=ranks,
+    )
+    tensors["row_weights"] = weights_R
+    tensors["advantages"] = weight_advantages(_given(tensors, "advantages"), weights_R)
+    tensors["num_items_in_batch"] = num_items_in_batch(
+        _given(tensors, "sampled_tokens"),
+        num_micro_batches=micro_batches,
+        steps_per_generation=plan.steps_per_generation,
+    )
+    parts = [
+        trim_columns({k: v for k, v in part.items() if v is not None}) for part in split_tensor_dict(tensors, cells)
+    ]
+    return [parts[start : start + ranks] for start in range(0, cells, ranks)]
+
+
+def _given(tensors: dict[str, Tensor | None], name: str) -> Tensor:
+    value = tensors[name]
+    assert value is not None, name
+    return value

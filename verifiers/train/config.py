@@ -1,0 +1,246 @@
+"""GRPOConfig: TRL's settings plus those of asynchronous generation, under TRL's names where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+# TRL reports each trainer that is made to a remote address unless told not to; a user can still set it to 0
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import torch
+import trl
+
+from verifiers.data.plan import BatchPlan, make_plan
+from verifiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+__all__ = ["GRPOConfig", "grpo_defaults", "lora_defaults"]
+
+CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo")
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """Settings of `GRPOTrainer`: every field of `trl.GRPOConfig`, and the ones below.
+
+    A block is `per_device_train_batch_size` x processes x `steps_per_generation` completions; it is generated at
+    once, and serves `num_iterations` passes. Sizes that do not divide are refused with the nearest that do.
+
+    Args:
+        num_batches_ahead: blocks generated ahead of the one being trained; 0 is strictly on policy.
+        async_generation_timeout: deadline for one block, in seconds.
+        rollout_timeout: deadline for one rollout, in seconds.
+        grading_timeout: deadline for scoring one group, in seconds.
+        max_concurrent: rollouts in flight at once.
+        requests_per_second: throttle on requests; None for none.
+        max_seq_len: rows with more prompt and completion tokens than this are dropped, counted, never cut.
+        mask_env_responses: kept for the classic name; tokens of the environment never carry loss.
+        zero_truncated_completions: a truncated rollout's reward counts as 0.
+        require_full_groups: a group with a failed rollout gives no gradient at all.
+        importance_correction: weight tokens by min(pi_old / sampler, cap); takes its mode and bounds from
+            TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`.
+        old_logprobs_batch_size: rows in one forward pass for old and reference log-probs;
+            `per_device_train_batch_size` when left out.
+        weight_sync_dir: where pushed weights are written; /dev/shm or the temporary directory when left out.
+        weight_sync_timeout: deadline for one push, in seconds.
+        probe_every: every so many pushes the server's log-probs are compared with the trainer's; the first push
+            always is. 0 never again after the first.
+        probe_tolerance: largest difference accepted, in nats; 1e-3 in float32, 0.1 in half precision when left out.
+        eval_temperature: 0 evaluates greedily.
+        num_eval_prompts: held-out prompts in an evaluation during training; -1 for all.
+        server_url: base URL of the rollout server, with "/v1".
+        server_model: the policy's name on the server; asked of the server when left out.
+        server_wait: how long to wait for the server at the start, in seconds.
+        report_to: logging integrations, as in transformers; none unless asked for.
+
+    Where there is no accelerator, `use_cpu` is set, and `bf16` and activation checkpointing are off unless given.
+    """
+
+    num_batches_ahead: int = field(default=1, metadata={"help": "Blocks generated ahead; 0 is on policy."})
+    async_generation_timeout: float = field(default=600.0, metadata={"help": "Deadline for one block (s)."})
+    rollout_timeout: float = field(default=600.0, metadata={"help": "Deadline for one rollout (s)."})
+    grading_timeout: float = field(default=120.0, metadata={"help": "Deadline for scoring one group (s)."})
+    max_concurrent: int = field(default=1024, metadata={"help": "Rollouts in flight at once."})
+    requests_per_second: float | None = field(default=None, metadata={"help": "Throttle on requests."})
+    max_seq_len: int | None = field(default=None, metadata={"help": "Longer rows are dropped and counted."})
+    mask_env_responses: bool = field(default=True, metadata={"help": "Classic name; always in force."})
+    zero_truncated_completions: bool = field(default=False, metadata={"help": "Truncated rollouts score 0."})
+    require_full_groups: bool = field(default=False, metadata={"help": "Drop groups with a failed rollout."})
+    importance_correction: bool = field(default=True, metadata={"help": "Correct sampler against trainer."})
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate", metadata={"help": f"One of {', '.join(CORRECTION_MODES)}."}
+    )
+    old_logprobs_batch_size: int | None = field(default=None, metadata={"help": "Rows in one no-grad forward."})
+    weight_sync_dir: str | None = field(default=None, metadata={"help": "Where pushed weights are written."})
+    weight_sync_timeout: float = field(default=120.0, metadata={"help": "Deadline for one push (s)."})
+    probe_every: int = field(default=1, metadata={"help": "Pushes between two log-prob probes."})
+    probe_tolerance: float | None = field(default=None, metadata={"help": "Accepted difference (nats)."})
+    num_generations_eval: int | None = field(default=1, metadata={"help": "Completions per held-out prompt."})
+    eval_temperature: float = field(default=0.0, metadata={"help": "0 evaluates greedily."})
+    num_eval_prompts: int = field(default=-1, metadata={"help": "Held-out prompts; -1 for all."})
+    server_url: str = field(default="http://127.0.0.1:8000/v1", metadata={"help": "Rollout server."})
+    server_model: str | None = field(default=None, metadata={"help": "The policy's name on the server."})
+    server_wait: float = field(default=300.0, metadata={"help": "How long to wait for the server (s)."})
+    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
+        default=None, metadata={"help": "Recompute activations; on where there is an accelerator."}
+    )
+    report_to: Any = field(default="none", metadata={"help": "Logging integrations, as in transformers."})
+
+    def __post_init__(self) -> None:
+        self._refuse_bad_sizes()
+        self._refuse_indivisible_sizes()
+        self._suit_device()
+        if self.num_generations_eval is None:
+            self.num_generations_eval = 1
+        # TRL demands that its own evaluation batch divides; ours goes through the rollout server instead
+        self.per_device_eval_batch_size = self.num_generations_eval
+        super().__post_init__()
+        self._refuse_biased_sampling()
+
+    def _suit_device(self) -> None:
+        """Where there is no accelerator, TRL's half precision and recomputation cost much and gain nothing."""
+        accelerator = torch.accelerator.is_available() and not self.use_cpu
+        if not accelerator:
+            self.use_cpu = True
+            self.bf16 = bool(self.bf16)
+        if self.activation_checkpointing is None:
+            # the old name is still what people write; transformers warns about it
+            old = self.gradient_checkpointing
+            self.activation_checkpointing = old if old is not None else accelerator
+
+    def _refuse_bad_sizes(self) -> None:
+        if self.num_generations is not None and self.num_generations < 2:
+            raise ConfigError(
+                f"num_generations is {self.num_generations}, but a group's advantage compares its rollouts with each "
+                "other; give at least 2."
+            )
+        if self.loss_type not in LOSS_TYPES:
+            raise ConfigError(f"loss_type is {self.loss_type!r}; choose one of {', '.join(LOSS_TYPES)}.")
+        if self.num_batches_ahead < 0:
+            raise ConfigError(f"num_batches_ahead is {self.num_batches_ahead}; give 0 (on policy) or more.")
+        if self.vllm_importance_sampling_mode not in CORRECTION_MODES:
+            raise ConfigError(
+                f"vllm_importance_sampling_mode is {self.vllm_importance_sampling_mode!r}; choose one of "
+                f"{', '.join(CORRECTION_MODES)}."
+            )
+        if self.loss_type == "vespo" and self.vllm_importance_sampling_mode.startswith("sequence"):
+            raise ConfigError(
+                f"loss_type='vespo' multiplies the tokens' ratios itself, so vllm_importance_sampling_mode="
+                f"{self.vllm_importance_sampling_mode!r} counts a row's ratio once a token; use 'token_truncate'."
+            )
+        if self.use_vllm:
+            # TRL would start an engine or a client of its own; ours is the rollout server's
+            self.use_vllm = False
+
+    def _refuse_indivisible_sizes(self) -> None:
+        """Ask the plan before TRL does: its message names the nearest sizes that do divide."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        per_step = self.per_device_train_batch_size * processes
+        steps = self.steps_per_generation
+        if steps is None and self.generation_batch_size is not None and self.generation_batch_size % per_step == 0:
+            steps = self.generation_batch_size // per_step
+        self._plan(processes, steps, max_steps=1, num_prompts=2**31)
+
+    def _plan(self, processes: int, steps_per_generation: int | None, max_steps: int, num_prompts: int) -> BatchPlan:
+        return make_plan(
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            num_processes=processes,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            steps_per_generation=steps_per_generation,
+            num_generations=self.num_generations or 0,
+            num_iterations=self.num_iterations,
+            max_steps=max_steps,
+            num_prompts=num_prompts,
+            seed=self.seed if self.data_seed is None else self.data_seed,
+            shuffle=bool(self.shuffle_dataset),
+        )
+
+    def _refuse_biased_sampling(self) -> None:
+        if self.temperature == 0:
+            raise ConfigError(
+                f"temperature is 0 with num_generations={self.num_generations}: the rollouts of a group would be the "
+                "same and no advantage could differ from 0; give a temperature above 0, such as 1.0."
+            )
+        if not self.importance_correction:
+            return
+        biased = {
+            "top_p": self.top_p if self.top_p < 1.0 else None,
+            "top_k": self.top_k if self.top_k and self.top_k > 0 else None,
+            "min_p": self.min_p if self.min_p else None,
+            "repetition_penalty": self.repetition_penalty if self.repetition_penalty != 1.0 else None,
+        }
+        for name, value in biased.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name}={value:g} with importance_correction would bias the correction, for the sampler's "
+                    f"log-probs are those of a cut distribution; leave {name} out, or set "
+                    "importance_correction=False."
+                )
+
+    def batch_plan(self, num_prompts: int) -> BatchPlan:
+        """The plan that these settings give for a dataset of `num_prompts` rows.
+
+        Raises:
+            ConfigError: sizes that do not divide.
+        """
+        plan = self._plan(self.world_size, self.steps_per_generation, max(1, self.max_steps), num_prompts)
+        if self.max_steps > 0:
+            return plan
+        blocks = max(1, round(self.num_train_epochs * (num_prompts // plan.prompts_per_block)))
+        return dataclasses.replace(plan, max_steps=blocks * plan.updates_per_block)
+
+
+def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConfig:
+    """The classic recipe as a config: a start that suits small instruction-tuned models.
+
+    Half precision and gradient checkpointing only where there is an accelerator; optimizer state is always saved,
+    so that a run can be resumed; nothing is reported to a service unless asked.
+
+    Args:
+        run_name: also names the output directory, `outputs/<run_name>`.
+        **overrides: any field of GRPOConfig.
+    """
+    on_accelerator = torch.cuda.is_available()
+    values: dict[str, Any] = {
+        "output_dir": f"outputs/{run_name}",
+        "run_name": run_name,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 10,
+        "max_steps": 500,
+        "bf16": on_accelerator and torch.cuda.is_bf16_supported(),
+        "max_grad_norm": 0.01,
+        "num_iterations": 1,
+        "max_completion_length": 1024,
+        "per_device_train_batch_size": 16,
+        "num_generations": 16,
+        "gradient_accumulation_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 100,
+        "save_only_model": False,
+        "logging_steps": 1,
+        "log_completions": False,
+        "num_batches_ahead": 1,
+        "async_generation_timeout": 600.0,
+        "max_concurrent": 1024,
+        "report_to": "none",
+    }
+    return GRPOConfig(**{**values, **overrides})
+
+
+def lora_defaults(r: int = 8, alpha: int = 16) -> LoraConfig:
+    """LoRA on the attention and feed-forward projections, the classic recipe's sizes."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+    )

@@ -1,0 +1,95 @@
+"""Starting an installed rollout server as a process of its own, and being sure that it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import IO
+
+from verifiers.errors import ConfigError, WeightSyncError
+
+__all__ = ["installed_servers", "launched_server"]
+
+
+def installed_servers() -> dict[str, str]:
+    """Installed rollout servers by name, with what starts them ("module:function")."""
+    return {point.name: point.value for point in entry_points(group="verifiers.servers")}
+
+
+@contextlib.contextmanager
+def launched_server(
+    name: str,
+    model: str,
+    *,
+    args: Sequence[str] = (),
+    start_timeout_s: float = 180.0,
+    log_path: str | Path | None = None,
+) -> Iterator[str]:
+    """Start a server on a free loopback port, give its base URL, and stop it on the way out.
+
+    Args:
+        name: of an installed server, e.g. "embedded".
+        model: directory or hub name that it serves.
+        args: further command-line arguments.
+        start_timeout_s: how long it may take until it listens, in seconds.
+        log_path: where its output goes; a temporary file when left out.
+
+    Raises:
+        ConfigError: no such server is installed.
+        WeightSyncError: it ended, or did not listen in time; the message has the end of its output.
+    """
+    servers = installed_servers()
+    if name not in servers:
+        raise ConfigError(
+            f"no rollout server named {name!r} is installed (there are: {', '.join(sorted(servers)) or 'none'}); "
+            f"install one, for example with: pip install ./servers/{name}"
+        )
+    module, function = servers[name].split(":")
+    start = f"import sys; from {module} import {function}; sys.exit({function}())"
+    with tempfile.TemporaryDirectory(prefix="verifiers-server-") as scratch, contextlib.ExitStack() as stack:
+        port_file = Path(scratch) / "port"
+        log = stack.enter_context(open(log_path or Path(scratch) / "log", "wb+"))
+        command = [sys.executable, "-c", start, "--model", model, "--port", "0", "--port-file", str(port_file)]
+        command += ["--parent-pid", str(os.getpid()), *args]
+        # one thread a side: with two OpenMP teams on the same cores a training step takes several times as long
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", **os.environ}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            port = _wait_for_port(name, process, port_file, log, start_timeout_s)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            _stop(process)
+
+
+def _wait_for_port(
+    name: str, process: subprocess.Popen[bytes], port_file: Path, log: IO[bytes], timeout_s: float
+) -> int:
+    deadline = time.monotonic() + timeout_s
+    while not port_file.exists():
+        if process.poll() is not None:
+            raise WeightSyncError(f"the {name} server ended with code {process.returncode}: {_tail(log)}")
+        if time.monotonic() > deadline:
+            raise WeightSyncError(f"the {name} server did not listen within {timeout_s:g} s: {_tail(log)}")
+        time.sleep(0.05)
+    return int(port_file.read_text().strip())
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace").strip()[-2000:] or "(it printed nothing)"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for attempt in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(attempt)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10.0)

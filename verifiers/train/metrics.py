@@ -1,0 +1,158 @@
+"""What a block says about itself, under TRL's names where there is one.
+
+A mean is always a mean over what exists: rewards over scored rollouts, lengths over rollouts with sampled
+tokens. Counts are counts, so that ranks and blocks can be added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev, stdev
+
+from verifiers.data.plan import BatchPlan
+from verifiers.rollouts.rollout import Rollout, ScoredBlock
+from verifiers.train.block import TrainingBlock
+from verifiers.types import Outcome
+
+__all__ = ["block_metrics", "reward_summary"]
+
+
+def reward_summary(rewards_by_rank: Sequence[Sequence[float]], rank: int) -> dict[str, float]:
+    """Mean reward per completion on one rank and over all of them, with both denominators.
+
+    The global mean is the sum over ranks divided by the count over ranks: the mean of the ranks' means is wrong
+    as soon as they hold different numbers of completions.
+    """
+    local = rewards_by_rank[rank]
+    everything = [reward for rewards in rewards_by_rank for reward in rewards]
+    return {
+        "reward/mean_per_completion": fmean(local) if local else math.nan,
+        "reward/mean_per_completion_global": fmean(everything) if everything else math.nan,
+        "reward/denominator/completions_local": float(len(local)),
+        "reward/denominator/completions_global": float(len(everything)),
+    }
+
+
+def block_metrics(block: ScoredBlock, trained: TrainingBlock, plan: BatchPlan, rank: int = 0) -> dict[str, float]:
+    """Every metric of one block, from its rollouts and what is trained of them."""
+    rollouts = list(block)
+    scored = [rollout for rollout in rollouts if rollout.is_scored]
+    by_rank = _rewards_by_rank(rollouts, plan.num_processes)
+    metrics = reward_summary(by_rank, rank)
+    metrics["reward"] = metrics["reward/mean_per_completion_global"]
+    stds = [value for value in trained.advantages.result.group_stds if value is not None]
+    metrics["reward_std"] = fmean(stds) if stds else 0.0
+    metrics["frac_reward_zero_std"] = trained.advantages.result.frac_reward_zero_std
+    metrics.update(_reward_functions(scored))
+    metrics.update(_outcomes(rollouts))
+    metrics.update(_lengths(block))
+    metrics.update(_rows(rollouts, trained))
+    metrics.update(_timing(block))
+    metrics["rollouts/completions_per_prompt"] = float(plan.num_generations)
+    metrics["rollouts/chunk_size"] = float(plan.completions_per_block)
+    metrics["rollouts/total_per_process"] = plan.completions_per_block / plan.num_processes
+    return metrics
+
+
+def _rewards_by_rank(rollouts: Sequence[Rollout], ranks: int) -> list[list[float]]:
+    size = -(-len(rollouts) // ranks)
+    parts = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+    return [[r.reward for r in part if r.reward is not None] for part in parts] + [[]] * (ranks - len(parts))
+
+
+def _reward_functions(scored: Sequence[Rollout]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name in sorted({name for rollout in scored for name in rollout.metrics}):
+        values = [rollout.metrics[name] for rollout in scored if name in rollout.metrics]
+        metrics[f"rewards/{name}/mean"] = fmean(values)
+        metrics[f"rewards/{name}/std"] = stdev(values) if len(values) > 1 else 0.0
+    return metrics
+
+
+def _outcomes(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    counts = dict.fromkeys(Outcome, 0)
+    for rollout in rollouts:
+        counts[rollout.outcome] += 1
+    metrics = {f"outcomes/{outcome}": float(count) for outcome, count in counts.items()}
+    metrics["rollouts/launched"] = float(len(rollouts))
+    metrics["rollouts/failed"] = float(sum(count for outcome, count in counts.items() if outcome.is_failure))
+    metrics["rollouts/retries"] = float(sum(rollout.attempts - 1 for rollout in rollouts))
+    return metrics
+
+
+def _sampled(rollout: Rollout) -> int:
+    return sum(row.sampled_tokens for row in rollout.rows)
+
+
+def _lengths(block: ScoredBlock) -> dict[str, float]:
+    lengths = [_sampled(rollout) for rollout in block if rollout.rows]
+    if not lengths:
+        return {}
+    ended = [rollout for rollout in block if rollout.rows and not rollout.is_truncated]
+    terminated = [_sampled(rollout) for rollout in ended] or [0]
+    per_prompt = [[_sampled(r) for r in group.rollouts if r.rows] for group in block.groups]
+    means = [fmean(values) for values in per_prompt if values]
+    cut = sum(rollout.is_truncated for rollout in block)
+    return {
+        "completions/mean_length": fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/mean_terminated_length": fmean(terminated),
+        "completions/min_terminated_length": float(min(terminated)),
+        "completions/max_terminated_length": float(max(terminated)),
+        "completions/clipped_ratio": cut / len(lengths),
+        "completions/per_prompt/mean_length_min": min(means),
+        "completions/per_prompt/mean_length_max": max(means),
+        "completions/per_prompt/length_std": fmean([pstdev(values) for values in per_prompt if values]),
+        "eos_stop_rate": len(ended) / len(lengths),
+        "no_eos_max_length_rate": cut / len(lengths),
+        "rollouts/sampled_tokens": float(sum(lengths)),
+    }
+
+
+def _rows(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, float]:
+    turns = sum(rollout.turns for rollout in rollouts)
+    cells = [cell for cells in trained.batches for cell in cells]
+    real = sum(int((cell["sampled_tokens"] > 0).sum()) for cell in cells)
+    total = sum(len(cell["sampled_tokens"]) for cell in cells)
+    metrics = {
+        "rollouts/turns": turns / max(1, len(rollouts)),
+        "rollouts/fork_rate": sum(rollout.forks for rollout in rollouts) / max(1, turns),
+        "rows/trained": float(real),
+        "rows/padding": float(total - real),
+        "rows/dropped": float(len(trained.dropped)),
+    }
+    for reason in sorted({item.reason for item in trained.dropped}):
+        metrics[f"rows/dropped/{reason}"] = float(sum(item.reason == reason for item in trained.dropped))
+    return metrics
+
+
+def _timing(block: ScoredBlock) -> dict[str, float]:
+    latencies = sorted(rollout.timing.generation_s for rollout in block)
+    return {
+        "time/block_generation_s": block.generation_s,
+        "time/rollout_p50_s": percentile(latencies, 0.50),
+        "time/rollout_p95_s": percentile(latencies, 0.95),
+        "time/rollout_max_s": latencies[-1] if latencies else 0.0,
+        "time/scoring_mean_s": _mean(rollout.timing.scoring_s for rollout in block),
+        "rollouts/tokens_per_s": sum(map(_sampled, block)) / max(block.generation_s, 1e-9),
+    }
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value that `share` of the sorted values do not exceed (nearest rank); 0.0 where there are none."""
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+def _mean(values: Iterable[float]) -> float:
+    collected = list(values)
+    return fmean(collected) if collected else 0.0
+
+
+def averaged(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the blocks that have it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: fmean([part[name] for part in parts if name in part]) for name in names}

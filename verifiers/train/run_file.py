@@ -1,0 +1,128 @@
+"""A training run as a TOML file: what `vf-train run.toml` reads.
+
+    [environment]          # what to train on
+    id = "reasoning-gym-env"
+    args = { task = "spell_backward" }
+
+    [model]                # the policy's start
+    path = "runs/demo/start"
+
+    [server]               # where rollouts come from
+    launch = "embedded"    # start one of the installed servers; or url = "http://127.0.0.1:8000/v1"
+
+    [trainer]              # any field of GRPOConfig under its own name
+    num_generations = 8
+
+Unknown keys are errors that name the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from verifiers.errors import ConfigError
+
+__all__ = ["EnvironmentTable", "LoraTable", "ModelTable", "RunFile", "ServerTable", "load_run_file"]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EnvironmentTable(_Table):
+    """`[environment]`: what is trained on."""
+
+    id: str = Field(description="Name of an installed environment package or module.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of its load_environment.")
+
+
+class ModelTable(_Table):
+    """`[model]`: the policy's start."""
+
+    path: str = Field(description="Directory written by save_pretrained, or a hub name.")
+
+
+class ServerTable(_Table):
+    """`[server]`: where rollouts come from. Give `url` or `launch`, not both."""
+
+    url: str | None = Field(default=None, description="Base URL of a running server, with /v1.")
+    launch: str | None = Field(default=None, description="Installed server to start beside the trainer: 'embedded'.")
+    args: list[str] = Field(default_factory=list, description="Further command-line arguments of that server.")
+    start_timeout: float = Field(default=180.0, gt=0, description="How long it may take to start, in seconds.")
+
+
+class LoraTable(_Table):
+    """`[lora]`: train an adapter instead of all weights; leave the table out for full training."""
+
+    r: int = Field(default=8, ge=1, description="Rank.")
+    alpha: int = Field(default=16, ge=1, description="Scale; the adapter is multiplied by alpha / r.")
+
+
+class RunFile(_Table):
+    """A whole run."""
+
+    environment: EnvironmentTable
+    model: ModelTable
+    server: ServerTable = Field(default_factory=ServerTable)
+    trainer: dict[str, Any] = Field(default_factory=dict, description="Fields of verifiers.GRPOConfig.")
+    lora: LoraTable | None = Field(default=None)
+
+
+def load_run_file(path: str | Path) -> RunFile:
+    """Read and check a run file; nothing is loaded or started yet.
+
+    Raises:
+        ConfigError: the file is missing, is no TOML, or has an unknown, missing or wrong key; one sentence.
+    """
+    try:
+        data = tomllib.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the run file {str(path)!r} does not exist; see examples/ for one to start from."
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"the run file {str(path)!r} cannot be read: {error}.") from None
+    _check_keys(path, "", data, RunFile.model_fields)
+    for name, table in (
+        ("environment", EnvironmentTable),
+        ("model", ModelTable),
+        ("server", ServerTable),
+        ("lora", LoraTable),
+    ):
+        if isinstance(data.get(name), dict):
+            _check_keys(path, name, data[name], table.model_fields)
+    if isinstance(data.get("trainer"), dict):
+        _check_keys(path, "trainer", data["trainer"], trainer_fields())
+    try:
+        run = RunFile.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}: {where}: {first['msg']} (given: {first['input']!r}).") from None
+    if run.server.url is not None and run.server.launch is not None:
+        raise ConfigError(f"{path}: [server] has both url and launch; give url for a running server, else launch.")
+    return run
+
+
+def trainer_fields() -> list[str]:
+    """Names that may stand in `[trainer]`: the fields of GRPOConfig."""
+    from verifiers.train.config import GRPOConfig
+
+    return [field.name for field in dataclasses.fields(GRPOConfig)]
+
+
+def _check_keys(path: str | Path, table: str, given: dict[str, Any], known: Iterable[str]) -> None:
+    names = list(known)
+    for key in given:
+        if key not in names:
+            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(sorted(names)[:12])}."
+            place = f"[{table}]" if table else "the file"
+            raise ConfigError(f"{path}: {place} has an unknown key {key!r}; {hint}")

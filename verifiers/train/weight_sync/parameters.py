@@ -1,0 +1,46 @@
+"""The policy's tensors as a rollout server names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["policy_tensors"]
+
+
+@contextmanager
+def policy_tensors(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Every parameter and saved buffer of the policy by its name in the checkpoint format, each tensor once.
+
+    Tied weights appear under their first name. Adapters (PEFT) are merged for the time of the context and
+    taken out again, so that the server gets plain weights.
+    """
+    if not hasattr(model, "merge_adapter"):
+        yield _distinct(model.state_dict())
+        return
+    with torch.no_grad():
+        model.merge_adapter()
+        try:
+            state = {}
+            for name, tensor in model.get_base_model().state_dict().items():
+                if "lora_" not in name and ".original_module." not in name:
+                    state[name.replace(".base_layer", "").replace(".modules_to_save.default", "")] = tensor
+            yield _distinct(state)
+        finally:
+            model.unmerge_adapter()
+
+
+def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    kept = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        kept[name] = tensor.detach()
+    return kept
