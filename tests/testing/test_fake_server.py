@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from verifiers.errors import ConfigError, DeadlineError
+from verifiers.rollouts.trace import Turn, rows_from_turns
+from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
+from verifiers.testing.fake_tokens import END_ID
+
+USER = [{"role": "user", "content": "2+2?"}]
+TOKENS: dict[str, Any] = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+
+
+@asynccontextmanager
+async def sdk(server: FakeOpenAIServer, max_retries: int = 0) -> AsyncIterator[openai.AsyncOpenAI]:
+    client = openai.AsyncOpenAI(base_url=server.url, api_key="secret", max_retries=max_retries, timeout=10)
+    async with client:
+        yield client
+
+
+def post(url: str, body: Any = None) -> tuple[int, Any]:
+    data = json.dumps(body if body is not None else {}).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+async def test_the_openai_client_gets_a_whole_chat_completion() -> None:
+    async with FakeOpenAIServer("four", model="tiny") as server, sdk(server) as client:
+        answer = await client.chat.completions.create(model="tiny", messages=USER, max_tokens=50)
+        models = [model.id async for model in client.models.list()]
+    assert answer.choices[0].message.content == "four"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len("four") + 1
+    assert models == ["tiny"]
+    (request,) = server.requests
+    assert request.messages == USER
+    assert request.headers["authorization"] == "Bearer secret"
+    assert request.body["max_tokens"] == 50
+
+
+async def test_the_openai_client_gets_completions_for_several_prompts_and_samples() -> None:
+    async with FakeOpenAIServer(["a", "b", "c", "d"]) as server, sdk(server) as client:
+        answer = await client.completions.create(
+            model="m", prompt=["x", "yz"], n=2, logprobs=0, extra_body={"return_token_ids": True}
+        )
+    assert [choice.text for choice in answer.choices] == ["a", "b", "c", "d"]
+    extra = [choice.model_extra or {} for choice in answer.choices]
+    assert [decode_ids(fields["prompt_token_ids"]) for fields in extra] == ["x", "x", "yz", "yz"]
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert len(logprobs.token_logprobs or []) == 2
+
+
+async def test_token_prompts_are_taken_as_they_are() -> None:
+    async with FakeOpenAIServer(lambda body: decode_ids(body["prompt"])[::-1]) as server, sdk(server) as client:
+        answer = await client.completions.create(
+            model="m", prompt=[97, 98, 99], extra_body={"return_token_ids": True}
+        )
+    assert answer.choices[0].text == "cba"
+    assert (answer.choices[0].model_extra or {})["prompt_token_ids"] == [97, 98, 99]
+
+
+async def test_turns_extend_one_another_through_tool_calls_and_reasoning() -> None:
+    calls = [{"name": "add", "arguments": {"a": 2, "b": 2}}]
+    script = [{"reasoning_content": "sum", "tool_calls": calls}, "It is 4."]
+    messages: list[Any] = list(USER)
+    turns = []
+    async with FakeOpenAIServer(script, weight_version=3) as server, sdk(server) as client:
+        for _ in script:
+            answer = await client.chat.completions.create(model="m", messages=messages, **TOKENS)
+            choice, extra = answer.choices[0], answer.choices[0].model_extra or {}
+            entries = choice.logprobs.content if choice.logprobs else None
+            assert extra["weight_versions"] == [{"version": "3", "start": 0, "end": len(extra["token_ids"])}]
+            turns.append(
+                Turn(
+                    prompt_ids=(answer.model_extra or {})["prompt_token_ids"],
+                    completion_ids=extra["token_ids"],
+                    logprobs=[entry.logprob for entry in entries or []],
+                    versions=[3] * len(extra["token_ids"]),
+                    finish_reason=choice.finish_reason,
+                )
+            )
+            messages = [*messages, choice.message.model_dump(exclude_none=True)]
+            for call in choice.message.tool_calls or []:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "4"})
+    assert [turn.finish_reason for turn in turns] == ["tool_calls", "stop"]
+    rows, forks = rows_from_turns(turns)
+    assert (len(rows), forks) == (1, 0)
+    assert rows[0].sampled_tokens == sum(len(turn.completion_ids) for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "text", "reason"), [(3, "fou", "length"), (4, "four", "length"), (5, "four", "stop")]
+)
+async def test_max_tokens_cuts_the_answer_and_says_so(max_tokens: int, text: str, reason: str) -> None:
+    async with FakeOpenAIServer("four") as server, sdk(server) as client:
+        answer = await client.chat.completions.create(model="m", messages=USER, max_tokens=max_tokens, **TOKENS)
+    choice = answer.choices[0]
+    ids = (choice.model_extra or {})["token_ids"]
+    assert (choice.message.content, choice.finish_reason) == (text, reason)
+    assert len(ids) == max_tokens
+    assert (ids[-1] == END_ID) is (reason == "stop")
+
+
+async def test_a_plain_provider_reports_no_token_ids() -> None:
+    async with FakeOpenAIServer("four", token_ids=False) as server, sdk(server) as client:
+        answer = await client.chat.completions.create(model="m", messages=USER, **TOKENS)
+    assert "token_ids" not in (answer.choices[0].model_extra or {})
+    assert "prompt_token_ids" not in (answer.model_extra or {})
+
+
+async def test_answers_come_from_a_list_in_turn_or_from_a_function() -> None:
+    async def double(body: dict[str, Any]) -> str:
+        await asyncio.sleep(0)
+        return body["messages"][-1]["content"] * 2
+
+    texts = []
+    async with FakeOpenAIServer(["a", "b"]) as listed, FakeOpenAIServer(double) as computed:
+        for server in (listed, listed, listed, computed):
+            async with sdk(server) as client:
+                answer = await client.chat.completions.create(model="m", messages=USER)
+                texts.append(answer.choices[0].message.content)
+    assert texts == ["a", "b", "a", "2+2?2+2?"]
+
+
+async def test_a_fault_schedule_fails_the_requests_it_names() -> None:
+    faults = [Fault(429, times=2, retry_after=7), None, Fault.disconnect(), Fault.malformed(), Fault(400)]
+    seen: list[Any] = []
+    async with FakeOpenAIServer("fine", faults=faults) as server, sdk(server) as client:
+        for _ in range(7):
+            try:
+                answer = await client.chat.completions.create(model="m", messages=USER)
+                seen.append(answer.choices[0].message.content)
+            except openai.APIStatusError as error:
+                seen.append((error.status_code, error.response.headers.get("retry-after")))
+            except openai.APIConnectionError:
+                seen.append("disconnected")
+            except ValueError:
+                seen.append("malformed")
+    assert seen == [(429, "7"), (429, "7"), "fine", "disconnected", "malformed", (400, None), "fine"]
+    assert server.request_count == 7
+
+
+async def test_the_sdk_retries_through_faults_of_each_kind() -> None:
+    faults = [Fault(500, retry_after=0.01), Fault(429, retry_after=0.01), Fault.disconnect()]
+    async with FakeOpenAIServer("at last", faults=faults) as server, sdk(server, max_retries=3) as client:
+        answer = await client.chat.completions.create(model="m", messages=USER)
+    assert answer.choices[0].message.content == "at last"
+    assert server.request_count == 4
+
+
+def test_faults_work_for_synchronous_code() -> None:
+    with FakeOpenAIServer("fine", faults=lambda number: Fault(503) if number == 1 else None) as server:
+        url = f"{server.url}/chat/completions"
+        assert [post(url, {"messages": USER})[0] for _ in range(3)] == [200, 503, 200]
+        client = openai.OpenAI(base_url=server.url, api_key="k")
+        with client:
+            answer = client.chat.completions.create(model="m", messages=USER)
+    assert answer.choices[0].message.content == "fine"
+
+
+async def test_a_hang_lasts_until_the_caller_gives_up() -> None:
+    async with FakeOpenAIServer("fine", faults=Fault.hang()) as server, sdk(server) as client:
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="m", messages=USER, timeout=0.05)
+        await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 0)
+        answer = await client.chat.completions.create(model="m", messages=USER)
+    assert answer.choices[0].message.content == "fine"
+
+
+async def test_a_hanging_request_does_not_keep_the_server_from_stopping() -> None:
+    async with aiohttp.ClientSession() as session:
+        async with FakeOpenAIServer(faults=Fault.hang()) as server:
+            call = asyncio.create_task(session.post(f"{server.url}/chat/completions", json={"messages": USER}))
+            await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 1)
+            started = time.monotonic()
+        assert time.monotonic() - started < 3
+        with pytest.raises(aiohttp.ClientError):
+            await call
+
+
+async def test_requests_in_flight_are_counted() -> None:
+    async def wait(body: dict[str, Any]) -> str:
+        await asyncio.to_thread(server.wait_until, lambda seen: seen.max_in_flight == 4)
+        return "ok"
+
+    async with FakeOpenAIServer(wait) as server, sdk(server) as client:
+        await asyncio.gather(*(client.chat.completions.create(model="m", messages=USER) for _ in range(4)))
+    assert (server.max_in_flight, server.in_flight, server.request_count) == (4, 0, 4)
+
+
+def test_waiting_for_what_never_happens_ends_at_its_deadline() -> None:
+    with FakeOpenAIServer() as server, pytest.raises(DeadlineError, match="saw 0 requests"):
+        server.wait_until(lambda seen: seen.request_count == 1, timeout_s=0.01)
+
+
+def test_weight_routes_record_calls_and_set_the_version() -> None:
+    with FakeOpenAIServer("x", route_faults={"/collective_rpc": [None, Fault(500)]}) as server:
+        root = server.root_url
+        reload_call = {"method": "reload_weights", "kwargs": {"weights_path": "/somewhere"}}
+        assert post(f"{root}/pause?mode=keep") == (200, {"status": "paused"})
+        assert server.paused
+        assert post(f"{root}/collective_rpc", reload_call) == (200, {"results": [None]})
+        assert post(f"{root}/update_weight_version", {"new_version": "7"})[0] == 200
+        assert post(f"{root}/update_weight_version", {"version": 8})[0] == 400
+        assert post(f"{root}/resume") == (200, {"status": "resumed"})
+        assert post(f"{root}/collective_rpc", reload_call)[0] == 500
+        with urllib.request.urlopen(f"{root}/weight_info", timeout=10) as answer:
+            assert json.load(answer)["weight_version"] == "7"
+    assert server.weight_version == 7
+    paths = [call.path for call in server.weight_calls]
+    assert paths[:2] == ["/pause", "/collective_rpc"]
+    assert server.weight_calls[0].query == {"mode": "keep"}
+    assert server.weight_calls[1].body == reload_call
+
+
+async def test_a_paused_server_answers_after_resume_with_the_new_version() -> None:
+    async with FakeOpenAIServer("x") as server, sdk(server) as client:
+        await asyncio.to_thread(post, f"{server.root_url}/pause?mode=keep")
+        call = asyncio.create_task(client.chat.completions.create(model="m", messages=USER, **TOKENS))
+        await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 1)
+        await asyncio.to_thread(post, f"{server.root_url}/update_weight_version", {"new_version": "1"})
+        assert not call.done()
+        await asyncio.to_thread(post, f"{server.root_url}/resume")
+        answer = await call
+    assert (answer.choices[0].model_extra or {})["weight_versions"][0]["version"] == "1"
+
+
+def test_a_script_that_raises_is_a_500_and_is_kept() -> None:
+    def broken(body: dict[str, Any]) -> str:
+        raise ValueError("no such task")
+
+    with FakeOpenAIServer(broken) as server:
+        status, body = post(f"{server.url}/chat/completions", {"messages": USER})
+    assert status == 500
+    assert "ValueError: no such task" in body["error"]["message"]
+    assert [str(error) for error in server.errors] == ["no such task"]
+
+
+def test_unusable_requests_are_refused() -> None:
+    with FakeOpenAIServer() as server:
+        chat = f"{server.url}/chat/completions"
+        assert post(chat, {"messages": USER, "stream": True})[0] == 400
+        assert post(chat, {"prompt": "x"})[0] == 400
+        assert post(chat, ["no object"])[0] == 400
+
+
+def test_a_server_can_be_stopped_and_started_again_on_its_port() -> None:
+    server = FakeOpenAIServer("x")
+    server.start()
+    port = server.port
+    server.stop()
+    server.stop()
+    with server:
+        assert server.port == port
+        assert post(f"{server.url}/chat/completions", {"messages": USER})[0] == 200
+
+
+def test_a_taken_port_is_an_error_at_the_start() -> None:
+    with FakeOpenAIServer() as server, pytest.raises(OSError, match=r"in use|address"):
+        FakeOpenAIServer(port=server.port).start()
+
+
+def test_scripts_that_cannot_work_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        FakeOpenAIServer([])
+    with pytest.raises(ConfigError, match="instant"):
+        FakeOpenAIServer(["a", "b"], instant=True)
+    with pytest.raises(ConfigError, match="Fault or None"):
+        FakeOpenAIServer(faults=[500])  # type: ignore[list-item]
+
+
+async def test_an_instant_server_answers_the_sdk_with_token_ids() -> None:
+    async with FakeOpenAIServer("42", instant=True) as server, sdk(server) as client:
+        chat = await client.chat.completions.create(model="m", messages=USER, **TOKENS)
+        text = await client.completions.create(model="m", prompt="x")
+        models = [model.id async for model in client.models.list()]
+    assert (chat.choices[0].message.content, text.choices[0].text, models) == ("42", "42", ["fake"])
+    assert decode_ids((chat.choices[0].model_extra or {})["token_ids"]) == "42\x03"
+    assert server.request_count == 2
+
+
+def test_the_command_serves_until_its_parent_is_gone(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    # The parent starts the server, waits for its port and exits; the server must follow.
+    parent = (
+        "import os, subprocess, sys, time\n"
+        "command = [sys.executable, '-W', 'error', '-m', 'verifiers.testing.fake_server', '--instant',\n"
+        "    '--answer', '42', '--port-file', sys.argv[1], '--parent-pid', str(os.getpid())]\n"
+        "child = subprocess.Popen(command)\n"
+        "while not os.path.exists(sys.argv[1]) and child.poll() is None: time.sleep(0.02)\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent, str(port_file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        url = f"http://127.0.0.1:{int(port_file.read_text())}/v1/chat/completions"
+        status, answer = post(url, {"messages": USER})
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, "42")
+        process.communicate("")
+    deadline = time.monotonic() + 10
+    while _answers(url):
+        assert time.monotonic() < deadline, f"process {pid} outlived its parent"
+        time.sleep(0.05)
+
+
+def _answers(url: str) -> bool:
+    try:
+        post(url, {})
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+    return True

@@ -1,0 +1,27 @@
+"""How every command ends: 0 done, 1 the task failed, 2 usage, 130 interrupted; one sentence on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from verifiers.errors import ConfigError, Error
+
+__all__ = ["DONE", "FAILED", "INTERRUPTED", "USAGE", "run_command"]
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def run_command(name: str, command: Callable[[], int]) -> int:
+    """Run a command's body and turn what it raises into an exit code and one sentence."""
+    try:
+        return command()
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return USAGE
+    except Error as error:
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED

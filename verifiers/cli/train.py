@@ -1,0 +1,73 @@
+"""`vf-train run.toml`: train a policy on an environment, as a file says."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+
+from verifiers.cli.exit_codes import DONE, run_command
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="vf-train", description="Train a policy on an environment with GRPO.")
+    parser.add_argument("run_file", help="TOML file that describes the run; see docs/reference/run-file.md")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the batch plan, and stop")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    args = parser.parse_args(argv)
+    return run_command("vf-train", lambda: train(args.run_file, dry_run=args.dry_run, resume=args.resume))
+
+
+def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
+    """Do what the command does; raises instead of printing."""
+    # the file is checked before the slow imports, so that a typo is told at once
+    from verifiers.train.run_file import load_run_file
+
+    run = load_run_file(run_file)
+    from verifiers.envs.loading import load_environment
+    from verifiers.errors import ConfigError
+    from verifiers.train.config import GRPOConfig, lora_defaults
+    from verifiers.train.models import check_model_path
+
+    check_model_path(run.model.path)
+    env = load_environment(run.environment.id, **run.environment.args)
+    try:
+        config = GRPOConfig(**{"output_dir": "outputs/" + run.environment.id, **run.trainer})
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{run_file}: [trainer]: {error}") from error
+    plan = config.batch_plan(len(env.get_dataset()))
+    if dry_run:
+        print(plan.describe())
+        return DONE
+
+    from verifiers.train.launch import launched_server
+    from verifiers.train.trainer import GRPOTrainer
+
+    with contextlib.ExitStack() as stack:
+        if run.server.launch is not None:
+            config.server_url = stack.enter_context(
+                launched_server(
+                    run.server.launch,
+                    run.model.path,
+                    args=run.server.args,
+                    start_timeout_s=run.server.start_timeout,
+                )
+            )
+        elif run.server.url is not None:
+            config.server_url = run.server.url
+        peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None
+        trainer = GRPOTrainer(run.model.path, env, config, peft_config=peft_config)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+    print(f"saved to {config.output_dir}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""A client shaped like `openai.AsyncOpenAI` that answers from a script, in process and without network."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from verifiers.errors import ConfigError
+from verifiers.rollouts.wire import WireObject, request_body
+from verifiers.testing.answers import Answers, RecordedRequest, Script, response_body
+from verifiers.testing.faults import Fault, Faults, FaultSchedule
+
+__all__ = ["FakeClient"]
+
+# openai's exception for each status; 500 and above is InternalServerError
+_STATUS_ERRORS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+}
+
+
+class FakeClient:
+    """Has `chat.completions.create` and `completions.create`; answers are light objects with `model_dump()`.
+
+    Faults raise what `openai.AsyncOpenAI` without retries would raise (the `openai` package is imported then):
+    its status errors, APIConnectionError for a disconnect, json.JSONDecodeError for a malformed body; a hang
+    waits until cancelled, or raises APITimeoutError after the call's `timeout` in seconds.
+
+    Args:
+        answers: what is answered (see `testing.answers.Answers`), from a function of the request body too.
+        faults: when calls fail (see `testing.faults.Faults`); default never.
+        model: named in answers where the call names none.
+        token_ids: False makes it a provider that reports no token ids.
+        weight_version: reported as the version of sampled tokens; may be assigned.
+        base_url, api_key: what the attributes say; nothing is sent there.
+
+    Attributes:
+        requests: calls in order of arrival, `extra_body` merged in.
+        in_flight, max_in_flight: calls being answered, now and at most.
+    """
+
+    def __init__(
+        self,
+        answers: Answers = None,
+        *,
+        faults: Faults = None,
+        model: str = "fake",
+        token_ids: bool = True,
+        weight_version: int | str = 0,
+        base_url: str = "http://fake.invalid/v1",
+        api_key: str = "fake-key",
+    ) -> None:
+        self._script = Script(answers)
+        self._schedule = FaultSchedule(faults)
+        self._model = model
+        self._token_ids = token_ids
+        self.weight_version = weight_version
+        self.base_url = base_url
+        self.api_key = api_key
+        self.timeout: float | None = None
+        self.max_retries = 0
+        self.requests: list[RecordedRequest] = []
+        self.in_flight = 0
+        self.max_in_flight = 0
+        self.closed = False
+        self.completions = _Create(self._call, "/v1/completions")
+        self.chat = _Chat(_Create(self._call, "/v1/chat/completions"))
+
+    def with_options(self, **_: Any) -> FakeClient:
+        """The same client."""
+        return self
+
+    copy = with_options
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def __aenter__(self) -> FakeClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        body = request_body(arguments)
+        if body.get("stream"):
+            raise ConfigError("the fake client does not stream; leave stream out.")
+        number = len(self.requests)
+        headers = {name.lower(): str(value) for name, value in (arguments.get("extra_headers") or {}).items()}
+        self.requests.append(RecordedRequest(number, path, body, headers, {}))
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        try:
+            return await self._answer(body, number, arguments.get("timeout"))
+        finally:
+            self.in_flight -= 1
+
+    async def _answer(self, body: dict[str, Any], number: int, timeout_s: Any) -> Any:
+        fault = self._schedule.fault(number)
+        answers = fault if fault is not None else await self._script.answers(body)
+        if isinstance(answers, Fault):
+            return await _fail(answers, self.base_url, timeout_s)
+        return WireObject(
+            response_body(
+                body,
+                answers,
+                number=number,
+                model=self._model,
+                weight_version=self.weight_version,
+                token_ids=self._token_ids,
+            )
+        )
+
+
+class _Create:
+    def __init__(self, call: Callable[[str, Mapping[str, Any]], Any], path: str) -> None:
+        self._call = call
+        self._path = path
+
+    async def create(self, **arguments: Any) -> Any:
+        return await self._call(self._path, arguments)
+
+
+class _Chat:
+    def __init__(self, completions: _Create) -> None:
+        self.completions = completions
+
+
+async def _fail(fault: Fault, base_url: str, timeout_s: Any) -> Any:
+    if fault.kind == "malformed":
+        return json.loads(fault.text)
+    if fault.kind == "status" and fault.status < 400:
+        return WireObject(json.loads(fault.text))
+    openai = importlib.import_module("openai")
+    # the HTTP library is whichever this openai was built on: its request and response types go into errors
+    http = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.split(".")[0])
+    request = http.Request("POST", base_url)
+    if fault.kind == "hang":
+        seconds = timeout_s if isinstance(timeout_s, (int, float)) else None
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.get_running_loop().create_future()
+        except TimeoutError:
+            raise openai.APITimeoutError(request=request) from None
+    if fault.kind == "disconnect":
+        raise openai.APIConnectionError(request=request)
+    response = http.Response(fault.status, text=fault.text, headers=fault.headers, request=request)
+    name = _STATUS_ERRORS.get(fault.status, "InternalServerError" if fault.status >= 500 else "APIStatusError")
+    message = f"Error code: {fault.status} - {fault.text}"
+    raise getattr(openai, name)(message, response=response, body=_error_body(fault.text))
+
+
+def _error_body(text: str) -> Any:
+    # as the SDK does: the object under "error" where there is one, else the text
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return text
+    return body.get("error", body) if isinstance(body, dict) else body
