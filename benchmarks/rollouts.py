@@ -1,0 +1,162 @@
+"""Single-turn rollouts per second against an instant server, beside raw aiohttp and the openai client.
+
+    python benchmarks/rollouts.py [--in-flight 256] [--requests 4000] [--rounds 5]
+
+The server is a process of its own on loopback that answers at once with the same body. Three clients send the same
+chat request with the same number in flight, in turn, several rounds; rates are medians over rounds, so that a
+machine whose speed drifts treats all alike. A rollout here is the whole thing: `Environment.run_rollouts` with
+recording handle, limiter, retry loop and deadline, and then its score.
+
+Rollouts run with rarer garbage collections (`verifiers.rollouts.garbage`), which helps any client: the floor is
+measured with Python's setting, as people write it, and with ours.
+
+Ends with one line of JSON: ratio_to_raw (1.0 would be no overhead at all over aiohttp), ratio_to_raw_same_gc (the
+same against raw aiohttp with our collector setting), ratio_to_openai.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import openai
+
+import verifiers as vf
+from verifiers.rollouts.endpoint import Endpoint, HttpBackend
+from verifiers.rollouts.garbage import fewer_collections
+from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.rollouts.run import RolloutRunner
+from verifiers.types import RolloutKey
+
+MESSAGES = [{"role": "user", "content": "What is 6 times 7?"}]
+ANSWER = "The answer is 42."
+
+
+@contextlib.contextmanager
+def instant_server() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as scratch:
+        port_file = Path(scratch) / "port"
+        command = [sys.executable, "-m", "verifiers.testing.fake_server", "--instant", "--answer", ANSWER]
+        command += ["--port-file", str(port_file), "--parent-pid", str(os.getpid())]
+        process = subprocess.Popen(command)
+        try:
+            while not port_file.exists():
+                time.sleep(0.02)
+            yield f"http://127.0.0.1:{port_file.read_text().strip()}/v1"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+async def raw_aiohttp(url: str, requests: int, in_flight: int) -> None:
+    """The floor: encode, post, read, decode, nothing else."""
+    slots = asyncio.Semaphore(in_flight)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one() -> None:
+            async with slots:
+                body = json.dumps({"model": "fake", "messages": MESSAGES}).encode()
+                headers = {"Content-Type": "application/json"}
+                async with session.post(f"{url}/chat/completions", data=body, headers=headers) as response:
+                    answer = json.loads(await response.read())
+                assert answer["choices"][0]["message"]["content"] == ANSWER
+
+        await asyncio.gather(*(one() for _ in range(requests)))
+
+
+async def raw_aiohttp_same_gc(url: str, requests: int, in_flight: int) -> None:
+    with fewer_collections():
+        await raw_aiohttp(url, requests, in_flight)
+
+
+async def openai_client(url: str, requests: int, in_flight: int) -> None:
+    slots = asyncio.Semaphore(in_flight)
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+
+        async def one() -> None:
+            async with slots:
+                answer = await client.chat.completions.create(model="fake", messages=MESSAGES)
+                assert answer.choices[0].message.content == ANSWER
+
+        await asyncio.gather(*(one() for _ in range(requests)))
+
+
+async def verifiers_rollouts(url: str, requests: int, in_flight: int) -> None:
+    """Rollouts of a SingleTurnEnv, recorded and scored, one group of eight after the other."""
+
+    def correct(completion: vf.Messages, answer: str) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    env = vf.SingleTurnEnv(eval_dataset=[{"prompt": MESSAGES, "answer": ANSWER}], rubric=vf.Rubric(funcs=[correct]))
+    backend = HttpBackend(Endpoint(url))
+    runner = RolloutRunner(env, backend, "fake", {}, limiter=Limiter(in_flight))
+    groups = [
+        [RolloutRequest(RolloutKey(0, example, g), MESSAGES, ANSWER, seed=example * 8 + g + 1) for g in range(8)]
+        for example in range(requests // 8)
+    ]
+    scored = await runner.run_groups(groups)
+    await backend.close()
+    assert all(rollout.reward == 1.0 for group in scored for rollout in group.rollouts)
+
+
+Client = Callable[[str, int, int], Awaitable[None]]
+CLIENTS: dict[str, Client] = {
+    "raw aiohttp": raw_aiohttp,
+    "raw, rarer collections": raw_aiohttp_same_gc,
+    "verifiers rollouts": verifiers_rollouts,
+    "openai.AsyncOpenAI": openai_client,
+}
+
+
+def measure(client: Client, url: str, requests: int, in_flight: int) -> tuple[float, float]:
+    """Requests per second, and CPU seconds of this process per 1,000 requests."""
+    started, cpu = time.perf_counter(), time.process_time()
+    asyncio.run(client(url, requests, in_flight))  # type: ignore[arg-type]
+    elapsed, used = time.perf_counter() - started, time.process_time() - cpu
+    return requests / elapsed, used / requests * 1000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--in-flight", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in CLIENTS}
+    with instant_server() as url:
+        for client in CLIENTS.values():
+            measure(client, url, 400, args.in_flight)
+        for _ in range(args.rounds):
+            for name, client in CLIENTS.items():
+                requests = args.requests // 4 if client is openai_client else args.requests
+                rates[name].append(measure(client, url, requests, args.in_flight))
+    medians = {name: statistics.median(rate for rate, _ in runs) for name, runs in rates.items()}
+    print(f"{args.in_flight} in flight, {args.requests} requests a round, medians of {args.rounds} rounds")
+    for name, runs in rates.items():
+        cpu = statistics.median(used for _, used in runs)
+        low, high = min(r for r, _ in runs), max(r for r, _ in runs)
+        print(f"{name:<22} {medians[name]:>8,.0f} /s  ({low:,.0f} .. {high:,.0f})  {cpu:.2f} s CPU per 1,000")
+    ours = medians["verifiers rollouts"]
+    ratios = {
+        "ratio_to_raw": round(ours / medians["raw aiohttp"], 3),
+        "ratio_to_raw_same_gc": round(ours / medians["raw, rarer collections"], 3),
+        "ratio_to_openai": round(ours / medians["openai.AsyncOpenAI"], 3),
+    }
+    print(json.dumps(ratios))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
