@@ -1,0 +1,58 @@
+# `make demo` and `make test` are all a newcomer needs; both set up .venv first.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PACKAGES := -e .[train] -e servers/embedded -e environments/reasoning_gym_env
+
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+
+.PHONY: help install demo demo-quick test test-slow check docs docs-test bench clean
+
+help:
+	@echo "make demo        train a small model end to end on this machine (about 10 minutes)"
+	@echo "make test        the tests that everyone runs"
+	@echo "make test-slow   faults, ranks and kills"
+	@echo "make check       format, lint, types, import directions"
+	@echo "make docs        build the site into site/"
+	@echo "make bench       the benchmarks, one line of JSON each"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml environments/reasoning_gym_env/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "verifiers needs Python 3.11 or later; $$($(PYTHON) --version) was found. Run: make PYTHON=python3.11"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PACKAGES) -r requirements-dev.txt
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo/run.py
+
+demo-quick: $(INSTALLED)
+	$(BIN)/python examples/demo/run.py --quick
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(INSTALLED)
+	$(BIN)/zensical build --clean --strict
+
+docs-test: $(INSTALLED)
+	$(BIN)/python -m pytest tests/docs
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/rollouts.py
+
+clean:
+	rm -rf $(VENV) runs site outputs dist build .mypy_cache .ruff_cache .pytest_cache
