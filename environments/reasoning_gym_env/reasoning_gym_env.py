@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -80,9 +81,17 @@ def make_task(task: str, *, seed: int, size: int, task_config: dict[str, Any] | 
 
 
 def disjoint_entries(
-    task: str, *, num_train: int, num_eval: int, seed: int, task_config: dict[str, Any] | None = None
+    task: str,
+    *,
+    num_train: int,
+    num_eval: int,
+    seed: int,
+    task_config: dict[str, Any] | None = None,
+    question_pattern: str = "",
 ) -> tuple[list[Entry], list[Entry]]:
     """Draw `num_train` training and `num_eval` held-out entries, all with distinct questions.
+
+    Only questions in which the regular expression `question_pattern` is found are drawn.
 
     Two questions that differ only in case or outer white space count as one: "Abe" and "abe" are the same word to
     the spell_backward scorer. Held-out entries are drawn first, so they do not depend on `num_train`.
@@ -98,13 +107,15 @@ def disjoint_entries(
     distinct: dict[str, Entry] = {}
     for index in range(attempts):
         entry = dataset[index]
-        distinct.setdefault(entry["question"].strip().casefold(), entry)
+        if re.search(question_pattern, entry["question"]):
+            distinct.setdefault(entry["question"].strip().casefold(), entry)
         if len(distinct) == wanted:
             break
     if len(distinct) < wanted:
         raise ValueError(
             f"Task {task!r} gave {len(distinct)} distinct questions in {attempts} draws, but num_train={num_train} "
-            f"plus num_eval={num_eval} needs {wanted}: ask for fewer, or widen task_config."
+            f"plus num_eval={num_eval} needs {wanted}: ask for fewer, or widen task_config or question_pattern "
+            f"({question_pattern!r})."
         )
     entries = list(distinct.values())
     return entries[num_eval:], entries[:num_eval]
@@ -152,6 +163,7 @@ def load_environment(
     seed: int = 0,
     system_prompt: str | None = None,
     task_config: dict[str, Any] | None = None,
+    question_pattern: str = "",
     reward: Literal["score", "exact"] = "score",
     parser: vf.Parser | None = None,
 ) -> vf.Environment:
@@ -164,6 +176,8 @@ def load_environment(
         seed: chooses the questions.
         system_prompt: put before each question, if given.
         task_config: settings of the task, such as {"min_word_len": 3, "max_word_len": 5}.
+        question_pattern: regular expression to be found in a question, else it is left out; `r": [a-z]+$"` keeps
+            the lower-case words of spell_backward.
         reward: which of `score` and `exact_match` has weight 1; the other is reported with weight 0.
         parser: finds the answer in a completion. Default: the whole text.
 
@@ -173,7 +187,12 @@ def load_environment(
     if reward not in ("score", "exact"):
         raise ValueError(f"reward={reward!r} is unknown: choose 'score' or 'exact'.")
     train, held_out = disjoint_entries(
-        task, num_train=num_train, num_eval=num_eval, seed=seed, task_config=task_config
+        task,
+        num_train=num_train,
+        num_eval=num_eval,
+        seed=seed,
+        task_config=task_config,
+        question_pattern=question_pattern,
     )
     functions = reward_functions(make_task(task, seed=seed, size=1, task_config=task_config))
     parser = parser if parser is not None else vf.Parser()

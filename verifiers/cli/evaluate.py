@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -58,6 +59,10 @@ def evaluate(args: argparse.Namespace) -> int:
     from verifiers.rollouts.limits import Limiter
     from verifiers.rollouts.run import RolloutRunner
 
+    if args.num_examples < -1 or args.num_examples == 0:
+        raise ConfigError(f"--num-examples is {args.num_examples}; give 1 or more, or -1 for all.")
+    if args.rollouts_per_example < 1:
+        raise ConfigError(f"--rollouts-per-example is {args.rollouts_per_example}; give 1 or more.")
     if args.verbose:
         from verifiers.log import setup_logging
 
@@ -69,7 +74,7 @@ def evaluate(args: argparse.Namespace) -> int:
     for name, value in (("max_tokens", args.max_tokens), ("temperature", args.temperature)):
         if value is not None:
             sampling[name] = value
-    key = os.environ.get(args.api_key_var, "EMPTY")
+    key = os.environ.get(args.api_key_var, "").strip() or "EMPTY"
     endpoint = Endpoint(args.api_base_url, key, dict(_header(text) for text in args.header))
     groups = evaluation_requests(env.get_eval_dataset(args.num_examples), args.rollouts_per_example, args.seed)
     directory = new_run_directory(args.env, args.model, args.output_dir)
@@ -112,7 +117,8 @@ def _summary(block: Any, seconds: float) -> dict[str, Any]:
     from verifiers.evals.runner import estimates
 
     rows = {
-        name: {"mean": e.mean, "stderr": e.stderr, "low": e.low, "high": e.high}
+        # JSON has no NaN, which stands for what so few prompts cannot tell
+        name: {field: None if math.isnan(value) else value for field, value in _fields(e).items()}
         for name, e in estimates(block).items()
     }
     return {
@@ -126,6 +132,10 @@ def _summary(block: Any, seconds: float) -> dict[str, Any]:
     }
 
 
+def _fields(estimate: Any) -> dict[str, float]:
+    return {field: getattr(estimate, field) for field in ("mean", "stderr", "low", "high")}
+
+
 def _print_table(args: argparse.Namespace, summary: dict[str, Any], directory: str) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -134,7 +144,8 @@ def _print_table(args: argparse.Namespace, summary: dict[str, Any], directory: s
     for column in ("", "mean", "± stderr", "95 % interval"):
         table.add_column(column, justify="left" if not column else "right")
     for name, e in summary["rewards"].items():
-        table.add_row(name, f"{e['mean']:.4f}", f"{e['stderr']:.4f}", f"{e['low']:.4f} .. {e['high']:.4f}")
+        mean, stderr, low, high = ("-" if value is None else f"{value:.4f}" for value in e.values())
+        table.add_row(name, mean, stderr, "-" if low == "-" else f"{low} .. {high}")
     outcomes = ", ".join(f"{count} {name}" for name, count in summary["outcomes"].items())
     console = Console(highlight=False)
     console.print(table)

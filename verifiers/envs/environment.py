@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.envs import dataset_format, generation
+from verifiers.envs import dataset_format, generation, processing
 from verifiers.envs.model_call import call_model
 from verifiers.errors import ConfigError
 from verifiers.parsers.parser import Parser
@@ -18,6 +18,7 @@ from verifiers.types import (
     Messages,
     MessageType,
     ModelResponse,
+    ProcessedOutputs,
     RewardFunc,
     SamplingArgs,
     State,
@@ -259,19 +260,95 @@ class Environment:
     def make_dataset(
         self,
         results: GenerateOutputs,
-        push_to_hub: bool = False,
-        hub_name: str | None = None,
-        state_columns: list[str] | None = None,
         rollouts_per_example: int = 1,
         push_to_hf_hub: bool = False,
+        hub_name: str | None = None,
+        state_columns: list[str] | None = None,
+        **kwargs: Any,
     ) -> Dataset:
-        """Results as a Dataset: prompt, completion, answer, task, reward, average_reward, [info], each metric."""
+        """Results as a Dataset: prompt, completion, answer, task, reward, average_reward, [info], each metric.
+
+        Args:
+            rollouts_per_example: kept for the classic signature; averages go by prompt, whatever the order.
+            state_columns: keys of the states that become columns.
+        """
+        if push_to_hf_hub and hub_name is None:
+            raise ConfigError("push_to_hf_hub needs hub_name, such as 'user/my-results'.")
         dataset = generation.to_dataset(results, state_columns)
-        if push_to_hub or push_to_hf_hub:
-            if hub_name is None:
-                raise ConfigError("push_to_hf_hub needs hub_name, such as 'user/my-results'.")
+        if push_to_hf_hub:
             dataset.push_to_hub(hub_name)
         return dataset
+
+    # -- tokens, for training loops written for the classic API -----------------------------------------------
+
+    def parse_chat_completion_tokens(self, chat_completion: ModelResponse) -> list[int]:
+        """Sampled token ids of a chat completion."""
+        return processing.chat_tokens(chat_completion)
+
+    def parse_chat_completion_logprobs(self, chat_completion: ModelResponse) -> list[float]:
+        """Log-probs of the sampled tokens of a chat completion, in nats."""
+        return processing.chat_logprobs(chat_completion)
+
+    def parse_completion_tokens(self, completion: ModelResponse) -> list[int]:
+        """Sampled token ids of a text completion."""
+        return processing.completion_tokens(completion)
+
+    def parse_completion_logprobs(self, completion: ModelResponse) -> list[float]:
+        """Log-probs of the sampled tokens of a text completion, in nats."""
+        return processing.completion_logprobs(completion)
+
+    def process_chat_format_vllm(
+        self,
+        prompt: list[ChatMessage],
+        completion: list[ChatMessage],
+        state: State,
+        processing_class: Any,
+        mask_env_responses: bool = False,
+    ) -> processing.TokenLists:
+        """Token lists of a chat rollout; see `verifiers.envs.processing.process_chat`."""
+        tools = (state.get("info") or {}).get("oai_tools") or self.oai_tools
+        return processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)
+
+    def process_completion_format_vllm(
+        self,
+        prompt: str,
+        completion: str,
+        state: State,
+        processing_class: Any,
+        mask_env_responses: bool = False,
+    ) -> processing.TokenLists:
+        """Token lists of a rollout in completion mode; see `verifiers.envs.processing.process_completion`."""
+        return processing.process_completion(prompt, completion, state, processing_class, mask_env_responses)
+
+    def process_env_results_vllm(
+        self,
+        prompts: Sequence[Messages],
+        completions: Sequence[Messages],
+        states: Sequence[State],
+        rewards: Sequence[float],
+        processing_class: Any,
+        max_seq_len: int = -1,
+        mask_env_responses: bool = False,
+        mask_truncated_completions: bool = False,
+        zero_truncated_completions: bool = False,
+    ) -> ProcessedOutputs:
+        """Token lists of finished rollouts; see `verifiers.envs.processing.process_results`."""
+        is_chat = self.message_type == "chat"
+        of_one: Callable[..., processing.TokenLists] = (
+            self.process_chat_format_vllm if is_chat else self.process_completion_format_vllm
+        )
+        return processing.process_results(
+            lambda prompt, completion, state: of_one(prompt, completion, state, processing_class, mask_env_responses),
+            prompts,
+            completions,
+            states,
+            rewards,
+            max_seq_len,
+            mask_truncated_completions,
+            zero_truncated_completions,
+        )
+
+    process_env_results = process_env_results_vllm
 
 
 def _selected(dataset: Dataset, n: int, seed: int | None) -> Dataset:

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
+from verifiers.parsers.messages import message_field
 from verifiers.rollouts.endpoint import is_context_overflow
 from verifiers.rollouts.wire import overlong_response
 from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, SamplingArgs
@@ -93,8 +94,8 @@ def _plain_tool_call(call: Any) -> dict[str, Any]:
 
 def _has_audio(messages: list[ChatMessage]) -> bool:
     for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and any("audio" in str(part.get("type", "")) for part in content):
+        content = message_field(message, "content")
+        if isinstance(content, list) and any("audio" in str(message_field(part, "type", "")) for part in content):
             return True
     return False
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verifiers.envs.calling import maybe_await
 from verifiers.envs.decorators import marked_methods
 from verifiers.envs.environment import Environment
 from verifiers.envs.model_call import assistant_message
+from verifiers.rollouts.run import takes_rollout_input
 from verifiers.types import Info, Messages, ModelResponse, RolloutInput, SamplingArgs, State
 
 __all__ = ["MultiTurnEnv"]
@@ -36,7 +38,7 @@ class MultiTurnEnv(Environment):
 
     async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
         """True when no further answer of the policy is wanted; asked before and after each of them."""
-        return self.max_turns_reached(state) or self.prompt_too_long(state)
+        return await maybe_await(self.max_turns_reached, state) or await maybe_await(self.prompt_too_long, state)
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
         """What the environment says next: messages (second generation), or (messages, state) (first)."""
@@ -51,6 +53,7 @@ class MultiTurnEnv(Environment):
         responses = state["responses"]
         return bool(responses) and getattr(responses[-1], "id", None) == "overlong-prompt"
 
+    @takes_rollout_input
     async def rollout(self, *args: Any, **kwargs: Any) -> Any:
         """One rollout, called in either generation's way.
 
@@ -89,16 +92,22 @@ class MultiTurnEnv(Environment):
         task: str = "default",
         info: Info | None = None,
         sampling_args: SamplingArgs | None = None,
+        *,
+        example_id: int = 0,
         **kwargs: Any,
     ) -> tuple[Messages, State]:
-        state = _new_state(prompt, answer, task, info, kwargs.get("example_id", 0))
+        state = _new_state(prompt, answer, task, info, example_id)
         started = time.perf_counter()
-        try:
+
+        async def clean_up(cleanup: Callable[..., Any]) -> None:
+            await maybe_await(cleanup, state)
+
+        # each runs, in order, whatever the others and the rollout raise
+        async with contextlib.AsyncExitStack() as afterwards:
+            for cleanup in reversed(marked_methods(self, "cleanup")):
+                afterwards.push_async_callback(clean_up, cleanup)
             state = await maybe_await(self.setup_state, state, **kwargs) or state
             messages = await self._converse(client, model, state, info or {}, sampling_args, kwargs)
-        finally:
-            for cleanup in marked_methods(self, "cleanup"):
-                await maybe_await(cleanup, state)
         elapsed_ms = (time.perf_counter() - started) * 1000
         state["timing"] = {"generation_ms": elapsed_ms, "scoring_ms": 0.0, "total_ms": elapsed_ms}
         state["is_completed"] = True
@@ -132,12 +141,11 @@ class MultiTurnEnv(Environment):
                 reply, state_after = reply
                 if state_after is not state and state_after is not None:
                     state.update(state_after)
-            messages = messages + reply
-            state["completion"] = messages[len(state["prompt"]) :]
-            if state.get("final_env_response") is not None:
-                messages = messages + ([] if reply else state["final_env_response"])
-                state["stop_condition"] = "final_env_response"
-                break
+            if reply and state.get("final_env_response") is None:
+                messages = messages + reply
+                state["completion"] = messages[len(state["prompt"]) :]
+        if state.get("final_env_response") is not None:
+            messages = messages + state["final_env_response"]
         return messages
 
     def _answer_of(self, response: ModelResponse) -> Any:
@@ -146,15 +154,23 @@ class MultiTurnEnv(Environment):
         return [assistant_message(response)]
 
     async def _is_over(self, messages: Messages, state: State, kwargs: dict[str, Any]) -> bool:
+        reason = None
+        # asked first, whatever else holds: overrides note in the state what they find
         if await maybe_await(self.is_completed, messages, state, **kwargs):
-            state["stop_condition"] = state["stop_condition"] or "is_completed"
-            return True
-        if self.prompt_too_long(state):
-            state["stop_condition"] = "prompt_too_long"
+            reason = "is_completed"
+        # an override of is_completed need not repeat these
+        if await maybe_await(self.prompt_too_long, state):
+            reason = "prompt_too_long"
+        elif state.get("final_env_response") is not None:
+            reason = "final_env_response"
+        elif await maybe_await(self.max_turns_reached, state):
+            reason = "max_turns_reached"
+        if reason is not None:
+            state["stop_condition"] = state.get("stop_condition") or reason
             return True
         for stop in marked_methods(self, "stop"):
             if await maybe_await(stop, state):
-                state["stop_condition"] = stop.__name__
+                state["stop_condition"] = state.get("stop_condition") or stop.__name__
                 return True
         return False
 
@@ -181,6 +197,9 @@ def _new_state(prompt: Messages, answer: Any, task: str, info: Info | None, exam
 
 def _record_turn(state: State, prompt: Any, answer: Any, response: ModelResponse, messages: Any) -> None:
     state["responses"].append(response)
+    if isinstance(prompt, str):
+        # where in the completion's text the policy's words begin
+        state.setdefault("responses_start_idx", []).append(len(prompt) - len(state["prompt"]))
     state["turn"] += 1
     state["completion"] = messages[len(state["prompt"]) :]
     state["trajectory"].append(

@@ -10,15 +10,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout
 
 __all__ = ["ResultStore", "new_run_directory", "result_row"]
 
 
 def new_run_directory(env_id: str, model: str, root: str | Path = "outputs/evals") -> Path:
-    """A fresh directory `<root>/<env>--<model>/<run id>`; slashes in the model's name become `--`."""
-    directory = Path(root) / f"{env_id}--{model.replace('/', '--')}" / uuid.uuid4().hex[:8]
-    directory.mkdir(parents=True)
+    """A fresh directory `<root>/<env>--<model>/<run id>`; slashes in the names become `--`.
+
+    Raises:
+        ConfigError: it cannot be made there.
+    """
+    directory = Path(root) / f"{env_id}--{model}".replace("/", "--") / uuid.uuid4().hex[:8]
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"results cannot be written under {str(root)!r}: {error}.") from error
     return directory
 
 
@@ -79,5 +87,7 @@ class ResultStore:
         """Write metadata.json anew, with `more` added."""
         self._metadata.update(more)
         partial = self.directory / ".metadata.json.partial"
-        partial.write_text(json.dumps(self._metadata, indent=2, ensure_ascii=False, default=str) + "\n")
+        partial.write_text(
+            json.dumps(self._metadata, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
+        )
         os.replace(partial, self.directory / "metadata.json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -134,14 +135,19 @@ class AsyncBatchGenerator:
         self._loop = loop
         ready.set()
         try:
-            loop.run_forever()
-            for task in (tasks := asyncio.all_tasks(loop)):
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            try:
+                loop.run_forever()
+            except (Exception, SystemExit) as error:
+                # SystemExit in a task of the environment's own ends the loop
+                self._fail(error)
+            while tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                with contextlib.suppress(SystemExit):
+                    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.run_until_complete(self._backend.close())
             loop.run_until_complete(loop.shutdown_asyncgens())
-        except (Exception, SystemExit) as error:
-            # SystemExit in a task of the environment's own ends the loop
+        except Exception as error:
             self._fail(error)
         finally:
             asyncio.set_event_loop(None)
@@ -168,7 +174,7 @@ class AsyncBatchGenerator:
             held = len(self._pending) + len(self._done)
             if held > self.num_batches_ahead:
                 raise ConfigError(
-                    f"block {block_id} would be the {held + 1}th held at once, and num_batches_ahead="
+                    f"with block {block_id} there would be {held + 1} held at once, and num_batches_ahead="
                     f"{self.num_batches_ahead} allows {self.num_batches_ahead + 1}; take a block first."
                 )
             if policy_version is not None:

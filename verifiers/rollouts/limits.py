@@ -80,8 +80,11 @@ class Limiter:
         if self._throttle is None:
             from asyncio_throttle import Throttler
 
-            # one request every 1/rate seconds rather than a burst of `rate` at the start of each second
-            self._throttle = Throttler(rate_limit=1, period=1.0 / self.requests_per_second)
+            # a burst of at most 50 ms' worth, rather than one of `rate` at the start of each second; and since the
+            # throttle polls, one request at a time could not go faster than its polling
+            burst = max(1, round(self.requests_per_second / 20))
+            period_s = burst / self.requests_per_second
+            self._throttle = Throttler(burst, period_s, retry_interval=min(0.01, period_s / 20))
             self._throttle_queue = asyncio.Lock()
         # asyncio-throttle polls: thousands of waiters in it burn a core, so all but one queue here
         assert self._throttle_queue is not None

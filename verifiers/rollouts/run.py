@@ -27,11 +27,12 @@ from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
 from verifiers.rollouts.trace import rows_from_turns
 from verifiers.types import Failure, Outcome, State
 
-__all__ = ["RolloutRunner", "RunsRollouts", "ScoresRollouts", "gather_owned"]
+__all__ = ["RolloutRunner", "RunsRollouts", "ScoresRollouts", "gather_owned", "takes_rollout_input"]
 
 logger = logging.getLogger("verifiers.rollouts")
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ScoresRollouts(Protocol):
@@ -314,6 +315,12 @@ def _chain_has(error: BaseException | None, wanted: BaseException | None) -> boo
 
 def _failure_from(error: BaseException) -> Failure:
     return Failure(type(error).__name__, str(error) or repr(error), exception=error)
+
+
+def takes_rollout_input(function: F) -> F:
+    """Mark a `rollout` that may be called in the second generation's way though its signature does not say so."""
+    function.__dict__["takes_rollout_input"] = True
+    return function
 
 
 _INPUT_STYLE: dict[Any, bool] = {}

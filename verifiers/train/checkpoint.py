@@ -10,9 +10,14 @@ from typing import Any
 from verifiers.data.plan import BatchPlan
 from verifiers.errors import CheckpointError
 
-__all__ = ["MARKER", "check_resumable", "mark_complete", "newest_complete"]
+__all__ = ["MARKER", "check_resumable", "mark_complete", "mark_incomplete", "newest_complete"]
 
 MARKER = "verifiers_state.json"
+
+
+def mark_incomplete(directory: Path) -> None:
+    """Take the marker away before a checkpoint's files are written again."""
+    (directory / MARKER).unlink(missing_ok=True)
 
 
 def mark_complete(directory: Path, plan: BatchPlan, optimizer_step: int) -> None:

@@ -56,8 +56,9 @@ class BlockFeed:
     def next(self, block_id: int, optimizer_step: int) -> ScoredBlock:
         """The block to train from `optimizer_step` on.
 
-        Blocks in flight are finished before weights are pushed, so none of their rollouts spans the push; then
-        the next ones are submitted, no further ahead than the plan allows.
+        The block is finished before weights are pushed, so with `num_batches_ahead` 1 no rollout spans the push;
+        with more, and where an evaluation pushes, rollouts in flight go on under the new weights, and each token is
+        stamped with its own version. Then the next blocks are submitted, no further ahead than the plan allows.
         """
         self.seconds = {}
         ready = self._take(block_id) if block_id in self._submitted else None

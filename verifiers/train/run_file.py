@@ -23,9 +23,9 @@ import difflib
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from verifiers.errors import ConfigError
 
@@ -100,6 +100,7 @@ def load_run_file(path: str | Path) -> RunFile:
             _check_keys(path, name, data[name], table.model_fields)
     if isinstance(data.get("trainer"), dict):
         _check_keys(path, "trainer", data["trainer"], trainer_fields())
+        data["trainer"] = _checked_values(path, data["trainer"])
     try:
         run = RunFile.model_validate(data)
     except ValidationError as error:
@@ -116,6 +117,21 @@ def trainer_fields() -> list[str]:
     from verifiers.train.config import GRPOConfig
 
     return [field.name for field in dataclasses.fields(GRPOConfig)]
+
+
+def _checked_values(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The values as the types that GRPOConfig declares, which does not check them itself."""
+    from verifiers.train.config import GRPOConfig
+
+    types = get_type_hints(GRPOConfig)
+    checked = {}
+    for key, value in given.items():
+        try:
+            checked[key] = TypeAdapter(types[key]).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(f"{path}: trainer.{key}: {reason} (given: {value!r}).") from None
+    return checked
 
 
 def _check_keys(path: str | Path, table: str, given: dict[str, Any], known: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ metrics. The private names of TRL that we rely on are listed in `TRL_PRIVATE_NAM
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, ProgressCallback
 
+from verifiers.envs.dataset_format import row_fields
 from verifiers.errors import GenerationError
 from verifiers.rollouts.endpoint import Endpoint
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.sync import WeightSync
 from verifiers.train.block import TrainingBlock, build_training_block
-from verifiers.train.checkpoint import check_resumable, mark_complete, newest_complete
+from verifiers.train.checkpoint import check_resumable, mark_complete, mark_incomplete, newest_complete
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation import evaluate_policy, evaluation_metrics
 from verifiers.train.feed import BlockFeed
@@ -139,7 +140,7 @@ class GRPOTrainer(CorrectedLoss):
         if resume_from_checkpoint:
             check_resumable(resume_from_checkpoint, self.plan)
         try:
-            self.open()
+            self._on_rank_0(self.open)
             return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         finally:
             self.close()
@@ -183,44 +184,39 @@ class GRPOTrainer(CorrectedLoss):
         # the block follows the optimizer step: micro-step counters start at 0 again after a resume
         step = self.state.global_step
         position = self.plan.position(step, self._step % self.plan.gradient_accumulation_steps)
-        self._stop_together_if_broken()
+        # raised on every rank before the next micro-step
+        self._on_rank_0(self._stop_if_broken)
         if self._block is None or self._block.block_id != position.block_id:
             self._block = self._next_block(position.block_id, step)
             self._score_block(self._block)
         batch = self._block.batches[position.micro_batch][self.accelerator.process_index]
         return {name: value.to(self.accelerator.device) for name, value in batch.items()}
 
-    def _stop_together_if_broken(self) -> None:
-        """Raise on every rank what broke the generator on rank 0, before the next micro-step."""
-        failure: Exception | None = None
+    def _stop_if_broken(self) -> None:
         if self.generator is not None:
-            try:
-                self.generator.check()
-            except Exception as error:
-                failure = error
-        self._share(None, failure)
+            self.generator.check()
 
     def _next_block(self, block_id: int, step: int) -> TrainingBlock:
-        payload: tuple[TrainingBlock, dict[str, float]] | None = None
+        block, metrics = self._on_rank_0(lambda: self._produce(block_id, step))
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        trained: TrainingBlock = block
+        return trained
+
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        """Do something on rank 0 and give its result to all ranks, or raise its failure on all of them."""
+        payload: Any = None
         failure: Exception | None = None
         if self.accelerator.is_main_process:
             try:
-                payload = self._produce(block_id, step)
+                payload = work()
             except Exception as error:
                 failure = error
-        block, metrics = self._share(payload, failure)
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-        return block
-
-    def _share(self, payload: Any, failure: Exception | None) -> Any:
-        """Give rank 0's payload to all ranks, or raise its failure on all of them."""
         if self.accelerator.num_processes > 1:
             text = f"{type(failure).__name__}: {failure}" if failure is not None else None
-            message = broadcast_object_list([(payload, text)], from_process=0)[0]
-            if failure is None and message[1] is not None:
-                raise GenerationError(f"rank 0 stopped: {message[1]}")
-            payload = message[0]
+            payload, text = broadcast_object_list([(payload, text)], from_process=0)[0]
+            if failure is None and text is not None:
+                raise GenerationError(f"rank 0 stopped: {text}")
         if failure is not None:
             raise failure
         return payload
@@ -278,7 +274,7 @@ class GRPOTrainer(CorrectedLoss):
         result = probe_server(
             self._server(),
             str(self.args.server_model),
-            self._rows[0]["prompt"],
+            row_fields(self._rows[0])[0],
             self._score_ids,
             temperature=self.temperature,
             version=version,
@@ -308,17 +304,13 @@ class GRPOTrainer(CorrectedLoss):
             counts of prompts and failures, and `eval_seconds`.
         """
         started = time.perf_counter()
-        metrics: dict[str, float] | None = None
-        failure: Exception | None = None
-        if self.accelerator.is_main_process:
-            try:
-                block = self.evaluate_block(eval_dataset)
-                metrics = evaluation_metrics(block, metric_key_prefix)
-                metrics[f"{metric_key_prefix}_seconds"] = time.perf_counter() - started
-            except Exception as error:
-                failure = error
-        metrics = self._share(metrics, failure)
-        assert metrics is not None
+
+        def measure() -> dict[str, float]:
+            measured = evaluation_metrics(self.evaluate_block(eval_dataset), metric_key_prefix)
+            measured[f"{metric_key_prefix}_seconds"] = time.perf_counter() - started
+            return measured
+
+        metrics: dict[str, float] = self._on_rank_0(measure)
         was_training = self.model.training
         self.model.eval()
         self.log(dict(metrics))
@@ -343,9 +335,13 @@ class GRPOTrainer(CorrectedLoss):
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        directory = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            directory = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+            mark_incomplete(directory)
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        # the last checkpoint of a run may stand inside a block; no run can go on from there
+        if self.args.should_save and self.state.global_step % self.plan.updates_per_block == 0:
             mark_complete(directory, self.plan, self.state.global_step)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -51,8 +52,12 @@ class DirectorySync:
                 load = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
                 server.request("POST", "/collective_rpc", load)
                 server.request("POST", "/update_weight_version", {"new_version": str(version)})
-            finally:
-                server.request("POST", "/resume", {})
+            except WeightSyncError:
+                # the first failure is the one to report
+                with contextlib.suppress(WeightSyncError):
+                    server.request("POST", "/resume", {}, timeout_s=5.0)
+                raise
+            server.request("POST", "/resume", {})
         except WeightSyncError as error:
             raise WeightSyncError(
                 f"the weights of step {version} did not reach the rollout server: {error}"

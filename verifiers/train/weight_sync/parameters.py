@@ -17,12 +17,14 @@ def policy_tensors(model: Any) -> Iterator[dict[str, Tensor]]:
     """Every parameter and saved buffer of the policy by its name in the checkpoint format, each tensor once.
 
     Tied weights appear under their first name. Adapters (PEFT) are merged for the time of the context and
-    taken out again, so that the server gets plain weights.
+    taken out again to the last bit, so that the server gets plain weights.
     """
     if not hasattr(model, "merge_adapter"):
         yield _distinct(model.state_dict())
         return
     with torch.no_grad():
+        # taking an adapter out again leaves rounding behind, which would grow with every push
+        before = {name: weight.clone() for name, weight in model.named_parameters() if ".base_layer." in name}
         model.merge_adapter()
         try:
             state = {}
@@ -32,6 +34,9 @@ def policy_tensors(model: Any) -> Iterator[dict[str, Tensor]]:
             yield _distinct(state)
         finally:
             model.unmerge_adapter()
+            for name, weight in model.named_parameters():
+                if name in before:
+                    weight.copy_(before[name])
 
 
 def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:

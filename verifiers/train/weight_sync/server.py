@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import urllib.error
 import urllib.request
@@ -11,6 +12,8 @@ from typing import Any
 from verifiers.errors import WeightSyncError
 
 __all__ = ["ServerControl"]
+
+logger = logging.getLogger("verifiers.train")
 
 
 class ServerControl:
@@ -58,6 +61,7 @@ class ServerControl:
             WeightSyncError: it did not within `deadline_s` seconds.
         """
         deadline = time.monotonic() + deadline_s
+        told = False
         while True:
             try:
                 self.request("GET", "/health", timeout_s=5.0)
@@ -68,6 +72,9 @@ class ServerControl:
                         f"the rollout server at {self.root} did not answer within {deadline_s:g} s (server_wait): "
                         f"{error}; start it first, for example with: vf-serve --model DIR"
                     ) from error
+            if not told:
+                logger.warning("waiting up to %g s for the rollout server at %s", deadline_s, self.root)
+                told = True
             time.sleep(min(0.25, max(0.0, deadline - time.monotonic())))
 
     def model_name(self) -> str:

@@ -1,0 +1,206 @@
+"""vf-eval: a table and files for people and machines, and one sentence for what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.cli.evaluate import main
+from verifiers.testing import FakeOpenAIServer, Fault
+
+KEY = "sk-secret-0123456789"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAIServer]:
+    with FakeOpenAIServer("4") as server:
+        yield server
+
+
+def results_directory() -> Path:
+    (directory,) = Path("outputs/evals").glob("*/*")
+    return directory
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_table_is_printed_and_every_rollout_is_written(
+    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [env_name, "-m", "org/policy", "-b", server.url, "-n", "2", "-r", "3", "-T", "0.5", "-t", "9"]
+    assert main([*arguments, "-S", '{"top_p": 0.9}', "--seed", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "toy-sums-env / org/policy" in shown
+    assert "reward │ 1.0000 │   0.0000" in shown
+    assert "6 rollouts of 2 prompts" in shown
+    assert "6 completed; 0 retries; 12 completion tokens" in shown
+    directory = results_directory()
+    assert directory.parent.name == "toy-sums-env--org--policy"
+    assert str(directory / "results.jsonl") in shown
+    rows = rows_of(directory)
+    assert sorted((row["example_id"], row["generation"]) for row in rows) == [
+        (e, g) for e in (0, 1) for g in range(3)
+    ]
+    row = rows[0]
+    assert (row["outcome"], row["reward"], row["good"], row["error"]) == ("completed", 1.0, 1.0, None)
+    assert row["completion"] == [{"role": "assistant", "content": "4"}]
+    assert {"prompt", "answer", "task", "info", "generation_ms", "scoring_ms", "completion_tokens"} <= set(row)
+    body = server.requests[0].body
+    assert (body["model"], body["temperature"], body["max_completion_tokens"], body["top_p"]) == (
+        "org/policy",
+        0.5,
+        9,
+        0.9,
+    )
+    assert len({request.body["seed"] for request in server.requests}) == 6
+    metadata = json.loads((directory / "metadata.json").read_text())
+    assert (metadata["model"], metadata["num_examples"], metadata["rollouts_per_example"]) == ("org/policy", 2, 3)
+    assert metadata["summary"]["rewards"]["reward"]["mean"] == 1.0
+
+
+def test_key_and_headers_are_sent_but_never_written(
+    server: FakeOpenAIServer, env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_KEY", f"{KEY}\n")
+    arguments = [env_name, "-b", server.url, "-k", "MY_KEY", "--header", f"X-Token: {KEY}", "--header", "X-B: a:b"]
+    assert main([*arguments, "-n", "1", "-r", "1"]) == 0
+    headers = server.requests[0].headers
+    assert (headers["authorization"], headers["x-token"], headers["x-b"]) == (f"Bearer {KEY}", KEY, "a:b")
+    written = "".join(path.read_text() for path in results_directory().iterdir())
+    shown = capsys.readouterr()
+    assert KEY not in written + shown.out + shown.err
+
+
+def test_the_summary_is_one_line_of_json_for_machines(
+    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([env_name, "-b", server.url, "-n", "1", "-r", "2", "--json"]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    (line,) = capsys.readouterr().out.splitlines()
+    summary = json.loads(line, parse_constant=refuse)
+    # one prompt says nothing about how prompts differ
+    assert summary["rewards"]["reward"] == {"mean": 1.0, "stderr": None, "low": None, "high": None}
+    assert (summary["outcomes"], summary["rollouts"]) == ({"completed": 2}, 2)
+    assert Path(summary["results"]) == results_directory()
+
+
+def test_one_prompt_has_no_interval_in_the_table_either(
+    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([env_name, "-b", server.url, "-n", "1", "-r", "1"]) == 0
+    assert "nan" not in capsys.readouterr().out
+
+
+def test_failed_rollouts_are_counted_and_are_no_zeros(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeOpenAIServer("4", faults=Fault(401)) as server:
+        assert main([env_name, "-b", server.url, "-n", "2", "-r", "1", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["outcomes"] == {"completed": 1, "provider_error": 1}
+    assert summary["rewards"]["reward"]["mean"] == 1.0
+    failed = [row for row in rows_of(results_directory()) if row["reward"] is None]
+    assert len(failed) == 1
+    assert "answered 401" in failed[0]["error"]
+
+
+def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_name: str) -> None:
+    assert main([env_name, "-a", '{"n": 4}', "-b", server.url, "-n", "-1", "-r", "1", "-c", "2", "--json"]) == 0
+    assert server.request_count == 4
+    assert server.max_in_flight <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["toy-sum-env"], "There is no environment 'toy-sum-env' among .*the nearest are 'toy_sums_env'"),
+        (["ENV", "-a", '{"column": "text"}'], "neither a column 'prompt' nor a column 'question', only text"),
+        (["ENV", "-a", "{n: 1}"], "--env-args is '{n: 1}', which is no JSON"),
+        (["ENV", "-a", "[1]"], r"--env-args is '\[1\]'; give a JSON object like"),
+        (["ENV", "-a", '{"rows": 1}'], r"cannot be made with these arguments .*it takes column='question', n=6"),
+        (["ENV", "-S", "top_p=1"], "--sampling-args is 'top_p=1', which is no JSON"),
+        (["ENV", "--header", "X-Team blue"], "--header is 'X-Team blue'; give it as 'Name: value'"),
+        (["ENV", "--header", ": blue"], "--header is ': blue'"),
+        (["ENV", "-b", "localhost:8000"], "base URL 'localhost:8000' is no HTTP address"),
+        (["ENV", "-n", "0"], "--num-examples is 0; give 1 or more, or -1 for all"),
+        (["ENV", "-r", "0"], "--rollouts-per-example is 0; give 1 or more"),
+        (["ENV", "-c", "0"], "max_concurrent is 0"),
+        (["ENV", "--output-dir", "taken"], "results cannot be written under 'taken'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(
+    env_name: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("taken").write_text("a file")
+    argv = [env_name if argument == "ENV" else argument for argument in arguments]
+    if "-b" not in argv:
+        argv += ["-b", "http://127.0.0.1:1/v1"]
+    assert main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (sentence,) = shown.err.strip().splitlines()
+    assert re.match(f"vf-eval: .*{message}", sentence)
+
+
+def test_an_unknown_flag_is_exit_code_2(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([env_name, "--no-such-flag"])
+    assert caught.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(
+    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # no jitter, no waiting between the attempts
+    monkeypatch.setattr("random.random", lambda: 0.0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
+        assert main([env_name, "-b", url, "-n", "1", "-r", "2"]) == 1
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert sentence.startswith(
+        "vf-eval: NothingScoredError: none of 2 evaluation rollouts got a reward; most often: "
+    )
+    assert f"{url} could not be reached" in sentence
+    assert "(after 5 attempts) (2 times)" in sentence
+
+
+def test_an_environment_that_fails_is_one_sentence_and_exit_code_1(
+    env_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([env_name, "-a", '{"n": "many"}']) == 1
+    assert "The environment 'toy-sums-env' could not be made: TypeError" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_exit_code_130(
+    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("verifiers.cli.evaluate.evaluate", interrupted)
+    assert main([env_name]) == 130
+    assert capsys.readouterr().err == "vf-eval: interrupted\n"
+
+
+def test_it_runs_as_a_command_from_an_environments_directory(server: FakeOpenAIServer, env_name: str) -> None:
+    Path("environments/toy_sums_env").mkdir(parents=True)
+    Path("modules/toy_sums_env.py").rename("environments/toy_sums_env/toy_sums_env.py")
+    command = [sys.executable, "-m", "verifiers.cli.evaluate", env_name, "-b", server.url, "-n", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OPENAI_API_KEY": KEY})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["rollouts"] == 3

@@ -1,0 +1,109 @@
+"""vf-train: everything is checked before anything is started, and a mistake is one sentence."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verifiers.cli.train import main
+
+RUN = """
+[environment]
+id = "toy-sums-env"
+
+[model]
+path = "start"
+
+[trainer]
+per_device_train_batch_size = 4
+gradient_accumulation_steps = 2
+num_generations = 4
+max_steps = 3
+bf16 = false
+use_cpu = true
+"""
+
+
+@pytest.fixture
+def run_file(env_name: str) -> Path:
+    Path("start").mkdir()
+    Path("start/config.json").write_text("{}")
+    path = Path("run.toml")
+    path.write_text(RUN)
+    return path
+
+
+def test_a_dry_run_prints_the_plan_in_prompts_and_completions_and_stops(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run_file), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"batch plan +prompts +completions\n", shown.out)
+    assert re.search(r"per block +2 +8\n", shown.out)
+    assert re.search(r"blocks in the run +3 for 3 optimizer steps\n", shown.out)
+    assert shown.err == ""
+    assert not Path("outputs").exists()
+
+
+def replaced(old: str, new: str) -> str:
+    assert old in RUN
+    return RUN.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            replaced("num_generations", "num_generation"),
+            r"\[trainer\] has an unknown key 'num_generation'; did you mean",
+        ),
+        (replaced("[model]", "[modle]"), "the file has an unknown key 'modle'; did you mean 'model'"),
+        (replaced('path = "start"', 'pth = "start"'), r"\[model\] has an unknown key 'pth'; did you mean 'path'"),
+        (replaced('id = "toy-sums-env"', ""), r"environment\.id: Field required"),
+        (replaced('"start"', '"./nowhere"'), "model path './nowhere' does not exist; give a directory written by"),
+        (replaced('"start"', '"./modules"'), "model path './modules' has no config.json"),
+        (replaced("toy-sums-env", "toy-sum-env"), "There is no environment 'toy-sum-env'.*'toy_sums_env'"),
+        (replaced("num_generations = 4", "num_generations = 3"), r"\b8\b.*\b3\b"),
+        (replaced("num_generations = 4", "num_generations = 1"), "num_generations is 1.*give at least 2"),
+        (
+            replaced("max_steps = 3", 'max_steps = "three"'),
+            r"run\.toml: trainer\.max_steps: .* valid integer.*\(given: 'three'\)",
+        ),
+        (RUN + '[server]\nurl = "http://x/v1"\nlaunch = "embedded"\n', r"\[server\] has both url and launch"),
+        ("[environment", "the run file 'run.toml' cannot be read"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_sentence_and_exit_code_2(
+    run_file: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file.write_text(text)
+    assert main([str(run_file), "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (sentence,) = shown.err.strip().splitlines()
+    assert re.match(f"vf-train: .*{message}", sentence), sentence
+
+
+def test_a_size_that_does_not_divide_names_sizes_that_do(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file.write_text(replaced("num_generations = 4", "num_generations = 3"))
+    assert main([str(run_file), "--dry-run"]) == 2
+    sentence = capsys.readouterr().err
+    assert "num_generations" in sentence
+    assert re.search(r"\b2\b.*\b4\b", sentence)
+
+
+def test_a_file_that_is_missing_is_named(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere.toml"]) == 2
+    assert capsys.readouterr().err == (
+        "vf-train: the run file 'nowhere.toml' does not exist; see examples/ for one to start from.\n"
+    )
+
+
+def test_a_missing_file_is_told_before_anything_slow_is_loaded(env_name: str) -> None:
+    code = "import sys; from verifiers.cli.train import main; main(['nowhere.toml']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,125 @@
+"""The reasoning-gym environment: disjoint words, the task's own scorer, and no scorer that runs model text."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+
+reasoning_gym_env = pytest.importorskip(
+    "reasoning_gym_env", reason="pip install -e environments/reasoning_gym_env", exc_type=ImportError
+)
+
+SHORT_WORDS = {"min_word_len": 3, "max_word_len": 5}
+LOWER_CASE = r": [a-z]+$"
+
+
+def split(**settings: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    arguments = {"num_train": 300, "num_eval": 100, "seed": 0, "task_config": SHORT_WORDS} | settings
+    return reasoning_gym_env.disjoint_entries("spell_backward", **arguments)
+
+
+def words(entries: list[dict[str, Any]]) -> list[str]:
+    return [entry["metadata"]["word"].casefold() for entry in entries]
+
+
+def completion(text: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": text}]
+
+
+async def rewards_of(env: vf.Environment, text: str) -> dict[str, float]:
+    row = env.get_dataset()[0]
+    return {
+        function.__name__: await env.rubric.call_reward_func(
+            function, row["prompt"], completion(text), row["answer"], vf.State(), "default", row["info"]
+        )
+        for function in env.get_reward_funcs()
+    }
+
+
+def test_train_and_held_out_words_are_disjoint() -> None:
+    train, held_out = split()
+    seen = words(train) + words(held_out)
+    assert (len(train), len(held_out)) == (300, 100)
+    assert len(set(seen)) == len(seen)
+
+
+def test_words_that_differ_only_in_case_count_as_one() -> None:
+    train, held_out = split(num_train=1000, num_eval=200, task_config={"min_word_len": 3, "max_word_len": 3})
+    assert any(entry["metadata"]["word"] != entry["metadata"]["word"].lower() for entry in train)
+    assert len({*words(train), *words(held_out)}) == 1200
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_seed_gives_others() -> None:
+    assert split(seed=3) == split(seed=3)
+    this, next_one = set(words(split(seed=3)[1])), set(words(split(seed=4)[1]))
+    assert len(this & next_one) < 20
+
+
+def test_held_out_words_do_not_depend_on_the_number_of_training_words() -> None:
+    assert split(num_train=10)[1] == split(num_train=500)[1]
+
+
+def test_word_lengths_and_the_question_pattern_choose_the_words() -> None:
+    train, held_out = split(task_config={"min_word_len": 4, "max_word_len": 5}, question_pattern=LOWER_CASE)
+    chosen = [entry["metadata"]["word"] for entry in train + held_out]
+    assert {len(word) for word in chosen} == {4, 5}
+    assert all(word == word.lower() for word in chosen)
+
+
+def test_too_few_distinct_questions_is_an_error_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"gave 1\d\d\d distinct questions .* needs 1400"):
+        split(num_train=1200, num_eval=200, task_config={"min_word_len": 3, "max_word_len": 3})
+
+
+@pytest.mark.parametrize("task", ["countdown", "binary_matrix", "simple_integration", "string_insertion"])
+def test_a_task_whose_scorer_runs_model_text_is_refused(task: str) -> None:
+    with pytest.raises(ValueError, match=f"Task '{task}' is refused: its scorer"):
+        reasoning_gym_env.load_environment(task=task, num_train=2, num_eval=2)
+
+
+def test_an_unknown_task_and_a_reserved_setting_are_named() -> None:
+    with pytest.raises(ValueError, match="'spell_backwards'"):
+        reasoning_gym_env.load_environment(task="spell_backwards")
+    with pytest.raises(ValueError, match=r"task_config must not set \['seed', 'size'\]"):
+        reasoning_gym_env.load_environment(task_config={"seed": 1, "size": 2})
+    with pytest.raises(ValueError, match="reward='both' is unknown"):
+        reasoning_gym_env.load_environment(reward="both")
+
+
+@pytest.mark.parametrize("task", sorted(reasoning_gym_env.COMPARING_TASKS | {"gcd", "letter_counting"}))
+async def test_the_oracle_answer_scores_one_after_the_trip_through_arrow(task: str) -> None:
+    env = reasoning_gym_env.load_environment(task=task, num_train=1, num_eval=1)
+    answer = json.loads(env.get_dataset()[0]["info"]["entry"])["answer"]
+    assert await rewards_of(env, f" {answer}\n") == {"score": 1.0, "exact_match": 1.0}
+
+
+async def test_partial_credit_is_a_score_and_not_an_exact_match() -> None:
+    env = reasoning_gym_env.load_environment(num_train=5, num_eval=5, task_config={"min_word_len": 4})
+    answer = env.get_dataset()[0]["answer"]
+    rewards = await rewards_of(env, answer[:2])
+    assert rewards["score"] == pytest.approx(2 / len(answer))
+    assert rewards["exact_match"] == 0.0
+
+
+@pytest.mark.parametrize(("reward", "weights"), [("score", [1.0, 0.0]), ("exact", [0.0, 1.0])])
+def test_both_rewards_are_reported_and_the_chosen_one_counts(reward: str, weights: list[float]) -> None:
+    env = reasoning_gym_env.load_environment(num_train=5, num_eval=5, reward=reward)
+    assert [function.__name__ for function in env.get_reward_funcs()] == ["score", "exact_match"]
+    assert env.get_reward_weights() == weights
+
+
+def test_the_system_prompt_stands_before_the_question() -> None:
+    env = reasoning_gym_env.load_environment(num_train=5, num_eval=5, system_prompt="Answer with one word.")
+    prompt = env.get_eval_dataset()[0]["prompt"]
+    assert [message["role"] for message in prompt] == ["system", "user"]
+    assert prompt[1]["content"].startswith("Spell this word backward")
+
+
+def test_the_environment_is_found_by_its_entry_point() -> None:
+    (entry_point,) = entry_points(group="verifiers.environments", name="reasoning-gym-env")
+    assert entry_point.load() is reasoning_gym_env.load_environment

@@ -1,0 +1,321 @@
+"""Blocks are produced ahead in a thread of their own, and every wait for one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from verifiers.errors import (
+    ConfigError,
+    DeadlineError,
+    GenerationError,
+    GeneratorClosedError,
+    MissingTokenIdsError,
+    NothingScoredError,
+)
+from verifiers.rollouts.batches import BatchRequest, EndOfBlock, EndOfData, MicroBatch, training_items
+from verifiers.rollouts.generator import AsyncBatchGenerator
+from verifiers.rollouts.retries import RetryPolicy
+from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.rubrics.rubric import Rubric
+from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
+from verifiers.types import RolloutKey, State
+
+
+class Asks:
+    """Asks the policy once; the reward is the length of its answer."""
+
+    def __init__(self) -> None:
+        self.rubric = Rubric([lambda completion: float(len(completion[0]["content"]))])
+        self.sampling_args: dict[str, Any] = {}
+
+    async def rollout(self, client: Any, model: str, prompt: Any, **kwargs: Any) -> Any:
+        response = await client.chat.completions.create(model=model, messages=prompt)
+        return [{"role": "assistant", "content": response.choices[0].message.content}], State()
+
+
+def requests(block_id: int, prompts: int = 2, size: int = 2) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(RolloutKey(block_id, example, generation), [{"role": "user", "content": f"{block_id}"}])
+        for example in range(prompts)
+        for generation in range(size)
+    ]
+
+
+def asked_block(body: dict[str, Any]) -> int:
+    return int(body["messages"][0]["content"])
+
+
+class Gates:
+    """Answers of a block come when its gate is opened."""
+
+    def __init__(self, *open_blocks: int) -> None:
+        self._open = {block: threading.Event() for block in range(8)}
+        for block in open_blocks:
+            self._open[block].set()
+
+    def open(self, block: int) -> None:
+        self._open[block].set()
+
+    async def __call__(self, body: dict[str, Any]) -> str:
+        block = asked_block(body)
+        await asyncio.to_thread(self._open[block].wait, 15)
+        return "x" * (block + 1)
+
+    def open_all(self) -> None:
+        for gate in self._open.values():
+            gate.set()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        # a server cannot stop while one of its answers waits here
+        self.open_all()
+
+
+@pytest.fixture
+def gates() -> Gates:
+    return Gates()
+
+
+def generator(server: FakeOpenAIServer, env: Any = None, **options: Any) -> AsyncBatchGenerator:
+    options = {"retry": RetryPolicy(max_attempts=1), "generation_timeout_s": 15.0, **options}
+    return AsyncBatchGenerator(env or Asks(), server.url, "policy", **options)
+
+
+def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+def test_a_block_is_submitted_and_taken_scored_in_the_plans_order() -> None:
+    with FakeOpenAIServer("four") as server, generator(server) as blocks:
+        blocks.submit(0, requests(0), policy_version=3)
+        block = blocks.get(0)
+        assert [rollout.key for rollout in block.rollouts] == [request.key for request in requests(0)]
+        assert [rollout.reward for rollout in block] == [4.0] * 4
+        assert decode_ids(block.rollouts[0].rows[0].completion_ids) == "four\x03"
+        assert (block.policy_version, blocks.policy_version) == (3, 3)
+        assert block.generation_s > 0
+        assert (blocks.launched, blocks.finished) == (4, 4)
+
+
+def test_blocks_are_taken_by_their_id_in_any_order() -> None:
+    server = FakeOpenAIServer(lambda body: "x" * (asked_block(body) + 1))
+    with server, generator(server.start(), num_batches_ahead=2) as blocks:
+        for number in range(3):
+            blocks.submit(number, requests(number))
+        for number in (2, 0, 1):
+            block = blocks.get(number)
+            assert block.block_id == number
+            assert {rollout.reward for rollout in block} == {number + 1.0}
+
+
+def test_no_more_blocks_are_held_than_may_be_ahead() -> None:
+    with FakeOpenAIServer("four") as server, generator(server, num_batches_ahead=1) as blocks:
+        blocks.submit(0, requests(0))
+        blocks.submit(1, requests(1))
+        with pytest.raises(
+            ConfigError, match="with block 2 there would be 3 held at once, and num_batches_ahead=1 allows 2"
+        ):
+            blocks.submit(2, requests(2))
+        blocks.get(0)
+        blocks.submit(2, requests(2))
+        assert blocks.get(1).block_id == 1
+        assert blocks.get(2).block_id == 2
+
+
+def test_a_block_is_generated_and_taken_once() -> None:
+    with FakeOpenAIServer("four") as server, generator(server) as blocks:
+        blocks.submit(0, requests(0))
+        with pytest.raises(ConfigError, match="block 0 was submitted before"):
+            blocks.submit(0, requests(0))
+        blocks.get(0)
+        for number in (0, 7):
+            with pytest.raises(ConfigError, match=f"block {number} was never submitted, or was taken before"):
+                blocks.get(number)
+
+
+def test_a_straggler_of_one_block_does_not_keep_the_next_from_running(gates: Gates) -> None:
+    gates.open(1)
+    with FakeOpenAIServer(gates) as server, gates, generator(server, max_concurrent=4, num_batches_ahead=1) as blocks:
+        blocks.submit(0, requests(0, prompts=1, size=1))
+        server.wait_until(lambda s: s.in_flight == 1)
+        blocks.submit(1, requests(1, prompts=4))
+        assert blocks.get(1).block_id == 1
+        assert server.in_flight == 1
+        gates.open(0)
+        assert blocks.get(0).block_id == 0
+
+
+def test_all_blocks_share_one_limit(gates: Gates) -> None:
+    with FakeOpenAIServer(gates) as server, gates, generator(server, max_concurrent=3, num_batches_ahead=1) as blocks:
+        blocks.submit(0, requests(0))
+        blocks.submit(1, requests(1))
+        server.wait_until(lambda s: s.in_flight == 3)
+        gates.open_all()
+        blocks.get(0)
+        blocks.get(1)
+        assert server.max_in_flight == 3
+
+
+def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
+    def bad_callback(*_: Any) -> None:
+        raise LookupError("in the callback")
+
+    with FakeOpenAIServer(gates) as server, gates, generator(server, num_batches_ahead=1) as blocks:
+        blocks._count = bad_callback  # type: ignore[method-assign]
+        gates.open(1)
+        blocks.submit(0, requests(0))
+        blocks.submit(1, requests(1))
+        # block 0 hangs, and yet its taker learns of block 1's failure
+        with pytest.raises(GenerationError, match="generation failed with LookupError: in the callback") as caught:
+            blocks.get(0)
+        cause = caught.value.__cause__
+        assert isinstance(cause, LookupError)
+        assert traceback.extract_tb(cause.__traceback__)[-1].name == "bad_callback"
+        with pytest.raises(GenerationError):
+            blocks.check()
+        with pytest.raises(GenerationError):
+            blocks.submit(2, requests(2))
+
+
+def test_a_server_that_cannot_train_ends_the_run_with_the_reason() -> None:
+    with FakeOpenAIServer("4", token_ids=False) as server, generator(server) as blocks:
+        blocks.submit(0, requests(0))
+        with pytest.raises(GenerationError, match="answered without prompt_token_ids") as caught:
+            blocks.get(0)
+        assert isinstance(caught.value.__cause__, MissingTokenIdsError)
+
+
+def test_a_block_without_a_score_names_the_commonest_cause_and_the_counts() -> None:
+    with FakeOpenAIServer(faults=Fault(401, times=9)) as server, generator(server) as blocks:
+        blocks.submit(4, requests(4))
+        with pytest.raises(
+            NothingScoredError,
+            match=r"block 4: none of 4 rollouts got a reward \(4 provider_error\); most often: .*401.* \(4 times\)",
+        ):
+            blocks.get(4)
+
+
+def test_an_environment_that_exits_cannot_take_the_thread_with_it() -> None:
+    class Exits(Asks):
+        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+            async def own_task() -> None:
+                raise SystemExit(3)
+
+            await asyncio.create_task(own_task())
+
+    with FakeOpenAIServer() as server, generator(server, Exits()) as blocks:
+        blocks.submit(0, requests(0))
+        with pytest.raises(GenerationError):
+            blocks.get(0)
+
+
+def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gates) -> None:
+    with FakeOpenAIServer(gates) as server, gates, generator(server) as blocks:
+        blocks.submit(0, requests(0))
+        server.wait_until(lambda s: s.in_flight == 4)
+        with pytest.raises(DeadlineError) as caught:
+            blocks.get(0, timeout_s=0.02)
+        assert str(caught.value) == (
+            "block 0 was not ready within 0.02 s (async_generation_timeout): 0 of 4 rollouts launched so far have "
+            "ended, 4 are in flight; is the rollout server still answering?"
+        )
+        gates.open(0)
+        assert blocks.get(0).block_id == 0
+
+
+def test_close_wakes_whoever_waits_for_a_block(gates: Gates) -> None:
+    with FakeOpenAIServer(gates) as server, gates:
+        blocks = generator(server).start()
+        blocks.submit(0, requests(0))
+        thread, raised = in_thread(lambda: blocks.get(0))
+        server.wait_until(lambda s: s.in_flight == 4)
+        blocks.close()
+        thread.join(5)
+        assert [type(error) for error in raised] == [GeneratorClosedError]
+        # what was in flight is cancelled: the server sees its callers go
+        server.wait_until(lambda s: s.in_flight == 0)
+
+
+def test_close_wakes_whoever_waits_for_work_on_its_loop(gates: Gates) -> None:
+    with FakeOpenAIServer("4") as server:
+        blocks = generator(server).start()
+        begun = threading.Event()
+
+        async def forever() -> None:
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+
+        thread, raised = in_thread(lambda: blocks.run(forever(), 15))
+        begun.wait(5)
+        blocks.close()
+        thread.join(5)
+        assert [type(error) for error in raised] == [GeneratorClosedError]
+
+
+def test_a_closed_generator_says_so_and_may_be_closed_again() -> None:
+    with FakeOpenAIServer("4") as server:
+        blocks = generator(server).start()
+        blocks.close()
+        blocks.close()
+        for call in (blocks.start, lambda: blocks.submit(0, requests(0)), blocks.runner, blocks.check):
+            with pytest.raises(GeneratorClosedError):
+                call()
+        assert not any(thread.name == "verifiers-generator" for thread in threading.enumerate())
+
+
+def test_closing_before_the_start_is_fine() -> None:
+    with FakeOpenAIServer("4") as server:
+        generator(server).close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_batches_ahead": -1}, {"max_concurrent": 0}, {"requests_per_second": 0.0}], ids=str
+)
+def test_settings_that_cannot_work_are_refused_before_a_thread_is_started(options: dict[str, Any]) -> None:
+    with FakeOpenAIServer("4") as server, pytest.raises(ConfigError, match=next(iter(options))):
+        generator(server, **options)
+
+
+def test_other_work_runs_on_the_loop_under_the_same_limit_and_a_deadline() -> None:
+    with FakeOpenAIServer("four", latency_s=0.0) as server, generator(server) as blocks:
+        group = blocks.run(blocks.runner(require_tokens=False).run_group(requests(0)), 15)
+        assert [rollout.reward for rollout in group.rollouts] == [4.0] * 4
+        assert blocks.runner().limiter is blocks.runner(model="other").limiter
+        with pytest.raises(DeadlineError, match=r"did not end within 0\.01 s"):
+            blocks.run(asyncio.sleep(15), 0.01)
+
+
+def test_columns_are_submitted_and_taken_under_the_classic_names() -> None:
+    with FakeOpenAIServer("four") as server, generator(server) as blocks:
+        prompt = [{"role": "user", "content": "0"}]
+        blocks.submit_batch(BatchRequest(9, {"prompt": [prompt] * 4}, num_generations=2, policy_version=6))
+        block = blocks.get_batch(9)
+        assert [len(group.rollouts) for group in block.groups] == [2, 2]
+        assert block.policy_version == 6
+
+
+def test_a_training_loop_gets_every_rollout_of_every_block() -> None:
+    prompt = [{"role": "user", "content": "0"}]
+    plan = [BatchRequest(number, {"prompt": [prompt] * 4}, num_generations=2) for number in range(3)]
+    with FakeOpenAIServer("four") as server, generator(server, num_batches_ahead=1) as blocks:
+        items = list(training_items(blocks, plan, micro_batches=2, iterations=2))
+        assert [type(item) for item in items] == ([MicroBatch] * 4 + [EndOfBlock]) * 3 + [EndOfData]
+        assert server.request_count == blocks.launched == blocks.finished == 12
