@@ -1,0 +1,95 @@
+"""A small chat model made on the spot: a character tokenizer and a Qwen3 with random weights.
+
+It stands in for a downloaded checkpoint where a run must need nothing but this machine. It knows nothing:
+`warm_start.py` teaches it just enough for reinforcement learning to begin.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+__all__ = ["CHARACTERS", "CHAT_TEMPLATE", "make_model", "make_network", "make_tokenizer"]
+
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+"""Every character that is a token of its own: printable ASCII and newline."""
+
+PAD, START, END = "<pad>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- generation -%}{{- (message['content'] or '') + '<|im_end|>' -}}{%- endgeneration -%}"
+    "{%- else -%}"
+    "{{- (message['content'] or '') + '<|im_end|>' -}}"
+    "{%- endif -%}"
+    "{{- '\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+"""ChatML. Rendering one more turn extends the rendering before it, so held tokens stay a prefix."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A fast tokenizer with one token per character; decoding gives back the exact text.
+
+    A character outside `CHARACTERS` becomes "?".
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([PAD, START, END, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, START, END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        extra_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+        padding_side="left",
+    )
+
+
+def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of some 0.3 million parameters with seeded random weights, in float32."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        head_dim=16,
+        max_position_embeddings=512,
+        # Prompts have some hundred characters: the usual base of 10,000 would leave most frequencies unused.
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        # Some rollout servers keep a tied head when weights are reloaded.
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def make_model(directory: str | Path, *, seed: int) -> None:
+    """Write tokenizer and model to `directory`, in the layout that `from_pretrained` and rollout servers read."""
+    tokenizer = make_tokenizer()
+    network = make_network(tokenizer, seed=seed)
+    network.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

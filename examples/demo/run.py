@@ -1,0 +1,225 @@
+"""The whole way once, on a laptop: make a small model, warm it up, and train it with GRPO through a server.
+
+    python examples/demo/run.py [--seed 0] [--quick]
+
+What happens: a character-level Qwen3 model is made from nothing; TRL's SFTTrainer gives it a short start on
+reasoning-gym's `spell_backward`, until it solves about a third of held-out words; an OpenAI-compatible server is
+started with it as a process of its own; GRPO trains it on words it has not been shown the answers of; and both
+models are compared on held-out words, greedily, prompt by prompt.
+
+Writes `runs/demo/summary.json` and `runs/demo/report.html`. Expected: exact match from about 0.35 to 0.8 or
+more. Not promised: that this small model learns anything but this task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# one OpenMP thread a side: the trainer's and the server's teams would otherwise fight for two cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+TASK = {"min_word_len": 3, "max_word_len": 5}
+HELD_OUT = 400
+TRAIN = 2000
+VALIDATION = 300
+SHOWN = 200
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything works")
+    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of GRPO")
+    parser.add_argument("--learning-rate", type=float, default=None)
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"))
+    args = parser.parse_args()
+    summary = run(args)
+    print(f"\n{args.output_dir / 'summary.json'}\n{args.output_dir / 'report.html'}")
+    return 0 if summary["seconds"] else 1
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The demo; returns what goes into summary.json."""
+    import datasets
+    import torch
+    import transformers
+    from model import make_model
+    from warm_start import warm_start
+
+    import verifiers as vf
+    from verifiers.train.launch import launched_server
+    from verifiers.train.progress import ProgressLines
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    out: Path = args.output_dir
+    out.mkdir(parents=True, exist_ok=True)
+
+    print("1/4  making a model and warming it up with supervised steps", flush=True)
+    env, shown, validation = environment_and_pairs()
+    make_model(out / "model", seed=args.seed)
+    start = warm_start(out / "model", out / "start", shown=shown, validation=validation, seed=args.seed)
+    print(
+        f"     {start.steps} supervised steps, {start.seconds:.0f} s: {start.accuracy:.3f} of words it was not shown"
+    )
+    config = grpo_config(args)
+    print("2/4  starting the rollout server", flush=True)
+    with launched_server("embedded", str(out / "start"), args=["--threads", "1"], log_path=out / "server.log") as url:
+        config.server_url = url
+        progress = ProgressLines(config.batch_plan(len(env.get_dataset())))
+        trainer = vf.GRPOTrainer(str(out / "start"), env, config, callbacks=[progress])
+        try:
+            before = trainer.evaluate_block()
+            print(f"3/4  training with GRPO against {url}\n", flush=True)
+            started = time.perf_counter()
+            trainer.train()
+            seconds = time.perf_counter() - started
+            print("\n4/4  the same held-out words again", flush=True)
+            after = trainer.evaluate_block()
+        finally:
+            trainer.close()
+    trainer.save_model(str(out / "trained"))
+    summary = compare(before, after, args, trainer.state.global_step, seconds)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_demo_report(out / "report.html", summary, progress.history, before, after)
+    return summary
+
+
+def environment_and_pairs() -> tuple[Any, list[tuple[str, str]], list[tuple[str, str]]]:
+    """The environment with its training words cut in two: those trained on, and a few to stop the warm start by.
+
+    Returns the environment, the pairs whose answers the warm start is shown (training words all), and the
+    validation pairs, which are not trained on. The held-out words are the environment's own and in neither.
+    """
+    import verifiers as vf
+
+    env = vf.load_environment(
+        "reasoning-gym-env",
+        task="spell_backward",
+        task_config=TASK,
+        question_pattern=": [a-z]+$",
+        num_train=TRAIN + VALIDATION,
+        num_eval=HELD_OUT,
+        reward="exact",
+    )
+    rows = env.get_dataset()
+    pairs = [(row["question"], row["answer"]) for row in rows]
+    env.dataset = rows.select(range(TRAIN))
+    return env, pairs[:SHOWN], pairs[TRAIN:]
+
+
+def grpo_config(args: argparse.Namespace) -> Any:
+    """GRPO's settings: 16 prompts x 16 completions a block, one update each, strictly on policy."""
+    import verifiers as vf
+
+    steps = args.steps if args.steps is not None else (6 if args.quick else 300)
+    return vf.GRPOConfig(
+        output_dir=str(args.output_dir / "checkpoints"),
+        seed=args.seed,
+        max_steps=steps,
+        learning_rate=args.learning_rate if args.learning_rate is not None else 3e-4,
+        lr_scheduler_type="linear",
+        warmup_steps=10,
+        per_device_train_batch_size=128,
+        gradient_accumulation_steps=2,
+        num_generations=16,
+        num_batches_ahead=1,
+        max_completion_length=12,
+        temperature=1.0,
+        beta=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        eval_strategy="no",
+    )
+
+
+def exact_matches(block: Any) -> dict[int, list[float]]:
+    """Exact match of each held-out word, by example id."""
+    return {group.example_id: [r.metrics["exact_match"] for r in group.scored] for group in block.groups}
+
+
+def compare(before: Any, after: Any, args: argparse.Namespace, steps: int, seconds: float) -> dict[str, Any]:
+    """Accuracy before and after with clustered standard errors, and the paired difference; prints the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from verifiers.evals.statistics import mean_and_stderr_clustered, paired_difference
+
+    first, second = exact_matches(before), exact_matches(after)
+    old = mean_and_stderr_clustered(list(first.values()))
+    new = mean_and_stderr_clustered(list(second.values()))
+    gain = paired_difference(first, second)
+    table = Table(title=f"exact match on {len(first)} held-out words (greedy)", title_justify="left")
+    for column in ("", "accuracy", "± stderr"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("before", f"{old.mean:.3f}", f"{old.stderr:.3f}")
+    table.add_row("after", f"{new.mean:.3f}", f"{new.stderr:.3f}")
+    table.add_row("gain", f"{gain.mean:+.3f}", f"{gain.stderr:.3f}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"95 % interval of the gain, paired by word: {gain.low:+.3f} .. {gain.high:+.3f}")
+    return {
+        "before": {"accuracy": old.mean, "stderr": old.stderr},
+        "after": {"accuracy": new.mean, "stderr": new.stderr},
+        "gain": {"mean": gain.mean, "low": gain.low, "high": gain.high},
+        "prompts": len(first),
+        "steps": steps,
+        "seconds": seconds,
+        "seed": args.seed,
+    }
+
+
+def write_demo_report(
+    path: Path, summary: dict[str, Any], history: list[dict[str, float]], before: Any, after: Any
+) -> None:
+    """One self-contained page: the result, the curves, and what the model says before and after."""
+    from verifiers.evals.report import Curve, Sample, write_report
+
+    def curve(name: str, key: str, unit: str) -> Curve:
+        return Curve(name, [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None], unit)
+
+    samples = []
+    for label, block in (("before", before), ("after", after)):
+        for group in block.groups[:8]:
+            rollout = group.rollouts[0]
+            samples.append(
+                Sample(
+                    label=f"{label}, word {group.example_id}",
+                    prompt=rollout.prompt[-1]["content"],
+                    completion=rollout.completion[-1]["content"] if rollout.completion else "",
+                    reward=rollout.reward,
+                    answer=str(rollout.answer),
+                )
+            )
+    rows = [
+        ("held-out exact match before", f"{summary['before']['accuracy']:.3f} ± {summary['before']['stderr']:.3f}"),
+        ("held-out exact match after", f"{summary['after']['accuracy']:.3f} ± {summary['after']['stderr']:.3f}"),
+        ("gain, 95 % interval", f"{summary['gain']['low']:+.3f} .. {summary['gain']['high']:+.3f}"),
+        ("held-out words", str(summary["prompts"])),
+        ("optimizer steps", str(summary["steps"])),
+        ("training time", f"{summary['seconds']:.0f} s"),
+        ("seed", str(summary["seed"])),
+    ]
+    curves = [
+        curve("mean training reward", "reward", "reward"),
+        curve("sampled tokens per second", "rollouts/tokens_per_s", "tokens/s"),
+        curve("KL between sampler and trainer", "mismatch_kl", "nats"),
+    ]
+    write_report(path, title="verifiers demo: spell_backward", summary_rows=rows, curves=curves, samples=samples)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
