@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, MissingTokenIdsError, OverlongPromptError, ProviderError
 from verifiers.rollouts.client import turn_seed
 from verifiers.rollouts.endpoint import ClientBackend
 from verifiers.rollouts.limits import Limiter
 from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
-from verifiers.rollouts.run import RolloutRunner, gather_owned
+from verifiers.rollouts.run import RolloutRunner
 from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeClient, Fault, decode_ids
 from verifiers.types import Outcome, RolloutKey, State

@@ -9,13 +9,14 @@ import json
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verifiers.concurrency import gather_owned
 from verifiers.envs.dataset_format import row_fields
 from verifiers.errors import ConfigError
 from verifiers.parsers.printable import plain, sanitize_tool_calls
 from verifiers.rollouts.endpoint import backend_for
 from verifiers.rollouts.limits import Limiter
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import RolloutRunner, RunsRollouts, gather_owned
+from verifiers.rollouts.run import RolloutRunner, RunsRollouts
 from verifiers.rubrics.calling import parameters_of
 from verifiers.rubrics.rows import score_from, set_score
 from verifiers.types import GenerateOutputs, RolloutKey, RolloutScore, SamplingArgs

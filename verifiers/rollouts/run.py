@@ -13,10 +13,11 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, MissingTokenIdsError, ModelError, OverlongPromptError
 from verifiers.rollouts.client import RolloutClient
 from verifiers.rollouts.endpoint import Backend
@@ -27,7 +28,7 @@ from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
 from verifiers.rollouts.trace import rows_from_turns
 from verifiers.types import Failure, Outcome, State
 
-__all__ = ["RolloutRunner", "RunsRollouts", "ScoresRollouts", "gather_owned", "takes_rollout_input"]
+__all__ = ["RolloutRunner", "RunsRollouts", "ScoresRollouts", "takes_rollout_input"]
 
 logger = logging.getLogger("verifiers.rollouts")
 
@@ -204,22 +205,6 @@ class RolloutRunner:
         for rollout in finished:
             rollout.timing.scoring_s = time.perf_counter() - started
             _take_score(rollout, failure)
-
-
-async def gather_owned(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all coroutines as tasks that cannot outlive this call; the first error cancels the rest and is raised.
-
-    Unlike a bare TaskGroup it raises that error itself, so that callers can catch its class.
-    """
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(coroutine) for coroutine in work]
-    except BaseExceptionGroup as group:
-        first = group.exceptions[0]
-    else:
-        return [task.result() for task in running]
-    # out here, where raising it leaves its own cause and context alone
-    raise first
 
 
 def _take_score(rollout: Rollout, failure: Failure | None) -> None:

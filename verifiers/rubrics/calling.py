@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from verifiers.rubrics.threads import scoring_threads
 
-__all__ = ["PreparedCall", "in_turn", "parameters_of", "reward_name", "together"]
+__all__ = ["PreparedCall", "in_turn", "parameters_of", "reward_name"]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -112,16 +112,6 @@ def reward_name(func: Callable[..., Any]) -> str:
     while isinstance(func, functools.partial):
         func = func.func
     return getattr(func, "__name__", None) or type(func).__name__
-
-
-async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all side by side; the first error cancels the rest and is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one) for one in work]
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [task.result() for task in running]
 
 
 async def in_turn(work: Callable[[A, B], Coroutine[Any, Any, None]], first: Sequence[A], second: Sequence[B]) -> None:

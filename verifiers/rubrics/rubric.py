@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
 from verifiers.parsers.parser import Parser
-from verifiers.rubrics.calling import PreparedCall, in_turn, parameters_of, reward_name, together
+from verifiers.rubrics.calling import PreparedCall, in_turn, parameters_of, reward_name
 from verifiers.rubrics.rows import (
     Row,
     add_scoring_time,
@@ -187,7 +188,7 @@ class Rubric:
             async with limit:
                 return await self._score_row(row, None, kwargs)
 
-        scores = await together([one(row) for row in rows])
+        scores = await gather_owned([one(row) for row in rows])
         names = dict.fromkeys(name for score in scores for name in score.metrics)
         if not scores:
             names = dict.fromkeys(self.get_reward_func_names())
@@ -260,10 +261,10 @@ class Rubric:
                     if not side_by_side or index not in waiting:
                         await one(index)
                 if side_by_side:
-                    await together([one(index) for index in waiting])
+                    await gather_owned([one(index) for index in waiting])
 
         if any(overridden or call.waits for call in single.values()) and len(rows) > 1:
-            await together([score(row, into) for row, into in zip(rows, values, strict=True)])
+            await gather_owned([score(row, into) for row, into in zip(rows, values, strict=True)])
         elif single:
             await in_turn(score, rows, values)
         for index, call in enumerate(calls):
@@ -317,7 +318,7 @@ class Rubric:
                 score = RolloutScore(0.0)
             set_score(row.state, score)
 
-        await together([one(row) for row in rows])
+        await gather_owned([one(row) for row in rows])
 
     async def _score_group_by_columns(self, rows: Sequence[Row]) -> None:
         columns: dict[str, Any] = _columns(rows)
