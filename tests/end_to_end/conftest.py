@@ -1,0 +1,76 @@
+"""Fixtures around `tiny_world`: models made once, servers started once a module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# test modules are imported without a package (import mode importlib), so what they share is found by path
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_world
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_world.make_model(tmp_path_factory.mktemp("models") / "policy", seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights."""
+    return tiny_world.make_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose vocabulary holds the fake server's token ids: the code points of ASCII."""
+    return tiny_world.make_model(tmp_path_factory.mktemp("models") / "wide", seed=2, vocab_size=128)
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[tiny_world.EmbeddedServer]:
+    with tiny_world.EmbeddedServer(model_dir) as running:
+        yield running
+
+
+@pytest.fixture
+def make_trainer(
+    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
+    """Makes trainers against the module's server, each with a recording client, and closes them."""
+    made: list[tiny_world.ObservedTrainer] = []
+
+    def make(
+        env: Any, *, client: Any = None, weight_sync: Any = None, **overrides: Any
+    ) -> tiny_world.ObservedTrainer:
+        args = tiny_world.config(tmp_path / f"run-{len(made)}", server.url, **overrides)
+        client = client if client is not None else tiny_world.RecordingBackend(server.url)
+        trainer = tiny_world.ObservedTrainer(str(model_dir), env, args, client=client, weight_sync=weight_sync)
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+@pytest.fixture
+def make_fake_trainer(wide_model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
+    """Makes trainers against a fake server, whose log-probs belong to no model: the probe accepts anything."""
+    made: list[tiny_world.ObservedTrainer] = []
+
+    def make(env: Any, url: str, **overrides: Any) -> tiny_world.ObservedTrainer:
+        args = tiny_world.config(tmp_path / f"fake-{len(made)}", url, **{"probe_tolerance": 1e9, **overrides})
+        client = tiny_world.RecordingBackend(url)
+        trainer = tiny_world.ObservedTrainer(str(wide_model_dir), env, args, client=client)
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.close()

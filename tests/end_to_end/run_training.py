@@ -1,0 +1,76 @@
+"""A training run as a process: what the tests that kill processes, or need several ranks, start.
+
+    python run_training.py '{"model": DIR, "url": URL, "output_dir": DIR, "env": "single", "settings": {}}'
+
+Each rank writes final-RANK.pt with its weights and rows; or, where it fails, failure-RANK.json with what it saw.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_world
+import torch
+import torch.distributed
+
+import verifiers as vf
+
+
+class BreaksInTheSecondBlock(tiny_world.Dialogue):
+    """Writes down when it broke, so that ranks can say how long they took to hear of it."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self._mark = mark
+        self._begun = 0
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        self._begun += 1
+        if self._begun > 8:
+            if not self._mark.exists():
+                self._mark.write_text(str(time.time()))
+            raise vf.ConfigError("rank 0's environment broke in its second block")
+        return await super().rollout(*args, **kwargs)
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    rank = int(os.environ.get("RANK", "0"))
+    output_dir = Path(given["output_dir"])
+    output_dir.mkdir(parents=True, exist_ok=True)
+    envs = {
+        "single": tiny_world.single_turn,
+        "multi": tiny_world.Dialogue,
+        "forking": tiny_world.Rewriting,
+        "breaking": lambda: BreaksInTheSecondBlock(output_dir / "broke"),
+    }
+    args = tiny_world.config(output_dir, given["url"], **given["settings"])
+    trainer = tiny_world.ObservedTrainer(given["model"], envs[given["env"]](), args)
+    start = tiny_world.weights(trainer)
+    try:
+        trainer.train(resume_from_checkpoint=given.get("resume"))
+    except Exception as error:
+        failure = {"type": type(error).__name__, "text": str(error), "time": time.time()}
+        (output_dir / f"failure-{rank}.json").write_text(json.dumps(failure))
+        raise
+    rows = [(prompt, ids, mask, logps, batch["step"]) for prompt, ids, mask, logps, batch, _ in trainer.rows()]
+    final = {"start": start, "weights": tiny_world.weights(trainer), "rows": rows, "log": trainer.state.log_history}
+    torch.save(final, output_dir / f"final-{rank}.pt")
+    if torch.distributed.is_initialized():
+        # a model that outlives its process group can hang while it is freed
+        torch.distributed.barrier()
+        del trainer
+        gc.collect()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

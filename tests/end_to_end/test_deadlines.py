@@ -1,0 +1,197 @@
+"""Invariant 6: every wait has a deadline, and whatever breaks the generator reaches the trainer at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+
+import verifiers as vf
+from verifiers.errors import DeadlineError, GenerationError, GeneratorClosedError
+from verifiers.errors import Error as VerifiersError
+from verifiers.rollouts.generator import AsyncBatchGenerator
+from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.types import RolloutKey
+
+
+class Breaking(vf.SingleTurnEnv):
+    """Plays its first `good` rows well; all others raise a mistake of the user's as soon as they may."""
+
+    def __init__(self, good: int) -> None:
+        super().__init__(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+        self.good = {row["question"] for row in tiny_world.rows()[:good]}
+        self.may_break = threading.Event()
+        self.may_break.set()
+        self.broke = threading.Event()
+        self.broke_at = 0.0
+
+    async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        if prompt[-1]["content"] not in self.good:
+            await asyncio.to_thread(self.may_break.wait, 10)
+            self._stumble()
+        return await super().rollout(client, model, prompt, *args, **kwargs)
+
+    def _stumble(self) -> None:
+        self.broke_at = self.broke_at or time.monotonic()
+        self.broke.set()
+        raise vf.ConfigError("the environment was configured badly")
+
+
+def requests(block_id: int, count: int = 4) -> list[RolloutRequest]:
+    prompt = [{"role": "user", "content": "q"}]
+    return [RolloutRequest(RolloutKey(block_id, 0, i), prompt, seed=5000 + i) for i in range(count)]
+
+
+def test_a_failure_of_the_generator_wakes_whoever_waits_with_its_own_traceback() -> None:
+    env = Breaking(good=0)
+    with FakeOpenAIServer("x") as fake, AsyncBatchGenerator(env, fake.url, "fake") as generator:
+        generator.submit(0, requests(0))
+        with pytest.raises(vf.ConfigError, match="configured badly") as raised:
+            generator.get(0, timeout_s=10)
+        assert time.monotonic() - env.broke_at < 1.0
+    frames = [frame.name for frame in traceback.extract_tb(raised.tb)]
+    assert "_stumble" in frames
+
+
+def test_what_nobody_foresaw_is_wrapped_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumble(_: Any) -> None:
+        raise ArithmeticError("nobody foresaw this")
+
+    env = tiny_world.single_turn()
+    with FakeOpenAIServer("x") as fake, AsyncBatchGenerator(env, fake.url, "fake") as generator:
+        monkeypatch.setattr(generator, "_count", stumble)
+        generator.submit(0, requests(0))
+        with pytest.raises(GenerationError, match="ArithmeticError: nobody foresaw this") as raised:
+            generator.get(0, timeout_s=10)
+    cause = raised.value.__cause__
+    assert isinstance(cause, ArithmeticError)
+    assert "stumble" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+
+
+def test_a_failure_ahead_stops_the_trainer_at_its_next_micro_step(make_trainer: Callable[..., Any]) -> None:
+    env = Breaking(good=2)
+    env.may_break.clear()
+    trainer = make_trainer(
+        env,
+        num_batches_ahead=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=8,
+        shuffle_dataset=False,
+    )
+    loss = trainer._compute_loss
+
+    def waits_in_the_third(model: Any, inputs: Any) -> Any:
+        if len(trainer.seen) == 2:
+            env.may_break.set()
+            assert env.broke.wait(10)
+            time.sleep(0.1)
+        return loss(model, inputs)
+
+    trainer._compute_loss = waits_in_the_third
+    with pytest.raises(vf.ConfigError, match="configured badly") as raised:
+        trainer.train()
+    assert time.monotonic() - env.broke_at < 1.5
+    assert len(trainer.seen) == 3
+    assert trainer.state.global_step == 0
+    assert "_stumble" in [frame.name for frame in traceback.extract_tb(raised.tb)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "verifiers-generator"]
+
+
+def test_an_environment_that_exits_ends_nothing_but_its_rollout(make_trainer: Callable[..., Any]) -> None:
+    class Exiting(Breaking):
+        def _stumble(self) -> None:
+            sys.exit(3)
+
+    trainer = make_trainer(Exiting(good=1), max_steps=1, shuffle_dataset=False)
+    trainer.train()
+    assert trainer.logged("outcomes/environment_error") == [4.0]
+
+
+def test_get_has_a_deadline_that_says_what_was_waited_for() -> None:
+    env = tiny_world.single_turn()
+    hanging = [Fault.hang(times=100)]
+    with (
+        FakeOpenAIServer("x", faults=hanging) as fake,
+        AsyncBatchGenerator(env, fake.url, "fake", generation_timeout_s=0.3) as generator,
+    ):
+        generator.submit(0, requests(0))
+        fake.wait_until(lambda server: server.in_flight == 4)
+        started = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"0\.3 s \(async_generation_timeout\): 0 of 4 .* 4 are in flight"):
+            generator.get(0)
+        assert time.monotonic() - started < 1.0
+
+
+def test_the_trainer_stops_at_the_deadline_of_a_block(make_fake_trainer: Callable[..., Any]) -> None:
+    def hangs_but_for_the_probe(body: dict[str, Any]) -> Any:
+        return "ok" if body["seed"] < 1000 else Fault.hang()
+
+    with FakeOpenAIServer(hangs_but_for_the_probe) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, async_generation_timeout=0.5)
+        started = time.monotonic()
+        with pytest.raises(DeadlineError, match="async_generation_timeout"):
+            trainer.train()
+        assert time.monotonic() - started < 5.0
+
+
+def test_closing_wakes_whoever_waits() -> None:
+    env = tiny_world.single_turn()
+    with FakeOpenAIServer("x", faults=[Fault.hang(times=100)]) as fake:
+        generator = AsyncBatchGenerator(env, fake.url, "fake").start()
+        generator.submit(0, requests(0))
+        fake.wait_until(lambda server: server.in_flight == 4)
+        closing = threading.Timer(0.1, generator.close)
+        closing.start()
+        with pytest.raises(GeneratorClosedError):
+            generator.get(0, timeout_s=10)
+        closing.join()
+        fake.wait_until(lambda server: server.in_flight == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_server_killed_in_mid_block_ends_the_run_within_seconds(
+    model_dir: Path, tmp_path: Path, ahead: int
+) -> None:
+    command = [sys.executable, "-m", "verifiers_embedded", "--model", str(model_dir), "--threads", "1", "--port", "0"]
+    process = subprocess.Popen([*command, "--port-file", str(tmp_path / "port")], stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 40
+        while not (tmp_path / "port").exists():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}/v1"
+        killed_at = 0.0
+
+        class Killing(tiny_world.Dialogue):
+            async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+                nonlocal killed_at
+                if not killed_at and trainer.state.global_step >= 2:
+                    killed_at = time.monotonic()
+                    process.send_signal(signal.SIGKILL)
+                return await super().env_response(messages, state, **kwargs)
+
+        args = tiny_world.config(tmp_path / "run", url, max_steps=100, num_batches_ahead=ahead)
+        trainer = tiny_world.ObservedTrainer(str(model_dir), Killing(), args)
+        with pytest.raises(VerifiersError, match=r"could not be reached|got no answer") as raised:
+            trainer.train()
+        assert killed_at
+        assert time.monotonic() - killed_at < 12.0
+        assert "127.0.0.1" in str(raised.value)
+        assert 2 <= trainer.state.global_step <= 3
+    finally:
+        process.kill()
+        process.wait()

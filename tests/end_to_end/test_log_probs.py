@@ -1,0 +1,136 @@
+"""Invariant 2: at equal weights, trainer and sampler agree about every sampled token."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+
+from verifiers.errors import WeightProbeError
+from verifiers.train.weight_sync import DirectorySync
+
+TOLERANCE = 1e-4
+
+
+def largest_difference(trainer: Any, batch: dict[str, Any]) -> float:
+    sampled = batch["tool_mask"].bool()
+    return float((batch["current_logps"] - batch["sampling_per_token_logps"])[sampled].abs().max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("make_env", [tiny_world.single_turn, tiny_world.Dialogue, tiny_world.Rewriting])
+def test_trainer_and_sampler_agree_before_and_after_every_push(
+    make_trainer: Callable[..., Any], make_env: Any, temperature: float
+) -> None:
+    trainer = make_trainer(make_env(), temperature=temperature, max_steps=3, learning_rate=5e-3)
+    before = tiny_world.weights(trainer)
+    trainer.train()
+    assert {batch["step"] for batch in trainer.seen} == {0, 1, 2}
+    assert max((tiny_world.weights(trainer)[name] - before[name]).abs().max() for name in before) > 1e-3
+    assert max(largest_difference(trainer, batch) for batch in trainer.seen) <= TOLERANCE
+    assert max(trainer.logged("sampling/sampling_logp_difference/max")) <= TOLERANCE
+    assert max(trainer.logged("sampling/probe_difference")) <= TOLERANCE
+    assert trainer.logged("sampling/importance_sampling_ratio/mean") == pytest.approx([1.0] * 3, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_servers_log_probs_are_those_of_a_plain_forward_pass(
+    make_trainer: Callable[..., Any], model_dir: Path, temperature: float
+) -> None:
+    trainer = make_trainer(tiny_world.Dialogue(), temperature=temperature, max_steps=1)
+    start = tiny_world.weights(trainer)
+    trainer.train()
+    for prompt, ids, log_probs in trainer._client.sampled():
+        plain = tiny_world.plain_log_probs(start, model_dir, prompt + ids, temperature)[len(prompt) - 1 :]
+        assert plain == pytest.approx(log_probs, abs=TOLERANCE)
+
+
+def test_example_20_through_the_real_server(
+    make_trainer: Callable[..., Any], other_model_dir: Path, tmp_path: Path
+) -> None:
+    """Logits 2, 1, 0: the log-prob of the likeliest token is -0.4076, at T=0.7 -0.2601, at T=0.5 -0.1429."""
+    from safetensors.torch import load_file, save_file
+
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    # a model whose final hidden state is the same everywhere gives the same three logits everywhere
+    tensors = load_file(other_model_dir / "model.safetensors")
+    vocabulary = tensors["lm_head.weight"].shape[0]
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name].zero_()
+    tensors["model.embed_tokens.weight"][:] = torch.ones(64)
+    tensors["model.norm.weight"][:] = 1.0
+    head = torch.full((vocabulary, 64), -1e4 / 64)
+    head[5:8] = (logits / 64)[:, None]
+    tensors["lm_head.weight"] = head
+    directory = tiny_world.make_model(tmp_path / "three", seed=0)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    expected = {1.0: -0.4076060, 0.7: -0.2601184, 0.5: -0.1429316}
+    with tiny_world.EmbeddedServer(directory) as server:
+        for temperature, value in expected.items():
+            args = tiny_world.config(tmp_path / f"{temperature}", server.url, temperature=temperature, max_steps=1)
+            client = tiny_world.RecordingBackend(server.url)
+            trainer = tiny_world.ObservedTrainer(str(directory), tiny_world.single_turn(), args, client=client)
+            trainer.train()
+            batch = trainer.seen[0]
+            first = batch["tool_mask"].bool() & (batch["completion_ids"] == 5)
+            assert first.any()
+            for name in ("sampling_per_token_logps", "current_logps"):
+                assert batch[name][first].tolist() == pytest.approx([value] * int(first.sum()), abs=1e-5)
+
+
+class DeafSync(DirectorySync):
+    """Tells the server everything but to load the weights; the server acknowledges all of it."""
+
+    def push(self, named_parameters: Any, version: int) -> None:
+        dict(named_parameters)
+        self.server.request("POST", "/update_weight_version", {"new_version": str(version)})
+
+
+def test_a_server_that_keeps_old_weights_stops_the_run(make_trainer: Callable[..., Any], server: Any) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=4, learning_rate=1e-2)
+    DirectorySync(server.url).push(tiny_world.weights(trainer).items(), 0)
+    trainer.weight_sync = DeafSync(server.url)
+    with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 1, but its log-probs differ"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_server_that_names_another_version_stops_the_run(make_trainer: Callable[..., Any], server: Any) -> None:
+    class Misnaming(DirectorySync):
+        def push(self, named_parameters: Any, version: int) -> None:
+            super().push(named_parameters, version + 7)
+
+    trainer = make_trainer(tiny_world.single_turn(), weight_sync=Misnaming(server.url))
+    with pytest.raises(WeightProbeError, match="version 0 was pushed, but the server samples from version 7"):
+        trainer.train()
+
+
+def test_a_server_that_samples_at_another_temperature_is_found_by_the_probe(
+    make_trainer: Callable[..., Any], server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), temperature=0.7)
+    ask = type(trainer.weight_sync.server).request
+
+    def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # what a server does that reports log-probs from before temperature
+        return ask(self, method, path, {**body, "temperature": 1.0} if path.startswith("/v1/chat") else body)
+
+    monkeypatch.setattr(type(trainer.weight_sync.server), "request", request)
+    with pytest.raises(WeightProbeError, match="another distribution"):
+        trainer.train()
+
+
+def test_every_metric_of_a_run_is_a_number(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.Rewriting(), max_steps=2, beta=0.04, num_iterations=2, max_completion_length=6)
+    trainer.train()
+    for entry in trainer.state.log_history:
+        json.dumps(entry)
+        unusual = {name: value for name, value in entry.items() if not math.isfinite(float(value))}
+        assert not unusual

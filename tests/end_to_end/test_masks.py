@@ -1,0 +1,131 @@
+"""Invariant 3: loss on sampled tokens alone, attention on every real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+from torch import Tensor
+
+from verifiers.train.row_weights import LOSS_TYPES
+
+Batch = dict[str, Any]
+
+
+@pytest.fixture
+def trainer(make_trainer: Callable[..., Any]) -> Iterator[Any]:
+    """Has trained one step on three-turn rollouts; its batches are in `seen`."""
+    trainer = make_trainer(tiny_world.Dialogue(), max_steps=1, learning_rate=0.0)
+    trainer.train()
+    trainer.model.train()
+    return trainer
+
+
+def loss_inputs(batch: Batch) -> Batch:
+    return {name: value.clone() for name, value in batch.items() if name not in ("step", "current_logps")}
+
+
+def loss_and_gradient(trainer: Any, inputs: Batch) -> tuple[float, Tensor]:
+    trainer.model.zero_grad()
+    loss = tiny_world.GRPOTrainer._compute_loss(trainer, trainer.model, dict(inputs))
+    loss.backward()
+    return float(loss.detach()), torch.cat(
+        [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+    )
+
+
+def environment_tokens(batch: Batch) -> Tensor:
+    return batch["completion_mask"].bool() & ~batch["tool_mask"].bool()
+
+
+def test_the_masks_cover_what_they_say(trainer: Any) -> None:
+    served = {tuple(prompt + ids) for prompt, ids, _ in trainer._client.sampled()}
+    for prompt, ids, mask, _, batch, place in trainer.rows():
+        assert sum(mask) == int(batch["sampled_tokens"][place])
+        ends = [i + 1 for i, sampled in enumerate(mask) if sampled and (i + 1 == len(mask) or not mask[i + 1])]
+        assert len(ends) == 3
+        # each run of the loss mask ends where one answer of the server ended
+        assert all(tuple(prompt + ids[:end]) in served for end in ends)
+    assert any(environment_tokens(batch).any() for batch in trainer.seen)
+
+
+def test_changing_a_prompt_token_changes_the_log_probs_of_the_completion(trainer: Any) -> None:
+    batch = loss_inputs(trainer.seen[0])
+    changed = loss_inputs(trainer.seen[0])
+    last = batch["prompt_ids"].shape[1] - 3
+    changed["prompt_ids"][:, last] = (batch["prompt_ids"][:, last] + 1) % 38
+    sampled = batch["tool_mask"].bool()
+    difference = (trainer._logps(trainer.model, changed) - trainer._logps(trainer.model, batch)).abs()
+    assert all(difference[row][sampled[row]].max() > 1e-3 for row in range(len(sampled)))
+
+
+def test_the_policy_sees_what_the_environment_said(trainer: Any) -> None:
+    batch, changed = loss_inputs(trainer.seen[0]), loss_inputs(trainer.seen[0])
+    said = environment_tokens(batch)
+    sampled = batch["tool_mask"].bool()
+    logps = trainer._logps(trainer.model, batch)
+    for row in range(len(said)):
+        place = int(said[row].nonzero()[3])
+        changed["completion_ids"][row, place] = (batch["completion_ids"][row, place] + 1) % 38
+    difference = (trainer._logps(trainer.model, changed) - logps).abs()
+    for row in range(len(said)):
+        place = int(said[row].nonzero()[3])
+        assert difference[row, :place].max() < 1e-5
+        assert difference[row, place + 1 :][sampled[row, place + 1 :]].max() > 1e-3
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(trainer: Any, loss_type: str) -> None:
+    trainer.loss_type = loss_type
+    batch = loss_inputs(trainer.seen[0])
+    if loss_type == "luspo":
+        trainer.importance_sampling_level = "sequence"
+    loss, gradient = loss_and_gradient(trainer, batch)
+    assert gradient.abs().max() > 0
+    said = environment_tokens(batch)
+    for name in ("sampling_per_token_logps", "old_per_token_logps", "advantages"):
+        changed = dict(batch)
+        if name == "advantages":
+            changed[name] = batch[name].unsqueeze(1).expand(-1, said.shape[1]).clone()
+        elif name == "old_per_token_logps":
+            changed[name] = trainer._logps(trainer.model, batch)
+        else:
+            changed[name] = batch[name].clone()
+        same = loss_and_gradient(trainer, changed)
+        changed[name] = torch.where(said, torch.full_like(changed[name], -3.5), changed[name])
+        other = loss_and_gradient(trainer, changed)
+        assert other[0] == same[0]
+        assert torch.equal(other[1], same[1])
+        if name != "advantages":
+            assert same[0] == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_policys_own_log_prob_of_an_environment_token_carries_no_loss(trainer: Any, beta: float) -> None:
+    trainer.beta = beta
+    batch = loss_inputs(trainer.seen[0])
+    batch["ref_per_token_logps"] = batch["sampling_per_token_logps"] - 0.1
+    said = environment_tokens(batch)
+    score = tiny_world.GRPOTrainer._get_per_token_logps_and_entropies
+    loss, gradient = loss_and_gradient(trainer, batch)
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        logps, *rest = score(trainer, *args, **kwargs)
+        return (torch.where(said, logps * 3.0 - 1.0, logps), *rest)
+
+    trainer._get_per_token_logps_and_entropies = shifted
+    shifted_loss, shifted_gradient = loss_and_gradient(trainer, batch)
+    assert shifted_loss == pytest.approx(loss, abs=1e-7)
+    assert torch.allclose(shifted_gradient, gradient, atol=1e-7)
+
+
+def test_padding_changes_no_log_prob(trainer: Any) -> None:
+    """Rows of unequal length in one batch score as each does alone."""
+    for prompt, ids, mask, _, batch, place in trainer.rows():
+        alone = torch.tensor(trainer._score_ids(prompt, ids))
+        together = batch["current_logps"][place][: len(ids)]
+        assert torch.allclose(alone, together, atol=1e-5)
+        assert sum(mask) > 0

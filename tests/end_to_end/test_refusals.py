@@ -1,0 +1,145 @@
+"""What cannot work is refused with one sentence that names the thing, its value and what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+
+import verifiers as vf
+from verifiers.errors import ConfigError, GenerationError, MissingTokenIdsError, WeightProbeError, WeightSyncError
+from verifiers.testing import FakeOpenAIServer, Fault
+
+URL = "http://127.0.0.1:9/v1"
+
+BAD_SETTINGS = {
+    "one generation": ({"num_generations": 1}, r"num_generations is 1.* at least 2"),
+    "greedy": ({"temperature": 0.0}, r"temperature is 0 with num_generations=4.* above 0"),
+    "top_p": ({"top_p": 0.9}, r"top_p=0\.9 with importance_correction would bias.*importance_correction=False"),
+    "top_k": ({"top_k": 5}, r"top_k=5 with importance_correction"),
+    "min_p": ({"min_p": 0.1}, r"min_p=0\.1 with importance_correction"),
+    "groups": ({"num_generations": 3}, r"8 completions.* does not divide into groups of num_generations=3"),
+    "updates": (
+        {"steps_per_generation": 3},
+        r"steps_per_generation=3 is not a multiple of gradient_accumulation_steps=2.* 2 and 4",
+    ),
+    "ahead": ({"num_batches_ahead": -1}, r"num_batches_ahead is -1.*0 \(on policy\)"),
+    "loss": ({"loss_type": "ppo"}, r"loss_type is 'ppo'; choose one of"),
+}
+
+BAD_WITH_ENVIRONMENT = {
+    "dataset": ({}, {"count": 1}, r"the dataset has 1 prompts, but a block holds 2"),
+    "temperature": ({}, {"sampling_args": {"temperature": 0.5}}, r"environment samples at temperature 0\.5.* 1"),
+    "top_p": ({}, {"sampling_args": {"top_p": 0.9}}, r"the environment samples with top_p=0\.9.*leave top_p out"),
+    "top_k": ({}, {"sampling_args": {"extra_body": {"top_k": 20}}}, r"the environment samples with top_k=20"),
+    "penalty": ({}, {"sampling_args": {"presence_penalty": 0.5}}, r"the environment samples with presence_penalty"),
+    "save": (
+        {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3},
+        {},
+        r"save_steps is 3, but a block serves 2 optimizer steps.*give 2 or 4",
+    ),
+    "save share": (
+        {"num_iterations": 2, "save_strategy": "steps", "save_steps": 0.3, "max_steps": 10},
+        {},
+        r"save_steps is 3, but a block serves 2 optimizer steps",
+    ),
+}
+
+
+def is_one_sentence(text: str) -> bool:
+    return "\n" not in text and ". " not in text.replace("e.g. ", "")
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_bad_settings_are_refused_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
+    settings, message = BAD_SETTINGS[name]
+    with pytest.raises(ConfigError, match=message) as raised:
+        tiny_world.config(tmp_path, URL, **settings)
+    assert is_one_sentence(str(raised.value))
+
+
+@pytest.mark.parametrize("name", BAD_WITH_ENVIRONMENT)
+def test_settings_that_contradict_the_environment_are_refused(tmp_path: Path, model_dir: Path, name: str) -> None:
+    settings, options, message = BAD_WITH_ENVIRONMENT[name]
+    args = tiny_world.config(tmp_path, URL, **settings)
+    with pytest.raises(ConfigError, match=message) as raised:
+        vf.GRPOTrainer(str(model_dir), tiny_world.single_turn(**options), args)
+    assert is_one_sentence(str(raised.value))
+
+
+def test_an_environment_may_cut_the_distribution_where_nothing_is_corrected(tmp_path: Path, model_dir: Path) -> None:
+    args = tiny_world.config(tmp_path, URL, importance_correction=False)
+    trainer = vf.GRPOTrainer(str(model_dir), tiny_world.single_turn(sampling_args={"top_p": 0.9}), args)
+    assert trainer.sampling_args["top_p"] == 0.9
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere"])
+def test_a_model_path_that_does_not_exist_is_named(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"the model path '{path}' does not exist") as raised:
+        vf.GRPOTrainer(path, tiny_world.single_turn(), tiny_world.config(tmp_path, URL))
+    assert is_one_sentence(str(raised.value))
+
+
+def test_a_server_that_is_down_is_named_with_how_to_start_it(tmp_path: Path, model_dir: Path) -> None:
+    args = tiny_world.config(tmp_path, URL, server_wait=0.3)
+    trainer = vf.GRPOTrainer(str(model_dir), tiny_world.single_turn(), args)
+    started = time.monotonic()
+    with pytest.raises(
+        WeightSyncError, match=r"127\.0\.0\.1:9 did not answer within 0\.3 s \(server_wait\).*vf-serve"
+    ):
+        trainer.train()
+    assert time.monotonic() - started < 3.0
+
+
+def test_a_server_without_weight_routes_is_refused(make_fake_trainer: Callable[..., Any]) -> None:
+    with FakeOpenAIServer("ok", route_faults={"/weight_info": Fault(404, times=9)}) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
+        with pytest.raises(WeightSyncError, match=r"has no weight routes.*use vf-serve, or vLLM"):
+            trainer.train()
+
+
+def test_a_server_that_sends_no_token_ids_is_refused_at_once(make_fake_trainer: Callable[..., Any]) -> None:
+    with FakeOpenAIServer("ok", token_ids=False) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
+        with pytest.raises(WeightProbeError, match=r"sends no token ids or log-probs.*use a server") as raised:
+            trainer.train()
+    assert is_one_sentence(str(raised.value))
+    assert trainer.seen == []
+
+
+def test_a_provider_without_token_ids_ends_the_run_and_is_never_re_tokenized(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeOpenAIServer("ok", token_ids=False) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
+        monkeypatch.setattr(trainer, "_probe", lambda version: None)
+        with pytest.raises(GenerationError, match=r"answered without prompt_token_ids and token_ids") as raised:
+            trainer.train()
+    assert isinstance(raised.value.__cause__, MissingTokenIdsError)
+
+
+def test_a_first_row_whose_messages_hold_nulls_does_not_disturb_the_probe(make_trainer: Callable[..., Any]) -> None:
+    """Arrow gives every message the fields of all others, as None, and servers refuse what they do not know."""
+    noted = [{"role": "user", "content": "go", "name": "ann"}]
+    plain = [{"role": "user", "content": "why"}]
+    env = vf.SingleTurnEnv(
+        dataset=[{"prompt": plain}, {"prompt": noted}], rubric=vf.Rubric(funcs=[tiny_world.vowels])
+    )
+    assert env.get_dataset()[0]["prompt"][0]["name"] is None
+    trainer = make_trainer(env, max_steps=1, shuffle_dataset=False)
+    bodies: list[Any] = []
+    request = trainer.weight_sync.server.request
+
+    def spy(method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+        bodies.append((path, body))
+        return request(method, path, body, *args, **kwargs)
+
+    trainer.weight_sync.server.request = spy
+    trainer.open()
+    trainer._push_weights(0)
+    asked = [body for path, body in bodies if path.startswith("/v1/chat")]
+    assert asked[0]["messages"] == [{"role": "user", "content": "why"}]

@@ -1,0 +1,82 @@
+"""Invariant 1: what is trained is what was sampled, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+
+ENVIRONMENTS = {"single": tiny_world.single_turn, "multi": tiny_world.Dialogue, "forking": tiny_world.Rewriting}
+
+
+def spans(row: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[float]]]:
+    """(everything before, sampled ids, their log-probs) of each run of sampled tokens in a training row."""
+    prompt, ids, mask, logps = row[:4]
+    found, start = [], None
+    for place, sampled in enumerate([*mask, 0]):
+        if sampled and start is None:
+            start = place
+        elif not sampled and start is not None:
+            found.append((prompt + ids[:start], ids[start:place], logps[start:place]))
+            start = None
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_trained_ids_and_log_probs_are_the_servers_own(
+    make_trainer: Callable[..., Any], kind: str, temperature: float
+) -> None:
+    trainer = make_trainer(ENVIRONMENTS[kind](), temperature=temperature)
+    trainer.train()
+    trained = [span for row in trainer.rows() for span in spans(row)]
+    answers = trainer._client.sampled()
+    assert len(answers) == 2 * 8 * (1 if kind == "single" else 3)
+    key = lambda item: (item[0], item[1])  # noqa: E731
+    trained.sort(key=key)
+    answers.sort(key=key)
+    assert [key(item) for item in trained] == [key(item) for item in answers]
+    for (_, _, ours), (_, _, theirs) in zip(trained, answers, strict=True):
+        assert torch.equal(torch.tensor(ours), torch.tensor(theirs))
+
+
+def test_turns_that_extend_one_another_are_one_row_and_no_fork(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.Dialogue(), max_steps=1)
+    trainer.train()
+    rows = list(trainer.rows())
+    assert len(rows) == 8
+    assert all(len(spans(row)) == 3 for row in rows)
+    assert trainer.logged("rollouts/fork_rate") == [0.0]
+    assert trainer.logged("rollouts/turns") == [3.0]
+
+
+def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.Rewriting(), max_steps=1)
+    trainer.train()
+    rows = list(trainer.rows())
+    # turns one and two extend each other; what the third sees was rewritten
+    assert len(rows) == 16
+    assert sorted(len(spans(row)) for row in rows) == [1] * 8 + [2] * 8
+    assert trainer.logged("rollouts/fork_rate") == [pytest.approx(8 / 24)]
+    assert trainer.logged("rows/trained") == [16.0]
+    by_rollout: dict[int, list[float]] = {}
+    for *_, batch, place in rows:
+        sampled, weight = int(batch["sampled_tokens"][place]), float(batch["row_weights"][place])
+        by_rollout.setdefault(int(batch["rollout_index"][place]), []).append(sampled)
+        assert weight > 0.0
+    assert sorted(by_rollout) == list(range(8))
+    assert all(len(row_sizes) == 2 for row_sizes in by_rollout.values())
+
+
+def test_prompts_have_unequal_lengths_so_that_padding_is_really_exercised(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=3)
+    trainer.train()
+    prompts = {len(row[0]) for row in trainer.rows()}
+    completions = {len(row[1]) for row in trainer.rows()}
+    assert len(prompts) > 2
+    assert len(completions) > 2
+    assert any(not batch["prompt_mask"].all() for batch in trainer.seen)
+    assert any(not batch["completion_mask"].all() for batch in trainer.seen)

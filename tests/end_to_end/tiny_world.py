@@ -1,0 +1,283 @@
+"""A tiny policy, environments that play with it, and a rollout server in this process: what these tests share.
+
+Imported by the tests and by the scripts that they run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Read once, when torch is imported: one thread, and no spinning beside other processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import torch
+from aiohttp import web
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from verifiers_embedded.app import Routes
+from verifiers_embedded.engine import Engine
+from verifiers_embedded.loading import load_model
+from verifiers_embedded.prompts import ChatText
+
+import verifiers as vf
+from verifiers.rollouts.endpoint import Endpoint, HttpBackend
+from verifiers.train.config import GRPOConfig
+from verifiers.train.trainer import GRPOTrainer
+
+torch.set_num_threads(1)
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 :"
+END = "<end>"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+"""Every rendering is a prefix of the one with more turns, and text and ids are one to one."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character. The end token is also the padding token, so only masks can tell them apart."""
+    vocabulary = {token: index for index, token in enumerate([END, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=":"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=END, eos_token=END, chat_template=TEMPLATE, padding_side="left"
+    )
+
+
+def make_model(directory: Path, *, seed: int = 0, tied: bool = False, vocab_size: int | None = None) -> Path:
+    """Write a random Qwen3 whose distributions are far from flat.
+
+    Args:
+        vocab_size: of the network, where it is to hold more ids than the tokenizer (those of the fake server).
+    """
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    config = Qwen3Config(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def plain_log_probs(
+    state: Mapping[str, torch.Tensor], directory: Path, ids: Sequence[int], temperature: float
+) -> list[float]:
+    """Log-probs of ids[1:] by transformers alone: no padding, no code of ours, no patched forward."""
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.load_state_dict(dict(state))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(ids)])).logits[0, :-1]
+    log_probs = torch.log_softmax(logits / temperature, dim=-1)
+    return log_probs.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).tolist()
+
+
+# -- environments -----------------------------------------------------------------------------------------------
+
+QUESTIONS = ["a", "what is it", "b c", "tell me a long story about nothing at all", "xyz", "0 1 2 3", "go", "why"]
+
+
+def rows(count: int = 16) -> list[dict[str, Any]]:
+    """Prompts of unequal length."""
+    return [{"question": f"{QUESTIONS[i % len(QUESTIONS)]}{i}", "answer": "e"} for i in range(count)]
+
+
+def _said(completion: Any) -> str:
+    return "".join(message["content"] for message in completion if message["role"] == "assistant")
+
+
+def vowels(completion: Any, **kwargs: Any) -> float:
+    """A reward that nearly always differs between two answers."""
+    return sum(_said(completion).count(letter) for letter in "aeiou") + 0.01 * len(_said(completion))
+
+
+def single_turn(count: int = 16, reward: Any = vowels, **options: Any) -> vf.SingleTurnEnv:
+    """One answer to prompts of unequal length."""
+    return vf.SingleTurnEnv(dataset=rows(count), eval_dataset=rows(4), rubric=vf.Rubric(funcs=[reward]), **options)
+
+
+class Dialogue(vf.MultiTurnEnv):
+    """Three answers; between them the environment says something that depends on the last one."""
+
+    def __init__(self, count: int = 16, reward: Any = vowels, **options: Any) -> None:
+        super().__init__(dataset=rows(count), rubric=vf.Rubric(funcs=[reward]), max_turns=3, **options)
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        return [{"role": "user", "content": f"turn {state['turn']} {messages[-1]['content'][:3]}"}], state
+
+
+class Rewriting(Dialogue):
+    """The environment changes what it said before: its third prompt is longer than what is held, but no extension."""
+
+    async def get_model_response(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(prompt) > 3:
+            prompt = [*prompt[:2], {"role": "user", "content": "forget what was said " * 3}, *prompt[3:]]
+        return await super().get_model_response(client, model, prompt, *args, **kwargs)
+
+
+# -- a server in this process, over real HTTP --------------------------------------------------------------------
+
+
+class EmbeddedServer:
+    """The embedded server on a thread, on 127.0.0.1."""
+
+    def __init__(self, directory: Path, slots: int = 64) -> None:
+        loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=None)
+        text = ChatText(loaded.tokenizer)
+        self.engine = Engine(
+            loaded.model, decode=text.decode, slots=slots, max_model_len=loaded.max_model_len, threads=1
+        )
+        self.routes = Routes(self.engine, loaded, text, model_name="policy", seed=5)
+        self.url = ""
+        self._ready, self._ended = threading.Event(), threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="embedded-server", daemon=True)
+
+    def __enter__(self) -> EmbeddedServer:
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = web.AppRunner(self.routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._loop.run_until_complete(runner.setup())
+        self.engine.start()
+        self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+
+class RecordingBackend(HttpBackend):
+    """The hot path, with every answer of the server kept as it came: the independent witness."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(Endpoint(url))
+        self.answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    async def post(self, path: str, body: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        answer = await super().post(path, body, *args, **kwargs)
+        self.answers.append((dict(body), answer))
+        return answer
+
+    def sampled(self) -> list[tuple[list[int], list[int], list[float]]]:
+        """(prompt ids, sampled ids, log-probs) of each answer with token ids."""
+        found = []
+        for _, answer in self.answers:
+            choice = answer["choices"][0]
+            if choice.get("token_ids"):
+                log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                found.append((answer["prompt_token_ids"], choice["token_ids"], log_probs))
+        return found
+
+
+# -- training ---------------------------------------------------------------------------------------------------
+
+
+def config(output_dir: Path, url: str, **overrides: Any) -> GRPOConfig:
+    """Two prompts of four completions a block, one update a block, on policy, on one CPU thread."""
+    values: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "server_url": url,
+        "server_wait": 5.0,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 10,
+        "num_batches_ahead": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "activation_checkpointing": False,
+    }
+    return GRPOConfig(**{**values, **overrides})
+
+
+class ObservedTrainer(GRPOTrainer):
+    """Keeps what reaches the loss, and the trainer's own log-probs of it at that moment.
+
+    Attributes:
+        seen: a dict of cloned inputs for each micro-step, with `step` and `current_logps`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: list[dict[str, Any]] = []
+        super().__init__(*args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        kept = {name: value.clone() for name, value in inputs.items()}
+        kept["step"] = self.state.global_step
+        kept["current_logps"] = self._logps(self.model, inputs)
+        self.seen.append(kept)
+        return super()._compute_loss(model, inputs)
+
+    def rows(self) -> Iterator[tuple[list[int], list[int], list[int], list[float], dict[str, Any], int]]:
+        """Real rows: prompt ids, completion ids, loss mask, sampler log-probs, their micro-step, their place."""
+        for batch in self.seen:
+            for place in range(len(batch["prompt_ids"])):
+                if not batch["sampled_tokens"][place]:
+                    continue
+                prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
+                real = batch["completion_mask"][place].bool()
+                yield (
+                    prompt,
+                    batch["completion_ids"][place][real].tolist(),
+                    batch["tool_mask"][place][real].tolist(),
+                    batch["sampling_per_token_logps"][place][real].tolist(),
+                    batch,
+                    place,
+                )
+
+    def logged(self, name: str) -> list[float]:
+        """Every value that was logged under a name."""
+        return [entry[name] for entry in self.state.log_history if name in entry]
+
+
+@contextmanager
+def closing(trainer: GRPOTrainer) -> Iterator[GRPOTrainer]:
+    """A trainer that is used without `train`, closed on the way out."""
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    """A copy of the policy's tensors."""
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}

@@ -1,0 +1,124 @@
+"""Checkpoints are complete, of the same plan, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.data.plan import BatchPlan, make_plan
+from verifiers.errors import CheckpointError, ConfigError
+from verifiers.train.checkpoint import MARKER, check_resumable, mark_complete, mark_incomplete, newest_complete
+
+
+@pytest.fixture
+def plan() -> BatchPlan:
+    return make_plan(
+        per_device_train_batch_size=4, num_generations=4, num_iterations=2, max_steps=10, num_prompts=12, seed=3
+    )
+
+
+def checkpoint(directory: Path, step: int) -> Path:
+    path = directory / f"checkpoint-{step}"
+    (path / "deep").mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"weights")
+    (path / "deep" / "more").write_bytes(b"state")
+    return path
+
+
+def test_only_marked_checkpoints_count_and_the_highest_step_wins(tmp_path: Path, plan: BatchPlan) -> None:
+    assert newest_complete(tmp_path) is None
+    assert newest_complete(tmp_path / "nowhere") is None
+    paths = {step: checkpoint(tmp_path, step) for step in (2, 8, 10, 12)}
+    for step in (2, 8, 10):
+        mark_complete(paths[step], plan, step)
+    (tmp_path / "checkpoint-final").mkdir()
+    assert newest_complete(tmp_path) == paths[10]
+    mark_incomplete(paths[10])
+    mark_incomplete(paths[10])
+    assert newest_complete(tmp_path) == paths[8]
+
+
+def test_the_marker_is_written_last_after_every_file_is_on_disk(
+    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("names of open files need /proc")
+    path = checkpoint(tmp_path, 2)
+    synced: list[tuple[str, bool]] = []
+    sync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (path / MARKER).exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    mark_complete(path, plan, 2)
+    before = [Path(name).name for name, marked in synced if not marked]
+    assert before[:2] in (["deep", "model.safetensors"], ["more", "model.safetensors"])
+    assert before[-1] == f".{MARKER}.partial"
+    assert synced[-1] == (str(path), True)
+
+
+def test_a_crash_while_syncing_leaves_no_marker(
+    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path, 2)
+
+    def crash(_: int) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="the disk is gone"):
+        mark_complete(path, plan, 2)
+    assert newest_complete(tmp_path) is None
+
+
+def test_a_marker_says_where_to_go_on(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 4)
+    mark_complete(path, plan, 4)
+    state = json.loads((path / MARKER).read_text())
+    assert (state["optimizer_step"], state["block_id"]) == (4, 2)
+    assert [entry.name for entry in path.iterdir() if entry.name.startswith(".")] == []
+
+
+def test_a_step_inside_a_block_cannot_be_marked(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 3)
+    with pytest.raises(ConfigError, match="inside block 1"):
+        mark_complete(path, plan, 3)
+    assert newest_complete(tmp_path) is None
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 4},
+    "shuffle": {"shuffle": False},
+    "num_prompts": {"num_prompts": 13},
+    "num_generations": {"num_generations": 2},
+    "completions_per_block": {"per_device_train_batch_size": 8},
+    "updates_per_block": {"num_iterations": 1},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_plan_is_refused_with_the_setting_that_differs(tmp_path: Path, plan: BatchPlan, name: str) -> None:
+    path = checkpoint(tmp_path, 2)
+    mark_complete(path, plan, 2)
+    check_resumable(path, plan)
+    check_resumable(path, dataclasses.replace(plan, max_steps=99))
+    with pytest.raises(CheckpointError, match=f"was written with {name}="):
+        check_resumable(path, dataclasses.replace(plan, **CHANGES[name]))
+
+
+def test_the_same_blocks_on_more_ranks_are_the_same_plan(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 2)
+    mark_complete(path, plan, 2)
+    check_resumable(path, dataclasses.replace(plan, per_device_train_batch_size=2, num_processes=2))
+
+
+def test_a_checkpoint_without_a_marker_is_refused(tmp_path: Path, plan: BatchPlan) -> None:
+    with pytest.raises(CheckpointError, match=rf"has no {MARKER}.*resume_from_checkpoint=True"):
+        check_resumable(checkpoint(tmp_path, 2), plan)

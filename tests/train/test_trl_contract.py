@@ -1,0 +1,137 @@
+"""What we rely on in trl is still there: read this first when the pin of trl is moved."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import ast
+import inspect
+import textwrap
+from importlib.metadata import requires, version
+from typing import Any
+
+import pytest
+import trl
+from packaging.requirements import Requirement
+
+from verifiers.train.collate import COMPLETION_COLUMNS, PROMPT_COLUMNS
+from verifiers.train.loss import CorrectedLoss
+from verifiers.train.row_weights import LOSS_TYPES
+from verifiers.train.trainer import TRL_PRIVATE_NAMES, GRPOTrainer
+
+PINNED = ">=1.16,<1.17"
+
+
+def tree_of(function: Any) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def inputs_read(function: Any) -> set[str]:
+    """The keys that a function reads of its argument `inputs`."""
+    found = set()
+    for node in ast.walk(tree_of(function)):
+        if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "inputs":
+            found.add(ast.literal_eval(node.slice))
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
+        if called and getattr(node.func.value, "id", "") == "inputs":
+            found.add(ast.literal_eval(node.args[0]))
+    return found
+
+
+def self_attributes(owner: type, written: bool) -> set[str]:
+    """Attributes of `self` that a class's source writes, or reads."""
+    kind = ast.Store if written else ast.Load
+    return {
+        node.attr
+        for node in ast.walk(tree_of(owner))
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" and isinstance(node.ctx, kind)
+    }
+
+
+def test_trl_is_the_one_that_was_read() -> None:
+    pins = [Requirement(line) for line in requires("verifiers") or [] if Requirement(line).name == "trl"]
+    assert [set(str(pin.specifier).split(",")) for pin in pins] == [set(PINNED.split(","))]
+    assert pins[0].specifier.contains(version("trl"))
+
+
+@pytest.mark.parametrize("name", TRL_PRIVATE_NAMES)
+def test_a_private_name_still_exists(name: str) -> None:
+    classes = [owner for owner in trl.GRPOTrainer.__mro__ if owner is not object]
+    assert hasattr(trl.GRPOTrainer, name) or any(
+        name in self_attributes(owner, written=True) for owner in classes if owner.__module__.startswith("trl")
+    )
+
+
+def test_no_other_private_name_of_trl_is_used() -> None:
+    ours = self_attributes(GRPOTrainer, written=True) | self_attributes(CorrectedLoss, written=True)
+    ours |= {name for owner in (GRPOTrainer, CorrectedLoss) for name in vars(owner)}
+    read = self_attributes(GRPOTrainer, written=False) | self_attributes(CorrectedLoss, written=False)
+    foreign = {name for name in read if name.startswith("_") and not name.startswith("__")} - ours
+    assert foreign <= set(TRL_PRIVATE_NAMES)
+
+
+def test_the_loss_still_reads_what_we_pass() -> None:
+    read = inputs_read(trl.GRPOTrainer._compute_loss)
+    passed = set(PROMPT_COLUMNS) | set(COMPLETION_COLUMNS) | {"num_items_in_batch"}
+    assert passed <= read
+    # further inputs are those of image models; a new one would mean a new term in the loss
+    images = {
+        "pixel_values",
+        "image_grid_thw",
+        "num_images",
+        "pixel_attention_mask",
+        "spatial_shapes",
+        "num_tiles",
+        "image_sizes",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "image_position_ids",
+    }
+    assert read - passed <= images
+
+
+def test_the_loss_still_has_the_terms_that_our_weights_assume() -> None:
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    for term in (
+        'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
+        "per_token_loss = per_token_loss + self.beta * per_token_kl",
+        "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()",
+        "loss = (per_token_loss * mask).sum() / mask.sum().clamp(min=1.0)",
+        "loss = (per_token_loss * mask).sum() / (per_token_loss.size(0) * self.max_completion_length)",
+        'normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
+        "normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
+        "if self.use_vllm and self.vllm_importance_sampling_correction",
+    ):
+        assert term in source, term
+
+
+def test_log_probs_come_before_advantages_are_read() -> None:
+    """The correction is put into the advantages while log-probs are computed."""
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    assert source.index("self._get_per_token_logps_and_entropies(") < source.index('inputs["advantages"]')
+
+
+def test_there_is_no_loss_type_we_do_not_know() -> None:
+    compared: set[str] = set()
+    for node in ast.walk(tree_of(trl.GRPOTrainer._compute_loss)):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "self.loss_type":
+            value = ast.literal_eval(node.comparators[0])
+            compared |= {value} if isinstance(value, str) else set(value)
+    assert compared == set(LOSS_TYPES)
+
+
+def test_the_trainer_still_asks_us_for_its_inputs() -> None:
+    from transformers import Trainer
+
+    assert "self._prepare_inputs(inputs)" in inspect.getsource(Trainer.training_step)
+    assert "self._step += 1" in inspect.getsource(trl.GRPOTrainer.training_step)
+    assert list(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)[:6] == [
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+    ]

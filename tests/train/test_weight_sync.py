@@ -1,0 +1,243 @@
+"""The policy's tensors as a server names them, and what may go wrong on their way there."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verifiers.errors import WeightProbeError, WeightSyncError
+from verifiers.rollouts.sync import WeightSync
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.config import lora_defaults
+from verifiers.train.weight_sync import DirectorySync, ServerControl, policy_tensors, probe_server
+
+SOME = {"model.weight": torch.arange(4.0)}
+
+# peft 0.21 reads a property that transformers 5.23 has renamed
+with_peft = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def network(tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+    return Qwen3ForCausalLM(config).to(dtype).eval()
+
+
+def adapted(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    from peft import get_peft_model
+
+    config = lora_defaults()
+    for name, value in options.items():
+        setattr(config, name, value)
+    model = get_peft_model(network(dtype=dtype), config).eval()
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=torch.arange(8)[None]).logits
+    return result
+
+
+def served(tensors: dict[str, torch.Tensor], tied: bool = False) -> Any:
+    """A server's copy: made from the config, filled by name."""
+    model = network(tied)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if tied else [])
+    model.tie_weights()
+    return model
+
+
+def test_a_plain_models_tensors_are_its_checkpoint(tmp_path: Path) -> None:
+    model = network()
+    model.save_pretrained(tmp_path)
+    with policy_tensors(model) as tensors:
+        saved = load_file(tmp_path / "model.safetensors")
+        assert tensors.keys() == saved.keys()
+        assert all(torch.equal(tensors[name], saved[name]) for name in saved)
+        assert not any(tensor.requires_grad for tensor in tensors.values())
+
+
+def test_tied_weights_appear_once_under_their_first_name() -> None:
+    model = network(tied=True)
+    with policy_tensors(model) as tensors:
+        assert "model.embed_tokens.weight" in tensors
+        assert "lm_head.weight" not in tensors
+        assert torch.equal(logits(served(tensors, tied=True)), logits(model))
+
+
+@with_peft
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "lora and a whole head"])
+def test_an_adapter_reaches_the_server_merged_into_plain_weights(options: dict[str, Any]) -> None:
+    model = adapted(**options)
+    expected = logits(model)
+    assert not torch.allclose(expected, logits(network()), atol=1e-2)
+    with policy_tensors(model) as tensors:
+        assert tensors.keys() == network().state_dict().keys()
+        assert torch.allclose(logits(served(tensors)), expected, atol=1e-5)
+
+
+@with_peft
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pushing_an_adapter_leaves_the_policy_as_it_was_to_the_last_bit(dtype: torch.dtype) -> None:
+    model = adapted(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for _ in range(5):
+        with policy_tensors(model):
+            pass
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@with_peft
+def test_an_adapter_is_taken_out_again_when_the_push_fails() -> None:
+    model = adapted()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(WeightSyncError), policy_tensors(model):
+        raise WeightSyncError("the push failed")
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_protocol_is_kept() -> None:
+    assert isinstance(DirectorySync("http://127.0.0.1:9/v1"), WeightSync)
+
+
+def test_a_push_pauses_loads_names_and_resumes_in_this_order_and_cleans_up(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    class Looking(DirectorySync):
+        def _write(self, tensors: Any, version: int) -> Path:
+            directory = super()._write(tensors, version)
+            with safe_open(directory / "model.safetensors", "pt") as file:
+                seen.update(keys=list(file.keys()), metadata=file.metadata())
+            return directory
+
+    with FakeOpenAIServer() as server:
+        sync = Looking(server.url, str(tmp_path))
+        sync.connect(5.0)
+        sync.push(SOME.items(), 7)
+        calls = [call for call in server.weight_calls if call.path != "/weight_info"]
+        assert [call.path for call in calls] == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
+        assert calls[0].query == {"mode": "keep"}
+        assert calls[1].body["method"] == "reload_weights"
+        path = Path(calls[1].body["kwargs"]["weights_path"])
+        assert path.name == "version-7"
+        assert not path.exists()
+        assert server.weight_version == 7
+        assert not server.paused
+    assert seen == {"keys": ["model.weight"], "metadata": {"format": "pt", "version": "7"}}
+    sync.close()
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("route", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
+def test_a_refused_push_names_step_and_route_and_leaves_nothing(tmp_path: Path, route: str) -> None:
+    fault = Fault(400, times=9, body={"error": {"message": "no tensor of that name"}})
+    with FakeOpenAIServer(route_faults={route: fault}) as server:
+        sync = DirectorySync(server.url, str(tmp_path))
+        with pytest.raises(WeightSyncError, match=rf"step 7 did not reach.*{route}.* 400.*no tensor of that name"):
+            sync.push(SOME.items(), 7)
+        if route != "/resume":
+            assert not server.paused
+        if route == "/collective_rpc":
+            assert server.weight_version == 0
+        assert not list(tmp_path.glob("*/version-*"))
+        sync.close()
+
+
+def test_the_first_failure_is_reported_not_the_one_of_resuming(tmp_path: Path) -> None:
+    faults = {"/collective_rpc": Fault(500, body="out of memory"), "/resume": Fault(500, body="second trouble")}
+    with (
+        FakeOpenAIServer(route_faults=faults) as server,
+        pytest.raises(WeightSyncError, match="out of memory") as raised,
+    ):
+        DirectorySync(server.url, str(tmp_path)).push(SOME.items(), 1)
+    assert "second trouble" not in str(raised.value)
+
+
+def test_a_push_is_bounded_in_time(tmp_path: Path) -> None:
+    with FakeOpenAIServer(route_faults={"/collective_rpc": Fault.hang()}) as server:
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match=r"collective_rpc got no answer: timed out"):
+            DirectorySync(server.url, str(tmp_path), timeout_s=0.3).push(SOME.items(), 1)
+        assert time.monotonic() - started < 3.0
+        assert not server.paused
+
+
+def test_a_directory_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+    with FakeOpenAIServer() as server:
+        with pytest.raises(WeightSyncError, match=r"0 MB free.*set weight_sync_dir"):
+            DirectorySync(server.url, str(tmp_path)).push(SOME.items(), 1)
+        assert server.weight_calls == []
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_server_that_is_gone_is_said(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/pause.* got no answer: .*refused"):
+        DirectorySync("http://127.0.0.1:9/v1", str(tmp_path)).push(SOME.items(), 1)
+
+
+def test_waiting_for_a_server_ends_when_it_answers() -> None:
+    with FakeOpenAIServer(route_faults={"/health": Fault(503, times=2)}) as server:
+        ServerControl(server.url).wait_until_healthy(5.0)
+
+
+Score = Callable[[Any, Any], list[float]]
+
+
+def probe(server: FakeOpenAIServer, score: Score, version: int = 0, prompt: Any = "hello") -> Any:
+    control = ServerControl(server.url)
+    return probe_server(control, "fake", prompt, score, temperature=1.0, version=version, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("prompt", ["hello", [{"role": "user", "content": "hello"}]], ids=["completion", "chat"])
+def test_the_probe_compares_every_sampled_token(prompt: Any) -> None:
+    from verifiers.testing.fake_tokens import fake_logprob
+
+    def right(_: Any, ids: Any) -> list[float]:
+        return [fake_logprob(token) for token in ids]
+
+    def wrong_in_the_last(_: Any, ids: Any) -> list[float]:
+        return [*right(_, ids[:-1]), right(_, ids[-1:])[0] - 0.01]
+
+    with FakeOpenAIServer("abc") as server:
+        result = probe(server, right, prompt=prompt)
+        assert (result.tokens, result.largest_difference) == (4, 0.0)
+        with pytest.raises(WeightProbeError, match=r"differ from the trainer's by 0\.0100"):
+            probe(server, wrong_in_the_last, prompt=prompt)
+        with pytest.raises(WeightProbeError, match=r"differ from the trainer's by nan"):
+            probe(server, lambda _, ids: [float("nan")] * len(ids), prompt=prompt)
+        with pytest.raises(WeightProbeError, match="version 3 was pushed, but the server samples from version 0"):
+            probe(server, right, version=3, prompt=prompt)
+        assert json.dumps(server.requests[0].body)
