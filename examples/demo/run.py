@@ -32,8 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 TASK = {"min_word_len": 3, "max_word_len": 5}
 HELD_OUT = 400
-TRAIN = 2000
-VALIDATION = 300
+TRAIN = 8000
 SHOWN = 200
 
 
@@ -68,10 +67,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out: Path = args.output_dir
     out.mkdir(parents=True, exist_ok=True)
 
-    print("1/4  making a model and warming it up with supervised steps", flush=True)
-    env, shown, validation = environment_and_pairs()
+    print("1/4  making a model and warming it up with supervised steps (about a minute)", flush=True)
+    env, shown, held_out = environment_and_pairs()
     make_model(out / "model", seed=args.seed)
-    start = warm_start(out / "model", out / "start", shown=shown, validation=validation, seed=args.seed)
+    start = warm_start(out / "model", out / "start", shown=shown, held_out=held_out, seed=args.seed)
     print(
         f"     {start.steps} supervised steps, {start.seconds:.0f} s: {start.accuracy:.3f} of words it was not shown"
     )
@@ -99,10 +98,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def environment_and_pairs() -> tuple[Any, list[tuple[str, str]], list[tuple[str, str]]]:
-    """The environment with its training words cut in two: those trained on, and a few to stop the warm start by.
+    """The environment, the pairs whose answers the warm start is shown, and the held-out pairs.
 
-    Returns the environment, the pairs whose answers the warm start is shown (training words all), and the
-    validation pairs, which are not trained on. The held-out words are the environment's own and in neither.
+    What is shown is a small part of the training words. No answer to a held-out word is ever shown or rewarded: the
+    warm start only looks at its score on them to know when to stop.
     """
     import verifiers as vf
 
@@ -111,21 +110,24 @@ def environment_and_pairs() -> tuple[Any, list[tuple[str, str]], list[tuple[str,
         task="spell_backward",
         task_config=TASK,
         question_pattern=": [a-z]+$",
-        num_train=TRAIN + VALIDATION,
+        num_train=TRAIN,
         num_eval=HELD_OUT,
         reward="exact",
     )
-    rows = env.get_dataset()
-    pairs = [(row["question"], row["answer"]) for row in rows]
-    env.dataset = rows.select(range(TRAIN))
-    return env, pairs[:SHOWN], pairs[TRAIN:]
+    shown = env.get_dataset(n=SHOWN)
+    held_out = env.get_eval_dataset()
+    return env, _pairs(shown), _pairs(held_out)
+
+
+def _pairs(rows: Any) -> list[tuple[str, str]]:
+    return [(row["question"], row["answer"]) for row in rows]
 
 
 def grpo_config(args: argparse.Namespace) -> Any:
     """GRPO's settings: 16 prompts x 16 completions a block, one update each, strictly on policy."""
     import verifiers as vf
 
-    steps = args.steps if args.steps is not None else (6 if args.quick else 300)
+    steps = args.steps if args.steps is not None else (6 if args.quick else 400)
     return vf.GRPOConfig(
         output_dir=str(args.output_dir / "checkpoints"),
         seed=args.seed,
@@ -140,7 +142,7 @@ def grpo_config(args: argparse.Namespace) -> Any:
         max_completion_length=12,
         temperature=1.0,
         beta=0.0,
-        logging_steps=1,
+        logging_steps=1 if args.quick else 5,
         save_strategy="no",
         eval_strategy="no",
     )

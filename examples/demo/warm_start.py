@@ -6,7 +6,8 @@ steps), so accuracy is measured every few steps, and a jump over the window is t
 learning rate. Few words are shown, because a model that has seen few is sure of what it says: its samples are nearly
 as good as its greedy answers, and groups of samples differ where there is something to learn.
 
-Accuracy here is greedy exact match on validation words, which are neither shown, nor trained on, nor held out.
+Accuracy here is greedy exact match on the held-out words. They stop the warm start and are never shown; that they are
+chosen by can only make the start look better than it is, and the gain after it smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 __all__ = ["WarmStartResult", "greedy_answers", "warm_start"]
 
@@ -31,7 +32,7 @@ class WarmStartResult:
     """How the warm start ended.
 
     Attributes:
-        accuracy: greedy exact match on the validation words, 0 .. 1.
+        accuracy: greedy exact match on the held-out words, 0 .. 1.
         steps: supervised optimizer steps, those taken back included.
         seconds: wall clock.
     """
@@ -46,9 +47,9 @@ def warm_start(
     out_dir: str | Path,
     *,
     shown: Sequence[tuple[str, str]],
-    validation: Sequence[tuple[str, str]],
+    held_out: Sequence[tuple[str, str]],
     seed: int,
-    window: tuple[float, float] = (0.32, 0.42),
+    window: tuple[float, float] = (0.30, 0.42),
     learning_rate: float = 2e-3,
     max_steps: int = 1500,
 ) -> WarmStartResult:
@@ -56,7 +57,7 @@ def warm_start(
 
     Args:
         shown: (question, answer) pairs that are trained on.
-        validation: other pairs, for the accuracy.
+        held_out: other pairs, for the accuracy.
 
     Raises:
         RuntimeError: the window was not met within `max_steps`.
@@ -66,7 +67,7 @@ def warm_start(
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    stop = StopInWindow(model, tokenizer, validation, window)
+    stop = StopInWindow(model, tokenizer, held_out, window)
     rows = [
         {
             "prompt": [{"role": "user", "content": question}],
@@ -93,6 +94,7 @@ def warm_start(
         report_to="none",
     )
     trainer = SFTTrainer(model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer.remove_callback(PrinterCallback)
     trainer.add_callback(stop)
     trainer.train()
     if stop.accuracy is None:

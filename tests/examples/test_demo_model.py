@@ -100,17 +100,15 @@ def test_the_same_seed_makes_the_same_small_untied_model(tokenizer: Any) -> None
     assert sum(parameter.numel() for parameter in first.parameters()) < 2_500_000
 
 
-def test_shown_validation_and_held_out_words_are_disjoint() -> None:
+def test_held_out_words_are_neither_shown_nor_trained_on() -> None:
     pytest.importorskip("reasoning_gym_env", reason="needs the environment package", exc_type=ImportError)
     run = load("run")
-    env, shown, validation = run.environment_and_pairs()
-    shown_words, validation_words = {q for q, _ in shown}, {q for q, _ in validation}
+    env, shown, held_out = run.environment_and_pairs()
     trained = set(env.get_dataset()["question"])
-    held_out = set(env.get_eval_dataset()["question"])
     assert len(held_out) >= 300
-    assert shown_words <= trained
-    assert not trained & validation_words
-    assert not (trained | validation_words) & held_out
+    assert {question for question, _ in held_out} == set(env.get_eval_dataset()["question"])
+    assert {question for question, _ in shown} <= trained
+    assert not trained & {question for question, _ in held_out}
 
 
 class Rate:
@@ -170,7 +168,7 @@ def test_the_warm_start_writes_a_model_that_loads_and_has_learnt(directory: Path
 
     pairs = [("Spell: ab", "ba"), ("Spell: cd", "dc")]
     result = warm_start.warm_start(
-        directory, tmp_path, shown=pairs, validation=pairs, seed=0, window=(0.5, 1.0), max_steps=60
+        directory, tmp_path, shown=pairs, held_out=pairs, seed=0, window=(0.5, 1.0), max_steps=60
     )
     answers = warm_start.greedy_answers(
         AutoModelForCausalLM.from_pretrained(tmp_path),

@@ -164,7 +164,7 @@ class RolloutRunner:
         """Call `env.rollout` in the generation of the API that it is written for."""
         sampling_args = dict(self.sampling_args)
         # the rollouts of a group share a request, and environments write into what they are given
-        prompt, info = copy.deepcopy(request.prompt), copy.deepcopy(request.info)
+        prompt, info = _own_copy(request.prompt), _own_copy(request.info)
         if _takes_rollout_input(self.env):
             row = {
                 "prompt": prompt,
@@ -205,6 +205,18 @@ class RolloutRunner:
         for rollout in finished:
             rollout.timing.scoring_s = time.perf_counter() - started
             _take_score(rollout, failure)
+
+
+def _own_copy(value: Any) -> Any:
+    """A deep copy; for plain JSON data, which prompts nearly always are, in a fraction of `copy.deepcopy`'s time."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {name: _own_copy(item) for name, item in value.items()}
+    if kind is list:
+        return [_own_copy(item) for item in value]
+    return copy.deepcopy(value)
 
 
 def _take_score(rollout: Rollout, failure: Failure | None) -> None:
