@@ -127,7 +127,7 @@ def grpo_config(args: argparse.Namespace) -> Any:
     """GRPO's settings: 16 prompts x 16 completions a block, one update each, strictly on policy."""
     import verifiers as vf
 
-    steps = args.steps if args.steps is not None else (6 if args.quick else 400)
+    steps = args.steps if args.steps is not None else (6 if args.quick else 600)
     return vf.GRPOConfig(
         output_dir=str(args.output_dir / "checkpoints"),
         seed=args.seed,

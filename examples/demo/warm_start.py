@@ -49,7 +49,7 @@ def warm_start(
     shown: Sequence[tuple[str, str]],
     held_out: Sequence[tuple[str, str]],
     seed: int,
-    window: tuple[float, float] = (0.30, 0.42),
+    window: tuple[float, float] = (0.32, 0.44),
     learning_rate: float = 2e-3,
     max_steps: int = 1500,
 ) -> WarmStartResult:

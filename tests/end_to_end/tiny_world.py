@@ -221,6 +221,7 @@ def config(output_dir: Path, url: str, **overrides: Any) -> GRPOConfig:
         "max_completion_length": 10,
         "num_batches_ahead": 0,
         "logging_steps": 1,
+        "skip_zero_advantage_rows": False,
         "save_strategy": "no",
         "use_cpu": True,
         "bf16": False,

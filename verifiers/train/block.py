@@ -40,12 +40,18 @@ class TrainingBlock:
         return min(versions, default=None)
 
 
-def build_training_block(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_token_id: int) -> TrainingBlock:
+def build_training_block(
+    block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_token_id: int, *, skip_flat: bool = False
+) -> TrainingBlock:
     """Compute advantages, pick rows, and deal them over updates, micro-batches and ranks.
 
     Rollouts are shuffled by (seed, block) and cut into the updates of one pass by their planned place, so that
     a failed rollout leaves a gap rather than moving the others; all rows of a rollout stay in one update.
     Padding rows fill each update up and are spread over its micro-batches.
+
+    Args:
+        skip_flat: leave out rollouts whose advantage is 0 on every token. They count in every denominator as before,
+            so loss and gradient are the same; only right where nothing but the advantages reaches the loss.
     """
     advantages = rollout_advantages(
         block,
@@ -56,9 +62,22 @@ def build_training_block(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, 
     )
     rows, dropped = block_rows(block, advantages, args.max_seq_len)
     batches: list[list[dict[str, Tensor]]] = []
+    flat = _flat_rollouts(rows) if skip_flat else set()
     for update_rows in _rows_by_update(rows, plan, block.block_id):
-        batches += _micro_batches(update_rows, plan, args, pad_token_id)
+        batches += _micro_batches(update_rows, flat, plan, args, pad_token_id)
+    rollouts = block.rollouts
+    dropped += [Dropped(rollouts[index].key, "zero_advantage") for index in sorted(flat)]
     return TrainingBlock(block.block_id, batches, advantages, dropped)
+
+
+def _flat_rollouts(rows: list[TrainingRow]) -> set[int]:
+    """Rollouts whose advantage is 0 on every sampled token: their gradient is 0."""
+    steep = {
+        row.rollout_index
+        for row in rows
+        if (any(row.advantage) if isinstance(row.advantage, list) else row.advantage)
+    }
+    return {row.rollout_index for row in rows} - steep
 
 
 def _rows_by_update(rows: list[TrainingRow], plan: BatchPlan, block_id: int) -> list[list[TrainingRow]]:
@@ -73,9 +92,11 @@ def _rows_by_update(rows: list[TrainingRow], plan: BatchPlan, block_id: int) -> 
 
 
 def _micro_batches(
-    rows: list[TrainingRow], plan: BatchPlan, args: GRPOConfig, pad_token_id: int
+    all_rows: list[TrainingRow], flat: set[int], plan: BatchPlan, args: GRPOConfig, pad_token_id: int
 ) -> list[list[dict[str, Tensor]]]:
-    """The micro-batches of one update, by [micro-batch][rank]."""
+    """The micro-batches of one update, by [micro-batch][rank]; rollouts in `flat` count, but have no row."""
+    rows = [row for row in all_rows if row.rollout_index not in flat]
+    skipped = [row for row in all_rows if row.rollout_index in flat]
     micro_batches, ranks = plan.gradient_accumulation_steps, plan.num_processes
     cells = micro_batches * ranks
     padded = pad_rows(rows, cells, pad_token_id)
@@ -92,6 +113,7 @@ def _micro_batches(
         rank_R=cell_R % ranks,
         num_micro_batches=micro_batches,
         num_ranks=ranks,
+        rollouts_without_rows=len({row.rollout_index for row in skipped}),
     )
     tensors["row_weights"] = weights_R
     tensors["advantages"] = weight_advantages(_given(tensors, "advantages"), weights_R)
@@ -99,6 +121,7 @@ def _micro_batches(
         _given(tensors, "sampled_tokens"),
         num_micro_batches=micro_batches,
         steps_per_generation=plan.steps_per_generation,
+        tokens_without_rows=sum(row.row.sampled_tokens for row in skipped),
     )
     parts = [
         trim_columns({k: v for k, v in part.items() if v is not None}) for part in split_tensor_dict(tensors, cells)

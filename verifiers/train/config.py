@@ -43,6 +43,9 @@ class GRPOConfig(trl.GRPOConfig):
         mask_env_responses: kept for the classic name; tokens of the environment never carry loss.
         zero_truncated_completions: a truncated rollout's reward counts as 0.
         require_full_groups: a group with a failed rollout gives no gradient at all.
+        skip_zero_advantage_rows: leave out rollouts whose advantage is 0, which saves their forward and backward pass
+            and changes neither loss nor gradient. Off where anything else reaches the loss: beta, an entropy term,
+            loss_type "bnpo". What TRL measures in the loss (entropy, clipping) is then over the rest.
         importance_correction: weight tokens by min(pi_old / sampler, cap); takes its mode and bounds from
             TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`.
         old_logprobs_batch_size: rows in one forward pass for old and reference log-probs;
@@ -72,6 +75,7 @@ class GRPOConfig(trl.GRPOConfig):
     mask_env_responses: bool = field(default=True, metadata={"help": "Classic name; always in force."})
     zero_truncated_completions: bool = field(default=False, metadata={"help": "Truncated rollouts score 0."})
     require_full_groups: bool = field(default=False, metadata={"help": "Drop groups with a failed rollout."})
+    skip_zero_advantage_rows: bool = field(default=True, metadata={"help": "Save passes that have no gradient."})
     importance_correction: bool = field(default=True, metadata={"help": "Correct sampler against trainer."})
     vllm_importance_sampling_mode: str = field(
         default="token_truncate", metadata={"help": f"One of {', '.join(CORRECTION_MODES)}."}

@@ -48,6 +48,7 @@ def row_weights(
     rank_R: Tensor,
     num_micro_batches: int,
     num_ranks: int,
+    rollouts_without_rows: int = 0,
 ) -> Tensor:
     """Weights of the R rows of one update: those of all its ranks and all its micro-batches.
 
@@ -60,6 +61,8 @@ def row_weights(
         rank_R: rank that holds the row, 0 .. num_ranks - 1.
         num_micro_batches: A, micro-batches of the update on each rank; 1 in evaluation.
         num_ranks: W, ranks whose gradients are averaged.
+        rollouts_without_rows: rollouts of the update that count in N though no row of theirs is computed, because
+            their advantage is 0. Not for bnpo, whose denominators are the rows' own.
 
     Returns:
         (R,) float32, on the device of `rollout_index_R`; 0 on rows without a sampled token.
@@ -88,7 +91,7 @@ def row_weights(
         filled = len(cell_R[counted_R].unique())
         weights_R = torch.full((len(cell_R),), sums / max(filled, 1), dtype=torch.float64, device=cell_R.device)
     else:
-        rollouts = len(rollout_index_R[counted_R].unique())
+        rollouts = len(rollout_index_R[counted_R].unique()) + rollouts_without_rows
         rows_in_cell_R = torch.bincount(cell_R, minlength=sums)[cell_R]
         weights_R = rows_in_cell_R.double() * sums / max(rollouts, 1)
         if loss_type in ("grpo", "sapo"):
@@ -96,7 +99,9 @@ def row_weights(
     return torch.where(counted_R, weights_R, 0.0).float()
 
 
-def num_items_in_batch(sampled_tokens_R: Tensor, *, num_micro_batches: int, steps_per_generation: int) -> Tensor:
+def num_items_in_batch(
+    sampled_tokens_R: Tensor, *, num_micro_batches: int, steps_per_generation: int, tokens_without_rows: int = 0
+) -> Tensor:
     """What to pass to TRL so that dapo, cispo and vespo divide by the sampled tokens of this update.
 
     TRL takes the value for the tokens of a whole block and scales it by A/S, an even share of the block's S
@@ -106,6 +111,7 @@ def num_items_in_batch(sampled_tokens_R: Tensor, *, num_micro_batches: int, step
         sampled_tokens_R: sampled tokens of the update's rows, over all ranks and micro-batches.
         num_micro_batches: A, micro-batches of the update (TRL's `current_gradient_accumulation_steps`).
         steps_per_generation: S, micro-batches of the block on each rank. In evaluation A and S are both 1.
+        tokens_without_rows: sampled tokens of rollouts that count though no row of theirs is computed.
 
     Returns:
         0-dim float32 tensor.
@@ -119,7 +125,8 @@ def num_items_in_batch(sampled_tokens_R: Tensor, *, num_micro_batches: int, step
             f"an update of {num_micro_batches} micro-batches does not fit a block of {steps_per_generation}; "
             "steps_per_generation must be a multiple of gradient_accumulation_steps"
         )
-    return (sampled_tokens_R.sum().double() * steps_per_generation / num_micro_batches).float()
+    tokens = sampled_tokens_R.sum().double() + tokens_without_rows
+    return (tokens * steps_per_generation / num_micro_batches).float()
 
 
 def weight_advantages(advantages: Tensor, weights_R: Tensor) -> Tensor:

@@ -226,7 +226,9 @@ class GRPOTrainer(CorrectedLoss):
         assert self.feed is not None
         block = self.feed.next(block_id, step)
         self.last_block = block
-        trained = build_training_block(block, self.plan, self.args, self._tokenizer.pad_token_id)
+        trained = build_training_block(
+            block, self.plan, self.args, self._tokenizer.pad_token_id, skip_flat=self._only_advantages_matter()
+        )
         metrics = block_metrics(block, trained, self.plan)
         oldest = trained.oldest_version()
         metrics["staleness"] = float(step - oldest) if oldest is not None else 0.0
@@ -234,6 +236,20 @@ class GRPOTrainer(CorrectedLoss):
             metrics[f"time/{stage}_s"] = seconds
         metrics["num_tokens"] = self._total_tokens(block)
         return trained, metrics
+
+    def _only_advantages_matter(self) -> bool:
+        """True where a row whose advantage is 0 adds nothing to the loss, so that its forward pass can be saved."""
+        args = self.args
+        return (
+            args.skip_zero_advantage_rows
+            and self.beta == 0.0
+            and args.entropy_coef == 0.0
+            and not args.use_adaptive_entropy
+            and args.top_entropy_quantile >= 1.0
+            and not self.aux_loss_enabled
+            # bnpo divides by the tokens of each micro-batch, so every row of it matters
+            and self.loss_type != "bnpo"
+        )
 
     def _total_tokens(self, block: ScoredBlock) -> float:
         tokens = sum(r.usage.prompt_tokens + r.usage.completion_tokens for r in block)
