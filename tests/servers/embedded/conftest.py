@@ -52,9 +52,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(
-    directory: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2
-) -> Path:
+def make_model(directory: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2) -> Path:
     """Writes a random Qwen3 model whose distributions are far from flat, with its tokenizer."""
     torch.manual_seed(seed)
     tokenizer = character_tokenizer()
@@ -133,9 +131,7 @@ def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save(tmp_path: Path) -> Callable[..., Path]:
     """Writes tensors where a server can be told to load them from."""
 
-    def write(
-        tensors: dict[str, torch.Tensor], name: str = "pushed", file: str = "model.safetensors"
-    ) -> Path:
+    def write(tensors: dict[str, torch.Tensor], name: str = "pushed", file: str = "model.safetensors") -> Path:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, directory / file)
@@ -153,9 +149,7 @@ def build() -> Callable[..., Path]:
 class Server:
     """A server in this process, over real sockets on 127.0.0.1."""
 
-    def __init__(
-        self, base: str, engine: Engine, loaded: LoadedModel, session: aiohttp.ClientSession
-    ) -> None:
+    def __init__(self, base: str, engine: Engine, loaded: LoadedModel, session: aiohttp.ClientSession) -> None:
         self.base = base
         self.engine = engine
         self.loaded = loaded
@@ -222,9 +216,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
     ) -> Server:
         loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=max_model_len)
         text = ChatText(loaded.tokenizer)
-        engine = Engine(
-            loaded.model, decode=text.decode, slots=slots, max_model_len=loaded.max_model_len, threads=1
-        )
+        engine = Engine(loaded.model, decode=text.decode, slots=slots, max_model_len=loaded.max_model_len, threads=1)
         app = Routes(engine, loaded, text, model_name="m", seed=seed).app()
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()

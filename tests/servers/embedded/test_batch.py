@@ -55,9 +55,7 @@ def test_cached_logits_equal_a_plain_forward_while_rows_come_go_and_grow(
         for turn in range(60):
             free = 8 - len(batch.sequences)
             prompts = [[dice.randrange(90) for _ in range(dice.choice([1, 2, 9, 30]))] for _ in range(2)]
-            batch.add(
-                [sequence(prompts[i % 2]) for i in range(dice.randint(0 if batch.sequences else 1, free))]
-            )
+            batch.add([sequence(prompts[i % 2]) for i in range(dice.randint(0 if batch.sequences else 1, free))])
             check(batch, model)
             for item in batch.sequences:
                 item.tokens.append(dice.randrange(90))
@@ -66,9 +64,7 @@ def test_cached_logits_equal_a_plain_forward_while_rows_come_go_and_grow(
                 batch.recompute()
 
 
-def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(
-    model_dir: Path, reference: Any
-) -> None:
+def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(model_dir: Path, reference: Any) -> None:
     model = reference.model(model_dir)
     batch = ActiveBatch(model, slots=4, max_model_len=4096)
     long_one, short_one = sequence([5] * 1500), sequence([6, 7])
@@ -89,9 +85,7 @@ def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(
     [
         transformers.LlamaConfig(**TINY),
         transformers.MistralConfig(**TINY, sliding_window=4),
-        transformers.Qwen3Config(
-            **TINY, head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1
-        ),
+        transformers.Qwen3Config(**TINY, head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1),
         transformers.Gemma3TextConfig(**TINY, head_dim=16, sliding_window=4),
         transformers.Qwen3MoeConfig(
             **TINY, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32

@@ -101,9 +101,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return code, output.err
 
 
-def test_a_model_that_is_not_there_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_model_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, message = refuse(capsys, "--model", str(tmp_path / "nowhere"))
     assert code == 2
     assert message.count("\n") == 1

@@ -77,9 +77,7 @@ async def test_tokens_come_as_often_as_the_model_says(start: Any, model_dir: Any
     prompt = answers[0]["prompt_token_ids"]
     expected = torch.softmax(reference.logits(model_dir, prompt)[-1], -1) * 1500
     common = [token for token in range(len(expected)) if expected[token] >= 10]
-    chi_squared = sum(
-        (counts[token] - expected[token].item()) ** 2 / expected[token].item() for token in common
-    )
+    chi_squared = sum((counts[token] - expected[token].item()) ** 2 / expected[token].item() for token in common)
     # Mean of chi-squared is its degrees of freedom, variance twice that; 5 standard deviations never happen.
     assert chi_squared < len(common) + 5 * math.sqrt(2 * len(common))
 

@@ -111,9 +111,7 @@ async def test_a_body_that_is_not_json_is_refused(start: Any) -> None:
         async with server.session.post(server.base + "/v1/chat/completions", data=body) as response:
             assert response.status == 400
             assert "JSON" in (await response.json())["error"]["message"]
-    async with server.session.post(
-        server.base + "/v1/chat/completions", data=b'{"temperature": NaN}'
-    ) as response:
+    async with server.session.post(server.base + "/v1/chat/completions", data=b'{"temperature": NaN}') as response:
         assert response.status == 400
 
 

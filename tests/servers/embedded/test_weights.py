@@ -94,9 +94,7 @@ async def test_weights_without_a_name_are_not_stamped_with_the_old_one(start: An
     assert info == {"weight_version": "7", "num_parameters": server.loaded.num_parameters, "model": "m"}
 
 
-async def test_naming_new_weights_names_the_tokens_sampled_since_the_reload(
-    start: Any, other_dir: Path
-) -> None:
+async def test_naming_new_weights_names_the_tokens_sampled_since_the_reload(start: Any, other_dir: Path) -> None:
     server = await start()
     (task,) = await in_mid_generation(server)
     (sequence,) = server.engine._batch.sequences
@@ -239,9 +237,7 @@ async def test_wait_is_the_default_and_answers_when_the_slots_are_empty(start: A
     assert [answer["usage"]["completion_tokens"] for answer in await asyncio.gather(*tasks)] == [200] * 4
 
 
-async def test_abort_answers_with_what_is_there_and_says_so(
-    start: Any, model_dir: Path, reference: Any
-) -> None:
+async def test_abort_answers_with_what_is_there_and_says_so(start: Any, model_dir: Path, reference: Any) -> None:
     server = await start()
     (task,) = await in_mid_generation(server)
     await server.post("/pause?mode=abort")
