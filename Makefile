@@ -43,6 +43,8 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy -p verifiers_embedded
+	$(BIN)/mypy environments/reasoning_gym_env/reasoning_gym_env.py examples/demo/run.py examples/demo/warm_start.py
 	$(BIN)/lint-imports
 
 docs: $(INSTALLED)
