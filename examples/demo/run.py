@@ -7,8 +7,9 @@ reasoning-gym's `spell_backward`, until it solves about a third of held-out word
 started with it as a process of its own; GRPO trains it on words it has not been shown the answers of; and both
 models are compared on held-out words, greedily, prompt by prompt.
 
-Writes `runs/demo/summary.json` and `runs/demo/report.html`. Expected: exact match from about 0.35 to 0.8 or
-more. Not promised: that this small model learns anything but this task.
+Writes `runs/demo/summary.json` and `runs/demo/report.html`. Measured on two cores without a GPU, on 400 held-out
+words: exact match from 0.365 to 0.925 (seed 0) and from 0.325 to 0.993 (seed 1), in four minutes of training each.
+Not promised: that this small model learns anything but this task.
 """
 
 from __future__ import annotations

@@ -49,6 +49,22 @@ def test_a_dry_run_prints_the_plan_in_prompts_and_completions_and_stops(
     assert not Path("outputs").exists()
 
 
+def test_an_environment_beside_the_run_file_is_found_from_any_directory(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    rows = "[{'question': str(n), 'answer': ''} for n in range(8)]"
+    (beside / "not_installed.py").write_text(
+        f"import verifiers as vf\n\ndef load_environment():\n    return vf.SingleTurnEnv(dataset={rows})\n"
+    )
+    text = replaced("toy-sums-env", "not_installed").replace('"start"', f'"{Path("start").resolve()}"')
+    (beside / "run.toml").write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main([str(beside / "run.toml"), "--dry-run"]) == 0
+    assert "8 prompts" in capsys.readouterr().out
+
+
 def replaced(old: str, new: str) -> str:
     assert old in RUN
     return RUN.replace(old, new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -21,6 +22,10 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         return USAGE
     except Error as error:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # whoever read the output has seen enough; Python would complain again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from verifiers.cli.exit_codes import DONE, run_command
 
@@ -34,6 +35,8 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
     from verifiers.train.models import check_model_path
 
     check_model_path(run.model.path)
+    # an environment that is not installed may stand beside the run file
+    sys.path.insert(0, str(Path(run_file).resolve().parent))
     env = load_environment(run.environment.id, **run.environment.args)
     try:
         config = GRPOConfig(**{"output_dir": "outputs/" + run.environment.id, **run.trainer})
