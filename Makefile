@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+SEED ?= 0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PACKAGES := -e .[train] -e servers/embedded -e environments/reasoning_gym_env
@@ -28,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml env
 	@touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/demo/run.py
+	$(BIN)/python examples/demo/run.py --seed $(SEED)
 
 demo-quick: $(INSTALLED)
 	$(BIN)/python examples/demo/run.py --quick

@@ -174,7 +174,6 @@ class Failure:
 
     kind: str
     text: str
-    details: dict[str, Any] = field(default_factory=dict)
     exception: BaseException | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:

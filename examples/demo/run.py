@@ -45,9 +45,9 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=None)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"))
     args = parser.parse_args()
-    summary = run(args)
+    run(args)
     print(f"\n{args.output_dir / 'summary.json'}\n{args.output_dir / 'report.html'}")
-    return 0 if summary["seconds"] else 1
+    return 0
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.trace import Row
 from verifiers.train.advantages import rollout_advantages
 from verifiers.train.block import TrainingBlock
-from verifiers.train.metrics import averaged, block_metrics, percentile, reward_summary
+from verifiers.train.metrics import block_metrics, percentile, reward_summary
 from verifiers.types import Failure, Outcome, RolloutKey
 
 RANK_0 = [1, 0.8, 0.9, 1, 0.2, 0.3, 0.1, 0.4]
@@ -134,7 +134,3 @@ def test_a_block_without_a_score_has_no_mean_reward() -> None:
 def test_percentiles_are_nearest_ranks() -> None:
     assert [percentile([1, 2, 3, 4], share) for share in (0.0, 0.5, 0.75, 0.95, 1.0)] == [1, 2, 3, 4, 4]
     assert percentile([], 0.5) == 0.0
-
-
-def test_averages_are_over_the_blocks_that_have_a_metric() -> None:
-    assert averaged([{"a": 1.0, "b": 4.0}, {"a": 3.0}]) == {"a": 2.0, "b": 4.0}

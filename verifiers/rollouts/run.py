@@ -223,7 +223,7 @@ def _take_score(rollout: Rollout, failure: Failure | None) -> None:
     state = rollout.state
     errors = state.get("grading_errors") or []
     if failure is None and errors:
-        failure = Failure("GradingError", f"{errors[0]['func']}: {errors[0]['error']}", {"errors": list(errors)})
+        failure = Failure("GradingError", f"{errors[0]['func']}: {errors[0]['error']}")
     reward, metrics = math.nan, {}
     if failure is None and state.get("reward") is None:
         failure = Failure("GradingError", "the rubric gave no reward")

@@ -57,7 +57,8 @@ class GRPOConfig(trl.GRPOConfig):
         probe_tolerance: largest difference accepted, in nats; 1e-3 in float32, 0.1 in half precision when left out.
         eval_temperature: 0 evaluates greedily.
         num_eval_prompts: held-out prompts in an evaluation during training; -1 for all.
-        server_url: base URL of the rollout server, with "/v1".
+        server_url: base URL of the rollout server, with "/v1"; made of TRL's `vllm_server_base_url`, or
+            `vllm_server_host` and `vllm_server_port`, when left out.
         server_model: the policy's name on the server; asked of the server when left out.
         server_wait: how long to wait for the server at the start, in seconds.
         report_to: logging integrations, as in transformers; none unless asked for.
@@ -88,7 +89,7 @@ class GRPOConfig(trl.GRPOConfig):
     num_generations_eval: int | None = field(default=1, metadata={"help": "Completions per held-out prompt."})
     eval_temperature: float = field(default=0.0, metadata={"help": "0 evaluates greedily."})
     num_eval_prompts: int = field(default=-1, metadata={"help": "Held-out prompts; -1 for all."})
-    server_url: str = field(default="http://127.0.0.1:8000/v1", metadata={"help": "Rollout server."})
+    server_url: str = field(default="", metadata={"help": "Rollout server; from vllm_server_* when left out."})
     server_model: str | None = field(default=None, metadata={"help": "The policy's name on the server."})
     server_wait: float = field(default=300.0, metadata={"help": "How long to wait for the server (s)."})
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
@@ -106,6 +107,11 @@ class GRPOConfig(trl.GRPOConfig):
         self.per_device_eval_batch_size = self.num_generations_eval
         super().__post_init__()
         self._refuse_biased_sampling()
+        if not self.server_url:
+            # TRL's default host is the one a server listens on; a client reaches it through loopback
+            host = "127.0.0.1" if self.vllm_server_host == "0.0.0.0" else self.vllm_server_host
+            root = self.vllm_server_base_url or f"http://{host}:{self.vllm_server_port}"
+            self.server_url = root.rstrip("/").removesuffix("/v1") + "/v1"
 
     def _suit_device(self) -> None:
         """Where there is no accelerator, TRL's half precision and recomputation cost much and gain nothing."""
@@ -230,6 +236,7 @@ def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConf
         "save_only_model": False,
         "logging_steps": 1,
         "log_completions": False,
+        "mask_truncated_completions": True,
         "num_batches_ahead": 1,
         "async_generation_timeout": 600.0,
         "max_concurrent": 1024,

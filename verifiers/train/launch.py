@@ -59,7 +59,7 @@ def launched_server(
         log = stack.enter_context(open(log_path or Path(scratch) / "log", "wb+"))
         command = [sys.executable, "-c", start, "--model", model, "--port", "0", "--port-file", str(port_file)]
         command += ["--parent-pid", str(os.getpid()), *args]
-        # one thread a side: with two OpenMP teams on the same cores a training step takes several times as long
+        # idle threads of the server must not spin on the trainer's cores: a training step took several times as long
         environment = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", **os.environ}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:

@@ -7,7 +7,7 @@ tokens. Counts are counts, so that ranks and blocks can be added up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev, stdev
 
 from verifiers.data.plan import BatchPlan
@@ -150,9 +150,3 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def _mean(values: Iterable[float]) -> float:
     collected = list(values)
     return fmean(collected) if collected else 0.0
-
-
-def averaged(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the blocks that have it."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: fmean([part[name] for part in parts if name in part]) for name in names}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ __all__ = ["TRL_PRIVATE_NAMES", "GRPOTrainer"]
 TRL_PRIVATE_NAMES = (
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
+    "_logs",
     "_metrics",
     "_prepare_inputs",
     "_save_checkpoint",
@@ -235,7 +237,22 @@ class GRPOTrainer(CorrectedLoss):
         for stage, seconds in self.feed.seconds.items():
             metrics[f"time/{stage}_s"] = seconds
         metrics["num_tokens"] = self._total_tokens(block)
+        if self.log_completions:
+            self._keep_for_table(block, trained)
         return trained, metrics
+
+    def _keep_for_table(self, block: ScoredBlock, trained: TrainingBlock) -> None:
+        """Fill the table that TRL shows and saves with `log_completions`: the scored rollouts of the newest block."""
+        table: Any = self._logs
+        for rollout in block:
+            if not rollout.is_scored:
+                continue
+            given = trained.advantages.get(rollout.key, 0.0)
+            table["prompt"].append(rollout.prompt)
+            table["completion"].append(rollout.completion)
+            table["advantages"].append(fmean(given) if isinstance(given, list) else given)
+            for name, value in rollout.metrics.items():
+                table["rewards"][name].append(value)
 
     def _only_advantages_matter(self) -> bool:
         """True where a row whose advantage is 0 adds nothing to the loss, so that its forward pass can be saved."""

@@ -40,7 +40,6 @@ class ChatText:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = frozenset(tokenizer.all_special_ids)
         self._byte_of = _bytes_of_byte_level_characters()
         self._names: dict[int, tuple[str, list[int]]] = {}
 
