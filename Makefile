@@ -5,7 +5,8 @@ VENV ?= .venv
 SEED ?= 0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PACKAGES := -e .[train] -e servers/embedded -e environments/reasoning_gym_env
+ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
+PACKAGES := -e .[train,gym,mcp,rg,ta] -e servers/embedded $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
@@ -21,7 +22,7 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml environments/reasoning_gym_env/pyproject.toml
+$(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml $(ENVIRONMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "verifiers needs Python 3.11 or later; $$($(PYTHON) --version) was found. Run: make PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verifiers.data.sampler import RepeatSampler
+    from verifiers.envs.adapters.gym_env import GymEnv
+    from verifiers.envs.adapters.mcp_env import MCPEnv as MCPEnv
+    from verifiers.envs.adapters.openenv_env import OpenEnvEnv
+    from verifiers.envs.adapters.reasoning_gym_env import ReasoningGymEnv as ReasoningGymEnv
+    from verifiers.envs.adapters.textarena_env import TextArenaEnv as TextArenaEnv
     from verifiers.envs.decorators import cleanup, stop, teardown
+    from verifiers.envs.env_group import EnvGroup
     from verifiers.envs.environment import Environment
     from verifiers.envs.example_datasets import load_example_dataset
     from verifiers.envs.loading import load_environment
     from verifiers.envs.multiturn_env import MultiTurnEnv
+    from verifiers.envs.python_env import PythonEnv
+    from verifiers.envs.sandbox_env import SandboxEnv
     from verifiers.envs.singleturn_env import SingleTurnEnv
+    from verifiers.envs.stateful_tool_env import StatefulToolEnv
+    from verifiers.envs.tool_env import ToolEnv
     from verifiers.errors import (
         ConfigError,
         EmptyModelResponseError,
@@ -30,14 +40,27 @@ if TYPE_CHECKING:
         ToolError,
         ToolParseError,
         UnknownEnvironmentError,
+        WorkerCallError,
+        WorkerError,
+        WorkerTimeoutError,
     )
     from verifiers.log import setup_logging
     from verifiers.parsers.boxed import extract_boxed_answer, extract_hash_answer
     from verifiers.parsers.parser import Parser
+    from verifiers.parsers.printable import print_prompt_completions_sample
     from verifiers.parsers.think_parser import MaybeThinkParser, ThinkParser
     from verifiers.parsers.xml_parser import XMLParser
     from verifiers.rollouts.generator import AsyncBatchGenerator
+    from verifiers.rubrics.episodic_sum_rubric import EpisodicSumRubric
+    from verifiers.rubrics.judge_rubric import JudgeRubric
+    from verifiers.rubrics.math_rubric import MathRubric
+    from verifiers.rubrics.overlong import overlong_penalty
+    from verifiers.rubrics.r1_zero import r1_zero_reward
+    from verifiers.rubrics.ranking_rubric import RankingRubric
     from verifiers.rubrics.rubric import Rubric
+    from verifiers.rubrics.rubric_group import RubricGroup
+    from verifiers.rubrics.tool_rubric import ToolRubric
+    from verifiers.sandbox.spec import Sandbox, SandboxSpec
     from verifiers.train.config import (
         GRPOConfig as GRPOConfig,
     )
@@ -83,13 +106,18 @@ __all__ = [
     "ChatMessage",
     "ConfigError",
     "EmptyModelResponseError",
+    "EnvGroup",
     "Environment",
+    "EpisodicSumRubric",
     "Error",
     "GenerateInputs",
     "GenerateOutputs",
     "GradingError",
+    "GymEnv",
     "Info",
     "InfraError",
+    "JudgeRubric",
+    "MathRubric",
     "MaybeThinkParser",
     "Message",
     "MessageType",
@@ -97,32 +125,48 @@ __all__ = [
     "ModelError",
     "ModelResponse",
     "MultiTurnEnv",
+    "OpenEnvEnv",
     "OverlongPromptError",
     "Parser",
     "ProcessedOutputs",
     "ProviderError",
+    "PythonEnv",
+    "RankingRubric",
     "RepeatSampler",
     "RewardFunc",
     "RolloutInput",
     "RolloutScore",
     "RolloutScores",
     "Rubric",
+    "RubricGroup",
     "SamplingArgs",
+    "Sandbox",
+    "SandboxEnv",
     "SandboxError",
+    "SandboxSpec",
     "SingleTurnEnv",
     "State",
+    "StatefulToolEnv",
     "ThinkParser",
     "ToolCallError",
+    "ToolEnv",
     "ToolError",
     "ToolParseError",
+    "ToolRubric",
     "TrajectoryStep",
     "UnknownEnvironmentError",
+    "WorkerCallError",
+    "WorkerError",
+    "WorkerTimeoutError",
     "XMLParser",
     "cleanup",
     "extract_boxed_answer",
     "extract_hash_answer",
     "load_environment",
     "load_example_dataset",
+    "overlong_penalty",
+    "print_prompt_completions_sample",
+    "r1_zero_reward",
     "setup_logging",
     "stop",
     "teardown",
@@ -176,6 +220,30 @@ _LAZY_IMPORTS = {
     "ToolError": "verifiers.errors:ToolError",
     "ToolParseError": "verifiers.errors:ToolParseError",
     "UnknownEnvironmentError": "verifiers.errors:UnknownEnvironmentError",
+    "RubricGroup": "verifiers.rubrics.rubric_group:RubricGroup",
+    "JudgeRubric": "verifiers.rubrics.judge_rubric:JudgeRubric",
+    "ToolRubric": "verifiers.rubrics.tool_rubric:ToolRubric",
+    "MathRubric": "verifiers.rubrics.math_rubric:MathRubric",
+    "EpisodicSumRubric": "verifiers.rubrics.episodic_sum_rubric:EpisodicSumRubric",
+    "RankingRubric": "verifiers.rubrics.ranking_rubric:RankingRubric",
+    "overlong_penalty": "verifiers.rubrics.overlong:overlong_penalty",
+    "r1_zero_reward": "verifiers.rubrics.r1_zero:r1_zero_reward",
+    "ToolEnv": "verifiers.envs.tool_env:ToolEnv",
+    "StatefulToolEnv": "verifiers.envs.stateful_tool_env:StatefulToolEnv",
+    "SandboxEnv": "verifiers.envs.sandbox_env:SandboxEnv",
+    "PythonEnv": "verifiers.envs.python_env:PythonEnv",
+    "EnvGroup": "verifiers.envs.env_group:EnvGroup",
+    "Sandbox": "verifiers.sandbox.spec:Sandbox",
+    "SandboxSpec": "verifiers.sandbox.spec:SandboxSpec",
+    "print_prompt_completions_sample": "verifiers.parsers.printable:print_prompt_completions_sample",
+    "TextArenaEnv": "verifiers.envs.adapters.textarena_env:TextArenaEnv",
+    "ReasoningGymEnv": "verifiers.envs.adapters.reasoning_gym_env:ReasoningGymEnv",
+    "GymEnv": "verifiers.envs.adapters.gym_env:GymEnv",
+    "MCPEnv": "verifiers.envs.adapters.mcp_env:MCPEnv",
+    "OpenEnvEnv": "verifiers.envs.adapters.openenv_env:OpenEnvEnv",
+    "WorkerError": "verifiers.errors:WorkerError",
+    "WorkerTimeoutError": "verifiers.errors:WorkerTimeoutError",
+    "WorkerCallError": "verifiers.errors:WorkerCallError",
     "GRPOConfig": "verifiers.train.config:GRPOConfig",
     "grpo_defaults": "verifiers.train.config:grpo_defaults",
     "lora_defaults": "verifiers.train.config:lora_defaults",
@@ -198,6 +266,7 @@ _SUBMODULES = frozenset(
         "parsers",
         "rollouts",
         "rubrics",
+        "sandbox",
         "scripts",
         "testing",
         "train",

@@ -13,7 +13,10 @@
     │   ├── ToolParseError (ValueError)       arguments of a tool call that are not the JSON asked for
     │   └── ToolCallError (RuntimeError)      a tool that raised
     ├── InfraError (RuntimeError)             the machinery around the policy failed
-    │   └── SandboxError                      a sandbox could not be started or died
+    │   ├── SandboxError                      a sandbox could not be started or died
+    │   └── WorkerError                       a worker process died
+    │       └── WorkerTimeoutError (TimeoutError)  it was killed at its deadline
+    ├── WorkerCallError (RuntimeError)        the function called in a worker process raised
     ├── GradingError (RuntimeError)           a reward function raised, hung or gave no number
     ├── GenerationError (RuntimeError)        a block of rollouts could not be produced
     │   ├── NothingScoredError                no rollout of a block got a reward
@@ -52,6 +55,9 @@ __all__ = [
     "UnknownEnvironmentError",
     "WeightProbeError",
     "WeightSyncError",
+    "WorkerCallError",
+    "WorkerError",
+    "WorkerTimeoutError",
 ]
 
 
@@ -122,6 +128,26 @@ class InfraError(Error, RuntimeError):
 
 class SandboxError(InfraError):
     """A sandbox could not be started, or died."""
+
+
+class WorkerError(InfraError):
+    """A worker process died before it answered: out of memory, killed, or crashed. The next call gets a new one."""
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """A call in a worker process ran past its deadline; the worker was killed."""
+
+
+class WorkerCallError(Error, RuntimeError):
+    """The function called in a worker process raised.
+
+    Attributes:
+        kind: the name of the exception's class there.
+    """
+
+    def __init__(self, message: str, *, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class GradingError(Error, RuntimeError):
