@@ -86,12 +86,14 @@ class Routes:
         return web.json_response(chat_completion(chat, prompt_ids, generation, self._text))
 
     async def _render(self, chat: ChatRequest) -> list[int]:
-        if sum(len(message["content"]) for message in chat.messages) < _INLINE_CHARACTERS:
-            return self._text.render(chat.messages, chat.chat_template_kwargs)
+        if chat.text_length < _INLINE_CHARACTERS:
+            return self._text.render(chat.messages, chat.chat_template_kwargs, chat.tools)
         # Long texts would hold up the event loop; one at a time, as tokenizers are not made for several
         # threads.
         async with self._rendering:
-            return await asyncio.to_thread(self._text.render, chat.messages, chat.chat_template_kwargs)
+            return await asyncio.to_thread(
+                self._text.render, chat.messages, chat.chat_template_kwargs, chat.tools
+            )
 
     def _generation_request(self, chat: ChatRequest, prompt_ids: list[int]) -> GenerationRequest:
         """The engine's request; `max_tokens` is clipped to the room left, and the answer then ends with

@@ -17,6 +17,7 @@ from types import FrameType
 from verifiers_embedded import __version__
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.listening import bind
+from verifiers_embedded.tool_calls import FORMATS
 
 _PARENT_POLL_S = 0.5
 _ORPHAN_GRACE_S = 5.0
@@ -48,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
         default=64,
         metavar="N",
         help="most sequences at once; others queue",
+    )
+    add(
+        "--tool-call-parser",
+        choices=("auto", "none", *FORMATS),
+        default="auto",
+        help="how the model writes tool calls; auto reads it off the chat template",
     )
     add("--threads", type=_positive, metavar="N", help="CPU threads for torch (default: torch's choice)")
     add("--seed", type=int, metavar="N", help="seeds the requests that bring no seed (default: random)")
@@ -100,6 +107,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             max_model_len=arguments.max_model_len,
             slots=arguments.rollout_chunk_size,
+            tool_format=arguments.tool_call_parser,
             threads=arguments.threads,
             seed=secrets.randbits(64) if arguments.seed is None else arguments.seed % 2**64,
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
-from verifiers_embedded.errors import ApiError
+from verifiers_embedded.errors import ApiError, StartError
+from verifiers_embedded.tool_calls import FORMATS, KEEPS_SPECIAL_TOKENS, Answer, format_of_template
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {
@@ -36,27 +38,56 @@ class ChatText:
 
     Args:
         tokenizer: a transformers tokenizer.
+        tool_format: in which format the model calls tools, a key of `tool_calls.FORMATS`; "auto" reads it
+            off the chat template, "none" leaves calls in the text.
+
+    Raises:
+        StartError: no such format.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tool_format: str = "auto") -> None:
+        if tool_format not in ("auto", "none", *FORMATS):
+            raise StartError(
+                f"tool format {tool_format!r} is unknown; give auto, none or one of {', '.join(FORMATS)}"
+            )
         self._tokenizer = tokenizer
+        self._template = _template_text(tokenizer)
+        named = None if tool_format == "none" else tool_format
+        self.tool_format = format_of_template(self._template) if named == "auto" else named
         self._byte_of = _bytes_of_byte_level_characters()
         self._names: dict[int, tuple[str, list[int]]] = {}
 
-    def render(self, messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> list[int]:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        template_kwargs: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """The prompt's token ids: the tokenizer's chat template with the generation prompt.
 
         Raises:
-            ApiError: the tokenizer has no chat template, or the template refuses the messages.
+            ApiError: the tokenizer has no chat template, it knows no tools where some are given, or the
+                template refuses the messages.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self._template:
             raise ApiError(
                 "the served model's tokenizer has no chat template; save one with the tokenizer",
                 param="messages",
             )
+        if tools and "tools" not in self._template:
+            raise ApiError(
+                "the served model's chat template does not mention tools, so the model would not see them; "
+                "leave 'tools' out and describe them in a message, or serve a model made for tools",
+                param="tools",
+            )
         try:
             ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template_kwargs
+                [self._for_template(message) for message in messages],
+                tools=tools or None,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **template_kwargs,
             )
         except Exception as error:
             # A template is a program of the model's author: it may raise anything, and means the messages are
@@ -67,6 +98,45 @@ class ChatText:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def divide(self, ids: Sequence[int], text: str) -> Answer:
+        """A completion as content and tool calls; without a call in the model's format, its text as it is.
+
+        Args:
+            ids: the completion's token ids.
+            text: their text, cut at the stop string.
+        """
+        if self.tool_format is None:
+            return Answer(text)
+        if self.tool_format in KEEPS_SPECIAL_TOKENS:
+            marked = self._tokenizer.decode([token for token in ids if token != self._tokenizer.eos_token_id])
+            answer = FORMATS[self.tool_format](marked)
+            return answer if answer.calls else Answer(text)
+        return FORMATS[self.tool_format](text)
+
+    @cached_property
+    def _arguments_stay_text(self) -> bool:
+        """True where the template prints a call's arguments as they are if they are text.
+
+        Then they can be printed as the model wrote them. Other templates want an object, and print it their
+        own way.
+        """
+        arguments = '{"a":   1}'
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            return arguments in self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # a template may raise anything on what it does not expect
+            return False
+
+    def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
+        calls = message.get("tool_calls")
+        if not calls or self._arguments_stay_text:
+            return message
+        return {**message, "tool_calls": [_with_arguments_read(call) for call in calls]}
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """A token's text and its UTF-8 bytes; where the token is part of a character, its true bytes."""
@@ -84,6 +154,22 @@ class ChatText:
             if isinstance(piece, str) and len(piece) == 6 and piece.startswith("<0x"):
                 return text, [int(piece[3:5], 16)]
         return text, list(text.encode("utf-8"))
+
+
+def _template_text(tokenizer: Any) -> str:
+    """Every chat template of a tokenizer; some have one of their own for tools."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        # the model's own words, which were no JSON
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 @lru_cache(maxsize=1)

@@ -36,6 +36,7 @@ class Settings:
     dtype: str
     max_model_len: int | None
     slots: int
+    tool_format: str
     threads: int | None
     seed: int
 
@@ -71,7 +72,7 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
 
     loop.add_signal_handler(signal.SIGTERM, end, 0)
     loop.add_signal_handler(signal.SIGINT, end, 130)
-    text = ChatText(loaded.tokenizer)
+    text = ChatText(loaded.tokenizer, settings.tool_format)
     engine = Engine(
         loaded.model,
         decode=text.decode,

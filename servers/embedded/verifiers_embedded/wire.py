@@ -26,6 +26,9 @@ _READ = frozenset(
         "return_token_ids",
         "ignore_eos",
         "chat_template_kwargs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
     }
 )
 _HARMLESS = frozenset(
@@ -38,7 +41,6 @@ _HARMLESS = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "prediction",
-        "parallel_tool_calls",
         "priority",
         "request_id",
         "cache_salt",
@@ -51,8 +53,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -76,7 +76,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "modalities": (["text"],),
 }
-_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_call_id", "reasoning", "reasoning_content"})
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content"}
+)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_STOP = 4
 _MAX_TOP_K = 2**24
@@ -100,6 +102,16 @@ class ChatRequest:
     return_token_ids: bool
     ignore_eos: bool
     chat_template_kwargs: dict[str, Any]
+    tools: list[dict[str, Any]]
+    parallel_tool_calls: bool
+
+    @property
+    def text_length(self) -> int:
+        """Characters that the chat template will print, roughly."""
+        said = sum(
+            len(message["content"]) + len(repr(message.get("tool_calls", ""))) for message in self.messages
+        )
+        return said + len(repr(self.tools))
 
 
 def parse_chat_request(body: Any) -> ChatRequest:
@@ -136,6 +148,8 @@ def parse_chat_request(body: Any) -> ChatRequest:
         return_token_ids=_typed(fields, "return_token_ids", bool, False),
         ignore_eos=_typed(fields, "ignore_eos", bool, False),
         chat_template_kwargs=_template_kwargs(fields),
+        tools=_tools(fields),
+        parallel_tool_calls=_typed(fields, "parallel_tool_calls", bool, True),
     )
 
 
@@ -175,15 +189,65 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     for name in message:
         if name not in _MESSAGE_FIELDS:
             raise ApiError(f"{where} has field {name!r}, which this server does not support", param=where)
-        if name != "content" and not isinstance(message[name], str):
+        if name not in ("content", "tool_calls") and not isinstance(message[name], str):
             raise ApiError(f"{where}.{name} must be a string, not {_short(message[name])}", param=where)
     if message.get("role") not in _ROLES:
         raise ApiError(
             f"{where}.role must be one of {', '.join(_ROLES)}, not {_short(message.get('role'))}", param=where
         )
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message, where)
+        message.setdefault("content", "")
+        if message["content"] == "":
+            return message
     # Looked up in the original: an empty list of parts is dropped above, but is content all the same.
     message["content"] = _content(value.get("content"), where)
     return message
+
+
+def _tool_calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    if message["role"] != "assistant":
+        raise ApiError(
+            f"{where}.tool_calls belongs to the role 'assistant', not {message['role']!r}", param=where
+        )
+    calls = message["tool_calls"]
+    if not isinstance(calls, list):
+        raise ApiError(f"{where}.tool_calls must be a list, not {_short(calls)}", param=where)
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not all(
+            isinstance(function.get(name), str) for name in ("name", "arguments")
+        ):
+            raise ApiError(
+                f"{where}.tool_calls[{place}] must have a 'function' with 'name' and 'arguments', both "
+                f"strings, not {_short(call)}",
+                param=where,
+            )
+    return calls
+
+
+def _tools(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools to show to the model: none with `tool_choice` "none"."""
+    tools = fields.get("tools", [])
+    if not isinstance(tools, list):
+        raise ApiError(f"field 'tools' must be a list, not {_short(tools)}", param="tools")
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(
+                f"tools[{place}] must be {{'type': 'function', 'function': {{'name': ...}}}}, "
+                f"not {_short(tool)}",
+                param="tools",
+            )
+    choice = fields.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise ApiError(
+            f"field 'tool_choice' with value {_short(choice)} is not supported by this server, which does "
+            "not constrain what is sampled; give 'auto' or 'none'",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    return tools if choice == "auto" else []
 
 
 def _content(value: Any, where: str) -> str:

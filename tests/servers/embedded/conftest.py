@@ -149,11 +149,14 @@ def build() -> Callable[..., Path]:
 class Server:
     """A server in this process, over real sockets on 127.0.0.1."""
 
-    def __init__(self, base: str, engine: Engine, loaded: LoadedModel, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, base: str, engine: Engine, loaded: LoadedModel, session: aiohttp.ClientSession, text: ChatText
+    ) -> None:
         self.base = base
         self.engine = engine
         self.loaded = loaded
         self.session = session
+        self.text = text
 
     async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
         async with self.session.post(self.base + path, json=body) as response:
@@ -212,9 +215,16 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
     running: list[tuple[web.AppRunner, Engine, aiohttp.ClientSession]] = []
 
     async def begin(
-        directory: Path = model_dir, *, slots: int = 64, max_model_len: int | None = None, seed: int = 5
+        directory: Path = model_dir,
+        *,
+        slots: int = 64,
+        max_model_len: int | None = None,
+        seed: int = 5,
+        template: str | None = None,
     ) -> Server:
         loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=max_model_len)
+        if template is not None:
+            loaded.tokenizer.chat_template = template
         text = ChatText(loaded.tokenizer)
         engine = Engine(loaded.model, decode=text.decode, slots=slots, max_model_len=loaded.max_model_len, threads=1)
         app = Routes(engine, loaded, text, model_name="m", seed=seed).app()
@@ -226,7 +236,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         port = runner.addresses[0][1]
         session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         running.append((runner, engine, session))
-        return Server(f"http://127.0.0.1:{port}", engine, loaded, session)
+        return Server(f"http://127.0.0.1:{port}", engine, loaded, session, text)
 
     yield begin
     for runner, engine, session in running:

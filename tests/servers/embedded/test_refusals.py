@@ -9,7 +9,6 @@ import pytest
 UNSUPPORTED = {
     "stream": True,
     "n": 2,
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
     "response_format": {"type": "json_object"},
     "logit_bias": {"5": 10},
