@@ -1,30 +1,47 @@
-"""The HTTP routes: OpenAI's chat completions, and vLLM's names for pausing and for new weights."""
+"""The routes that give text and tokens: OpenAI's surface, and vLLM's for token ids."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
-from verifiers_embedded.answers import chat_completion
-from verifiers_embedded.engine import PAUSE_MODES, Engine
-from verifiers_embedded.errors import ApiError, BrokenLogits, EngineDied, EngineStopped, WeightsError
-from verifiers_embedded.generation import GenerationRequest
+from verifiers_embedded.answers import chat_completion, text_completion, token_generation
+from verifiers_embedded.control import ControlRoutes
+from verifiers_embedded.engine import Engine
+from verifiers_embedded.errors import ApiError
+from verifiers_embedded.events import (
+    ChatWriter,
+    Progress,
+    TextWriter,
+    TokenWriter,
+    Watched,
+    Writer,
+    encoded,
+    events,
+)
+from verifiers_embedded.fields import read_fields, typed
+from verifiers_embedded.generation import Generation, GenerationRequest
+from verifiers_embedded.http import answer_errors, as_api_error, key_required, read_json
 from verifiers_embedded.loading import LoadedModel
+from verifiers_embedded.metrics import Metrics
 from verifiers_embedded.prompts import ChatText
-from verifiers_embedded.sampling import SamplingParameters, UniformStream
-from verifiers_embedded.weights import match_weights, read_weights
-from verifiers_embedded.wire import ChatRequest, parse_chat_request
+from verifiers_embedded.requests import (
+    ChatRequest,
+    Decoding,
+    Delivery,
+    parse_chat_request,
+    parse_text_request,
+    parse_token_request,
+    token_ids_of,
+)
+from verifiers_embedded.sampling import SamplingParameters, UniformStream, seed_of_choice
+from verifiers_embedded.tokenizing import parse_tokenize_request
 
-log = logging.getLogger(__name__)
-
-_MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 64 * 2**20
 _INLINE_CHARACTERS = 20_000
 
 
@@ -37,10 +54,20 @@ class Routes:
         text: the tokenizer, as the engine decodes with it.
         model_name: the name requests give in ``model``.
         seed: of the stream from which requests without a seed get theirs.
+        api_key: what requests must bring as a bearer token; None asks for none.
+        max_body_bytes: longer bodies are refused with status 413.
     """
 
     def __init__(
-        self, engine: Engine, loaded: LoadedModel, text: ChatText, *, model_name: str, seed: int
+        self,
+        engine: Engine,
+        loaded: LoadedModel,
+        text: ChatText,
+        *,
+        model_name: str,
+        seed: int,
+        api_key: str | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self._engine = engine
         self._loaded = loaded
@@ -48,94 +75,93 @@ class Routes:
         self._model_name = model_name
         self._seeds = UniformStream(seed)
         self._created = int(time.time())
-        self._reloading = asyncio.Lock()
         self._rendering = asyncio.Lock()
+        self._api_key = api_key
+        self._max_body_bytes = max_body_bytes
+        self._metrics = Metrics(engine)
 
     def app(self) -> web.Application:
         """The application, ready for a runner (with handler_cancellation, so that disconnects free slots)."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[answer_errors])
+        middlewares: list[Any] = [self._metrics.count_answers, answer_errors]
+        if self._api_key is not None:
+            middlewares.append(key_required(self._api_key))
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=middlewares)
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self.chat_completions),
+                web.post("/v1/completions", self.completions),
+                web.post("/inference/v1/generate", self.generate),
                 web.get("/v1/models", self.models),
+                web.get("/v1/models/{name:.+}", self.model),
+                web.post("/tokenize", self.tokenize),
+                web.post("/detokenize", self.detokenize),
                 web.get("/health", self.health),
-                web.post("/pause", self.pause),
-                web.post("/resume", self.resume),
-                web.get("/is_paused", self.is_paused),
-                web.post("/collective_rpc", self.collective_rpc),
-                web.post("/update_weight_version", self.update_weight_version),
-                web.get("/weight_info", self.weight_info),
+                web.get("/metrics", self._metrics.show),
+                *ControlRoutes(self._engine, self._loaded, self._model_name).routes(),
             ]
         )
         return app
 
-    async def chat_completions(self, request: web.Request) -> web.Response:
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         chat = parse_chat_request(await read_json(request))
-        if chat.model != self._model_name:
-            raise ApiError(
-                f"The model {chat.model!r} does not exist; this server holds {self._model_name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        self._check_model(chat.delivery.model)
         prompt_ids = await self._render(chat)
-        generation = await asyncio.wrap_future(
-            self._engine.submit(self._generation_request(chat, prompt_ids))
-        )
-        return web.json_response(chat_completion(chat, prompt_ids, generation, self._text))
+        jobs = self._jobs(chat.decoding, prompt_ids)
+        if chat.delivery.stream:
+            return await self._stream(request, chat.delivery, jobs, ChatWriter(chat, prompt_ids, self._text))
+        return web.json_response(chat_completion(chat, prompt_ids, await self._generate(jobs), self._text))
 
-    async def _render(self, chat: ChatRequest) -> list[int]:
-        if chat.text_length < _INLINE_CHARACTERS:
-            return self._text.render(chat.messages, chat.chat_template_kwargs, chat.tools)
-        # Long texts would hold up the event loop; one at a time, as tokenizers are not made for several
-        # threads.
-        async with self._rendering:
-            return await asyncio.to_thread(
-                self._text.render, chat.messages, chat.chat_template_kwargs, chat.tools
-            )
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions"""
+        asked = parse_text_request(await read_json(request))
+        self._check_model(asked.delivery.model)
+        prompts = []
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                prompts.append((prompt, await self._encode(prompt, asked.add_special_tokens)))
+            else:
+                prompts.append((self._text.decode(prompt) if asked.echo else "", prompt))
+        jobs = [job for _, ids in prompts for job in self._jobs(asked.decoding, ids, "prompt")]
+        if asked.delivery.stream:
+            return await self._stream(request, asked.delivery, jobs, TextWriter(asked, prompts, self._text))
+        return web.json_response(text_completion(asked, prompts, await self._generate(jobs), self._text))
 
-    def _generation_request(self, chat: ChatRequest, prompt_ids: list[int]) -> GenerationRequest:
-        """The engine's request; `max_tokens` is clipped to the room left, and the answer then ends with
-        "length".
-        """
-        limit = self._loaded.max_model_len
-        room = limit - len(prompt_ids)
-        if room < 1:
-            raise ApiError(
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-                f"{len(prompt_ids)} tokens, which leaves no room for a completion. Please shorten them.",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        if not prompt_ids:
-            raise ApiError("the messages resulted in no token at all; give some text", param="messages")
-        if max(prompt_ids) >= self._loaded.vocab_size:
-            # Left to the model, one such prompt would end the engine for all requests.
-            raise ApiError(
-                f"the messages hold token {max(prompt_ids)}, but the model has {self._loaded.vocab_size} "
-                "embeddings; serve the model with its own tokenizer",
-                param="messages",
-            )
-        seed = int(self._seeds.next() * 2**53) if chat.seed is None else chat.seed
-        return GenerationRequest(
-            prompt_ids=tuple(prompt_ids),
-            max_tokens=room if chat.max_tokens is None else min(room, chat.max_tokens),
-            sampling=SamplingParameters(seed, chat.temperature, chat.top_k, chat.top_p, chat.min_p),
-            eos_ids=frozenset() if chat.ignore_eos else self._loaded.eos_ids,
-            stop=chat.stop,
-        )
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """POST /inference/v1/generate: token ids in and out, under vLLM's names"""
+        asked = parse_token_request(await read_json(request))
+        if asked.delivery.model:
+            self._check_model(asked.delivery.model)
+        jobs = self._jobs(asked.decoding, asked.token_ids, "token_ids")
+        if asked.delivery.stream:
+            return await self._stream(request, asked.delivery, jobs, TokenWriter(asked, self._text))
+        return web.json_response(token_generation(asked, await self._generate(jobs), self._text))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """POST /tokenize: the ids of a prompt, or of messages as the chat template renders them"""
+        asked = parse_tokenize_request(await read_json(request))
+        if isinstance(asked.source, str):
+            ids = await self._encode(asked.source, asked.add_special_tokens)
+        else:
+            ids = await self._render(asked.source)
+        answer = {"count": len(ids), "max_model_len": self._loaded.max_model_len, "tokens": ids}
+        names = [self._text.token(token)[0] for token in ids] if asked.return_token_strs else None
+        return web.json_response({**answer, "token_strs": names})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """POST /detokenize: the text of token ids, special tokens included"""
+        fields = read_fields(await read_json(request), {"model", "tokens"})
+        self._check_model(typed(fields, "model", str, self._model_name))
+        return web.json_response({"prompt": self._text.decode_all(token_ids_of(fields, "tokens"))})
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models"""
-        entry = {
-            "id": self._model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "verifiers-embedded",
-            "max_model_len": self._loaded.max_model_len,
-        }
-        return web.json_response({"object": "list", "data": [entry]})
+        return web.json_response({"object": "list", "data": [self._entry()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/NAME"""
+        self._check_model(request.match_info["name"])
+        return web.json_response(self._entry())
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 with the queue's lengths, or 503 with the reason why nothing is generated."""
@@ -144,95 +170,129 @@ class Routes:
             return web.json_response(ApiError(str(failure), status=503).body(), status=503)
         return web.json_response({"status": "ok", **self._engine.counts})
 
-    async def pause(self, request: web.Request) -> web.Response:
-        """POST /pause?mode=wait|keep|abort; answers when no more tokens are sampled."""
-        name = request.query.get("mode", "wait")
-        mode = next((known for known in PAUSE_MODES if known == name), None)
-        if mode is None:
-            raise ApiError(f"mode {name!r} is unknown; give one of {', '.join(PAUSE_MODES)}", param="mode")
-        await asyncio.wrap_future(self._engine.pause(mode))
-        return web.json_response({"status": "paused"})
+    # -- generating -----------------------------------------------------------------------------------------
 
-    async def resume(self, request: web.Request) -> web.Response:
-        """POST /resume"""
-        await asyncio.wrap_future(self._engine.resume())
-        return web.json_response({"status": "resumed"})
+    async def _generate(self, jobs: Sequence[GenerationRequest]) -> list[Generation]:
+        promises = [asyncio.wrap_future(self._engine.submit(job)) for job in jobs]
+        try:
+            generations = await asyncio.gather(*promises)
+        finally:
+            # a client that has gone away, or a choice that failed: the others free their slots
+            for promise in promises:
+                promise.cancel()
+        self._metrics.count_tokens(jobs, generations)
+        return generations
 
-    async def is_paused(self, request: web.Request) -> web.Response:
-        """GET /is_paused"""
-        return web.json_response({"is_paused": self._engine.is_paused})
-
-    async def collective_rpc(self, request: web.Request) -> web.Response:
-        """POST /collective_rpc with method reload_weights; answers when the new weights are in use."""
-        body = await read_json(request)
-        if not isinstance(body, dict) or body.get("method") != "reload_weights":
-            method = body.get("method") if isinstance(body, dict) else body
-            raise ApiError(f"method {method!r} is not supported; only 'reload_weights' is", param="method")
-        kwargs = body.get("kwargs") or {}
-        if not isinstance(kwargs, dict) or set(kwargs) != {"weights_path"} or body.get("args"):
-            raise ApiError("reload_weights takes exactly kwargs {'weights_path': DIR}", param="kwargs")
-        if not isinstance(kwargs["weights_path"], str):
-            raise ApiError(f"weights_path must be a string, not {kwargs['weights_path']!r}", param="kwargs")
-        async with self._reloading:
-            started = time.monotonic()
-            directory = Path(kwargs["weights_path"])
-            tensors = await asyncio.to_thread(read_weights, directory)
-            copies = await asyncio.to_thread(match_weights, self._loaded.model, tensors)
-            await asyncio.wrap_future(self._engine.reload(copies))
-        log.info("loaded %d tensors from %s in %.3f s", len(copies), directory, time.monotonic() - started)
-        return web.json_response({"results": [None]})
-
-    async def update_weight_version(self, request: web.Request) -> web.Response:
-        """POST /update_weight_version"""
-        body = await read_json(request)
-        label = body.get("new_version") if isinstance(body, dict) else None
-        if not isinstance(label, str) or not label:
-            raise ApiError(f"new_version must be a non-empty string, not {label!r}", param="new_version")
-        await asyncio.wrap_future(self._engine.name_version(label))
-        return web.json_response({"success": True, "new_version": label})
-
-    async def weight_info(self, request: web.Request) -> web.Response:
-        """GET /weight_info"""
-        return web.json_response(
-            {
-                "weight_version": self._engine.weight_version,
-                "num_parameters": self._loaded.num_parameters,
-                "model": self._model_name,
-            }
+    async def _stream(
+        self, request: web.Request, delivery: Delivery, jobs: Sequence[GenerationRequest], writer: Writer
+    ) -> web.StreamResponse:
+        progress = Progress()
+        watched = [Watched(index, progress) for index in range(len(jobs))]
+        for item, job in zip(watched, jobs, strict=True):
+            item.follow(self._engine.submit(job, item))
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
+        try:
+            await response.prepare(request)
+            try:
+                async for event in events(watched, progress, writer, delivery):
+                    await response.write(event)
+                self._metrics.count_tokens(jobs, [item.result() for item in watched])
+            except ConnectionError:
+                # the client has gone away; its slots are freed below
+                return response
+            except Exception as error:
+                # the status is sent already: the failure can only be an event
+                refusal = as_api_error(error)
+                if refusal is None:
+                    raise
+                await response.write(encoded(refusal.body()))
+            await response.write_eof()
+        finally:
+            for item in watched:
+                item.cancel()
+        return response
 
+    def _jobs(
+        self, decoding: Decoding, prompt_ids: list[int], param: str = "messages"
+    ) -> list[GenerationRequest]:
+        """The engine's requests, one for each choice. `max_tokens` is clipped to the room left, and the
+        answer then ends with "length".
+        """
+        room = self._checked_room(prompt_ids, param)
+        seed = int(self._seeds.next() * 2**53) if decoding.seed is None else decoding.seed
+        eos_ids = frozenset() if decoding.ignore_eos else self._loaded.eos_ids
+        return [
+            GenerationRequest(
+                prompt_ids=tuple(prompt_ids),
+                max_tokens=room if decoding.max_tokens is None else min(room, decoding.max_tokens),
+                sampling=SamplingParameters(
+                    seed_of_choice(seed, index),
+                    decoding.temperature,
+                    decoding.top_k,
+                    decoding.top_p,
+                    decoding.min_p,
+                    decoding.top_logprobs,
+                ),
+                eos_ids=eos_ids | decoding.stop_token_ids,
+                stop=decoding.stop,
+            )
+            for index in range(decoding.n)
+        ]
 
-async def read_json(request: web.Request) -> Any:
-    """The request's body.
+    def _checked_room(self, prompt_ids: list[int], param: str) -> int:
+        limit = self._loaded.max_model_len
+        room = limit - len(prompt_ids)
+        if room < 1:
+            raise ApiError(
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+                f"{len(prompt_ids)} tokens, which leaves no room for a completion. Please shorten them.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if not prompt_ids:
+            raise ApiError(f"the {param} resulted in no token at all; give some text", param=param)
+        if max(prompt_ids) >= self._loaded.vocab_size:
+            # Left to the model, one such prompt would end the engine for all requests.
+            raise ApiError(
+                f"the {param} hold token {max(prompt_ids)}, but the model has {self._loaded.vocab_size} "
+                "embeddings; serve the model with its own tokenizer",
+                param=param,
+            )
+        return room
 
-    Raises:
-        ApiError: it is not JSON.
-    """
-    try:
-        return json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the request body is not valid JSON: {error}") from error
+    # -- text and tokens ------------------------------------------------------------------------------------
 
+    async def _render(self, chat: ChatRequest) -> list[int]:
+        arguments = (chat.messages, chat.chat_template_kwargs, chat.tools)
+        if chat.text_length < _INLINE_CHARACTERS:
+            return self._text.render(*arguments)
+        # Long texts would hold up the event loop; one at a time, as tokenizers are not made for several
+        # threads.
+        async with self._rendering:
+            return await asyncio.to_thread(self._text.render, *arguments)
 
-@web.middleware
-async def answer_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Turns every exception into OpenAI's error object with the fitting status."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        refusal = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
-    except ApiError as error:
-        refusal = error
-    except WeightsError as error:
-        refusal = ApiError(str(error), param="weights_path")
-    except EngineStopped as error:
-        refusal = ApiError(str(error), status=503)
-    except (EngineDied, BrokenLogits) as error:
-        refusal = ApiError(str(error), status=500)
-    except Exception as error:
-        # Without this the client would get aiohttp's HTML page, which no OpenAI client can read.
-        log.exception("%s %s failed", request.method, request.path)
-        refusal = ApiError(f"internal error: {type(error).__name__}: {error}", status=500)
-    return web.json_response(refusal.body(), status=refusal.status)
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) < _INLINE_CHARACTERS:
+            return self._text.encode(text, add_special_tokens)
+        async with self._rendering:
+            return await asyncio.to_thread(self._text.encode, text, add_special_tokens)
+
+    def _entry(self) -> dict[str, Any]:
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "verifiers-embedded",
+            "max_model_len": self._loaded.max_model_len,
+        }
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise ApiError(
+                f"The model {name!r} does not exist; this server holds {self._model_name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )

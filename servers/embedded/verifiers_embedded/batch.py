@@ -12,7 +12,7 @@ import torch
 from verifiers_embedded.cache import SlotCache
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.generation import Sequence
-from verifiers_embedded.sampling import BatchSampler
+from verifiers_embedded.sampling import BatchSampler, Draw
 
 PREFILL_TOKENS = 8192
 """Most tokens (with padding) of one prefill pass, unless a single prompt is longer."""
@@ -80,8 +80,8 @@ class ActiveBatch:
         self._cache.clear()
         self._prefill(range(len(self.sequences)))
 
-    def step(self) -> tuple[list[int], list[float]]:
-        """Samples the next token of every sequence; returns ids and log-probabilities in row order."""
+    def step(self) -> Draw:
+        """Samples the next token of every sequence."""
         if self._sampler is None:
             self._sampler = BatchSampler([item.request.sampling for item in self.sequences], self._device)
         return self._sampler.sample(self.logits(), [item.uniforms.next() for item in self.sequences])

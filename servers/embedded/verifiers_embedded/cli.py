@@ -56,6 +56,24 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="how the model writes tool calls; auto reads it off the chat template",
     )
+    add(
+        "--reasoning-parser",
+        choices=("none", "think"),
+        default="none",
+        help="think: text between <think> tags is answered as reasoning_content",
+    )
+    add(
+        "--api-key-var",
+        metavar="NAME",
+        help="environment variable that holds the key which every request must bring (default: no key)",
+    )
+    add(
+        "--max-body-mib",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="longest request body",
+    )
     add("--threads", type=_positive, metavar="N", help="CPU threads for torch (default: torch's choice)")
     add("--seed", type=int, metavar="N", help="seeds the requests that bring no seed (default: random)")
     add("--parent-pid", type=_positive, metavar="PID", help="end when this process ends")
@@ -108,10 +126,24 @@ def _serve(arguments: argparse.Namespace) -> int:
             max_model_len=arguments.max_model_len,
             slots=arguments.rollout_chunk_size,
             tool_format=arguments.tool_call_parser,
+            splits_reasoning=arguments.reasoning_parser == "think",
+            api_key=_api_key(arguments.api_key_var),
+            max_body_bytes=arguments.max_body_mib * 2**20,
             threads=arguments.threads,
             seed=secrets.randbits(64) if arguments.seed is None else arguments.seed % 2**64,
         )
         return serve(settings, listener)
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "")
+    if not key:
+        raise StartError(
+            f"--api-key-var {variable}: the environment has no such variable, or it is empty; set it"
+        )
+    return key
 
 
 def set_environment(threads: int | None) -> None:

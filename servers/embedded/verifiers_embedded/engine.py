@@ -14,7 +14,7 @@ import torch
 
 from verifiers_embedded.batch import ActiveBatch
 from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped
-from verifiers_embedded.generation import Generation, GenerationRequest, Sequence, WeightVersion
+from verifiers_embedded.generation import Generation, GenerationRequest, Sequence, Watcher, WeightVersion
 from verifiers_embedded.sampling import UniformStream
 from verifiers_embedded.stopping import Decode, StopMatcher
 from verifiers_embedded.weights import Copies, copy_weights
@@ -104,12 +104,12 @@ class Engine:
         """Rows and columns (tokens) of key-value cache that memory is held for."""
         return self._batch.allocated
 
-    def submit(self, request: GenerationRequest) -> Future[Generation]:
+    def submit(self, request: GenerationRequest, watcher: Watcher | None = None) -> Future[Generation]:
         """Queues a request. Cancelling the future frees its slot at the next step."""
         matcher = StopMatcher(self._decode, request.stop) if request.stop else None
         future: Future[Generation] = Future()
         uniforms = UniformStream(request.sampling.seed)
-        sequence = Sequence(request, future, matcher, uniforms, list(request.prompt_ids))
+        sequence = Sequence(request, future, matcher, uniforms, list(request.prompt_ids), watcher=watcher)
         with self._wake:
             if self._failure is not None:
                 _settle(future, error=self._failure)
@@ -264,15 +264,19 @@ class Engine:
     def _step(self) -> None:
         keep: list[bool] = []
         answers: list[tuple[Sequence, Generation | None, BrokenLogits | None]] = []
-        tokens, log_probs = self._batch.step()
+        draw = self._batch.step()
         version = self._version
-        for sequence, token, log_prob in zip(self._batch.sequences, tokens, log_probs, strict=True):
+        for sequence, token, log_prob, likeliest in zip(
+            self._batch.sequences, draw.tokens, draw.log_probs, draw.likeliest, strict=True
+        ):
             try:
-                reason = sequence.append(token, log_prob, version)
+                reason = sequence.append(token, log_prob, version, likeliest)
             except BrokenLogits as error:
                 answers.append((sequence, None, error))
                 keep.append(False)
                 continue
+            if sequence.watcher is not None:
+                sequence.watcher.advance(sequence)
             if reason is not None:
                 answers.append((sequence, sequence.finish(reason), None))
             keep.append(reason is None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from verifiers_embedded.errors import BrokenLogits
 from verifiers_embedded.sampling import SamplingParameters, UniformStream
@@ -60,18 +60,30 @@ class Generation:
     """A finished completion.
 
     `token_ids` holds every sampled token, with the one that ended it; `log_probs[i]` is the natural log of
-    the probability with which `token_ids[i]` was drawn. `spans` covers all tokens without gaps.
+    the probability with which `token_ids[i]` was drawn; `likeliest[i]` the alternatives that were asked for,
+    as (id, log-probability). `spans` covers all tokens without gaps.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     spans: list[WeightSpan]
+    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+class Watcher(Protocol):
+    """Who wants to know of a completion while it grows."""
+
+    def advance(self, sequence: Sequence) -> None:
+        """Called in the engine's thread after each token; must return at once and raise nothing."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request while it is queued or has a slot. Only the engine thread writes to it."""
+    """A request while it is queued or has a slot. Only the engine thread writes to it.
+
+    Others may read: entries are added at the ends of the lists, and never changed. `log_probs` grows last.
+    """
 
     request: GenerationRequest
     future: Future[Generation]
@@ -79,9 +91,13 @@ class Sequence:
     uniforms: UniformStream
     tokens: list[int]
     log_probs: list[float] = field(default_factory=list)
+    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
     span_starts: list[tuple[WeightVersion, int]] = field(default_factory=list)
+    watcher: Watcher | None = None
 
-    def append(self, token: int, log_prob: float, version: WeightVersion) -> FinishReason | None:
+    def append(
+        self, token: int, log_prob: float, version: WeightVersion, likeliest: list[tuple[int, float]]
+    ) -> FinishReason | None:
         """Takes a sampled token; returns why the sequence ends with it, or None where it goes on.
 
         Raises:
@@ -95,6 +111,7 @@ class Sequence:
         if not self.span_starts or self.span_starts[-1][0] is not version:
             self.span_starts.append((version, len(self.log_probs)))
         self.tokens.append(token)
+        self.likeliest.append(likeliest)
         self.log_probs.append(log_prob)
         if token in self.request.eos_ids:
             return "stop"
@@ -112,4 +129,4 @@ class Sequence:
             for (version, start), end in zip(self.span_starts, ends, strict=False)
         ]
         sampled = self.tokens[len(self.request.prompt_ids) :]
-        return Generation(sampled, self.log_probs, reason, spans)
+        return Generation(sampled, self.log_probs, reason, spans, self.likeliest)

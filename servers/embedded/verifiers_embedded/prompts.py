@@ -40,17 +40,19 @@ class ChatText:
         tokenizer: a transformers tokenizer.
         tool_format: in which format the model calls tools, a key of `tool_calls.FORMATS`; "auto" reads it
             off the chat template, "none" leaves calls in the text.
+        splits_reasoning: whether text between think tags is answered apart from the content.
 
     Raises:
         StartError: no such format.
     """
 
-    def __init__(self, tokenizer: Any, tool_format: str = "auto") -> None:
+    def __init__(self, tokenizer: Any, tool_format: str = "auto", *, splits_reasoning: bool = False) -> None:
         if tool_format not in ("auto", "none", *FORMATS):
             raise StartError(
                 f"tool format {tool_format!r} is unknown; give auto, none or one of {', '.join(FORMATS)}"
             )
         self._tokenizer = tokenizer
+        self.splits_reasoning = splits_reasoning
         self._template = _template_text(tokenizer)
         named = None if tool_format == "none" else tool_format
         self.tool_format = format_of_template(self._template) if named == "auto" else named
@@ -95,9 +97,24 @@ class ChatText:
             raise ApiError(f"the chat template refused the messages: {error}", param="messages") from error
         return [int(value) for value in ids]
 
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a plain text."""
+        return [int(value) for value in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included."""
+        return self._tokenizer.decode(list(ids))
+
+    @property
+    def call_marks(self) -> tuple[str, ...]:
+        """Strings behind which a completion's text must be whole before its calls can be read; "" for all."""
+        if self.tool_format in KEEPS_SPECIAL_TOKENS:
+            return ("",)
+        return ("<tool_call>", "\n<tool_call>") if self.tool_format else ()
 
     def divide(self, ids: Sequence[int], text: str) -> Answer:
         """A completion as content and tool calls; without a call in the model's format, its text as it is.

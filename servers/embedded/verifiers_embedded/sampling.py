@@ -7,6 +7,7 @@ first used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ class SamplingParameters:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the fewest likeliest tokens whose probability reaches top_p; 1 keeps all.
         min_p: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+        top_logprobs: how many of the likeliest tokens are reported beside the drawn one.
 
     The temperature is applied first, then min_p, top_k and top_p (vLLM's order); what is left is
     renormalised.
@@ -43,6 +45,7 @@ class SamplingParameters:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_logprobs: int = 0
 
     @property
     def greedy(self) -> bool:
@@ -53,6 +56,31 @@ class SamplingParameters:
     def truncated(self) -> bool:
         """Whether some tokens are taken out of the distribution before it is sampled."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one step drew, in row order.
+
+    Args:
+        tokens: ids.
+        log_probs: their log-probabilities.
+        likeliest: the likeliest tokens, for rows that asked for them.
+
+    `likeliest[i]` is a list of (id, log-probability), the likeliest first; a truncated distribution may hold
+    fewer than were asked for.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    likeliest: list[list[tuple[int, float]]]
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """The seed of one of several completions of a request; the first has the request's own."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
 
 
 class UniformStream:
@@ -94,12 +122,14 @@ class BatchSampler:
         truncated = [(i, row) for i, row in enumerate(rows) if row.truncated]
         self._truncated_rows = _index([i for i, _ in truncated], device)
         self._all_greedy = all(row.greedy for row in rows)
+        self._tops = [row.top_logprobs for row in rows]
+        self._top_rows = _index([i for i, row in enumerate(rows) if row.top_logprobs], device)
         self._limits = torch.tensor(
             [[row.top_k, row.top_p, row.min_p] for _, row in truncated], dtype=torch.float32, device=device
         )
 
-    def sample(self, logits_NV: torch.Tensor, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
-        """Token ids and their log-probabilities, one of each for every row.
+    def sample(self, logits_NV: torch.Tensor, uniforms: Sequence[float]) -> Draw:
+        """One token for every row.
 
         Args:
             logits_NV: the model's last logits, any floating dtype; the mathematics are in float32.
@@ -124,7 +154,21 @@ class BatchSampler:
         chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
         # One transfer instead of two: on a GPU each .tolist() waits for the device. Ids are exact in float64.
         ids, values = torch.stack([tokens.double(), chosen.double()]).tolist()
-        return [int(value) for value in ids], values
+        return Draw([int(value) for value in ids], values, self._likeliest(log_probs))
+
+    def _likeliest(self, log_probs_NV: torch.Tensor) -> list[list[tuple[int, float]]]:
+        import torch
+
+        found: list[list[tuple[int, float]]] = [[] for _ in self._tops]
+        if self._top_rows is None:
+            return found
+        count = min(max(self._tops), log_probs_NV.shape[1])
+        values, ids = log_probs_NV[self._top_rows].topk(count, dim=-1)
+        columns = torch.stack([ids.double(), values.double()]).tolist()
+        for row, row_ids, row_values in zip(self._top_rows.tolist(), *columns, strict=True):
+            pairs = zip(row_ids[: self._tops[row]], row_values[: self._tops[row]], strict=True)
+            found[row] = [(int(token), value) for token, value in pairs if value > -math.inf]
+        return found
 
     def _invert(self, log_probs_NV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
         """The first token whose cumulative probability exceeds the uniform number."""

@@ -37,6 +37,9 @@ class Settings:
     max_model_len: int | None
     slots: int
     tool_format: str
+    splits_reasoning: bool
+    api_key: str | None
+    max_body_bytes: int
     threads: int | None
     seed: int
 
@@ -72,7 +75,7 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
 
     loop.add_signal_handler(signal.SIGTERM, end, 0)
     loop.add_signal_handler(signal.SIGINT, end, 130)
-    text = ChatText(loaded.tokenizer, settings.tool_format)
+    text = ChatText(loaded.tokenizer, settings.tool_format, splits_reasoning=settings.splits_reasoning)
     engine = Engine(
         loaded.model,
         decode=text.decode,
@@ -81,7 +84,15 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
         threads=settings.threads,
     )
     name = settings.model_name or settings.model.resolve().name
-    routes = Routes(engine, loaded, text, model_name=name, seed=settings.seed)
+    routes = Routes(
+        engine,
+        loaded,
+        text,
+        model_name=name,
+        seed=settings.seed,
+        api_key=settings.api_key,
+        max_body_bytes=settings.max_body_bytes,
+    )
     runner = web.AppRunner(
         routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
     )
@@ -104,10 +115,11 @@ def announce(settings: Settings, loaded: LoadedModel, name: str, listener: socke
     """Prints the one line a parent process reads, and writes the port file."""
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
-    if not is_loopback(address):
+    if not is_loopback(address) and settings.api_key is None:
         print(
             f"vf-serve: bound to {shown}, so whoever reaches this machine can generate text, pause it "
-            "and replace its weights without a password; use --host 127.0.0.1 unless the network is trusted.",
+            "and replace its weights without a password; use --host 127.0.0.1 unless the network is trusted, "
+            "or --api-key-var.",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Stop strings: noticing them while tokens arrive, and cutting the text before them."""
+"""Text while its tokens arrive: complete characters, stop strings, and what can be sent at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,41 @@ Decode = Callable[[Sequence[int]], str]
 _REPLACEMENT = "\ufffd"
 
 
-class StopMatcher:
-    """Notices that the text of a growing completion holds one of the stop strings.
+class GrowingText:
+    """The text of a completion, token by token.
 
     Tokens are decoded a few at a time, behind a short context of earlier ones, so a completion of T tokens
     costs O(T). Characters that are spread over several tokens are waited for.
+
+    Args:
+        decode: token ids to text.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._context_ids = 0
+
+    def push(self, token: int) -> tuple[str, str]:
+        """Takes the next token.
+
+        Returns:
+            The text that is now certain, and where a character may be incomplete, the text before it, which
+            will be part of a later certain text.
+        """
+        self._ids.append(token)
+        context = self._decode(self._ids[: self._context_ids])
+        text = self._decode(self._ids)[len(context) :]
+        if text.endswith(_REPLACEMENT):
+            # Genuine replacement characters are given out with the token that follows.
+            return "", text.rstrip(_REPLACEMENT)
+        self._ids = self._ids[self._context_ids :]
+        self._context_ids = len(self._ids)
+        return text, ""
+
+
+class StopMatcher:
+    """Notices that the text of a growing completion holds one of the stop strings.
 
     Args:
         decode: token ids to text.
@@ -22,32 +52,58 @@ class StopMatcher:
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
-        self._decode = decode
+        self._text = GrowingText(decode)
         self._stop = tuple(stop)
         self._overlap = max(len(text) for text in stop) - 1
         self._tail = ""
-        self._ids: list[int] = []
-        self._context_ids = 0
 
     def push(self, token: int) -> bool:
         """Takes the next token; True where a stop string is now complete."""
-        self._ids.append(token)
-        context = self._decode(self._ids[: self._context_ids])
-        text = self._decode(self._ids)
-        if text.endswith(_REPLACEMENT):
-            # Possibly half a character. Genuine replacement characters are looked at with the token that
-            # follows.
-            return self._found(self._tail + text[len(context) :].rstrip(_REPLACEMENT))
-        self._tail += text[len(context) :]
-        if self._found(self._tail):
+        certain, perhaps = self._text.push(token)
+        self._tail += certain
+        if any(stop in self._tail + perhaps for stop in self._stop):
             return True
         self._tail = self._tail[max(0, len(self._tail) - self._overlap) :]
-        self._ids = self._ids[self._context_ids :]
-        self._context_ids = len(self._ids)
         return False
 
-    def _found(self, text: str) -> bool:
-        return any(stop in text for stop in self._stop)
+
+class SendableText:
+    """The text of a growing completion as far as nothing that follows can change it.
+
+    Args:
+        decode: token ids to text.
+        ends: strings that end what is sent: stop strings, and marks behind which the text is read as a whole.
+        held: strings that are given out whole, so that whoever reads the text can act on them.
+    """
+
+    def __init__(self, decode: Decode, ends: Sequence[str], held: Sequence[str] = ()) -> None:
+        self.text = ""
+        self._growing = GrowingText(decode)
+        self._ends = tuple(ends)
+        self._held = (*ends, *held)
+        self._pending = ""
+        self._ended = False
+
+    def push(self, token: int) -> None:
+        """Takes the next token; `text` grows by what is certain now."""
+        self._pending += self._growing.push(token)[0]
+        if self._ended:
+            return
+        places = [place for place in (self._pending.find(mark) for mark in self._ends) if place >= 0]
+        self._ended = bool(places)
+        size = min(places) if places else len(self._pending) - self._unsure()
+        self.text += self._pending[:size]
+        self._pending = self._pending[size:]
+
+    def _unsure(self) -> int:
+        """Length of the longest end of the pending text with which one of the held strings may begin."""
+        longest = 0
+        for mark in self._held:
+            for size in range(min(len(mark) - 1, len(self._pending)), longest, -1):
+                if self._pending.endswith(mark[:size]):
+                    longest = size
+                    break
+        return longest
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import string
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from verifiers_embedded.app import Routes
 from verifiers_embedded.engine import Engine
 from verifiers_embedded.loading import LoadedModel, load_model
 from verifiers_embedded.prompts import ChatText
+
+# test modules are imported without a package (import mode importlib), so what they share is found by path
+sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(1)
 
@@ -221,13 +225,14 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         max_model_len: int | None = None,
         seed: int = 5,
         template: str | None = None,
+        **options: Any,
     ) -> Server:
         loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=max_model_len)
         if template is not None:
             loaded.tokenizer.chat_template = template
         text = ChatText(loaded.tokenizer)
         engine = Engine(loaded.model, decode=text.decode, slots=slots, max_model_len=loaded.max_model_len, threads=1)
-        app = Routes(engine, loaded, text, model_name="m", seed=seed).app()
+        app = Routes(engine, loaded, text, model_name="m", seed=seed, **options).app()
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         engine.start()

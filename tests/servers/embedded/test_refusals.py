@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 
 UNSUPPORTED = {
-    "stream": True,
-    "n": 2,
     "tool_choice": "required",
     "response_format": {"type": "json_object"},
     "logit_bias": {"5": 10},
-    "top_logprobs": 3,
     "presence_penalty": 0.5,
     "frequency_penalty": -1,
     "repetition_penalty": 1.1,
     "min_tokens": 3,
-    "stop_token_ids": [4],
     "echo": True,
     "guided_json": {},
     "reasoning_effort": "high",
@@ -30,11 +26,16 @@ MALFORMED = {
     "top_p": 0,
     "top_k": 1.5,
     "min_p": 2,
+    "n": 129,
+    "stop_token_ids": [-1],
+    "stream": "yes",
+    "stream_options": {"include_usage": True},
     "max_tokens": 0,
     "max_completion_tokens": "many",
     "stop": ["a", "b", "c", "d", "e"],
     "seed": "7",
     "logprobs": 1,
+    "top_logprobs": 21,
     "return_token_ids": "yes",
     "chat_template_kwargs": {"tokenize": False},
     "model": 3,
@@ -136,5 +137,5 @@ async def test_unknown_routes_and_methods_answer_with_an_error_object(start: Any
     assert (await server.get("/v1/nothing"))[1]["error"]["type"] == "invalid_request_error"
     status, body = await server.get("/v1/chat/completions")
     assert (status, "error" in body) == (405, True)
-    status, body = await server.post("/v1/completions", {})
+    status, body = await server.post("/v1/embeddings", {})
     assert (status, "error" in body) == (404, True)

@@ -38,7 +38,8 @@ def test_rows_of_different_kinds_share_a_batch() -> None:
         SamplingParameters(0),
         SamplingParameters(0, temperature=0.5),
     ]
-    tokens, log_probs = BatchSampler(rows, CPU).sample(logits, [0.99] * 4)
+    draw = BatchSampler(rows, CPU).sample(logits, [0.99] * 4)
+    tokens, log_probs = draw.tokens, draw.log_probs
     assert tokens == [0, 0, 4, 3]
     sharpened = [p**2 / sum(q**2 for q in PROBABILITIES) for p in PROBABILITIES]
     assert log_probs == pytest.approx([math.log(0.5), 0.0, math.log(0.05), math.log(sharpened[3])], abs=1e-6)
@@ -48,7 +49,8 @@ def test_rows_of_different_kinds_share_a_batch() -> None:
 def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     logits = torch.full((1, 1000), -math.inf)
     logits[0, 17] = 3.0
-    assert BatchSampler([SamplingParameters(0)], CPU).sample(logits, [uniform]) == ([17], [0.0])
+    draw = BatchSampler([SamplingParameters(0)], CPU).sample(logits, [uniform])
+    assert (draw.tokens, draw.log_probs) == ([17], [0.0])
 
 
 def test_the_random_stream_depends_on_the_seed_and_stays_below_one() -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tool_templates import PRINTS_TEXT, TOOL, WANTS_OBJECTS
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.prompts import ChatText
 from verifiers_embedded.tool_calls import (
@@ -18,20 +19,6 @@ from verifiers_embedded.tool_calls import (
     parse_mistral,
     parse_qwen3_coder,
 )
-
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-HERMES_TEMPLATE = (
-    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
-    "{% for m in messages %}{{ '<bot>' if m.role == 'assistant' else '<user>' }}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ c.function.name }}", "arguments": ARGUMENTS}</tool_call>'
-    "{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
-)
-PRINTS_TEXT = HERMES_TEMPLATE.replace("ARGUMENTS", "{{ c.function.arguments }}")
-WANTS_OBJECTS = HERMES_TEMPLATE.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
-
 
 # -- formats ----------------------------------------------------------------------------------------------------
 

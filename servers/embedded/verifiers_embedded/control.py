@@ -1,0 +1,102 @@
+"""The routes of whoever owns the server: pauses, new weights and their version, under vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from aiohttp import web
+
+from verifiers_embedded.engine import PAUSE_MODES, Engine
+from verifiers_embedded.errors import ApiError
+from verifiers_embedded.http import read_json
+from verifiers_embedded.loading import LoadedModel
+from verifiers_embedded.weights import match_weights, read_weights
+
+log = logging.getLogger(__name__)
+
+
+class ControlRoutes:
+    """The handlers and what they share.
+
+    Args:
+        engine: a started engine.
+        loaded: the model it serves.
+        model_name: its name in answers.
+    """
+
+    def __init__(self, engine: Engine, loaded: LoadedModel, model_name: str) -> None:
+        self._engine = engine
+        self._loaded = loaded
+        self._model_name = model_name
+        self._reloading = asyncio.Lock()
+
+    def routes(self) -> list[web.RouteDef]:
+        """The routes, for an application."""
+        return [
+            web.post("/pause", self.pause),
+            web.post("/resume", self.resume),
+            web.get("/is_paused", self.is_paused),
+            web.post("/collective_rpc", self.collective_rpc),
+            web.post("/update_weight_version", self.update_weight_version),
+            web.get("/weight_info", self.weight_info),
+        ]
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """POST /pause?mode=wait|keep|abort; answers when no more tokens are sampled."""
+        name = request.query.get("mode", "wait")
+        mode = next((known for known in PAUSE_MODES if known == name), None)
+        if mode is None:
+            raise ApiError(f"mode {name!r} is unknown; give one of {', '.join(PAUSE_MODES)}", param="mode")
+        await asyncio.wrap_future(self._engine.pause(mode))
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """POST /resume"""
+        await asyncio.wrap_future(self._engine.resume())
+        return web.json_response({"status": "resumed"})
+
+    async def is_paused(self, request: web.Request) -> web.Response:
+        """GET /is_paused"""
+        return web.json_response({"is_paused": self._engine.is_paused})
+
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        """POST /collective_rpc with method reload_weights; answers when the new weights are in use."""
+        body = await read_json(request)
+        if not isinstance(body, dict) or body.get("method") != "reload_weights":
+            method = body.get("method") if isinstance(body, dict) else body
+            raise ApiError(f"method {method!r} is not supported; only 'reload_weights' is", param="method")
+        kwargs = body.get("kwargs") or {}
+        if not isinstance(kwargs, dict) or set(kwargs) != {"weights_path"} or body.get("args"):
+            raise ApiError("reload_weights takes exactly kwargs {'weights_path': DIR}", param="kwargs")
+        if not isinstance(kwargs["weights_path"], str):
+            raise ApiError(f"weights_path must be a string, not {kwargs['weights_path']!r}", param="kwargs")
+        async with self._reloading:
+            started = time.monotonic()
+            directory = Path(kwargs["weights_path"])
+            tensors = await asyncio.to_thread(read_weights, directory)
+            copies = await asyncio.to_thread(match_weights, self._loaded.model, tensors)
+            await asyncio.wrap_future(self._engine.reload(copies))
+        log.info("loaded %d tensors from %s in %.3f s", len(copies), directory, time.monotonic() - started)
+        return web.json_response({"results": [None]})
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        """POST /update_weight_version"""
+        body = await read_json(request)
+        label = body.get("new_version") if isinstance(body, dict) else None
+        if not isinstance(label, str) or not label:
+            raise ApiError(f"new_version must be a non-empty string, not {label!r}", param="new_version")
+        await asyncio.wrap_future(self._engine.name_version(label))
+        return web.json_response({"success": True, "new_version": label})
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        """GET /weight_info"""
+        return web.json_response(
+            {
+                "weight_version": self._engine.weight_version,
+                "num_parameters": self._loaded.num_parameters,
+                "model": self._model_name,
+            }
+        )

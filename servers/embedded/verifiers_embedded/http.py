@@ -1,0 +1,81 @@
+"""What all routes share: reading a body, and answering every failure as OpenAI does."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from verifiers_embedded.errors import ApiError, BrokenLogits, EngineDied, EngineStopped, WeightsError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+"""What is answered without a key: monitors seldom have one, and no text or weights are behind it."""
+
+
+async def read_json(request: web.Request) -> Any:
+    """The request's body.
+
+    Raises:
+        ApiError: it is not JSON.
+    """
+    try:
+        return json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the request body is not valid JSON: {error}") from error
+
+
+def key_required(key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    """A middleware that lets in only requests with the header ``Authorization: Bearer KEY``."""
+    expected = f"Bearer {key}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        # in constant time: how long a refusal takes tells nothing about the key
+        if request.path not in OPEN_PATHS and not hmac.compare_digest(given, expected):
+            raise ApiError(
+                "the API key is missing or wrong; send the one the server was started with as "
+                "'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+            )
+        return await handler(request)
+
+    return check
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The refusal that stands for an exception; None for one that nobody foresaw."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, WeightsError):
+        return ApiError(str(error), param="weights_path")
+    if isinstance(error, EngineStopped):
+        return ApiError(str(error), status=503)
+    if isinstance(error, EngineDied | BrokenLogits):
+        return ApiError(str(error), status=500)
+    return None
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns every exception into OpenAI's error object with the fitting status."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        refusal = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+    except Exception as error:
+        # Without this the client would get aiohttp's HTML page, which no OpenAI client can read.
+        known = as_api_error(error)
+        if known is None:
+            log.exception("%s %s failed", request.method, request.path)
+        refusal = known or ApiError(f"internal error: {type(error).__name__}: {error}", status=500)
+    return web.json_response(refusal.body(), status=refusal.status)

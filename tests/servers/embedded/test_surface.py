@@ -1,0 +1,207 @@
+"""The rest of OpenAI's surface: several choices, alternatives, completions, token ids, keys and limits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+
+async def test_several_choices_differ_and_the_first_is_that_of_a_single_one(start: Any) -> None:
+    server = await start()
+    one = await server.chat(seed=4, ignore_eos=True)
+    three = await server.chat(seed=4, ignore_eos=True, n=3)
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+    assert three["choices"][0]["token_ids"] == one["choices"][0]["token_ids"]
+    assert len({tuple(choice["token_ids"]) for choice in three["choices"]}) == 3
+    again = await server.chat(seed=4, ignore_eos=True, n=3)
+    assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in three["choices"]]
+    assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert three["usage"]["completion_tokens"] == 3 * 24
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+async def test_alternatives_are_the_models_likeliest_tokens(
+    start: Any, model_dir: Any, reference: Any, temperature: float
+) -> None:
+    server = await start()
+    answer, _ = await asyncio.gather(
+        server.chat(top_logprobs=3, seed=1, temperature=temperature, ignore_eos=True), server.chat(seed=2)
+    )
+    prompt, ids, _ = server.sampled(answer)
+    logits = reference.logits(model_dir, prompt + ids)[len(prompt) - 1 : -1]
+    best = torch.log_softmax(logits / (temperature or 1.0), -1).topk(3)
+    for entry, values, places in zip(answer["choices"][0]["logprobs"]["content"], *best, strict=True):
+        assert [item["logprob"] for item in entry["top_logprobs"]] == pytest.approx(values.tolist(), abs=1e-4)
+        expected = [server.text.token(place)[0] for place in places.tolist()]
+        assert [item["token"] for item in entry["top_logprobs"]] == expected
+
+
+async def test_alternatives_outside_a_truncated_distribution_are_left_out(start: Any) -> None:
+    server = await start()
+    answer = await server.chat(top_logprobs=5, top_k=2, seed=1)
+    for entry in answer["choices"][0]["logprobs"]["content"]:
+        assert len(entry["top_logprobs"]) == 2
+        assert entry["logprob"] in [item["logprob"] for item in entry["top_logprobs"]]
+
+
+async def test_completions_take_text_and_ids_alike(start: Any, model_dir: Any, reference: Any) -> None:
+    server = await start()
+    ids = server.loaded.tokenizer.encode("hello", add_special_tokens=True)
+    common = {"model": "m", "seed": 3, "max_tokens": 8, "logprobs": 2, "return_token_ids": True}
+    answers = [
+        (await server.post("/v1/completions", {**common, "prompt": prompt}))[1] for prompt in ("hello", ids, [ids])
+    ]
+    first = answers[0]["choices"][0]
+    assert answers[0]["object"] == "text_completion"
+    assert first["prompt_token_ids"] == ids
+    for answer in answers[1:]:
+        assert answer["choices"][0]["token_ids"] == first["token_ids"]
+    log_probs = reference.log_probs(model_dir, ids, first["token_ids"])
+    assert first["logprobs"]["token_logprobs"] == pytest.approx(log_probs, abs=1e-4)
+    assert "".join(first["logprobs"]["tokens"]).startswith(first["text"])
+    assert all(1 <= len(top) <= 2 for top in first["logprobs"]["top_logprobs"])
+
+
+async def test_several_prompts_with_several_choices_keep_openais_order(start: Any) -> None:
+    server = await start()
+    body = {"model": "m", "prompt": ["a", "b"], "n": 2, "seed": 1, "echo": True, "max_tokens": 3, "ignore_eos": True}
+    status, answer = await server.post("/v1/completions", body)
+    assert status == 200
+    assert [choice["text"][0] for choice in answer["choices"]] == ["a", "a", "b", "b"]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}
+
+
+async def test_completions_default_to_16_tokens_as_openais_do(start: Any) -> None:
+    server = await start()
+    _, answer = await server.post("/v1/completions", {"model": "m", "prompt": "a", "ignore_eos": True})
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+    ],
+)
+async def test_a_completion_that_cannot_be_made_is_refused(start: Any, fields: dict[str, Any], param: str) -> None:
+    server = await start()
+    status, answer = await server.post("/v1/completions", {"model": "m", "prompt": "a", **fields})
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_token_ids_go_in_and_out_and_say_their_weights(start: Any, model_dir: Any, reference: Any) -> None:
+    server = await start()
+    await server.post("/update_weight_version", {"new_version": "7"})
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 9, "seed": 2, "logprobs": 1, "top_k": -1}}
+    status, answer = await server.post("/inference/v1/generate", body)
+    assert status == 200
+    choice = answer["choices"][0]
+    log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert log_probs == pytest.approx(reference.log_probs(model_dir, [5, 6, 7], choice["token_ids"]), abs=1e-4)
+    assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": len(choice["token_ids"])}]
+    for refused in ({"token_ids": []}, {"token_ids": "abc"}, {"token_ids": [1], "sampling_params": {"typo": 1}}):
+        assert (await server.post("/inference/v1/generate", refused))[0] == 400
+
+
+async def test_a_stop_token_ends_a_completion_and_stays_in_the_ids(start: Any) -> None:
+    server = await start()
+    free = (await server.chat(seed=3, ignore_eos=True))["choices"][0]["token_ids"]
+    stopped = (await server.chat(seed=3, ignore_eos=True, stop_token_ids=[free[4]]))["choices"][0]
+    assert stopped["token_ids"] == free[: free.index(free[4]) + 1]
+    assert stopped["finish_reason"] == "stop"
+
+
+async def test_text_and_conversations_are_tokenized_and_back(start: Any) -> None:
+    server = await start()
+    _, chat = await server.post(
+        "/tokenize", {"model": "m", "messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}
+    )
+    assert "".join(chat["token_strs"]) == "<user>hi<bot>"
+    assert (chat["count"], chat["max_model_len"]) == (4, 256)
+    assert chat["tokens"] == (await server.chat("hi"))["prompt_token_ids"]
+    _, plain = await server.post("/tokenize", {"prompt": "hi"})
+    assert plain["tokens"] == server.loaded.tokenizer.encode("hi")
+    assert (await server.post("/detokenize", {"tokens": chat["tokens"]}))[1] == {"prompt": "<user>hi<bot>"}
+    for body in ({}, {"prompt": "a", "messages": []}, {"prompt": 3}):
+        assert (await server.post("/tokenize", body))[0] == 400
+    assert (await server.post("/detokenize", {"tokens": [-1]}))[0] == 400
+
+
+async def test_a_model_is_described_by_its_name(start: Any) -> None:
+    server = await start()
+    assert (await server.get("/v1/models/m"))[1]["id"] == "m"
+    assert (await server.get("/v1/models/org/other"))[0] == 404
+
+
+async def test_metrics_count_what_was_done(start: Any) -> None:
+    server = await start()
+    answer = await server.chat(n=2, ignore_eos=True)
+    await server.refused(temperature=-1)
+    async with server.session.get(server.base + "/metrics") as response:
+        assert response.content_type == "text/plain"
+        text = await response.text()
+    assert f"vf_generation_tokens_total {float(answer['usage']['completion_tokens'])}" in text
+    assert 'vf_completions_total{finish_reason="length"} 2.0' in text
+    assert 'vf_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0' in text
+    assert "vf_sequences_running 0.0" in text
+
+
+async def test_with_a_key_everything_but_the_monitors_asks_for_it(start: Any) -> None:
+    server = await start(api_key="secret")
+    for path in ("/v1/chat/completions", "/v1/completions", "/pause", "/collective_rpc", "/tokenize"):
+        for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret"}):
+            async with server.session.post(server.base + path, json={}, headers=headers) as response:
+                assert response.status == 401
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+    assert (await server.get("/health"))[0] == 200
+    assert not server.engine.is_paused
+    server.session.headers["Authorization"] = "Bearer secret"
+    assert (await server.chat(max_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+async def test_a_body_over_the_limit_is_refused_unread(start: Any) -> None:
+    server = await start(max_body_bytes=10_000)
+    status, answer = await server.post("/v1/completions", {"model": "m", "prompt": "a" * 20_000})
+    assert status == 413
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_the_openai_package_streams_completes_and_counts(start: Any) -> None:
+    openai = pytest.importorskip("openai")
+    server = await start()
+    async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="none", max_retries=0) as client:
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "seed": 1, "max_tokens": 9}
+        whole = await client.chat.completions.create(**chat, n=2, logprobs=True, top_logprobs=2)
+        text, counts = "", None
+        async for chunk in await client.chat.completions.create(
+            **chat, stream=True, stream_options={"include_usage": True}
+        ):
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+            counts = chunk.usage or counts
+        assert text == whole.choices[0].message.content
+        assert counts.prompt_tokens == whole.usage.prompt_tokens
+        done = await client.completions.create(model="m", prompt=[5, 6], max_tokens=3, seed=1, logprobs=1)
+        assert done.choices[0].finish_reason in ("stop", "length")
+        with pytest.raises(openai.NotFoundError, match="gpt-9"):
+            await client.chat.completions.create(**{**chat, "model": "gpt-9"})
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await client.chat.completions.create(**chat, temperature=-1)
+
+
+async def test_a_thousand_requests_at_once_are_all_answered(start: Any) -> None:
+    server = await start(slots=64)
+    answers = await asyncio.gather(*(server.chat(f"{i}", seed=i, max_tokens=3) for i in range(1000)))
+    assert all(0 < answer["usage"]["completion_tokens"] <= 3 for answer in answers)
+    assert server.engine.counts == {"running": 0, "waiting": 0}
