@@ -149,7 +149,12 @@ class EmbeddedServer:
         loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=None)
         text = ChatText(loaded.tokenizer)
         self.engine = Engine(
-            loaded.model, decode=text.decode, slots=slots, max_model_len=loaded.max_model_len, threads=1
+            loaded.model,
+            decode=text.decode,
+            slots=slots,
+            max_model_len=loaded.max_model_len,
+            threads=1,
+            prefix_bytes=2**26,
         )
         self.routes = Routes(self.engine, loaded, text, model_name="policy", seed=5)
         self.url = ""

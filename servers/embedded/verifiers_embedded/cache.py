@@ -27,6 +27,7 @@ class _Writes:
     cells: torch.Tensor | None = None
     read_rows: int = 0
     read_columns: int = 0
+    picked_rows: torch.Tensor | None = None
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -64,9 +65,28 @@ class _SlotLayer(CacheLayerMixin):
         return self._decode(self.keys, key_states), self._decode(self.values, value_states)
 
     def _decode(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        assert self._writes.cells is not None
-        stored.flatten(0, 1).index_copy_(0, self._writes.cells, new.squeeze(2))
-        return stored[: self._writes.read_rows, : self._writes.read_columns].transpose(1, 2)
+        writes = self._writes
+        assert writes.cells is not None
+        if writes.picked_rows is not None:
+            stored.flatten(0, 1).index_copy_(0, writes.cells, new.transpose(1, 2).flatten(0, 1))
+            return stored[writes.picked_rows, : writes.read_columns].transpose(1, 2)
+        stored.flatten(0, 1).index_copy_(0, writes.cells, new.squeeze(2))
+        return stored[: writes.read_rows, : writes.read_columns].transpose(1, 2)
+
+    def copy_out(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of a row's first `length` keys and values."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[row, :length].clone(), self.values[row, :length].clone()
+
+    def copy_in(self, row: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes the first `length` keys and values of a row."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[row, :length] = keys[:length]
+        self.values[row, :length] = values[:length]
 
     def resize(self, rows: int, columns: int) -> None:
         """Gives the tensors a new size, keeping what fits."""
@@ -144,6 +164,23 @@ class SlotCache(Cache):
     def begin_prefill(self, rows: torch.Tensor, source: torch.Tensor) -> None:
         """The next pass holds whole prompts: its batch row ``source[i]`` goes to cache row ``rows[i]``."""
         self._writes.prefill_rows, self._writes.prefill_source = rows, source
+        self._writes.picked_rows = None
+
+    def begin_extend(self, rows: torch.Tensor, positions_NL: torch.Tensor, columns: int) -> None:
+        """The next pass holds several tokens for some rows, which attend to what the rows hold, too."""
+        cells = rows[:, None] * self._writes.columns + positions_NL
+        self._writes.prefill_rows = self._writes.prefill_source = None
+        self._writes.cells = cells.flatten()
+        self._writes.picked_rows, self._writes.read_columns = rows, columns
+
+    def copy_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of a row's first `length` keys and values, layer by layer."""
+        return [layer.copy_out(row, length) for layer in self._slot_layers]
+
+    def copy_in(self, row: int, length: int, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Writes the first `length` keys and values of a row from what `copy_out` gave."""
+        for layer, (keys, values) in zip(self._slot_layers, states, strict=True):
+            layer.copy_in(row, length, keys, values)
 
     def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
         """The next pass holds one token for each of the first rows, at `positions`, the largest being columns
@@ -151,7 +188,7 @@ class SlotCache(Cache):
         """
         rows = positions.shape[0]
         starts = torch.arange(rows, device=positions.device) * self._writes.columns
-        self._writes.prefill_rows = self._writes.prefill_source = None
+        self._writes.prefill_rows = self._writes.prefill_source = self._writes.picked_rows = None
         self._writes.cells = starts + positions
         self._writes.read_rows, self._writes.read_columns = rows, columns
 

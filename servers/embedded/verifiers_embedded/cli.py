@@ -63,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
         help="think: text between <think> tags is answered as reasoning_content",
     )
     add(
+        "--prefix-cache-mib",
+        type=_not_negative,
+        default=256,
+        metavar="N",
+        help="memory for keys and values of finished sequences: a next turn computes only what is new",
+    )
+    add(
         "--api-key-var",
         metavar="NAME",
         help="environment variable that holds the key which every request must bring (default: no key)",
@@ -127,6 +134,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             slots=arguments.rollout_chunk_size,
             tool_format=arguments.tool_call_parser,
             splits_reasoning=arguments.reasoning_parser == "think",
+            prefix_bytes=arguments.prefix_cache_mib * 2**20,
             api_key=_api_key(arguments.api_key_var),
             max_body_bytes=arguments.max_body_mib * 2**20,
             threads=arguments.threads,
@@ -188,6 +196,13 @@ def process_lives(pid: int) -> bool:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not a whole number of at least 0")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -44,16 +44,25 @@ class Engine:
         slots: most sequences at once.
         max_model_len: most tokens of one sequence, prompt and completion together.
         threads: CPU threads for torch; None leaves torch's choice.
+        prefix_bytes: memory for keys and values of finished sequences; a prompt that begins like one of them
+            is computed from there on. A reload empties it.
     """
 
     def __init__(
-        self, model: Any, *, decode: Decode, slots: int, max_model_len: int, threads: int | None = None
+        self,
+        model: Any,
+        *,
+        decode: Decode,
+        slots: int,
+        max_model_len: int,
+        threads: int | None = None,
+        prefix_bytes: int = 0,
     ) -> None:
         self._model = model
         self._decode = decode
         self._slots = slots
         self._threads = threads
-        self._batch = ActiveBatch(model, slots, max_model_len)
+        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -98,6 +107,17 @@ class Engine:
     def counts(self) -> dict[str, int]:
         """Sequences that have a slot, and those that wait for one."""
         return {"running": len(self._batch.sequences), "waiting": len(self._waiting)}
+
+    @property
+    def prefixes(self) -> dict[str, int]:
+        """What is kept of finished sequences, and how often it was of use."""
+        store = self._batch.prefixes
+        return {
+            "held": len(store),
+            "bytes": store.bytes,
+            "hits": store.hits,
+            "tokens_reused": store.tokens_reused,
+        }
 
     @property
     def cache_allocated(self) -> tuple[int, int]:
@@ -263,6 +283,7 @@ class Engine:
 
     def _step(self) -> None:
         keep: list[bool] = []
+        ended: list[bool] = []
         answers: list[tuple[Sequence, Generation | None, BrokenLogits | None]] = []
         draw = self._batch.step()
         version = self._version
@@ -274,14 +295,17 @@ class Engine:
             except BrokenLogits as error:
                 answers.append((sequence, None, error))
                 keep.append(False)
+                ended.append(False)
                 continue
             if sequence.watcher is not None:
                 sequence.watcher.advance(sequence)
             if reason is not None:
                 answers.append((sequence, sequence.finish(reason), None))
             keep.append(reason is None)
+            ended.append(reason is not None)
         try:
             if answers:
+                self._batch.remember(ended)
                 self._batch.keep_only(keep)
         finally:
             # Last, so that who is answered has given back its slot; but answered in any case.

@@ -34,6 +34,13 @@ class Metrics:
         for name, text in (("running", "that have a slot"), ("waiting", "that wait for a slot")):
             gauge = Gauge(f"vf_sequences_{name}", f"Sequences {text}", registry=self._registry)
             gauge.set_function(partial(_count, engine, name))
+        for name, text in (
+            ("hits", "Prompts that went on from a finished sequence"),
+            ("tokens_reused", "Prompt tokens whose keys and values were kept"),
+            ("bytes", "Memory of kept keys and values"),
+        ):
+            gauge = Gauge(f"vf_prefix_{name}", text, registry=self._registry)
+            gauge.set_function(partial(_prefixes, engine, name))
         paused = Gauge("vf_paused", "1 while no token is sampled until a resume", registry=self._registry)
         paused.set_function(lambda: float(engine.is_paused))
 
@@ -64,6 +71,10 @@ class Metrics:
         return web.Response(
             body=generate_latest(self._registry), headers={"Content-Type": "text/plain; version=0.0.4"}
         )
+
+
+def _prefixes(engine: Engine, name: str) -> float:
+    return engine.prefixes[name]
 
 
 def _count(engine: Engine, name: str) -> float:

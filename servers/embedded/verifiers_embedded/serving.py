@@ -38,6 +38,7 @@ class Settings:
     slots: int
     tool_format: str
     splits_reasoning: bool
+    prefix_bytes: int
     api_key: str | None
     max_body_bytes: int
     threads: int | None
@@ -82,6 +83,7 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
         slots=settings.slots,
         max_model_len=loaded.max_model_len,
         threads=settings.threads,
+        prefix_bytes=settings.prefix_bytes,
     )
     name = settings.model_name or settings.model.resolve().name
     routes = Routes(
@@ -123,11 +125,13 @@ def announce(settings: Settings, loaded: LoadedModel, name: str, listener: socke
             file=sys.stderr,
             flush=True,
         )
+    prefix_mib = settings.prefix_bytes / 2**20
     cache_mib = loaded.cache_bytes(settings.slots) / 2**20
     print(
         f"vf-serve: {name}, {loaded.num_parameters:,} parameters, {loaded.device.type}, "
         f"{str(loaded.dtype).removeprefix('torch.')}, context {loaded.max_model_len} tokens, "
-        f"{settings.slots} slots, KV cache at most {cache_mib:,.1f} MiB; listening on http://{shown}:{port}",
+        f"{settings.slots} slots, KV cache at most {cache_mib:,.1f} MiB, kept prefixes at most "
+        f"{prefix_mib:,.0f} MiB; listening on http://{shown}:{port}",
         flush=True,
     )
     if settings.port_file is not None:

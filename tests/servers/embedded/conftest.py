@@ -225,13 +225,21 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         max_model_len: int | None = None,
         seed: int = 5,
         template: str | None = None,
+        prefix_bytes: int = 2**26,
         **options: Any,
     ) -> Server:
         loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=max_model_len)
         if template is not None:
             loaded.tokenizer.chat_template = template
         text = ChatText(loaded.tokenizer)
-        engine = Engine(loaded.model, decode=text.decode, slots=slots, max_model_len=loaded.max_model_len, threads=1)
+        engine = Engine(
+            loaded.model,
+            decode=text.decode,
+            slots=slots,
+            max_model_len=loaded.max_model_len,
+            threads=1,
+            prefix_bytes=prefix_bytes,
+        )
         app = Routes(engine, loaded, text, model_name="m", seed=seed, **options).app()
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
