@@ -5,9 +5,7 @@ Imported by the tests and by the scripts that they run in processes of their own
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +19,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import torch
-from aiohttp import web
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from verifiers_embedded.app import Routes
-from verifiers_embedded.engine import Engine
+from verifiers_embedded.held import HeldServer
 from verifiers_embedded.loading import load_model
-from verifiers_embedded.prompts import ChatText
 
 import verifiers as vf
 from verifiers.rollouts.endpoint import Endpoint, HttpBackend
@@ -142,47 +137,12 @@ class Rewriting(Dialogue):
 # -- a server in this process, over real HTTP --------------------------------------------------------------------
 
 
-class EmbeddedServer:
+class EmbeddedServer(HeldServer):
     """The embedded server on a thread, on 127.0.0.1."""
 
     def __init__(self, directory: Path, slots: int = 64) -> None:
         loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=None)
-        text = ChatText(loaded.tokenizer)
-        self.engine = Engine(
-            loaded.model,
-            decode=text.decode,
-            slots=slots,
-            max_model_len=loaded.max_model_len,
-            threads=1,
-            prefix_bytes=2**26,
-        )
-        self.routes = Routes(self.engine, loaded, text, model_name="policy", seed=5)
-        self.url = ""
-        self._ready, self._ended = threading.Event(), threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="embedded-server", daemon=True)
-
-    def __enter__(self) -> EmbeddedServer:
-        self._thread.start()
-        assert self._ready.wait(30)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        runner = web.AppRunner(self.routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        self._loop.run_until_complete(runner.setup())
-        self.engine.start()
-        self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start())
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-        self._loop.close()
+        super().__init__(loaded, slots=slots, threads=1, prefix_bytes=2**26, seed=5)
 
 
 class RecordingBackend(HttpBackend):

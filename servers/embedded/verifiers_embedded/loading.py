@@ -74,13 +74,23 @@ def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int |
         raise StartError(
             f"cannot load --model {str(directory)!r}: {type(error).__name__}: {error}", 1
         ) from error
-    model = cast(Any, model).to(place).eval().requires_grad_(False)
-    context = _context(config.get_text_config(), max_model_len)
+    return prepared(cast(Any, model).to(place), tokenizer, max_model_len=max_model_len)
+
+
+def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None) -> LoadedModel:
+    """Freezes a model that is on its device, and checks the cached against the plain forward pass.
+
+    Raises:
+        StartError: the model or the context length cannot be served.
+    """
+    attention_windows(model.config)
+    model = model.eval().requires_grad_(False)
+    context = _context(model.config.get_text_config(), max_model_len)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        device=place,
-        dtype=number,
+        device=model.device,
+        dtype=model.dtype,
         max_model_len=context,
         vocab_size=model.get_input_embeddings().weight.shape[0],
         eos_ids=_eos_ids(model, tokenizer),
