@@ -50,6 +50,11 @@ class GRPOConfig(trl.GRPOConfig):
             TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`.
         old_logprobs_batch_size: rows in one forward pass for old and reference log-probs;
             `per_device_train_batch_size` when left out.
+        rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
+            "cuda:1"; no other server is used then. For a second device: on one CPU a server of its own is faster.
+        rollout_chunk_size: sequences generated at once there.
+        old_logprobs_on_rollout_device: compute old log-probs on that copy, micro-batch by micro-batch, while it has
+            the weights that the block's first update starts from.
         weight_sync_dir: where pushed weights are written; /dev/shm or the temporary directory when left out.
         weight_sync_timeout: deadline for one push, in seconds.
         probe_every: every so many pushes the server's log-probs are compared with the trainer's; the first push
@@ -82,6 +87,9 @@ class GRPOConfig(trl.GRPOConfig):
         default="token_truncate", metadata={"help": f"One of {', '.join(CORRECTION_MODES)}."}
     )
     old_logprobs_batch_size: int | None = field(default=None, metadata={"help": "Rows in one no-grad forward."})
+    rollout_device: str | None = field(default=None, metadata={"help": "Hold the rollout server here."})
+    rollout_chunk_size: int = field(default=64, metadata={"help": "Sequences at once on rollout_device."})
+    old_logprobs_on_rollout_device: bool = field(default=False, metadata={"help": "Old log-probs on the copy."})
     weight_sync_dir: str | None = field(default=None, metadata={"help": "Where pushed weights are written."})
     weight_sync_timeout: float = field(default=120.0, metadata={"help": "Deadline for one push (s)."})
     probe_every: int = field(default=1, metadata={"help": "Pushes between two log-prob probes."})
@@ -107,6 +115,8 @@ class GRPOConfig(trl.GRPOConfig):
         self.per_device_eval_batch_size = self.num_generations_eval
         super().__post_init__()
         self._refuse_biased_sampling()
+        if self.old_logprobs_on_rollout_device and self.rollout_device is None:
+            raise ConfigError("old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.")
         if not self.server_url:
             # TRL's default host is the one a server listens on; a client reaches it through loopback
             host = "127.0.0.1" if self.vllm_server_host == "0.0.0.0" else self.vllm_server_host

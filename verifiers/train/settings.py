@@ -53,6 +53,9 @@ def training_sampling_args(env: Any, args: GRPOConfig) -> dict[str, Any]:
         ConfigError: the environment fixes a temperature that the trainer does not share, or cuts or shifts the
             sampler's distribution, which the importance correction would take for another policy.
     """
+    for member in getattr(env, "envs", None) or ():
+        # a group's environments add what they were given to each call
+        training_sampling_args(member, args)
     given = dict(getattr(env, "sampling_args", None) or {})
     temperature = given.get("temperature")
     if temperature is not None and temperature != args.temperature:

@@ -8,17 +8,15 @@ metrics. The private names of TRL that we rely on are listed in `TRL_PRIVATE_NAM
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, ProgressCallback
 
-from verifiers.envs.dataset_format import row_fields
 from verifiers.errors import GenerationError
 from verifiers.rollouts.endpoint import Endpoint
 from verifiers.rollouts.generator import AsyncBatchGenerator
@@ -29,12 +27,12 @@ from verifiers.train.checkpoint import check_resumable, mark_complete, mark_inco
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation import evaluate_policy, evaluation_metrics
 from verifiers.train.feed import BlockFeed
-from verifiers.train.loss import CorrectedLoss
 from verifiers.train.metrics import block_metrics
 from verifiers.train.models import check_model_path, get_tokenizer
 from verifiers.train.progress import ProgressLines
+from verifiers.train.pushes import PushingTrainer
 from verifiers.train.settings import refuse_mid_block_saves, training_sampling_args
-from verifiers.train.weight_sync import DirectorySync, policy_tensors, probe_server
+from verifiers.train.weight_sync import DirectorySync, HeldSync
 
 __all__ = ["TRL_PRIVATE_NAMES", "GRPOTrainer"]
 
@@ -51,7 +49,7 @@ TRL_PRIVATE_NAMES = (
 """What we override or read of `trl.GRPOTrainer` beyond its documented surface."""
 
 
-class GRPOTrainer(CorrectedLoss):
+class GRPOTrainer(PushingTrainer):
     """Trains a policy on an environment through a rollout server.
 
     Args:
@@ -102,16 +100,13 @@ class GRPOTrainer(CorrectedLoss):
             peft_config=peft_config,
         )
         self._rows = dataset
+        self._client_given = client is not None
         self._client = client if client is not None else Endpoint(args.server_url)
-        url = getattr(self._client, "base_url", args.server_url)
-        self.weight_sync: WeightSync = weight_sync or DirectorySync(
-            str(url), args.weight_sync_dir, args.weight_sync_timeout, getattr(self._client, "api_key", "EMPTY")
-        )
+        self.weight_sync = weight_sync or self._default_sync(args)
         self.generator: AsyncBatchGenerator | None = None
         self.feed: BlockFeed | None = None
         self.last_block: ScoredBlock | None = None
         self._block: TrainingBlock | None = None
-        self._pushes = 0
         # lines of our own replace the bar and the raw dicts of transformers
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
@@ -152,6 +147,8 @@ class GRPOTrainer(CorrectedLoss):
         if self.generator is not None or not self.accelerator.is_main_process:
             return
         self.weight_sync.connect(self.args.server_wait)
+        if isinstance(self.weight_sync, HeldSync) and not self._client_given:
+            self._client = Endpoint(self.weight_sync.url)
         model = self.args.server_model or self._server().model_name()
         self.args.server_model = model
         self.generator = AsyncBatchGenerator(
@@ -174,6 +171,19 @@ class GRPOTrainer(CorrectedLoss):
         if generator is not None:
             generator.close()
         self.weight_sync.close()
+
+    def _default_sync(self, args: GRPOConfig) -> WeightSync:
+        if args.rollout_device is not None:
+            return HeldSync(
+                lambda: self.accelerator.unwrap_model(self.model),
+                self.processing_class,
+                args.rollout_device,
+                slots=args.rollout_chunk_size,
+                timeout_s=args.weight_sync_timeout,
+            )
+        url = str(getattr(self._client, "base_url", args.server_url))
+        key = getattr(self._client, "api_key", "EMPTY")
+        return DirectorySync(url, args.weight_sync_dir, args.weight_sync_timeout, key)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One empty item a micro-step: the trainer feeds itself, so nothing is read and skipped on resume."""
@@ -280,50 +290,10 @@ class GRPOTrainer(CorrectedLoss):
         for cells in block.batches:
             batch = cells[self.accelerator.process_index]
             if needs_old:
-                batch["old_per_token_logps"] = self._logps(self.model, batch)
+                batch["old_per_token_logps"] = self._old_logps(batch, self.state.global_step)
             if self.beta != 0.0:
                 batch["ref_per_token_logps"] = self._reference_logps(batch)
         self._metrics["train"]["time/old_logprobs_s"].append(time.perf_counter() - started)
-
-    # -- weights ------------------------------------------------------------------------------------------
-
-    def _server(self) -> Any:
-        if isinstance(self.weight_sync, DirectorySync):
-            return self.weight_sync.server
-        return DirectorySync(str(getattr(self._client, "base_url", self.args.server_url))).server
-
-    def _push_weights(self, version: int) -> None:
-        with policy_tensors(self.accelerator.unwrap_model(self.model)) as tensors:
-            self.weight_sync.push(tensors.items(), version)
-        due = self._pushes == 0 or (self.args.probe_every > 0 and self._pushes % self.args.probe_every == 0)
-        self._pushes += 1
-        if due:
-            self._probe(version)
-
-    def _probe(self, version: int) -> None:
-        """Compare the server's log-probs with ours on a few tokens; see `weight_sync.probe`."""
-        half = self.model.dtype in (torch.bfloat16, torch.float16) or self.args.bf16 or self.args.fp16
-        tolerance = self.args.probe_tolerance
-        result = probe_server(
-            self._server(),
-            str(self.args.server_model),
-            row_fields(self._rows[0])[0],
-            self._score_ids,
-            temperature=self.temperature,
-            version=version,
-            tolerance=tolerance if tolerance is not None else (0.1 if half else 1e-3),
-        )
-        self._metrics["train"]["sampling/probe_difference"].append(result.largest_difference)
-
-    def _score_ids(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        batch = {
-            "prompt_ids": torch.tensor([list(prompt_ids)]),
-            "prompt_mask": torch.ones(1, len(prompt_ids), dtype=torch.int64),
-            "completion_ids": torch.tensor([list(completion_ids)]),
-            "completion_mask": torch.ones(1, len(completion_ids), dtype=torch.int64),
-        }
-        logps: list[float] = self._logps(self.accelerator.unwrap_model(self.model), batch)[0].float().tolist()
-        return logps
 
     # -- evaluation, logging, checkpoints -----------------------------------------------------------------
 

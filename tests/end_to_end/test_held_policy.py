@@ -1,0 +1,94 @@
+"""The server in the trainer's process: the same promises, with no file between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+
+import verifiers as vf
+from verifiers.train import old_log_probs, pushes
+
+
+@pytest.fixture
+def make(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
+    """Makes trainers that hold their own server, and closes them."""
+    made: list[tiny_world.ObservedTrainer] = []
+
+    def trainer(env: Any, **overrides: Any) -> tiny_world.ObservedTrainer:
+        args = tiny_world.config(tmp_path / f"run-{len(made)}", "", **{"rollout_device": "cpu", **overrides})
+        made.append(tiny_world.ObservedTrainer(str(model_dir), env, args))
+        return made[-1]
+
+    yield trainer
+    for one in made:
+        one.close()
+
+
+def test_training_needs_no_other_server_and_stays_on_policy(make: Callable[..., Any]) -> None:
+    trainer = make(tiny_world.Dialogue(), max_steps=3)
+    before = tiny_world.weights(trainer)
+    trainer.train()
+    assert any(not torch.equal(before[name], now) for name, now in tiny_world.weights(trainer).items())
+    for batch in trainer.seen:
+        trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
+        gap = (batch["current_logps"] - batch["sampling_per_token_logps"]).abs()[trained]
+        assert gap.max() < 1e-4
+    assert max(trainer.logged("sampling/probe_difference")) < 1e-4
+
+
+def test_the_held_copy_follows_pushes_and_nothing_else(make: Callable[..., Any]) -> None:
+    trainer = make(tiny_world.single_turn())
+    with tiny_world.closing(trainer):
+        trainer.open()
+        trainer._push_weights(0)
+        copy = trainer.weight_sync.copy_of(0)
+        ids = torch.tensor([[3, 4, 5]])
+        with torch.no_grad():
+            logits = copy(input_ids=ids).logits.clone()
+            for parameter in trainer.model.parameters():
+                parameter.add_(0.05)
+            assert torch.equal(copy(input_ids=ids).logits, logits)
+            trainer._push_weights(1)
+            assert trainer.weight_sync.copy_of(0) is None
+            pushed = copy.state_dict()
+            assert all(torch.equal(pushed[name], value) for name, value in tiny_world.weights(trainer).items())
+
+
+def test_old_log_probs_on_the_copy_are_the_trainers_own(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def comparing(copy: Any, batch: Any, temperature: float, batch_size: int) -> torch.Tensor:
+        there = old_log_probs.log_probs_of_copy(copy, batch, temperature, batch_size)
+        compared.append((there, trainer._logps(trainer.model, batch), batch["completion_mask"].bool()))
+        return there
+
+    monkeypatch.setattr(pushes, "log_probs_of_copy", comparing)
+    trainer = make(tiny_world.Dialogue(), num_iterations=2, temperature=0.7, old_logprobs_on_rollout_device=True)
+    trainer.train()
+    assert compared
+    for there, here, real in compared:
+        assert torch.allclose(there[real], here[real], atol=1e-5)
+
+
+# peft 0.21 reads a property that transformers 5.23 has renamed
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_is_pushed_merged(make: Callable[..., Any], model_dir: Path, tmp_path: Path) -> None:
+    args = tiny_world.config(tmp_path / "lora", "", rollout_device="cpu", max_steps=2)
+    trainer = tiny_world.ObservedTrainer(
+        str(model_dir), tiny_world.single_turn(), args, peft_config=vf.lora_defaults(4, 8)
+    )
+    with tiny_world.closing(trainer):
+        trainer.train()
+    assert max(trainer.logged("sampling/probe_difference")) < 1e-4
+
+
+def test_old_log_probs_on_a_copy_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(vf.ConfigError, match="needs rollout_device"):
+        tiny_world.config(tmp_path, "", old_logprobs_on_rollout_device=True)
