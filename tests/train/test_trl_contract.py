@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from verifiers.train.collate import COMPLETION_COLUMNS, PROMPT_COLUMNS
 from verifiers.train.loss import CorrectedLoss
+from verifiers.train.pushes import PushingTrainer
 from verifiers.train.row_weights import LOSS_TYPES
 from verifiers.train.trainer import TRL_PRIVATE_NAMES, GRPOTrainer
 
@@ -65,9 +66,9 @@ def test_a_private_name_still_exists(name: str) -> None:
 
 
 def test_no_other_private_name_of_trl_is_used() -> None:
-    ours = self_attributes(GRPOTrainer, written=True) | self_attributes(CorrectedLoss, written=True)
-    ours |= {name for owner in (GRPOTrainer, CorrectedLoss) for name in vars(owner)}
-    read = self_attributes(GRPOTrainer, written=False) | self_attributes(CorrectedLoss, written=False)
+    classes = (GRPOTrainer, PushingTrainer, CorrectedLoss)
+    ours = {name for owner in classes for name in {*self_attributes(owner, written=True), *vars(owner)}}
+    read = {name for owner in classes for name in self_attributes(owner, written=False)}
     foreign = {name for name in read if name.startswith("_") and not name.startswith("__")} - ours
     assert foreign <= set(TRL_PRIVATE_NAMES)
 
