@@ -1,7 +1,7 @@
 """Reinforcement learning and evaluation of language models on verifiable tasks.
 
 Everything here is loaded when it is first used, so `import verifiers` is quick and needs no extra.
-`from verifiers import *` leaves out the names of the `train` extra, which would load torch.
+`from verifiers import *` leaves out the names that need an extra, some of which would load torch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ if TYPE_CHECKING:
     )
     from verifiers.train.trainer import GRPOTrainer as GRPOTrainer
     from verifiers.types import (
+        AssistantMessage,
         ChatMessage,
+        ClientConfig,
         GenerateInputs,
         GenerateOutputs,
         Info,
@@ -96,14 +98,19 @@ if TYPE_CHECKING:
         RolloutScores,
         SamplingArgs,
         State,
+        SystemMessage,
+        ToolMessage,
         TrajectoryStep,
+        UserMessage,
     )
 
 __version__: str
 
 __all__ = [
+    "AssistantMessage",
     "AsyncBatchGenerator",
     "ChatMessage",
+    "ClientConfig",
     "ConfigError",
     "EmptyModelResponseError",
     "EnvGroup",
@@ -147,14 +154,17 @@ __all__ = [
     "SingleTurnEnv",
     "State",
     "StatefulToolEnv",
+    "SystemMessage",
     "ThinkParser",
     "ToolCallError",
     "ToolEnv",
     "ToolError",
+    "ToolMessage",
     "ToolParseError",
     "ToolRubric",
     "TrajectoryStep",
     "UnknownEnvironmentError",
+    "UserMessage",
     "WorkerCallError",
     "WorkerError",
     "WorkerTimeoutError",
@@ -191,7 +201,9 @@ _LAZY_IMPORTS = {
     "setup_logging": "verifiers.log:setup_logging",
     "AsyncBatchGenerator": "verifiers.rollouts.generator:AsyncBatchGenerator",
     "RepeatSampler": "verifiers.data.sampler:RepeatSampler",
+    "AssistantMessage": "verifiers.types:AssistantMessage",
     "ChatMessage": "verifiers.types:ChatMessage",
+    "ClientConfig": "verifiers.types:ClientConfig",
     "GenerateInputs": "verifiers.types:GenerateInputs",
     "GenerateOutputs": "verifiers.types:GenerateOutputs",
     "Info": "verifiers.types:Info",
@@ -206,7 +218,10 @@ _LAZY_IMPORTS = {
     "RolloutScores": "verifiers.types:RolloutScores",
     "SamplingArgs": "verifiers.types:SamplingArgs",
     "State": "verifiers.types:State",
+    "SystemMessage": "verifiers.types:SystemMessage",
+    "ToolMessage": "verifiers.types:ToolMessage",
     "TrajectoryStep": "verifiers.types:TrajectoryStep",
+    "UserMessage": "verifiers.types:UserMessage",
     "ConfigError": "verifiers.errors:ConfigError",
     "EmptyModelResponseError": "verifiers.errors:EmptyModelResponseError",
     "Error": "verifiers.errors:Error",
@@ -254,7 +269,15 @@ _LAZY_IMPORTS = {
 }
 """Where each public name is: name -> "module:attribute"."""
 
-_TRAIN_EXTRA = frozenset({"accelerate", "peft", "safetensors", "torch", "transformers", "trl"})
+_EXTRAS = {
+    **dict.fromkeys(("accelerate", "peft", "safetensors", "torch", "transformers", "trl"), "train"),
+    "gymnasium": "gym",
+    "mcp": "mcp",
+    "reasoning_gym": "rg",
+    "textarena": "ta",
+}
+"""The extra that brings a module."""
+
 _NOT_PROVIDED = frozenset({"CliAgentEnv", "HarborEnv", "RLMEnv", "RLTrainer"})
 _SUBMODULES = frozenset(
     {
@@ -308,11 +331,11 @@ def _imported(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _TRAIN_EXTRA:
+        if missing not in _EXTRAS:
             raise
         raise AttributeError(
             f"verifiers.{name} needs {missing}, which is not installed or does not fit; "
-            "install it by `pip install 'verifiers[train]'`."
+            f"install it by `pip install 'verifiers[{_EXTRAS[missing]}]'`."
         ) from error
 
 

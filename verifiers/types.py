@@ -5,17 +5,21 @@ Nothing here imports more than the standard library, so that `import verifiers` 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import copy
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypedDict
 
 __all__ = [
+    "AssistantMessage",
     "ChatMessage",
+    "ClientConfig",
     "GenerateInputs",
     "GenerateOutputs",
     "Info",
     "Message",
+    "MessageRecord",
     "MessageType",
     "Messages",
     "ModelResponse",
@@ -29,7 +33,10 @@ __all__ = [
     "RolloutScores",
     "SamplingArgs",
     "State",
+    "SystemMessage",
+    "ToolMessage",
     "TrajectoryStep",
+    "UserMessage",
 ]
 
 ChatMessage = dict[str, Any]
@@ -45,15 +52,22 @@ ModelResponse = Any
 
 Info = dict[str, Any]
 SamplingArgs = dict[str, Any]
-RewardFunc = Callable[..., float | Awaitable[float]]
+RewardFunc = Callable[..., float | list[float] | Awaitable[float] | Awaitable[list[float]]]
 
 
 class State(dict[str, Any]):
     """What a rollout knows: a plain dict that environments read and write freely.
 
     Keys always present after a rollout: id, prompt, completion, answer, task, info, responses, turn, timing;
-    and trajectory, input, is_completed, stop_condition, reward, metrics, error.
+    and trajectory, input, is_completed, is_truncated, stop_condition, reward, metrics, error, model, sampling_args,
+    oai_tools. While the rollout runs and is scored there is `client` too.
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        # connections are shared, not copied
+        return State(
+            {name: value if name == "client" else copy.deepcopy(value, memo) for name, value in self.items()}
+        )
 
 
 class Record(dict[str, Any]):
@@ -67,6 +81,124 @@ class Record(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+
+_MESSAGE_FIELDS = frozenset(
+    {
+        "audio",
+        "content",
+        "function_call",
+        "name",
+        "reasoning_content",
+        "refusal",
+        "role",
+        "tool_call_id",
+        "tool_calls",
+    }
+)
+
+
+class MessageRecord(Record):
+    """A chat message: a plain dict for JSON, tables and comparisons, whose fields are attributes too.
+
+    `message.role`, `message.tool_calls[0].function.name`. Fields of OpenAI's messages that are absent read as None.
+    Packages of the classic API from 0.1.11 on take messages for objects, those from before for dicts.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return _readable(self, name)
+        if name in _MESSAGE_FIELDS:
+            return None
+        raise AttributeError(f"a message has no field {name!r}; this one has {sorted(self)}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MessageRecord:
+        return type(self)({name: copy.deepcopy(value, memo) for name, value in self.items()})
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        """The message as plain nested data."""
+        return {name: _dumped(value) for name, value in self.items() if not (exclude_none and value is None)}
+
+
+class _Part(Record):
+    """A dict inside a message. The name and arguments of a tool call are found where the second generation looks."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return _readable(self, name)
+        function = self.get("function")
+        if isinstance(function, Mapping) and name in function:
+            return function[name]
+        raise AttributeError(f"this part of a message has no field {name!r}; it has {sorted(self)}")
+
+
+def _readable(owner: dict[str, Any], name: str) -> Any:
+    """A field whose dicts answer to attributes; they are put back, so that what is written to them stays."""
+    value = owner[name]
+    if type(value) is dict:
+        value = owner[name] = _Part(value)
+    elif type(value) is list:
+        value[:] = [_Part(item) if type(item) is dict else item for item in value]
+    return value
+
+
+def _dumped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _dumped(item) for name, item in value.items()}
+    return [_dumped(item) for item in value] if isinstance(value, list) else value
+
+
+class _MessageOfRole(MessageRecord):
+    _role = ""
+
+    def __init__(self, fields: Mapping[str, Any] | None = None, **more: Any) -> None:
+        dict.__init__(self, fields or {}, **more)
+        self.setdefault("role", self._role)
+
+
+class SystemMessage(_MessageOfRole):
+    """A message of role "system"; `SystemMessage(content="...")`."""
+
+    _role = "system"
+
+
+class UserMessage(_MessageOfRole):
+    """A message of role "user"; `UserMessage(content="...")`."""
+
+    _role = "user"
+
+
+class AssistantMessage(_MessageOfRole):
+    """A message of role "assistant"; `AssistantMessage(content="...")`."""
+
+    _role = "assistant"
+
+
+class ToolMessage(_MessageOfRole):
+    """A message of role "tool"; `ToolMessage(content="...", tool_call_id="...")`."""
+
+    _role = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """How an endpoint is spoken to, for `verifiers.utils.client_utils.setup_client`.
+
+    Attributes:
+        api_key_var: environment variable that holds the key.
+        api_base_url: with the version, e.g. "http://127.0.0.1:8000/v1".
+        timeout: seconds that one call may take.
+        max_retries: the openai client's own retries.
+        extra_headers: further HTTP headers.
+    """
+
+    api_key_var: str = "OPENAI_API_KEY"
+    api_base_url: str = "https://api.openai.com/v1"
+    timeout: float = 3600.0
+    max_connections: int = 28000
+    max_keepalive_connections: int = 28000
+    max_retries: int = 10
+    extra_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class RolloutScore(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
     from verifiers.train.run_file import load_run_file
 
     run = load_run_file(run_file)
+    from verifiers.envs.ending import run_teardown
     from verifiers.envs.loading import load_environment
     from verifiers.errors import ConfigError
     from verifiers.train.config import GRPOConfig, lora_defaults
@@ -66,6 +68,7 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
             config.server_url = run.server.url
         peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None
         trainer = GRPOTrainer(run.model.path, env, config, peft_config=peft_config)
+        stack.callback(lambda: asyncio.run(run_teardown(env)))
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
     print(f"saved to {config.output_dir}")

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verifiers.envs import dataset_format, generation, processing
-from verifiers.envs.model_call import call_model
+from verifiers.envs.calling import either_generation
+from verifiers.envs.ending import run_teardown
+from verifiers.envs.model_call import asks_by_state, call_model, call_model_by_state
+from verifiers.envs.states import new_state
 from verifiers.errors import ConfigError
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.rubric import Rubric
@@ -20,6 +23,7 @@ from verifiers.types import (
     ModelResponse,
     ProcessedOutputs,
     RewardFunc,
+    RolloutInput,
     SamplingArgs,
     State,
 )
@@ -139,8 +143,26 @@ class Environment:
         """The rubric's weights, one a reward function."""
         return self.rubric.get_reward_weights()
 
+    def add_rubric(self, rubric: Rubric) -> None:
+        """Add a rubric's rewards to those of the rubric that is there."""
+        from verifiers.rubrics.rubric_group import RubricGroup
+
+        present = self.rubric.rubrics if isinstance(self.rubric, RubricGroup) else [self.rubric]
+        self.rubric = RubricGroup([*present, rubric])
+
     # -- one rollout ----------------------------------------------------------------------------------------
 
+    async def init_state(
+        self,
+        input: RolloutInput,  # noqa: A002 - the classic API's name
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """The state that a rollout of this row begins with, before `setup_state`."""
+        return new_state(input, client, model, sampling_args, self.oai_tools)
+
+    @either_generation(asks_by_state, call_model_by_state)
     async def get_model_response(
         self,
         client: Any,
@@ -151,7 +173,11 @@ class Environment:
         message_type: MessageType | None = None,
         **kwargs: Any,
     ) -> ModelResponse:
-        """The policy's answer to `prompt`; see `verifiers.envs.model_call.call_model`."""
+        """The policy's answer to `prompt`; see `verifiers.envs.model_call.call_model`.
+
+        Second generation: `get_model_response(state, prompt, client=None, model=None, oai_tools=None,
+        sampling_args=None, message_type=None)`; what is left out is taken from the state.
+        """
         return await call_model(
             client,
             model,
@@ -168,6 +194,10 @@ class Environment:
         raise NotImplementedError(
             f"{type(self).__name__} must override rollout, or subclass SingleTurnEnv or MultiTurnEnv."
         )
+
+    async def teardown(self) -> None:
+        """Run the methods marked `@vf.teardown`, once; see `verifiers.envs.ending.run_teardown`."""
+        await run_teardown(self)
 
     # -- many rollouts --------------------------------------------------------------------------------------
 
@@ -193,6 +223,7 @@ class Environment:
         """
         columns = {"prompt": list(prompts), "answer": list(answers), "task": tasks, "info": infos}
         rollouts = await generation.run_columns(self, columns, client, model, sampling_args, max_concurrent)
+        generation.drop_clients(rollouts)
         return [(rollout.completion, rollout.state) for rollout in rollouts]
 
     async def a_generate(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.envs.dataset_format import row_fields
+from verifiers.envs.ending import teardown_at_exit
 from verifiers.errors import ConfigError
 from verifiers.parsers.printable import plain, sanitize_tool_calls
 from verifiers.rollouts.endpoint import backend_for
@@ -24,7 +25,15 @@ from verifiers.types import GenerateOutputs, RolloutKey, RolloutScore, SamplingA
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["columns_of", "complete_or_awaitable", "generate", "run_columns", "run_to_completion", "to_dataset"]
+__all__ = [
+    "columns_of",
+    "complete_or_awaitable",
+    "drop_clients",
+    "generate",
+    "run_columns",
+    "run_to_completion",
+    "to_dataset",
+]
 
 T = TypeVar("T")
 
@@ -79,6 +88,7 @@ async def run_columns(
     Raises:
         Exception: the first failure; the other rollouts are cancelled.
     """
+    teardown_at_exit(env)
     backend = backend_for(client)
     sampling = {**env.sampling_args, **(sampling_args or {})} if sampling_args else dict(env.sampling_args)
     runner = RolloutRunner(env, backend, model, sampling, limiter=Limiter(max_concurrent or -1))
@@ -96,6 +106,12 @@ async def run_columns(
     finally:
         if backend is not client:
             await backend.close()
+
+
+def drop_clients(rollouts: Sequence[Rollout]) -> None:
+    """Take the clients out of finished states: results are stored and copied, and connections are neither."""
+    for rollout in rollouts:
+        rollout.state.pop("client", None)
 
 
 async def generate(
@@ -128,6 +144,8 @@ async def generate(
     columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in names}
     if in_groups:
         scores = await _score_groups(rubric, rollouts, limiter)
+    if interleaved or in_groups or not score:
+        drop_clients(rollouts)
     if interleaved or in_groups:
         in_order = [scores[rollout.key] for rollout in rollouts]
         metric_names = dict.fromkeys(name for item in in_order for name in item.metrics)
@@ -138,6 +156,7 @@ async def generate(
     every = await rubric.score_rollouts(
         **{f"{name}s": column for name, column in columns.items()}, max_concurrent=max_concurrent_scoring
     )
+    drop_clients(rollouts)
     return GenerateOutputs(**columns, reward=every.reward, metrics=every.metrics)
 
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
 from verifiers.parsers.messages import message_field
 from verifiers.rollouts.endpoint import is_context_overflow
 from verifiers.rollouts.wire import overlong_response
-from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, SamplingArgs
+from verifiers.types import (
+    AssistantMessage,
+    ChatMessage,
+    MessageRecord,
+    Messages,
+    MessageType,
+    ModelResponse,
+    SamplingArgs,
+    State,
+)
 
-__all__ = ["assistant_message", "call_model"]
+__all__ = ["asks_by_state", "assistant_message", "call_model", "call_model_by_state"]
 
 
 async def call_model(
@@ -68,13 +78,45 @@ async def call_model(
     return response
 
 
-def assistant_message(response: ModelResponse) -> ChatMessage:
-    """The chat message inside a response, as a plain dict; tool calls and reasoning are kept."""
+def asks_by_state(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """True for `get_model_response(state, prompt, ...)`; the first generation gives the client first."""
+    return "state" in kwargs or bool(args and isinstance(args[0], Mapping))
+
+
+async def call_model_by_state(
+    env: Any,
+    state: State,
+    prompt: Messages,
+    client: Any = None,
+    model: str | None = None,
+    oai_tools: list[dict[str, Any]] | None = None,
+    sampling_args: SamplingArgs | None = None,
+    message_type: MessageType | None = None,
+    **_: Any,
+) -> ModelResponse:
+    """`call_model` for an environment and a state, which has whatever is not given."""
+    tools = oai_tools if oai_tools is not None else state.get("oai_tools")
+    return await call_model(
+        client if client is not None else state["client"],
+        model if model is not None else state["model"],
+        prompt,
+        message_type=message_type or env.message_type,
+        oai_tools=tools if tools is not None else getattr(env, "oai_tools", None),
+        sampling_args=sampling_args if sampling_args is not None else state.get("sampling_args"),
+        logger=getattr(env, "logger", None),
+    )
+
+
+def assistant_message(response: ModelResponse) -> MessageRecord:
+    """The chat message inside a response, as plain data; tool calls and reasoning are kept."""
     message = response.choices[0].message
-    plain: ChatMessage = {"role": "assistant", "content": getattr(message, "content", None) or ""}
+    plain = AssistantMessage(role="assistant", content=getattr(message, "content", None) or "")
     tool_calls = getattr(message, "tool_calls", None)
     if isinstance(tool_calls, list) and tool_calls:
         plain["tool_calls"] = [_plain_tool_call(call) for call in tool_calls]
+        # read once, they answer to attributes also where they are then reached through items
+        for call in plain.tool_calls:
+            _ = call.function
     reasoning = getattr(message, "reasoning_content", None)
     if isinstance(reasoning, str) and reasoning:
         plain["reasoning_content"] = reasoning

@@ -16,7 +16,8 @@ from typing import Any
 from verifiers.errors import ConfigError, MissingTokenIdsError
 from verifiers.parsers.messages import message_field
 from verifiers.parsers.printable import sanitize_tool_calls
-from verifiers.types import Messages, ModelResponse, ProcessedOutputs, State
+from verifiers.rollouts.wire import WireObject, plain_data
+from verifiers.types import MessageRecord, Messages, MessageType, ModelResponse, ProcessedOutputs, State
 
 __all__ = [
     "chat_logprobs",
@@ -26,6 +27,7 @@ __all__ = [
     "process_chat",
     "process_completion",
     "process_results",
+    "step_tokens",
 ]
 
 _TOKEN_ID = "token_id:"
@@ -73,6 +75,58 @@ def completion_logprobs(response: ModelResponse) -> list[float]:
     if values is None:
         raise MissingTokenIdsError("a completion has no logprobs; ask for them with logprobs=0.")
     return [float(value) for value in values]
+
+
+def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str, Any] | None:
+    """The tokens of one model call as a trajectory's step holds them; None where the server sent no ids.
+
+    Returns:
+        prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs (nats), overlong_prompt,
+        is_truncated.
+    """
+    if isinstance(response, WireObject):
+        answer: Any = plain_data(response)
+        lists = _wire_tokens(answer)
+    else:
+        answer, lists = response, _object_tokens(response, message_type)
+    if lists is None:
+        return None
+    prompt_ids, completion_ids, logprobs = lists
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": [0] * len(prompt_ids),
+        "completion_ids": completion_ids,
+        "completion_mask": [1] * len(completion_ids),
+        "completion_logprobs": logprobs,
+        "overlong_prompt": _is_overlong(answer),
+        "is_truncated": message_field(_choice(answer), "finish_reason") == "length",
+    }
+
+
+def _wire_tokens(answer: Mapping[str, Any]) -> tuple[list[int], list[int], list[float]] | None:
+    """Prompt ids, sampled ids and log-probs of plain JSON: an object a token would cost more than the whole turn."""
+    choice = answer["choices"][0]
+    logprobs, completion_ids = choice.get("logprobs"), choice.get("token_ids")
+    prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    if not logprobs or completion_ids is None or prompt_ids is None:
+        return None
+    entries = logprobs.get("content")
+    chosen = [entry["logprob"] for entry in entries] if entries is not None else logprobs.get("token_logprobs")
+    return None if chosen is None else (list(prompt_ids), list(completion_ids), list(chosen))
+
+
+def _object_tokens(
+    response: ModelResponse, message_type: MessageType
+) -> tuple[list[int], list[int], list[float]] | None:
+    """The same of an SDK's response, or of a test double, which may have anything."""
+    prompt_ids = _sent_ids(response)
+    is_chat = message_type == "chat"
+    try:
+        completion_ids = (chat_tokens if is_chat else completion_tokens)(response)
+        logprobs = (chat_logprobs if is_chat else completion_logprobs)(response)
+    except (MissingTokenIdsError, TypeError, ValueError):
+        return None
+    return None if prompt_ids is None else (prompt_ids, completion_ids, logprobs)
 
 
 def _tokens(response: ModelResponse, entries: Sequence[Any] | None) -> list[int]:
@@ -221,7 +275,8 @@ def _renderer(processing_class: Any, tools: list[dict[str, Any]] | None) -> Call
     with_tools: dict[str, Any] = {"tools": tools} if tools else {}
 
     def render(messages: Sequence[Any], **options: Any) -> list[int]:
-        conversation = [_with_parsed_arguments(message) for message in messages]
+        # templates ask which fields are defined, and for those of a message record all would be
+        conversation = [_with_parsed_arguments(_bare(message)) for message in messages]
         rendered = processing_class.apply_chat_template(conversation=conversation, **options, **with_tools)
         # a stand-in may give text, and transformers from version 5 gives a mapping
         if isinstance(rendered, str):
@@ -231,6 +286,10 @@ def _renderer(processing_class: Any, tools: list[dict[str, Any]] | None) -> Call
         return list(rendered)
 
     return render
+
+
+def _bare(message: Any) -> Any:
+    return message.model_dump() if isinstance(message, MessageRecord) else message
 
 
 def _with_parsed_arguments(message: Any) -> Any:

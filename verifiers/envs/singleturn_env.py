@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.envs.calling import either_generation
+from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
 from verifiers.types import Messages, State
 
 __all__ = ["SingleTurnEnv"]
@@ -14,10 +15,11 @@ class SingleTurnEnv(MultiTurnEnv):
     """An environment that wants one answer of the policy and scores it."""
 
     def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("max_turns", 1)
-        super().__init__(**kwargs)
+        super().__init__(**{"max_turns": 1, **kwargs})
 
+    @either_generation(gives_state_alone, is_completed_by_state)
     async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
+        """True after the first answer."""
         return len(state["responses"]) > 0
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> tuple[Messages, State]:

@@ -1,15 +1,20 @@
-"""Messages made printable, lean or storable."""
+"""Messages made printable, lean or storable; and a few rollouts printed for a person to read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verifiers.parsers.messages import message_field
 from verifiers.types import ChatMessage, Messages
 
-__all__ = ["cleanup_messages", "messages_to_printable", "sanitize_tool_calls"]
+__all__ = [
+    "cleanup_messages",
+    "messages_to_printable",
+    "print_prompt_completions_sample",
+    "sanitize_tool_calls",
+]
 
 
 def messages_to_printable(messages: Messages) -> Messages:
@@ -97,3 +102,60 @@ def drop_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
     return [drop_none(item) for item in value] if isinstance(value, list) else value
+
+
+def print_prompt_completions_sample(
+    prompts: Sequence[Messages],
+    completions: Sequence[Messages],
+    *scores: Any,
+    rewards: Any = None,
+    step: int | None = None,
+    num_samples: int = 1,
+    errors: Sequence[Any] | None = None,
+) -> None:
+    """Print some rollouts as a table: prompt, completion, reward.
+
+    Called as `print_prompt_completions_sample(prompts, completions, rewards, step, num_samples=1)`, or as in the
+    newest releases of the classic API with the rollouts' errors before the rewards.
+
+    Args:
+        rewards: one a rollout; or a dict of them, of which "reward" is shown, or else the first.
+        step: optimizer step, for the title.
+        num_samples: rollouts from the start of the lists.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # (rewards, step, num_samples), and errors first where the second of them is no step
+    given = list(scores)
+    if len(given) > 1 and not isinstance(given[1], int):
+        errors = given.pop(0)
+    rewards = given[0] if given else rewards
+    step = given[1] if len(given) > 1 else step
+    num_samples = given[2] if len(given) > 2 else num_samples
+    if isinstance(rewards, Mapping):
+        rewards = rewards.get("reward", next(iter(rewards.values()), []))
+    table = Table(title=None if step is None else f"Step {step}", show_lines=True, expand=True)
+    table.add_column("prompt", style="bright_yellow")
+    table.add_column("completion", style="bright_green")
+    table.add_column("reward", justify="right")
+    for place in range(min(num_samples, len(prompts), len(completions))):
+        reward = f"{float(rewards[place]):.2f}" if rewards is not None and place < len(rewards) else ""
+        failure = errors[place] if errors is not None and place < len(errors) else None
+        shown = _conversation(completions[place]) + (f"\n\n{failure!r}" if failure else "")
+        # as text: what a model writes may look like markup
+        table.add_row(Text(_conversation(prompts[place])), Text(shown), reward)
+    Console().print(table)
+
+
+def _conversation(messages: Messages) -> str:
+    printable = messages_to_printable(messages)
+    if isinstance(printable, str):
+        return printable
+    return "\n\n".join(_turn(message) for message in printable)
+
+
+def _turn(message: ChatMessage) -> str:
+    calls = "".join(f"\n{json.dumps(plain(call), ensure_ascii=False)}" for call in message.get("tool_calls") or [])
+    return f"{message['role']}: {message['content']}{calls}"

@@ -109,6 +109,10 @@ class RolloutClient:
         other._trained = False
         return other
 
+    def stop_recording(self) -> None:
+        """What is asked from now on is no part of the trace: the rollout is over, its rewards may still ask."""
+        self._trained = False
+
     def with_options(self, **_: Any) -> RolloutClient:
         """The same handle: timeouts and retries are the run's, so that one rollout cannot escape them."""
         return self

@@ -13,7 +13,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +28,14 @@ from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
 from verifiers.rollouts.trace import rows_from_turns
 from verifiers.types import Failure, Outcome, State
 
-__all__ = ["RolloutRunner", "RunsRollouts", "ScoresRollouts", "takes_rollout_input"]
+__all__ = [
+    "RolloutRunner",
+    "RunsRollouts",
+    "ScoresRollouts",
+    "call_rollout",
+    "gives_rollout_input",
+    "takes_rollout_input",
+]
 
 logger = logging.getLogger("verifiers.rollouts")
 
@@ -87,6 +94,9 @@ class RolloutRunner:
         rollouts = await gather_owned([self.run_one(request) for request in requests])
         if score:
             await self.score(rollouts)
+        for rollout in rollouts:
+            # a finished rollout holds no connection, nor the tokens that its handle recorded
+            rollout.state.pop("client", None)
         if self.on_rollout is not None:
             for rollout in rollouts:
                 self.on_rollout(rollout)
@@ -133,6 +143,8 @@ class RolloutRunner:
         rollout.turns = client.calls
         rollout.usage = client.usage
         rollout.attempts = 1 + client.retries
+        # reward functions may ask the same server, but what it answers them is not trained on
+        client.stop_recording()
         return rollout
 
     async def _attempt(self, request: RolloutRequest, client: RolloutClient) -> Rollout:
@@ -157,33 +169,20 @@ class RolloutRunner:
         stored = state.get("error")
         if isinstance(stored, BaseException) and not isinstance(stored, OverlongPromptError):
             return _failed(request, _outcome_of(stored, client), _failure_from(stored), state)
-        truncated = client.overlong or client.finish_reason == "length"
+        overlong = client.overlong or isinstance(stored, OverlongPromptError) or state.get("prompt_too_long") is True
+        truncated = overlong or client.finish_reason == "length"
         return _finished(request, Outcome.TRUNCATED if truncated else Outcome.COMPLETED, completion, state)
 
     async def _call_environment(self, request: RolloutRequest, client: RolloutClient) -> tuple[Any, State]:
-        """Call `env.rollout` in the generation of the API that it is written for."""
-        sampling_args = dict(self.sampling_args)
         # the rollouts of a group share a request, and environments write into what they are given
-        prompt, info = _own_copy(request.prompt), _own_copy(request.info)
-        if _takes_rollout_input(self.env):
-            row = {
-                "prompt": prompt,
-                "example_id": request.key.example_id,
-                "task": request.task,
-                "answer": request.answer,
-                "info": info,
-            }
-            return _completion_and_state(await self.env.rollout(row, client, self.model, sampling_args))
-        result = await self.env.rollout(
-            client,
-            self.model,
-            prompt,
-            answer=request.answer,
-            task=request.task,
-            info=info,
-            sampling_args=sampling_args,
-        )
-        return _completion_and_state(result)
+        row = {
+            "prompt": _own_copy(request.prompt),
+            "example_id": request.key.example_id,
+            "task": request.task,
+            "answer": request.answer,
+            "info": _own_copy(request.info),
+        }
+        return await call_rollout(self.env, row, client, self.model, dict(self.sampling_args))
 
     async def score(self, rollouts: Sequence[Rollout]) -> None:
         """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`."""
@@ -242,6 +241,31 @@ def _take_score(rollout: Rollout, failure: Failure | None) -> None:
     rollout.advantage = state.get("advantage")
 
 
+async def call_rollout(
+    env: RunsRollouts, row: Mapping[str, Any], client: Any, model: str, sampling_args: dict[str, Any]
+) -> tuple[Any, State]:
+    """Call `env.rollout` in the generation of the classic API that it is written for.
+
+    Args:
+        row: prompt, example_id, task, answer, info.
+
+    Returns:
+        (completion, state).
+    """
+    if _takes_rollout_input(env):
+        return _completion_and_state(await env.rollout(row, client, model, sampling_args))
+    result = await env.rollout(
+        client,
+        model,
+        row["prompt"],
+        answer=row["answer"],
+        task=row["task"],
+        info=row["info"],
+        sampling_args=sampling_args,
+    )
+    return _completion_and_state(result)
+
+
 def _completion_and_state(result: Any) -> tuple[Any, State]:
     """What `rollout` returned: (completion, state), or the state alone."""
     completion, state = result if isinstance(result, tuple) and len(result) == 2 else (None, result)
@@ -273,14 +297,15 @@ def _finished(request: RolloutRequest, outcome: Outcome, completion: Any, state:
     for name, value in (("prompt", request.prompt), ("answer", request.answer), ("task", request.task)):
         state.setdefault(name, value)
     state.setdefault("info", dict(request.info))
+    # as the state has them: `setup_state` may draw the question, and the reward functions see that one
     return Rollout(
         key=request.key,
         outcome=outcome,
-        prompt=request.prompt,
+        prompt=state["prompt"],
         completion=completion,
-        answer=request.answer,
-        task=request.task,
-        info=request.info,
+        answer=state["answer"],
+        task=state["task"],
+        info=state["info"],
         state=state,
     )
 
@@ -318,6 +343,11 @@ def takes_rollout_input(function: F) -> F:
     """Mark a `rollout` that may be called in the second generation's way though its signature does not say so."""
     function.__dict__["takes_rollout_input"] = True
     return function
+
+
+def gives_rollout_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """True for `rollout(input, client, model, ...)`; the first generation gives the client first."""
+    return "input" in kwargs or bool(args and isinstance(args[0], Mapping) and "prompt" in args[0])
 
 
 _INPUT_STYLE: dict[Any, bool] = {}

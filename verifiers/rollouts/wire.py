@@ -35,6 +35,9 @@ class WireObject:
         self.__dict__["_data"] = data
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # asked by copy and pickle of an object that is not filled yet
+            raise AttributeError(name)
         data = self.__dict__["_data"]
         if name in data:
             value = _wrapped(data[name])
@@ -139,7 +142,7 @@ def request_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
         body.update(extra)
     messages = body.get("messages")
     if messages is not None:
-        body["messages"] = [m if type(m) is dict else _message_dict(m) for m in messages]
+        body["messages"] = [m if isinstance(m, dict) else _message_dict(m) for m in messages]
     return body
 
 

@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, ProgressCallback
 
+from verifiers.envs.ending import teardown_at_exit
 from verifiers.errors import GenerationError
 from verifiers.rollouts.endpoint import Endpoint
 from verifiers.rollouts.generator import AsyncBatchGenerator
@@ -146,6 +147,8 @@ class GRPOTrainer(PushingTrainer):
         """Wait for the rollout server and start the generator (rank 0); `train` and `evaluate` do it."""
         if self.generator is not None or not self.accelerator.is_main_process:
             return
+        # not in close: an evaluation may follow the training
+        teardown_at_exit(self.env)
         self.weight_sync.connect(self.args.server_wait)
         if isinstance(self.weight_sync, HeldSync) and not self._client_given:
             self._client = Endpoint(self.weight_sync.url)

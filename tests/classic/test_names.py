@@ -1,0 +1,167 @@
+"""Section "Names": what packages of the classic API import, and from where."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+
+
+def names(text: str) -> list[str]:
+    return text.split()
+
+
+CLASSES = names("""Parser ThinkParser MaybeThinkParser XMLParser Rubric JudgeRubric RubricGroup ToolRubric MathRubric
+    Environment MultiTurnEnv SingleTurnEnv ToolEnv StatefulToolEnv SandboxEnv PythonEnv EnvGroup TextArenaEnv
+    ReasoningGymEnv GymEnv MCPEnv EpisodicSumRubric""")
+FUNCTIONS = names("""extract_boxed_answer extract_hash_answer load_example_dataset setup_logging load_environment
+    print_prompt_completions_sample stop cleanup teardown""")
+TRAINING = names("get_model get_tokenizer get_model_and_tokenizer GRPOConfig GRPOTrainer grpo_defaults lora_defaults")
+ERRORS = names("""Error ModelError EmptyModelResponseError OverlongPromptError ToolError ToolParseError ToolCallError
+    InfraError SandboxError""")
+TYPES = names("""ChatMessage Message Messages MessageType ModelResponse Info State SamplingArgs RewardFunc
+    GenerateInputs GenerateOutputs RolloutScore RolloutScores ProcessedOutputs RolloutInput TrajectoryStep""")
+MODULES = {
+    "verifiers.types": "Messages State",
+    "verifiers.utils.data_utils": """BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_boxed_answer
+        extract_hash_answer load_example_dataset""",
+    "verifiers.utils.tool_utils": "convert_func_to_oai_tool",
+    "verifiers.utils.message_utils": "messages_to_printable cleanup_messages sanitize_tool_calls",
+    "verifiers.utils.async_utils": "maybe_await",
+    "verifiers.utils.client_utils": "setup_client",
+    "verifiers.utils.logging_utils": "setup_logging print_prompt_completions_sample",
+    "verifiers.scripts.eval": "main",
+    "verifiers.envs.environment": "Environment",
+    "verifiers.envs.multiturn_env": "MultiTurnEnv",
+    "verifiers.envs.singleturn_env": "SingleTurnEnv",
+    "verifiers.envs.tool_env": "ToolEnv",
+    "verifiers.envs.stateful_tool_env": "StatefulToolEnv",
+    "verifiers.envs.env_group": "EnvGroup EnvGroupRubric",
+    "verifiers.parsers.parser": "Parser",
+    "verifiers.parsers.think_parser": "ThinkParser",
+    "verifiers.parsers.xml_parser": "XMLParser",
+    "verifiers.rubrics.rubric": "Rubric",
+    "verifiers.rubrics.rubric_group": "RubricGroup",
+    "verifiers.rubrics.judge_rubric": "JudgeRubric",
+    "verifiers.rubrics.math_rubric": "MathRubric",
+    "verifiers.rubrics.tool_rubric": "ToolRubric",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES + FUNCTIONS + ERRORS + TYPES + TRAINING)
+def test_every_promised_name_is_there(name: str) -> None:
+    if name in TRAINING and importlib.util.find_spec("torch") is None:
+        pytest.skip("the train extra is not installed")
+    value = getattr(vf, name)
+    assert value is not None
+    if name in CLASSES + ERRORS:
+        assert (isinstance(value, type), value.__name__) == (True, name)
+    assert name in vf._LAZY_IMPORTS
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_promised_module_has_its_names(module: str) -> None:
+    found = importlib.import_module(module)
+    for name in MODULES[module].split():
+        value = getattr(found, name)
+        if name in vf._LAZY_IMPORTS:
+            assert value is getattr(vf, name)
+
+
+def test_every_error_is_one_of_ours() -> None:
+    assert all(issubclass(getattr(vf, name), vf.Error) for name in ERRORS)
+
+
+@pytest.mark.parametrize("name", ["CliAgentEnv", "HarborEnv", "RLMEnv", "RLTrainer"])
+def test_names_that_are_not_promised_say_so(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"verifiers.{name} belongs to .* does not provide"):
+        getattr(vf, name)
+
+
+@pytest.mark.parametrize("module", ["envs.experimental", "envs.integrations", "envs.experimental.cli_agent_env"])
+def test_modules_that_are_not_promised_say_so(module: str) -> None:
+    with pytest.raises(ImportError, match=r"verifiers\.envs\.\w+ belongs to .* does not provide"):
+        importlib.import_module(f"verifiers.{module}")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [("GRPOTrainer", "trl", "train"), ("MCPEnv", "mcp", "mcp"), ("TextArenaEnv", "textarena", "ta")],
+)
+def test_a_missing_extra_is_an_attribute_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, missing: str, extra: str
+) -> None:
+    def no_extra(module: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.delitem(vars(vf), name, raising=False)
+    monkeypatch.setattr(importlib, "import_module", no_extra)
+    with pytest.raises(AttributeError, match=rf"{name} needs {missing}.*pip install 'verifiers\[{extra}\]'"):
+        getattr(vf, name)
+    assert not hasattr(vf, name)
+
+
+def test_a_wildcard_import_brings_the_names_that_need_no_extra() -> None:
+    code = "from verifiers import *; import sys; MultiTurnEnv, Rubric, stop, State; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# -- small functions -------------------------------------------------------------------------------------------
+
+
+def test_a_client_is_made_of_a_config_a_mapping_or_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verifiers.types import ClientConfig
+    from verifiers.utils.client_utils import setup_client
+
+    monkeypatch.setenv("MY_KEY", "sk-1")
+    config = ClientConfig(api_key_var="MY_KEY", api_base_url="http://127.0.0.1:9/v1", extra_headers={"X-Team": "a"})
+    for given in (config, {name: getattr(config, name) for name in ("api_key_var", "api_base_url", "extra_headers")}):
+        client = setup_client(given, timeout=7.0)
+        assert str(client.base_url) == "http://127.0.0.1:9/v1/"
+        assert (client.api_key, client.timeout, client.max_retries) == ("sk-1", 7.0, 10)
+        assert client._custom_headers == {"X-Team": "a"}
+    monkeypatch.delenv("MY_KEY")
+    assert setup_client(config).api_key == "EMPTY"
+    with pytest.raises(ValueError, match="setup_client has no setting 'base'"):
+        setup_client({"base": "x"})
+
+
+async def test_maybe_await_takes_both_kinds() -> None:
+    from verifiers.utils.async_utils import maybe_await
+
+    async def later(x: int) -> int:
+        return x
+
+    assert [await maybe_await(later, 1), await maybe_await(lambda x: x, x=2), await maybe_await(dict)] == [1, 2, {}]
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> str:
+    out = io.StringIO()
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stdout", out)
+    vf.print_prompt_completions_sample(*args, **kwargs)
+    return out.getvalue()
+
+
+def test_a_sample_of_rollouts_is_printed_with_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    prompts = [[{"role": "user", "content": f"question {n} [bold]"}] for n in range(3)]
+    completions: list[Any] = [
+        [{"role": "assistant", "content": f"answer {n}", "tool_calls": [call]}] for n in range(3)
+    ]
+    text = printed(monkeypatch, prompts, completions, [0.25, 0.5, 1.0], 7, num_samples=2)
+    assert "Step 7" in text
+    assert ["question 0 [bold]" in text, "answer 1" in text, "answer 2" in text] == [True, True, False]
+    assert ["0.25" in text, "0.50" in text, "1.00" in text, '"name": "add"' in text] == [True, True, False, True]
+    assert "0.25" in printed(monkeypatch, ["a"], ["b"], {"reward": [0.25]}, 1)
+    newest = printed(monkeypatch, ["a"], ["b"], [ValueError("broke")], [0.25], 3, 1)
+    assert ("Step 3" in newest, "0.25" in newest, "broke" in newest) == (True, True, True)
+    assert "0.25" in printed(monkeypatch, prompts=["a"], completions=["b"], rewards=[0.25], step=1, num_samples=5)
