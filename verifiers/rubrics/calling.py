@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from verifiers.rubrics.threads import scoring_threads
 
-__all__ = ["PreparedCall", "in_turn", "parameters_of", "reward_name"]
+__all__ = ["PreparedCall", "function_of", "in_turn", "parameters_of", "reward_name"]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -112,6 +112,11 @@ def reward_name(func: Callable[..., Any]) -> str:
     while isinstance(func, functools.partial):
         func = func.func
     return getattr(func, "__name__", None) or type(func).__name__
+
+
+def function_of(method: Any) -> Any:
+    """The function under a bound method; what was put on the instance in its place is taken as it is."""
+    return getattr(method, "__func__", method)
 
 
 async def in_turn(work: Callable[[A, B], Coroutine[Any, Any, None]], first: Sequence[A], second: Sequence[B]) -> None:

@@ -12,7 +12,18 @@ from typing import Any
 from verifiers.errors import ConfigError, GradingError
 from verifiers.types import Info, Messages, RolloutScore, State
 
-__all__ = ["Row", "add_scoring_time", "finite", "row_of_state", "rows_of_columns", "score_from", "set_score"]
+__all__ = [
+    "Row",
+    "add_scoring_time",
+    "columns_of_rows",
+    "finite",
+    "gives_state_only",
+    "row_of_state",
+    "rows_of_columns",
+    "score_from",
+    "scores_from",
+    "set_score",
+]
 
 
 @dataclass(slots=True)
@@ -92,6 +103,18 @@ def rows_of_columns(
     ]
 
 
+def columns_of_rows(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """The rows as columns, named as group functions name them."""
+    return {f"{name}s": [getattr(row, name) for row in rows] for name in Row.__slots__}
+
+
+def gives_state_only(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """True for `score_rollout(state, ...)` of the second generation; the first always passes a completion."""
+    if args:
+        return isinstance(args[0], Mapping)
+    return "state" in kwargs and "completion" not in kwargs
+
+
 def finite(value: Any) -> float:
     """The value as a float.
 
@@ -121,6 +144,22 @@ def score_from(result: Any, state: State) -> RolloutScore:
     else:
         reward, metrics = getattr(source, "reward", None), getattr(source, "metrics", None)
     return RolloutScore(finite(reward), {name: float(value) for name, value in (metrics or {}).items()})
+
+
+def scores_from(result: Any, count: int) -> list[RolloutScore]:
+    """The scores that a subclass's `score_rollouts` gave for `count` rollouts.
+
+    Raises:
+        GradingError: another number of rewards, or one that is no finite number.
+    """
+    rewards = [finite(reward) for reward in result["reward"]]
+    metrics = {name: [float(value) for value in column] for name, column in result["metrics"].items()}
+    if len(rewards) != count:
+        raise GradingError(f"returned {len(rewards)} rewards for {count} rollouts")
+    return [
+        RolloutScore(reward, {name: column[place] for name, column in metrics.items()})
+        for place, reward in enumerate(rewards)
+    ]
 
 
 def set_score(state: State, score: RolloutScore) -> None:

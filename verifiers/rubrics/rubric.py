@@ -12,14 +12,17 @@ from typing import Any
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
 from verifiers.parsers.parser import Parser
-from verifiers.rubrics.calling import PreparedCall, in_turn, parameters_of, reward_name
+from verifiers.rubrics.calling import PreparedCall, function_of, in_turn, parameters_of, reward_name
 from verifiers.rubrics.rows import (
     Row,
     add_scoring_time,
+    columns_of_rows,
     finite,
+    gives_state_only,
     row_of_state,
     rows_of_columns,
     score_from,
+    scores_from,
     set_score,
 )
 from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutScores, State
@@ -158,7 +161,7 @@ class Rubric:
         Raises:
             ConfigError: the rubric has group functions, which one rollout cannot answer; use `score_group`.
         """
-        if not _gives_state_only(args, kwargs):
+        if not gives_state_only(args, kwargs):
             return await self._score_columns(*args, **kwargs)
         return await self._score_state(*args, **kwargs)
 
@@ -182,13 +185,7 @@ class Rubric:
             ConfigError: columns of differing lengths, or group functions, which need `score_group`.
         """
         rows = rows_of_columns(prompts, completions, answers, states, tasks, infos)
-        limit = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else contextlib.nullcontext()
-
-        async def one(row: Row) -> RolloutScore:
-            async with limit:
-                return await self._score_row(row, None, kwargs)
-
-        scores = await gather_owned([one(row) for row in rows])
+        scores = await self._row_scores(rows, max_concurrent, kwargs)
         names = dict.fromkeys(name for score in scores for name in score.metrics)
         if not scores:
             names = dict.fromkeys(self.get_reward_func_names())
@@ -206,14 +203,10 @@ class Rubric:
         """
         started = time.perf_counter()
         rows = [row_of_state(state) for state in states]
-        if _function(self.score_rollout) is not Rubric.score_rollout:
-            await self._score_group_by_rows(rows, score_sem)
-        elif _function(self.score_rollouts) is not Rubric.score_rollouts:
-            await self._score_group_by_columns(rows)
-        else:
-            values = await self._values(rows, score_sem, {})
-            for row, of_row in zip(rows, values, strict=True):
-                set_score(row.state, self._combine(of_row))
+        scores = await self._group_scores(rows, score_sem)
+        for row, score in zip(rows, scores, strict=True):
+            set_score(row.state, score)
+        if not self._is_overridden():
             add_scoring_time(states, started)
 
     # -- parts of scoring -----------------------------------------------------------------------------------
@@ -230,12 +223,12 @@ class Rubric:
     ) -> RolloutScore:
         self._refuse_group_funcs()
         row = Row(prompt, completion, answer, state if state is not None else State(), task, info or {})
-        return self._combine((await self._values([row], None, kwargs))[0])
+        return await self._single_score(row, None, kwargs)
 
     async def _score_state(self, state: State, score_sem: Any = None) -> RolloutScore:
         self._refuse_group_funcs()
         started = time.perf_counter()
-        score = self._combine((await self._values([row_of_state(state)], score_sem, {}))[0])
+        score = await self._single_score(row_of_state(state), score_sem, {})
         set_score(state, score)
         add_scoring_time([state], started)
         return score
@@ -248,7 +241,7 @@ class Rubric:
         gate = score_sem if score_sem is not None else contextlib.nullcontext()
         single = {index: call for index, call in enumerate(calls) if not call.is_group}
         # an override of call_reward_func may wait for anything, whatever the function is like
-        overridden = _function(self.call_reward_func) is not Rubric.call_reward_func
+        overridden = function_of(self.call_reward_func) is not Rubric.call_reward_func
 
         async def score(row: Row, into: list[float]) -> None:
             async def one(index: int) -> None:
@@ -280,7 +273,7 @@ class Rubric:
     ) -> list[float]:
         states = [row.state for row in rows]
         try:
-            results = list(await call({**_columns(rows), **self.class_objects, **extra}))
+            results = list(await call({**columns_of_rows(rows), **self.class_objects, **extra}))
             if len(results) != len(rows):
                 raise GradingError(f"returned {len(results)} rewards for {len(rows)} rollouts")
         except (Exception, SystemExit) as error:
@@ -297,9 +290,9 @@ class Rubric:
 
     async def _score_row(self, row: Row, score_sem: Any, extra: Mapping[str, Any]) -> RolloutScore:
         """A row's score by `score_rollout`, whichever generation a subclass has written it for."""
-        if _function(self.score_rollout) is Rubric.score_rollout:
+        if function_of(self.score_rollout) is Rubric.score_rollout:
             return await self._score_columns(**row.values(), **extra)
-        names, takes_everything = parameters_of(_function(self.score_rollout))
+        names, takes_everything = parameters_of(function_of(self.score_rollout))
         arguments = {**row.values(), **extra}
         if "state" in names and "completion" not in names:
             arguments = {"state": row.state}
@@ -309,34 +302,58 @@ class Rubric:
             arguments = {name: value for name, value in arguments.items() if name in names}
         return score_from(await self.score_rollout(**arguments), row.state)
 
-    async def _score_group_by_rows(self, rows: Sequence[Row], score_sem: Any) -> None:
-        async def one(row: Row) -> None:
-            try:
-                score = await self._score_row(row, score_sem, {})
-            except (Exception, SystemExit) as error:
-                self._record_failure("score_rollout", [row.state], error)
-                score = RolloutScore(0.0)
-            set_score(row.state, score)
+    def _is_overridden(self) -> bool:
+        """True where a subclass scores rollouts, or columns of them, in its own way."""
+        return (
+            function_of(self.score_rollout) is not Rubric.score_rollout
+            or function_of(self.score_rollouts) is not Rubric.score_rollouts
+        )
 
-        await gather_owned([one(row) for row in rows])
+    async def _group_scores(self, rows: Sequence[Row], score_sem: Any) -> list[RolloutScore]:
+        """The scores of a group's rows, in order; what fails is noted in the row's state."""
+        if function_of(self.score_rollout) is not Rubric.score_rollout:
+            return await gather_owned([self._row_score(row, score_sem) for row in rows])
+        if function_of(self.score_rollouts) is not Rubric.score_rollouts:
+            return await self._column_scores(rows)
+        return await self._function_scores(rows, score_sem)
 
-    async def _score_group_by_columns(self, rows: Sequence[Row]) -> None:
-        columns: dict[str, Any] = _columns(rows)
-        names, takes_everything = parameters_of(_function(self.score_rollouts))
+    async def _function_scores(self, rows: Sequence[Row], score_sem: Any) -> list[RolloutScore]:
+        """A group's scores by the reward functions, whatever a subclass makes of rollouts."""
+        return [self._combine(of_row) for of_row in await self._values(rows, score_sem, {})]
+
+    async def _single_score(self, row: Row, score_sem: Any, extra: Mapping[str, Any]) -> RolloutScore:
+        """The score by the reward functions of a row that has no group."""
+        return self._combine((await self._values([row], score_sem, extra))[0])
+
+    async def _row_scores(
+        self, rows: Sequence[Row], max_concurrent: int, extra: Mapping[str, Any]
+    ) -> list[RolloutScore]:
+        """The scores of rows that are no group, through `score_rollout`."""
+        limit = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else contextlib.nullcontext()
+
+        async def one(row: Row) -> RolloutScore:
+            async with limit:
+                return await self._score_row(row, None, extra)
+
+        return await gather_owned([one(row) for row in rows])
+
+    async def _row_score(self, row: Row, score_sem: Any) -> RolloutScore:
+        try:
+            return await self._score_row(row, score_sem, {})
+        except (Exception, SystemExit) as error:
+            self._record_failure("score_rollout", [row.state], error)
+            return RolloutScore(0.0)
+
+    async def _column_scores(self, rows: Sequence[Row]) -> list[RolloutScore]:
+        columns: dict[str, Any] = columns_of_rows(rows)
+        names, takes_everything = parameters_of(function_of(self.score_rollouts))
         if not takes_everything:
             columns = {name: column for name, column in columns.items() if name in names}
         try:
-            scores = await self.score_rollouts(**columns)
-            rewards = [finite(reward) for reward in scores["reward"]]
-            metrics = {name: [float(value) for value in column] for name, column in scores["metrics"].items()}
-            if len(rewards) != len(rows):
-                raise GradingError(f"returned {len(rewards)} rewards for {len(rows)} rollouts")
-            of_rows = [{name: column[place] for name, column in metrics.items()} for place in range(len(rows))]
+            return scores_from(await self.score_rollouts(**columns), len(rows))
         except (Exception, SystemExit) as error:
             self._record_failure("score_rollouts", [row.state for row in rows], error)
-            rewards, of_rows = [0.0] * len(rows), [{} for _ in rows]
-        for row, reward, metrics_of_row in zip(rows, rewards, of_rows, strict=True):
-            set_score(row.state, RolloutScore(reward, metrics_of_row))
+            return [RolloutScore(0.0) for _ in rows]
 
     def _combine(self, values: Sequence[float]) -> RolloutScore:
         reward = 0.0
@@ -380,19 +397,3 @@ class Rubric:
         for state in states:
             if isinstance(state, MutableMapping):
                 state.setdefault("grading_errors", []).append({"func": name, "error": text})
-
-
-def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    return {f"{name}s": [getattr(row, name) for row in rows] for name in Row.__slots__}
-
-
-def _function(method: Any) -> Any:
-    """The function under a bound method; what was put on the instance in its place is taken as it is."""
-    return getattr(method, "__func__", method)
-
-
-def _gives_state_only(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True for `score_rollout(state, ...)` of the second generation; the first always passes a completion."""
-    if args:
-        return isinstance(args[0], Mapping)
-    return "state" in kwargs and "completion" not in kwargs

@@ -1,0 +1,392 @@
+"""JudgeRubric: what the judge is asked, and that a judge that fails is never a reward of 0."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+
+import verifiers as vf
+from verifiers.errors import ConfigError, GradingError
+from verifiers.rollouts.client import RolloutClient
+from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.rubrics import judge_calls
+from verifiers.rubrics.judge_rubric import judge_yes_no, parse_yes_no
+from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
+from verifiers.types import State
+
+PROMPT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "..."},
+    {"role": "user", "content": [{"type": "text", "text": "What is {2+2}?"}]},
+]
+COMPLETION = [{"role": "assistant", "content": "It is {4}."}]
+ROW: dict[str, Any] = {"prompt": PROMPT, "completion": COMPLETION, "answer": "{four}"}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_calls, "_BACKOFF_S", 0.0)
+
+
+def state(**extra: Any) -> State:
+    return State({**ROW, **extra})
+
+
+def asked(client: FakeClient) -> list[str]:
+    return [request.messages[0]["content"] for request in client.requests]
+
+
+async def error_of(rubric: vf.JudgeRubric, scored: State | None = None) -> str:
+    """Score one rollout and return the one failed grade, which must be there, and is not a reward."""
+    scored = scored if scored is not None else state()
+    await rubric.score_group([scored])
+    [error] = scored["grading_errors"]
+    return error["error"]
+
+
+def test_nothing_happens_in_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setattr(judge_calls.LazyOpenAI, "_make", lambda self, key: pytest.fail("a client was made"))
+    rubric = vf.JudgeRubric()
+    assert rubric.judge_model == "gpt-4.1-nano"
+    assert rubric.reward_funcs == []
+    assert rubric.parallelize_scoring is False
+    assert set(rubric.class_objects) == {
+        "parser", "judge", "judge_client", "judge_model", "judge_prompt", "judge_sampling_args", "verdict",
+    }  # fmt: skip
+
+
+async def test_a_missing_key_is_one_sentence_and_a_failed_grade(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    text = await error_of(vf.JudgeRubric(funcs=[judge_yes_no]))
+    assert text.startswith("ConfigError: The judge has no API key: set the environment variable OPENAI_API_KEY")
+    text = await error_of(vf.JudgeRubric(funcs=[judge_yes_no], judge_base_url="http://x", judge_api_key_var="K_9"))
+    assert "K_9" in text
+
+
+async def test_the_template_is_filled_and_braces_in_texts_are_safe() -> None:
+    client = FakeClient("yes")
+    rubric = vf.JudgeRubric(judge_client=client, judge_prompt='{question}|{answer}|{response}|{{"n": 1}}')
+    scored = state()
+    assert await rubric.judge(PROMPT, COMPLETION, "{four}", scored) == "yes"
+    expected = 'What is {2+2}?|{four}|It is {4}.|{"n": 1}'
+    assert asked(client) == [expected]
+    assert scored["judge_response"] == {expected: "yes"}
+
+
+async def test_the_default_template_shows_question_answer_and_response() -> None:
+    client = FakeClient("Yes.")
+    rubric = vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no], parser=vf.XMLParser(["answer"]))
+    scored = state(completion="<answer>4</answer>", prompt="2+2?", answer="four")
+    await rubric.score_group([scored])
+    assert scored["reward"] == 1.0
+    [text] = asked(client)
+    for part in ("2+2?", "four", "\n4\n"):
+        assert part in text
+
+
+async def test_a_template_that_cannot_be_filled_says_what_it_may_have() -> None:
+    rubric = vf.JudgeRubric(judge_client=FakeClient(), judge_prompt="{qestion} {answer}", funcs=[judge_yes_no])
+    text = await error_of(rubric)
+    assert "it may have {question}, {answer}, {response}" in text
+    assert "It names {qestion}, {answer}." in text
+
+
+async def test_arguments_are_sent_as_the_chat_api_wants_them() -> None:
+    client = FakeClient("yes")
+    given = {"max_tokens": 7, "temperature": 0.5, "top_p": None}
+    rubric = vf.JudgeRubric(judge_client=client, judge_model="strict", judge_sampling_args=given)
+    await rubric.judge(PROMPT, COMPLETION, "a", State())
+    body = client.requests[0].body
+    assert body["model"] == "strict"
+    assert body["max_completion_tokens"] == 7
+    assert body["temperature"] == 0.5
+    assert "max_tokens" not in body
+    assert "top_p" not in body
+    assert given == {"max_tokens": 7, "temperature": 0.5, "top_p": None}
+
+
+async def test_functions_get_the_judge_and_its_settings_by_name() -> None:
+    seen: dict[str, Any] = {}
+
+    async def graded(judge, judge_client, judge_model, judge_prompt, judge_sampling_args, parser, **kwargs):  # type: ignore[no-untyped-def]
+        seen.update(client=judge_client, model=judge_model, prompt=judge_prompt, sampling=judge_sampling_args)
+        answer = await judge(kwargs["prompt"], kwargs["completion"], kwargs["answer"], kwargs["state"], task="t")
+        return float(answer == "good")
+
+    client = FakeClient("good")
+    rubric = vf.JudgeRubric(
+        judge_client=client, judge_model="m", judge_sampling_args={"temperature": 0}, judge_prompt="{response}"
+    )
+    rubric.add_reward_func(graded, weight=2.0)
+    scored = state()
+    await rubric.score_group([scored])
+    assert scored["reward"] == 2.0
+    assert seen == {"client": client, "model": "m", "prompt": "{response}", "sampling": {"temperature": 0}}
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+async def test_functions_that_ask_the_same_thing_ask_once(side_by_side: bool) -> None:
+    async def one(judge, prompt, completion, answer, state) -> float:  # type: ignore[no-untyped-def]
+        return float(await judge(prompt, completion, answer, state) == "yes")
+
+    async def other(judge, prompt, completion, answer, state) -> float:  # type: ignore[no-untyped-def]
+        return float(await judge(prompt, completion, answer, state) == "yes")
+
+    client = FakeClient(lambda body: _after_a_while())
+    rubric = vf.JudgeRubric(parallelize_scoring=side_by_side, judge_client=client, funcs=[one, other, judge_yes_no])
+    states = [state(), state(answer="5")]
+    await rubric.score_group(states)
+    assert [scored["reward"] for scored in states] == [3.0, 3.0]
+    assert len(client.requests) == 2
+    await rubric.score_group(states)
+    assert len(client.requests) == 2, "answers are kept in the state"
+
+
+async def test_rollouts_never_share_an_answer() -> None:
+    client = FakeClient(["yes", "no"])
+    states = [state(), state()]
+    await vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no]).score_group(states)
+    assert sorted(scored["reward"] for scored in states) == [0.0, 1.0]
+
+
+async def test_a_foreign_note_in_the_state_is_no_cached_answer() -> None:
+    scored = state(judge_response="no")
+    await vf.JudgeRubric(judge_client=FakeClient("yes"), funcs=[judge_yes_no]).score_group([scored])
+    assert scored["reward"] == 1.0
+
+
+FAILURES = [
+    (Fault(status=500, times=99), "InternalServerError", 4),
+    (Fault(status=429, times=99), "RateLimitError", 4),
+    (Fault(status=401, times=99), "AuthenticationError", 1),
+    (Fault(status=400, times=99), "BadRequestError", 1),
+    (Fault.disconnect(times=99), "APIConnectionError", 4),
+    (Fault.malformed(times=99), "JSONDecodeError", 4),
+    (Fault(status=200, times=99, body={"choices": []}), "without a choice", 4),
+    (Fault(status=200, times=99, body={"choices": [{"message": {"content": " "}}]}), "an empty message", 4),
+]
+
+
+@pytest.mark.parametrize(("fault", "text", "tries"), FAILURES, ids=lambda value: str(value)[:24])
+async def test_a_judge_that_fails_is_a_failed_grade_and_never_a_zero(fault: Fault, text: str, tries: int) -> None:
+    client = FakeClient("yes", faults=fault)
+    scored = state()
+    error = await error_of(vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no]), scored)
+    assert error.startswith("GradingError: The judge 'gpt-4.1-nano' gave no verdict")
+    assert text in error
+    assert len(client.requests) == tries
+    assert not scored.get("judge_response")
+
+
+async def test_what_passes_is_tried_again_and_nobody_notices() -> None:
+    faults = [Fault(status=503), Fault.disconnect(), Fault.malformed()]
+    client = FakeClient("yes", faults=faults)
+    scored = state()
+    await vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no]).score_group([scored])
+    assert scored["reward"] == 1.0
+    assert "grading_errors" not in scored
+    assert len(client.requests) == 4
+
+
+async def test_a_judge_that_hangs_is_a_failed_grade() -> None:
+    client = FakeClient("yes", faults=Fault.hang(times=9))
+    rubric = vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no], judge_timeout_s=0.05)
+    assert "gave no answer within 0.05 s" in await error_of(rubric)
+
+
+async def test_a_failure_does_not_show_the_key() -> None:
+    client = FakeClient(faults=Fault(status=401, body="wrong key: sk-very-secret"), api_key="sk-very-secret")
+    error = await error_of(vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no]))
+    assert "***" in error
+    assert "sk-very-secret" not in error
+
+
+async def test_cancelling_passes_through_the_judge() -> None:
+    rubric = vf.JudgeRubric(judge_client=FakeClient(faults=Fault.hang()), funcs=[judge_yes_no])
+    scored = state()
+    scoring = asyncio.create_task(rubric.score_group([scored]))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert "grading_errors" not in scored
+
+
+async def test_an_unreadable_verdict_is_asked_for_anew() -> None:
+    client = FakeClient(["perhaps", "I cannot say", "no"])
+    scored = state()
+    await vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no]).score_group([scored])
+    assert scored["reward"] == 0.0
+    assert "grading_errors" not in scored
+    assert list(scored["judge_response"].values()) == ["no"]
+
+
+async def test_a_verdict_that_stays_unreadable_is_a_failed_grade() -> None:
+    async def scored_by(verdict, prompt, completion, answer, state) -> float:  # type: ignore[no-untyped-def]
+        return await verdict(prompt, completion, answer, state, parse=lambda text: json.loads(text)["score"])
+
+    client = FakeClient(["7", "{}", "{", '{"score": 0.5}'])
+    rubric = vf.JudgeRubric(judge_client=client, funcs=[scored_by])
+    error = await error_of(rubric)
+    assert "no verdict that can be read in 3 attempts (JSONDecodeError" in error
+    assert "the last answer was '{'" in error
+    assert len(client.requests) == 3
+    with pytest.raises(GradingError, match="in 1 attempts"):
+        await vf.JudgeRubric(judge_client=FakeClient()).verdict(
+            **ROW, state=State(), parse=lambda _: None, attempts=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("yes", True),
+        ("**No**.", False),
+        ("Yes, there is no doubt.", True),
+        ("No doubt about it: yes", None),
+        ("There is no doubt. The answer is: Yes!", True),
+        ("I say yes to that one.", True),
+        ("<think>yes? no.</think> yes", True),
+        ("maybe", None),
+        ("It may be yes or no, who knows", None),
+        ("nothing yesterday", None),
+    ],
+)
+def test_yes_and_no_are_read_as_words(text: str, verdict: bool | None) -> None:
+    if verdict is None:
+        with pytest.raises(ValueError, match="it says"):
+            parse_yes_no(text)
+    else:
+        assert parse_yes_no(text) is verdict
+
+
+async def test_a_synchronous_client_does_not_stall_the_loop() -> None:
+    release, client = threading.Event(), MagicMock()
+    reply = MagicMock()
+    reply.choices[0].message.content = "yes"
+
+    def create(**kwargs: Any) -> Any:
+        return reply if release.wait(10) else None
+
+    client.chat.completions.create = create
+    rubric = vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no])
+    scored = state()
+    scoring = asyncio.create_task(rubric.score_group([scored]))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not scoring.done()
+    release.set()
+    await asyncio.wait_for(scoring, 10)
+    assert scored["reward"] == 1.0
+
+
+async def test_mocks_are_called_as_given() -> None:
+    reply = MagicMock()
+    reply.choices[0].message.content = "yes"
+    for create in (AsyncMock(return_value=reply), MagicMock(return_value=reply)):
+        client = MagicMock()
+        client.chat.completions.create = create
+        assert await vf.JudgeRubric(judge_client=client).judge(**ROW, state=State()) == "yes"
+        assert create.call_args.kwargs["model"] == "gpt-4.1-nano"
+
+
+async def test_no_more_calls_than_the_bound_are_under_way() -> None:
+    client = FakeClient(lambda body: _after_a_while())
+    rubric = vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no], judge_max_concurrent=3)
+    states = [state() for _ in range(20)]
+    await rubric.score_group(states)
+    assert client.max_in_flight == 3
+    assert {scored["reward"] for scored in states} == {1.0}
+
+
+async def _after_a_while() -> str:
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return "yes"
+
+
+async def test_a_rollouts_client_is_asked_without_recording() -> None:
+    recording = RolloutClient(ClientBackend(FakeClient("yes")), model="policy", require_tokens=True)
+    scored = state()
+    rubric = vf.JudgeRubric(judge_client=recording, judge_model="policy", funcs=[judge_yes_no])
+    await rubric.score_group([scored])
+    assert scored["reward"] == 1.0
+    assert (recording.turns, recording.calls, recording.usage.completion_tokens) == ([], 0, 0)
+
+
+def test_the_default_client_serves_any_endpoint_on_any_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
+    with FakeOpenAIServer("yes", faults=[Fault(status=500)]) as server:
+        rubric = vf.JudgeRubric(judge_base_url=server.url, funcs=[judge_yes_no])
+        for _ in range(3):
+            states = [state() for _ in range(4)]
+            asyncio.run(rubric.score_group(states))
+            assert [scored["reward"] for scored in states] == [1.0] * 4
+    assert len(server.requests) == 13
+    keys = {request.headers["authorization"] for request in server.requests}
+    assert keys == {"Bearer EMPTY"}, "OpenAI's key is sent to nobody else"
+
+
+def test_the_default_client_takes_base_url_and_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeOpenAIServer("yes") as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
+        assert asyncio.run(vf.JudgeRubric().judge(**ROW, state=State())) == "yes"
+    assert server.requests[0].headers["authorization"] == "Bearer sk-of-openai"
+
+
+@pytest.mark.parametrize("kind", ["OpenAI", "AsyncOpenAI"])
+async def test_clients_of_the_sdk_do_their_own_retries_and_no_more(kind: str) -> None:
+    import openai
+
+    with FakeOpenAIServer("yes", faults=Fault(status=500, times=3, retry_after=0)) as server:
+        client = getattr(openai, kind)(base_url=server.url, api_key="k", max_retries=1)
+        rubric = vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no])
+        assert "InternalServerError" in await error_of(rubric)
+        assert len(server.requests) == 2
+        closing = client.close()
+        if kind == "AsyncOpenAI":
+            await closing
+
+
+async def test_the_default_client_has_every_method_of_the_sdk() -> None:
+    async def models(judge_client: Any) -> float:
+        return float((await judge_client.models.list()).data[0].id == "fake")
+
+    with FakeOpenAIServer() as server:
+        scored = state()
+        await vf.JudgeRubric(judge_base_url=server.url, funcs=[models]).score_group([scored])
+    assert scored["reward"] == 1.0
+
+
+async def test_group_functions_and_metrics_work_beside_the_judge() -> None:
+    def lengths(completions: list[Any]) -> list[float]:
+        return [float(len(one[0]["content"])) for one in completions]
+
+    def broken(answer: str) -> float:
+        raise ValueError("no")
+
+    rubric = vf.JudgeRubric(judge_client=FakeClient("yes"), funcs=[judge_yes_no, lengths], weights=[1.0, 0.0])
+    rubric.add_metric(broken)
+    states = [state(), state(completion=[{"role": "assistant", "content": "4"}])]
+    await vf.RubricGroup([rubric]).score_group(states)
+    assert [scored["reward"] for scored in states] == [1.0, 1.0]
+    assert [scored["metrics"]["lengths"] for scored in states] == [10.0, 1.0]
+    assert [[error["func"] for error in scored["grading_errors"]] for scored in states] == [["broken"]] * 2
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="judge_base_url='http://x' too; give one"):
+        vf.JudgeRubric(judge_client=FakeClient(), judge_base_url="http://x")
+    with pytest.raises(ConfigError, match="judge_tries=0"):
+        vf.JudgeRubric(judge_tries=0)

@@ -1,0 +1,246 @@
+"""Comparing mathematical answers: right ones are right from anywhere, nasty ones cost their time limit at most."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
+from verifiers.rubrics import math_equality
+from verifiers.rubrics.math_equality import MathVerdict, answer_text, at_sight, math_verdict, math_verdict_blocking
+
+RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "verdict"),
+    [
+        ("42", "42", RIGHT),
+        ("42", " 042 ", RIGHT),
+        ("1,234,567", "1234567", RIGHT),
+        ("-3", "- 3", None),
+        ("0.5", ".50", RIGHT),
+        ("0.5", "1/2", RIGHT),
+        ("-1/2", "\\frac{-1}{2}", None),
+        ("-0.5", "-\\dfrac{1}{2}", RIGHT),
+        ("2/4", "\\frac12", RIGHT),
+        ("3", "$3$", RIGHT),
+        ("3", "\\(3\\)", RIGHT),
+        ("(1, 2)", "\\left( 1,2 \\right)", RIGHT),
+        ("x \\leftarrow y", "x \\leftarrow  y", RIGHT),
+        ("\\frac{a}{b}", "\\tfrac{ a }{ b }", RIGHT),
+        ("42", "43", WRONG),
+        ("1,234", "1235", WRONG),
+        ("42", "", WRONG),
+        ("", "42", WRONG),
+        ("", "", WRONG),
+        ("12", "1 2", None),
+        ("1.5", "1.6", None),
+        ("1/3", "0.333333", None),
+        ("1/0", "1/0 ", RIGHT),
+        ("1/0", "2/0", None),
+        ("$1$ or $2$", "1$ or $2", None),
+        ("x", "y", None),
+        ("1", "1" * 1001, MathVerdict.TOO_LONG),
+        ("x" * 2000, "x" * 2000, RIGHT),
+    ],
+)
+def test_what_needs_no_algebra_is_decided_at_sight(answer: str, response: str, verdict: MathVerdict | None) -> None:
+    assert at_sight(answer_text(answer), answer_text(response)) is verdict
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(42, "42"), (0.5, "0.5"), (1e-7, "0.0000001"), (1e22, "10000000000000000000000"), (None, ""), (" x ", "x")],
+)
+def test_answers_that_are_no_texts_are_written_out(answer: Any, text: str) -> None:
+    assert answer_text(answer) == text
+
+
+PAIRS = [
+    ("\\frac{1}{2}", "50\\%", True),
+    ("1/3", "0.3333333", True),
+    ("1/3", "0.33", False),
+    ("\\sqrt{8}", "2\\sqrt{2}", True),
+    ("\\sqrt{8}", "2\\sqrt{3}", False),
+    ("\\frac{\\sqrt{3}}{3}", "\\frac{1}{\\sqrt{3}}", True),
+    ("(0, 1]", "(0,1]", True),
+    ("(0, 1]", "[0,1]", False),
+    ("(-\\infty, 2) \\cup (3, \\infty)", "(-\\infty,2)\\cup(3,\\infty)", True),
+    ("\\{1, 2, 3\\}", "\\{3, 2, 1\\}", True),
+    ("\\{1, 2, 3\\}", "\\{1, 2\\}", False),
+    ("(1, 2)", "(2, 1)", False),
+    ("50\\%", "50", True),
+    ("12\\text{ cm}", "12", True),
+    ("90^\\circ", "90", True),
+    ("\\$5", "5", True),
+    ("1{,}000", "1000", True),
+    ("x^2 + 2x + 1", "(x+1)^2", True),
+    ("x^2 + 2x + 1", "(x+2)^2", False),
+    ("x = 5", "5", True),
+    ("2\\pi", "\\pi \\cdot 2", True),
+    ("2\\pi", "6.28", False),
+    ("2\\frac{1}{2}", "2.5", True),
+    ("5!", "120", True),
+    ("\\log_2 8", "3", True),
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}2\\\\1\\end{pmatrix}", False),
+    ("7", "I do not know", False),
+    ("7", "5}", False),
+    ("7", "\\boxed{", False),
+    ("7", "\x00\ud800", False),
+]
+
+
+async def test_right_answers_are_right_and_wrong_ones_wrong() -> None:
+    verdicts = await asyncio.gather(*[math_verdict(answer, response) for answer, response, _ in PAIRS])
+    assert [(*pair[:2], verdict is RIGHT) for pair, verdict in zip(PAIRS, verdicts, strict=True)] == PAIRS
+    assert set(verdicts) == {RIGHT, WRONG}
+
+
+def test_answers_are_compared_from_any_thread_and_any_event_loop() -> None:
+    found: list[MathVerdict] = []
+
+    def in_a_loop(number: int) -> None:
+        async def compare() -> None:
+            found.extend(await asyncio.gather(*[math_verdict(f"\\sqrt{{{number}}}+{i}", f"{i} + {number}^{{1/2}}") for i in range(3)]))  # fmt: skip  # noqa: E501
+
+        asyncio.run(compare())
+
+    def blocking(number: int) -> None:
+        found.append(math_verdict_blocking(f"{number}\\pi", f"\\pi\\cdot {number}"))
+
+    targets: list[Callable[[int], None]] = [in_a_loop, blocking]
+    threads = [threading.Thread(target=target, args=(number,)) for target in targets for number in (2, 3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert found == [RIGHT] * 12
+
+
+async def test_two_hundred_right_answers_at_once_are_all_right() -> None:
+    pairs = [(f"\\frac{{{number}}}{{7}} + x", f"x + {number}/7") for number in range(1, 201)]
+    verdicts = await asyncio.gather(*[math_verdict(*pair, timeout_s=60) for pair in pairs])
+    assert verdicts == [RIGHT] * 200
+
+
+async def test_nasty_answers_cost_their_time_limit_and_hold_up_nobody() -> None:
+    await math_verdict("\\sqrt{2}", "x")
+    nasty = asyncio.create_task(math_verdict("\\sqrt{2}", "10^{10^{10}}", timeout_s=3))
+    await asyncio.sleep(0)
+    started = time.perf_counter()
+    assert await math_verdict("\\sqrt{12}", "2\\sqrt{3}") is RIGHT
+    assert time.perf_counter() - started < 3
+    assert not nasty.done()
+    assert await nasty is MathVerdict.TIMED_OUT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nasty",
+    [
+        "9!!!!!!",
+        "2^{2^{2^{2^{2^2}}}}",
+        "(" * 400 + "1" + ")" * 400,
+        "x^{" * 200 + "}" * 200,
+        "\\sqrt{" * 100 + "2" + "}" * 100,
+        "\\binom{10000000}{5000000}",
+        "(x+1)^{100000}",
+        "\\int_0^\\infty e^{-x^2} dx",
+        "\\sum_{n=1}^{10000000} n",
+        "9" * 900 + "!",
+        "1" * 1_000_000,
+        "\\begin{pmatrix}" + "1 & " * 200 + "1\\end{pmatrix}",
+    ],
+    ids=lambda text: text[:20],
+)
+async def test_nothing_nasty_is_right_or_takes_longer_than_its_limit(nasty: str) -> None:
+    started = time.perf_counter()
+    assert await math_verdict("\\sqrt{2} + 1", nasty, timeout_s=2) is not RIGHT
+    assert time.perf_counter() - started < 8
+    assert await math_verdict("\\sqrt{12}", "2\\sqrt{3}") is RIGHT
+
+
+class ScriptedPool:
+    """A worker pool that answers from a list; an exception is raised."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.calls: list[tuple[str, ...]] = []
+
+    async def call(self, function: str, *args: str, timeout_s: float) -> Any:
+        self.calls.append(args)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> ScriptedPool:
+    pool = ScriptedPool(*answers)
+    monkeypatch.setattr(math_equality, "_pool", lambda: pool)
+    monkeypatch.setattr(math_equality, "_verdicts", math_equality._Verdicts())
+    return pool
+
+
+async def test_a_worker_that_dies_once_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, WorkerError("died"), True)
+    assert await math_verdict("a", "b") is RIGHT
+
+
+@pytest.mark.parametrize(
+    ("answers", "verdict"),
+    [
+        ([WorkerTimeoutError("late")], MathVerdict.TIMED_OUT),
+        ([WorkerError("died"), WorkerError("died"), True], MathVerdict.DIED),
+        ([WorkerCallError("no memory", kind="MemoryError")], MathVerdict.DIED),
+    ],
+)
+async def test_an_answer_that_ends_its_worker_is_told_from_a_wrong_one(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], verdict: MathVerdict
+) -> None:
+    pool = scripted(monkeypatch, *answers)
+    assert await math_verdict("a", "b") is verdict
+    assert pool.answers == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([WorkerError("no fork")] * 3, GradingError),
+        ([ConfigError("no math_verify")], ConfigError),
+        ([WorkerCallError("odd", kind="KeyError")], WorkerCallError),
+    ],
+)
+async def test_workers_that_do_not_run_are_a_failed_grade(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], error: type[Exception]
+) -> None:
+    scripted(monkeypatch, *answers)
+    with pytest.raises(error):
+        await math_verdict("a", "b")
+
+
+async def test_the_same_question_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = scripted(monkeypatch, True, WorkerTimeoutError("late"), False)
+    assert [await math_verdict("a", "b") for _ in range(3)] == [RIGHT] * 3
+    assert len(pool.calls) == 1
+    # a time limit may have been the machine's fault
+    assert [await math_verdict("a", "c") for _ in range(2)] == [MathVerdict.TIMED_OUT, WRONG]
+
+
+def test_nothing_heavy_is_imported_for_what_is_decided_at_sight() -> None:
+    code = (
+        "import sys, verifiers as vf; from verifiers.rubrics.math_equality import math_verdict_blocking as verdict\n"
+        "assert verdict('1/2', '0.5') == 'right' and verdict('1', '2') == 'wrong'\n"
+        "rubric = vf.MathRubric()\n"
+        "assert not {'sympy', 'math_verify', 'openai'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)

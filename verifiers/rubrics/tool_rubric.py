@@ -1,0 +1,76 @@
+"""ToolRubric: how often a rollout called its tools, as metrics."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verifiers.parsers.messages import message_field
+from verifiers.rubrics.rubric import Rubric
+from verifiers.types import Messages
+
+__all__ = ["ToolRubric"]
+
+
+class ToolRubric(Rubric):
+    """Counts a rollout's tool calls: `total_tool_calls`, and `{tool}_calls` for each tool. All weights are 0.
+
+    Calls are counted as the policy asked for them, whether they succeeded or not; calls of tools that do not exist
+    are part of the total.
+
+    Args:
+        tools: the tools, as `ToolEnv` takes them, or their names.
+        **kwargs: as `Rubric`.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any] | str] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.tools = list(tools or ())
+        self.tool_names = [_name(tool) for tool in self.tools]
+        self.add_metric(self.total_tool_calls)
+        for name in self.tool_names:
+            self.add_metric(self.get_tool_call_count_func(name))
+
+    def total_tool_calls(self, completion: Messages) -> float:
+        """How many tools the rollout called."""
+        return float(len(_called(completion)))
+
+    def get_tool_call_count_func(self, tool_name: str) -> Callable[..., float]:
+        """A reward function, named `{tool_name}_calls`, that counts the calls of one tool."""
+
+        def count(completion: Messages) -> float:
+            return float(_called(completion).count(tool_name))
+
+        count.__name__ = count.__qualname__ = f"{tool_name}_calls"
+        return count
+
+
+def _name(tool: Any) -> str:
+    while isinstance(tool, functools.partial):
+        tool = tool.func
+    if isinstance(tool, str):
+        return tool
+    return getattr(tool, "__name__", None) or getattr(tool, "name", None) or type(tool).__name__
+
+
+def _called(completion: Messages) -> list[str]:
+    """The names of the tools called in a completion, in order."""
+    if isinstance(completion, str):
+        return []
+    calls: list[Any] = []
+    for message in completion:
+        if message_field(message, "role") == "assistant":
+            calls.extend(message_field(message, "tool_calls") or ())
+    return [_called_name(call) for call in calls]
+
+
+def _called_name(call: Any) -> str:
+    if isinstance(call, str):
+        try:
+            call = json.loads(call)
+        except ValueError:
+            return ""
+    function = message_field(call, "function") or call
+    return str(message_field(function, "name") or "") if not isinstance(function, (str, list)) else ""
