@@ -1,0 +1,229 @@
+"""SandboxEnv: a sandbox for each rollout, and bash in it as a tool."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.envs.decorators import cleanup, teardown
+from verifiers.envs.stateful_tool_env import StatefulToolEnv
+from verifiers.envs.tool_output import result_text
+from verifiers.envs.tools import NOT_FOR_THE_MODEL
+from verifiers.errors import ConfigError, SandboxError
+from verifiers.sandbox.spec import Sandbox, SandboxSpec
+from verifiers.types import Messages, State
+
+__all__ = ["SandboxEnv"]
+
+_IDLE_COMMAND = "tail -f /dev/null"
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A rollout's place for its sandbox, which is opened when it is first needed."""
+
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    sandbox: Sandbox | None = None
+
+
+class SandboxEnv(StatefulToolEnv):
+    """A tool environment in which each rollout has a sandbox of its own, with the tool `bash(command)`.
+
+    The sandbox is opened when it is first needed and closed when the rollout ends, however it ends. A command that
+    fails or runs too long is told to the policy; a sandbox that dies ends the rollout as `environment_error`.
+    States and stored rows hold the sandbox's id alone, in `state["sandbox_id"]`.
+
+    Args:
+        spec: tier and limits of the sandboxes; see `verifiers.sandbox`.
+        timeout_per_command_s: seconds that one command may take.
+        max_output_chars: how much of a command's output the policy sees; the middle is left out.
+        docker_image: an image for the docker and podman tiers. Any but a plain Python one chooses one of these.
+        start_command: started in the background of each new sandbox.
+        memory_gb, disk_size_gb, environment_vars, timeout_per_command_seconds: the classic names of the spec's
+            limits and of `timeout_per_command_s`.
+        sandbox_name, cpu_cores, timeout_minutes, labels: kept for the classic signature; sandboxes may use every
+            core, and live as long as their rollout.
+        **kwargs: as `StatefulToolEnv`.
+
+    Raises:
+        ConfigError: what no sandbox here can give: GPUs, a hosted service's settings, an image without a container
+            runtime.
+    """
+
+    def __init__(
+        self,
+        spec: SandboxSpec | None = None,
+        timeout_per_command_s: float | None = None,
+        max_output_chars: int = 20_000,
+        *,
+        sandbox_name: str = "sandbox-env",
+        docker_image: str | None = None,
+        start_command: str = _IDLE_COMMAND,
+        cpu_cores: int = 1,
+        memory_gb: float | None = None,
+        disk_size_gb: float | None = None,
+        gpu_count: int = 0,
+        timeout_minutes: float = 60,
+        timeout_per_command_seconds: float | None = None,
+        environment_vars: Mapping[str, str] | None = None,
+        team_id: str | None = None,
+        advanced_configs: Any = None,
+        labels: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in (("gpu_count", gpu_count), ("team_id", team_id), ("advanced_configs", advanced_configs)):
+            if value:
+                raise ConfigError(f"{name}={value!r} is not possible: sandboxes run on this machine, without a GPU.")
+        limits = {
+            "memory_bytes": None if memory_gb is None else int(memory_gb * (1 << 30)),
+            "disk_bytes": None if disk_size_gb is None else int(disk_size_gb * (1 << 30)),
+            "env": environment_vars,
+        }
+        given = {name: value for name, value in limits.items() if value is not None}
+        self.spec = _with_image(dataclasses.replace(spec or SandboxSpec(), **given), docker_image)  # type: ignore[arg-type]
+        self.timeout_per_command_s = timeout_per_command_s or timeout_per_command_seconds or 30.0
+        self.max_output_chars = max_output_chars
+        self.sandbox_name = sandbox_name
+        self.start_command = start_command
+        self.cpu_cores = cpu_cores
+        self.timeout_minutes = timeout_minutes
+        self.labels = list(labels or ())
+        self._slots: dict[str, _Slot] = {}
+        super().__init__(**kwargs)
+        self._add_bounded_tool(self.bash)
+
+    # -- the tool -------------------------------------------------------------------------------------------
+
+    async def bash(self, command: str, sandbox_id: str) -> str:
+        """Run a command with bash and get its output.
+
+        Args:
+            command: the command line; each call is a new shell in the same directory.
+        """
+        sandbox = await self._opened(sandbox_id)
+        result = await sandbox.run(command, timeout_s=self.timeout_per_command_s)
+        return result_text(result, self.max_output_chars, self.timeout_per_command_s)
+
+    async def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Supplies `sandbox_id` to the tools that hide it."""
+        if "sandbox_id" in self.skipped_args.get(tool_name, ()):
+            return {**tool_args, "sandbox_id": self._sandbox_id(state)}
+        return tool_args
+
+    def _add_bounded_tool(self, tool: Callable[..., Any]) -> None:
+        """Add a tool that takes a hidden sandbox_id, and whose calls the sandbox ends in time."""
+        self.add_tool(tool, args_to_skip=["sandbox_id"])
+        name = next(reversed(self.tool_map))
+        source, prepared = self._prepared[name]
+        self._prepared[name] = (source, dataclasses.replace(prepared, has_own_deadline=True))
+
+    # -- the sandbox of a rollout ---------------------------------------------------------------------------
+
+    async def sandbox(self, state: State) -> Sandbox:
+        """The rollout's sandbox, opened at the first call.
+
+        Raises:
+            SandboxError: it cannot be started.
+        """
+        return await self._opened(self._sandbox_id(state))
+
+    async def prepare_sandbox(self, sandbox: Sandbox) -> None:
+        """Called with each new sandbox before anything runs in it. Override it to put files there."""
+
+    async def post_rollout(self, state: State) -> None:
+        """Called at the end of a rollout, before its sandbox goes, unless the rollout failed or was cancelled.
+
+        Override it to read from the sandbox what rewards need, and keep that in the state.
+        """
+
+    async def setup_state(self, state: State, **kwargs: Any) -> State:
+        """Gives the rollout the id of its sandbox."""
+        self._sandbox_id(state)
+        return state
+
+    @cleanup(priority=-100)
+    async def close_sandbox(self, state: State) -> None:
+        """Closes the rollout's sandbox, after `post_rollout` and after other clean-ups, which may need it."""
+        try:
+            # without a reason to stop, the loop was left by an error or a cancellation
+            if state.get("stop_condition") and not state.get("error"):
+                await self.post_rollout(state)
+        finally:
+            await self._close(state.get("sandbox_id") or "")
+
+    @teardown(priority=-100)
+    async def close_sandboxes(self) -> None:
+        """Closes what rollouts left open that never came to their clean-up."""
+        for sandbox_id in list(self._slots):
+            await self._close(sandbox_id)
+
+    def _sandbox_id(self, state: State) -> str:
+        sandbox_id: str | None = state.get("sandbox_id")
+        if not sandbox_id:
+            sandbox_id = state["sandbox_id"] = uuid.uuid4().hex
+        self._slots.setdefault(sandbox_id, _Slot())
+        return sandbox_id
+
+    async def _opened(self, sandbox_id: str) -> Sandbox:
+        from verifiers.sandbox.opening import open_sandbox
+
+        slot = self._slots.get(sandbox_id)
+        if slot is None:
+            raise ConfigError(f"There is no sandbox {sandbox_id!r}: its rollout has ended.")
+        async with slot.opening:
+            if slot.sandbox is None:
+                sandbox = await open_sandbox(self.spec)
+                # known before it is prepared, so that it is closed though preparing may fail
+                slot.sandbox = sandbox
+                await self._prepare(sandbox)
+        return slot.sandbox
+
+    async def _prepare(self, sandbox: Sandbox) -> None:
+        try:
+            if self.start_command != _IDLE_COMMAND:
+                await sandbox.start(["sh", "-c", self.start_command])
+            await self.prepare_sandbox(sandbox)
+        except NOT_FOR_THE_MODEL:
+            raise
+        except Exception as error:
+            # the environment's own mistake, which no tool message should tell the policy of
+            raise SandboxError(f"A new sandbox could not be prepared: {type(error).__name__}: {error}") from error
+
+    async def _close(self, sandbox_id: str) -> None:
+        slot = self._slots.pop(sandbox_id, None)
+        if slot is None or slot.sandbox is None:
+            return
+        closing = asyncio.ensure_future(slot.sandbox.close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            # cancelled once more: the processes in it must go nevertheless
+            await closing
+            raise
+
+
+def _with_image(spec: SandboxSpec, image: str | None) -> SandboxSpec:
+    """The spec with the image, in a tier that has images where that makes a difference.
+
+    Raises:
+        ConfigError: there is no such tier here.
+    """
+    if image is None:
+        return spec
+    spec = dataclasses.replace(spec, image=image)
+    if spec.tier in ("docker", "podman") or image.startswith("python:"):
+        return spec
+    runtime = next((name for name in ("docker", "podman") if shutil.which(name)), None)
+    if spec.tier != "auto" or runtime is None:
+        raise ConfigError(
+            f"docker_image={image!r} needs the docker or podman tier, "
+            + (f"but the spec asks for {spec.tier!r}." if spec.tier != "auto" else "and neither is installed.")
+        )
+    return dataclasses.replace(spec, tier=runtime)  # type: ignore[arg-type]

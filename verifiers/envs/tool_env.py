@@ -1,0 +1,233 @@
+"""ToolEnv: the policy calls tools until it answers without calling one."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verifiers.concurrency import gather_owned
+from verifiers.envs.calling import either_generation, maybe_await
+from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
+from verifiers.envs.tools import (
+    NOT_FOR_THE_MODEL,
+    RequestedCall,
+    Tool,
+    as_tool,
+    parse_arguments,
+    requested_calls,
+    tool_message,
+    tool_name,
+)
+from verifiers.errors import ConfigError, ToolCallError, ToolError
+from verifiers.types import ChatMessage, Messages, State
+
+__all__ = ["ToolEnv"]
+
+
+def _text_of(error: Exception) -> str:
+    return f"{error}"
+
+
+async def _is_completed_by_state(self: ToolEnv, state: State, **_: Any) -> bool:
+    """`is_completed` of the second generation."""
+    if await is_completed_by_state(self, state):
+        return True
+    answered = bool(state.get("trajectory")) and bool(await maybe_await(self.no_tools_called, state))
+    if answered:
+        state["stop_condition"] = state.get("stop_condition") or "no_tools_called"
+    return answered
+
+
+class ToolEnv(MultiTurnEnv):
+    """An environment whose policy may call tools, by native tool calls.
+
+    The rollout ends with an answer that calls no tool. Every call gets exactly one tool message, in the order of the
+    calls, which run concurrently. What goes wrong with a call (arguments that do not parse or fit, an unknown
+    tool, a tool that raises or hangs) is told to the policy in that message. Failures of the machinery, such as
+    `vf.SandboxError`, end the rollout instead.
+
+    Args:
+        tools: functions with annotations and docstrings, sync (run in threads) or async, or `Tool`s.
+        max_turns: answers of the policy in one rollout; -1 for no bound.
+        error_formatter: the text of the tool message for an exception.
+        stop_errors: exceptions that end the rollout with an error instead.
+        tool_timeout_s: seconds that one call may take; None for no bound.
+        **kwargs: as `MultiTurnEnv`.
+
+    Attributes:
+        oai_tools: the definitions that the policy is given.
+        tool_map: from name to tool; what stands here is what is called.
+
+    Raises:
+        ConfigError: a function that cannot be a tool, or two tools with one name.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        max_turns: int = 10,
+        error_formatter: Callable[[Exception], str] = _text_of,
+        stop_errors: Sequence[type[Exception]] | None = None,
+        tool_timeout_s: float | None = 60.0,
+        **kwargs: Any,
+    ) -> None:
+        self.tools: list[Callable[..., Any]] = []
+        self.tool_map: dict[str, Callable[..., Any]] = {}
+        self._prepared: dict[str, tuple[Any, Tool]] = {}
+        self.error_formatter = error_formatter
+        self.stop_errors: list[type[Exception]] = list(stop_errors or ())
+        self.tool_timeout_s = tool_timeout_s
+        super().__init__(max_turns=max_turns, **{"oai_tools": [], **kwargs})
+        for tool in tools or ():
+            self._add(tool)
+
+    # -- tools ----------------------------------------------------------------------------------------------
+
+    def add_tool(self, tool: Callable[..., Any]) -> None:
+        """Offer one more tool."""
+        self._add(tool)
+
+    def remove_tool(self, tool: Callable[..., Any]) -> None:
+        """Take a tool away again.
+
+        Raises:
+            ValueError: it was never added.
+        """
+        self.tools.remove(tool)
+        name = tool_name(tool)
+        del self.tool_map[name]
+        self._prepared.pop(name, None)
+        self.oai_tools = [item for item in self.oai_tools or () if item["function"]["name"] != name]
+
+    def _add(self, tool: Callable[..., Any], hidden: Sequence[str] = ()) -> None:
+        prepared = as_tool(tool, hidden)
+        if prepared.name in self.tool_map:
+            raise ConfigError(f"Two tools are named {prepared.name!r}; rename one of them.")
+        self.tools.append(tool)
+        self.tool_map[prepared.name] = tool
+        self._prepared[prepared.name] = (tool, prepared)
+        self.oai_tools = [*(self.oai_tools or ()), prepared.schema]
+
+    def _tool(self, name: str) -> Tool:
+        tool = self.tool_map.get(name)
+        if tool is None:
+            known = ", ".join(sorted(self.tool_map)) or "none"
+            raise ToolCallError(f"There is no tool {name!r}; the tools are: {known}.")
+        source, prepared = self._prepared.get(name, (None, None))
+        if prepared is None or source is not tool:
+            # put into the map directly, as subclasses and tests do
+            prepared = as_tool(tool)
+            self._prepared[name] = (tool, prepared)
+        return prepared
+
+    # -- a turn ---------------------------------------------------------------------------------------------
+
+    @either_generation(gives_state_alone, _is_completed_by_state)
+    async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
+        """True too when the newest message is an answer of the policy that calls no tool."""
+        if await super().is_completed(messages, state, **kwargs):
+            return True
+        if not messages or isinstance(messages, str):
+            return False
+        last = messages[-1]
+        if last.get("role") != "assistant":
+            return False
+        if type(self).no_tools_called is not ToolEnv.no_tools_called:
+            return bool(await maybe_await(self.no_tools_called, state))
+        if last.get("tool_calls"):
+            return False
+        state["stop_condition"] = state.get("stop_condition") or "no_tools_called"
+        return True
+
+    async def no_tools_called(self, state: State) -> bool:
+        """True when the policy's newest answer calls no tool; override it to go on nevertheless."""
+        trajectory = state.get("trajectory")
+        answer: Messages = trajectory[-1]["completion"] if trajectory else []
+        return bool(answer) and not isinstance(answer, str) and not answer[-1].get("tool_calls")
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
+        """One tool message for each tool call of the newest message.
+
+        Returns:
+            The messages; or (messages, state) where a subclass's own env_response says by its return annotation
+            that it is of the first generation, which unpacks what it gets from here.
+        """
+        calls = requested_calls(messages[-1]) if messages and not isinstance(messages, str) else []
+        replies = await gather_owned([self._answer(call, messages, state, kwargs) for call in calls])
+        return (replies, state) if _is_first_generation(type(self).__mro__) else replies
+
+    async def call_tool(
+        self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any
+    ) -> ChatMessage:
+        """Call a tool and put its answer, or what went wrong, into a tool message.
+
+        Raises:
+            ToolError: of the kinds in `stop_errors`.
+            InfraError, ModelError, ConfigError: the tool did not fail, but what it stands on.
+        """
+        try:
+            tool = self._tool(tool_name)
+            result = await tool.run(tool_args, timeout_s=None if tool.has_own_deadline else self.tool_timeout_s)
+        except Exception as error:
+            return self._failure(error, tool_call_id)
+        return tool_message(result, tool_call_id)
+
+    async def _arguments(
+        self, call: RequestedCall, messages: Messages, state: State, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments to call the tool with; what a subclass adds to the model's own."""
+        return parse_arguments(call)
+
+    async def _answer(
+        self, call: RequestedCall, messages: Messages, state: State, kwargs: dict[str, Any]
+    ) -> ChatMessage:
+        try:
+            arguments = await self._arguments(call, messages, state, kwargs)
+        except ToolError as error:
+            return self._failure(error, call.id)
+        try:
+            # an override may raise, as the second generation's own did, and may answer with text alone
+            message = await maybe_await(self.call_tool, call.name, arguments, call.id)
+        except Exception as error:
+            return self._failure(error, call.id)
+        if not isinstance(message, dict):
+            return tool_message(message, call.id)
+        return message if message.get("tool_call_id") == call.id else {**message, "tool_call_id": call.id}
+
+    def _failure(self, error: Exception, call_id: str) -> ChatMessage:
+        """The tool message that tells of an error.
+
+        Raises:
+            Exception: it is not for the policy to hear.
+        """
+        if isinstance(error, NOT_FOR_THE_MODEL):
+            raise error
+        wrapped = error if isinstance(error, ToolError) else ToolCallError(f"{type(error).__name__}: {error}")
+        stops = tuple(self.stop_errors)
+        # what was wrapped, here or in call_tool, is asked for by its own class too
+        cause = error.__cause__ if isinstance(error, ToolError) else None
+        if any(isinstance(kind, stops) for kind in (error, wrapped, cause)):
+            if wrapped is error:
+                raise error
+            raise wrapped from error
+        self.logger.debug("a tool call failed: %r", error)
+        return {"role": "tool", "content": self._formatted(error), "tool_call_id": call_id}
+
+    def _formatted(self, error: Exception) -> str:
+        try:
+            text = self.error_formatter(error)
+        except Exception as failed:
+            self.logger.warning("error_formatter failed: %r", failed)
+            text = None
+        return str(text) if text else repr(error)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_first_generation(bases: tuple[type, ...]) -> bool:
+    """True where the override of `env_response` that calls ToolEnv's own is written to return a tuple."""
+    overrides = [base.__dict__["env_response"] for base in bases if "env_response" in base.__dict__]
+    callers = overrides[: overrides.index(ToolEnv.env_response)]
+    returns = getattr(callers[-1], "__annotations__", {}).get("return", "") if callers else ""
+    return re.match(r"\W*(\w+\.)*tuple\b", str(returns), re.IGNORECASE) is not None
