@@ -1,0 +1,36 @@
+"""The READMEs' tables of baselines are what the scripted policies score today."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import shelf
+from shelf_policies import POLICIES, open_environment
+
+LINES = [(name, line) for name in shelf.names() for line in shelf.baselines(name)]
+
+
+@pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.policy}" for name, line in LINES])
+def test_a_baseline_is_what_its_readme_says(name: str, line: shelf.Baseline) -> None:
+    with open_environment(name) as env:
+        assert shelf.measure(env, line.policy, POLICIES[name][line.policy], line.prompts, line.rollouts) == line
+
+
+def test_the_guide_lists_every_package_with_its_baseline() -> None:
+    text = (shelf.ENVIRONMENTS.parent / "docs" / "guides" / "shelf.md").read_text()
+    listed = re.findall(r"^\| `([\w-]+)` \|.*\| `(\w+)` ([\d.]+) \|$", text, re.MULTILINE)
+    assert {name for name, _, _ in listed} == {name.replace("_", "-") for name in shelf.names()}
+    for name, policy, reward in listed:
+        rewards = {line.policy: line.reward for line in shelf.baselines(name.replace("-", "_"))}
+        assert rewards[policy] == reward, name
+
+
+@pytest.mark.parametrize("name", shelf.names())
+def test_the_table_has_every_policy_and_tells_good_from_weak(name: str) -> None:
+    lines = {line.policy: line for line in shelf.baselines(name)}
+    assert list(lines) == list(POLICIES[name])
+    assert lines["oracle"].reward == "1.000"
+    weakest = min(float(line.reward) for line in lines.values())
+    assert weakest <= 0.26
+    assert min(line.prompts for line in lines.values()) >= 20

@@ -1,0 +1,177 @@
+"""What holds for every package under environments/: complete, reproducible, offline, and played without a failure."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shelf
+from shelf_policies import POLICIES, open_environment
+
+import verifiers as vf
+from verifiers.envs import loading
+
+NAMES = shelf.names()
+SECRETS_APART = {"wordle"}
+"""Packages that ask every row the same: what must differ is the answer."""
+
+
+def rows_of(dataset: Any) -> list[str]:
+    """Each row as text, without its number."""
+    return [json.dumps({name: value for name, value in row.items() if name != "id"}) for row in dataset]
+
+
+def questions_of(name: str, dataset: Any) -> set[str]:
+    return {json.dumps(row["answer" if name in SECRETS_APART else "prompt"]).casefold() for row in dataset}
+
+
+def test_the_packages_that_were_promised_are_there() -> None:
+    promised = {"reverse_text", "spell_backward", "arithmetic_tools", "python_math", "wordle", "doublecheck"}
+    assert promised | {"xml_tools", "sentence_repeater"} <= set(NAMES)
+    assert set(NAMES) == set(POLICIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_metadata_are_complete(name: str) -> None:
+    data = shelf.metadata(name)
+    project = data["project"]
+    dist = name.replace("_", "-")
+    assert project["name"] == dist
+    assert project["readme"] == "README.md"
+    assert project["description"].endswith(".")
+    assert {"version", "license", "requires-python"} <= project.keys()
+    assert "verifiers" in project["dependencies"]
+    assert project["entry-points"]["verifiers.environments"] == {dist: f"{name}:load_environment"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_but_its_papers_goes_into_the_wheel(name: str) -> None:
+    folder = shelf.ENVIRONMENTS / name
+    files = {path.name for path in folder.iterdir() if path.is_file()} - {"README.md", "pyproject.toml"}
+    assert set(shelf.metadata(name)["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]) == files
+    # all packages share one folder when they are installed
+    assert all(file.startswith(name) for file in files)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_readme_names_every_argument_with_its_default(name: str) -> None:
+    module = __import__(name)
+    text = shelf.readme(name)
+    assert text.startswith(f"# {name.replace('_', '-')}\n")
+    table = {}
+    for names, defaults in re.findall(r"^\| (`[\w`, ]+`) \| ([^|]+) \|", text, re.MULTILINE):
+        values = [value.strip() for value in defaults.split(",")]
+        table |= dict(zip(re.findall(r"\w+", names), values, strict=False))
+    for parameter in inspect.signature(module.load_environment).parameters.values():
+        written = table[parameter.name].strip('`"')
+        default = parameter.default
+        if isinstance(default, str):
+            assert default.startswith(written.removesuffix("...").rstrip())
+        else:
+            assert written == ("none" if default is None else json.dumps(default))
+        assert f"{parameter.name}" in module.load_environment.__doc__
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_readme_names_every_reward(name: str) -> None:
+    text = shelf.readme(name)
+    with open_environment(name) as env:
+        missing = [metric for metric in env.rubric.get_reward_func_names() if f"`{metric}`" not in text]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_found_as_an_installed_package(name: str) -> None:
+    dist = name.replace("_", "-")
+    found = list(entry_points(group="verifiers.environments", name=dist))
+    if not found:
+        pytest.skip(f"pip install -e environments/{name}")
+    assert found[0].value == f"{name}:load_environment"
+    assert Path(found[0].load().__globals__["__file__"]).parent == shelf.ENVIRONMENTS / name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_found_as_a_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_entry_points", list)
+    with open_environment(name.replace("_", "-")) as env:
+        assert isinstance(env, vf.Environment)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_and_held_out_rows_are_distinct(name: str) -> None:
+    with open_environment(name) as env:
+        train, held_out = env.get_dataset(), env.get_eval_dataset()
+    seen, kept = questions_of(name, train), questions_of(name, held_out)
+    assert (len(seen), len(kept)) == (len(train), len(held_out))
+    assert len(train) >= 400
+    assert len(held_out) >= 50
+    assert not seen & kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_arguments_give_the_same_rows_and_another_seed_gives_others(name: str) -> None:
+    def rows(**arguments: Any) -> tuple[list[str], list[str]]:
+        with open_environment(name, **arguments) as env:
+            return rows_of(env.get_dataset()), rows_of(env.get_eval_dataset())
+
+    usual = rows()
+    assert rows() == usual
+    other = rows(seed=1)
+    assert other[0] != usual[0]
+    assert other[1] != usual[1]
+    fewer = rows(num_train=10)
+    assert len(fewer[0]) in (10, 20), "twenty in a group of two"
+    assert fewer[1] == usual[1], "held-out rows depend on the number of training rows"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arguments", [{"num_train": 0}, {"num_eval": 0}, {"num_train": 10**6}])
+def test_sizes_that_cannot_be_are_named(name: str, arguments: dict[str, int]) -> None:
+    with (
+        pytest.raises(vf.ConfigError, match=f"num_(train|eval)={next(iter(arguments.values()))}"),
+        open_environment(name, **arguments),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tools_are_valid_definitions(name: str) -> None:
+    with open_environment(name) as env:
+        for tool in env.oai_tools or ():
+            function = tool["function"]
+            assert tool["type"] == "function"
+            assert function["description"]
+            properties = function["parameters"]["properties"]
+            assert all(item.get("description") and item.get("type") for item in properties.values())
+            assert function["parameters"]["required"] == list(properties)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "answer",
+    ["", "I do not know.", "<answer>", "<answer>\ud83d\ude00</answer>", "<guess>\u0130stan</guess>", "7" * 5000],
+    ids=["empty", "words", "open tag", "emoji", "dotted i", "digits"],
+)
+def test_whatever_is_answered_is_scored_and_scored_low(name: str, answer: str) -> None:
+    with open_environment(name) as env:
+        block = shelf.play(env, lambda turn: answer, prompts=3, rollouts=2)
+    assert {str(outcome) for outcome in block.outcomes()} == {"completed"}, block.commonest_failure()
+    for rollout in block:
+        assert rollout.reward is not None
+        assert math.isfinite(rollout.reward)
+        assert rollout.reward <= 0.01
+        assert all(math.isfinite(value) for value in rollout.metrics.values())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "complete_sequence"])
+def test_a_message_without_content_is_scored_too(name: str) -> None:
+    with open_environment(name) as env:
+        block = shelf.play(env, lambda turn: {"content": None}, prompts=2)
+    assert {str(outcome) for outcome in block.outcomes()} == {"completed"}, block.commonest_failure()
+    assert {rollout.reward for rollout in block} == {0.0}
