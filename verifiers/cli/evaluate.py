@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from verifiers.cli.arguments import ENVIRONMENTS_DIRECTORY, json_object, make_importable
 from verifiers.cli.exit_codes import DONE, run_command
 from verifiers.errors import ConfigError
 
@@ -31,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("env", help="installed environment, or a module that can be imported")
     add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
-    add("-p", "--env-dir-path", default="./environments", help="directory whose packages can be imported too")
+    add("-p", "--env-dir-path", default=ENVIRONMENTS_DIRECTORY, help="directory whose packages can be imported too")
     add("-m", "--model", default="gpt-4.1-mini", help="the model's name on the endpoint")
     add("-k", "--api-key-var", default="OPENAI_API_KEY", help="environment variable that holds the API key")
     add("-b", "--api-base-url", default="https://api.openai.com/v1", metavar="URL", help="base URL, with /v1")
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
+    from verifiers.envs.ending import run_teardown
     from verifiers.envs.loading import load_environment
     from verifiers.evals.runner import evaluation_requests, run_evaluation
     from verifiers.evals.store import ResultStore, new_run_directory
@@ -67,10 +69,9 @@ def evaluate(args: argparse.Namespace) -> int:
         from verifiers.log import setup_logging
 
         setup_logging("DEBUG")
-    if os.path.isdir(args.env_dir_path):
-        sys.path[:0] = [args.env_dir_path, *(entry.path for entry in os.scandir(args.env_dir_path) if entry.is_dir())]
-    env = load_environment(args.env, **_json_object("--env-args", args.env_args))
-    sampling = {**env.sampling_args, **_json_object("--sampling-args", args.sampling_args)}
+    make_importable(args.env_dir_path)
+    env = load_environment(args.env, **json_object("--env-args", args.env_args))
+    sampling = {**env.sampling_args, **json_object("--sampling-args", args.sampling_args)}
     for name, value in (("max_tokens", args.max_tokens), ("temperature", args.temperature)):
         if value is not None:
             sampling[name] = value
@@ -80,7 +81,7 @@ def evaluate(args: argparse.Namespace) -> int:
     directory = new_run_directory(args.env, args.model, args.output_dir)
     metadata = {
         "env": args.env,
-        "env_args": _json_object("--env-args", args.env_args),
+        "env_args": json_object("--env-args", args.env_args),
         "model": args.model,
         "base_url": args.api_base_url,
         "sampling_args": sampling,
@@ -102,6 +103,7 @@ def evaluate(args: argparse.Namespace) -> int:
                 return await run_evaluation(runner, groups, store.append)
             finally:
                 await backend.close()
+                await run_teardown(env)
 
         block = asyncio.run(work())
         summary = _summary(block, time.perf_counter() - started)
@@ -154,18 +156,6 @@ def _print_table(args: argparse.Namespace, summary: dict[str, Any], directory: s
         f"{summary['retries']} retries; {summary['completion_tokens']:,} completion tokens"
     )
     console.print(f"{directory}/results.jsonl", soft_wrap=True)
-
-
-def _json_object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{flag} is {text!r}, which is no JSON ({error}); give an object like '{{\"n\": 1}}'."
-        ) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{flag} is {text!r}; give a JSON object like '{{\"n\": 1}}'.")
-    return value
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -8,9 +8,13 @@ from collections.abc import Callable
 
 from verifiers.errors import ConfigError, Error
 
-__all__ = ["DONE", "FAILED", "INTERRUPTED", "USAGE", "run_command"]
+__all__ = ["DONE", "FAILED", "INTERRUPTED", "USAGE", "CommandFailedError", "run_command"]
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class CommandFailedError(Error, RuntimeError):
+    """What a command was asked for did not work out; never seen outside of the command line."""
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
@@ -20,6 +24,9 @@ def run_command(name: str, command: Callable[[], int]) -> int:
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return USAGE
+    except CommandFailedError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return FAILED
     except Error as error:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED

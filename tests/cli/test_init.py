@@ -1,0 +1,160 @@
+"""vf-init: what it writes runs as it is, and it never writes half of it or over something."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from verifiers.cli.init import main
+
+KINDS = ("single-turn", "multi-turn", "tool")
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def files_under(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_package_is_written_with_its_test_and_the_next_commands_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["my-env"]) == 0
+    package = Path("environments/my_env")
+    assert files_under(package) == {"README.md", "my_env.py", "pyproject.toml", "tests/test_my_env.py"}
+    assert os.listdir("environments") == ["my_env"], "nothing temporary is left"
+    project = tomllib.loads((package / "pyproject.toml").read_text())
+    assert project["build-system"]["build-backend"] == "hatchling.build"
+    assert project["project"]["name"] == "my-env"
+    assert project["project"]["dependencies"] == ["verifiers"]
+    entry_points = project["project"]["entry-points"]["verifiers.environments"]
+    assert entry_points == {"my-env": "my_env:load_environment"}
+    shown = capsys.readouterr().out
+    for command in ("vf-install my-env", "vf-play my-env", "vf-eval my-env"):
+        assert command in shown
+
+
+@pytest.mark.parametrize("multi_file", [False, True], ids=["one file", "several files"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_template_passes_its_own_tests_as_it_is(
+    kind: str, multi_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["my-env", "--kind", kind, *(["--multi-file"] if multi_file else [])]) == 0
+    shipped = tomllib.loads(Path("environments/my_env/pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert shipped["targets"]["wheel"] == (
+        {"packages": ["my_env"]} if multi_file else {"only-include": ["my_env.py"]}
+    )
+    assert Path("environments/my_env/my_env/__init__.py").exists() == multi_file
+    monkeypatch.syspath_prepend(str(tmp_path / "environments/my_env"))
+    try:
+        tests = runpy.run_path("environments/my_env/tests/test_my_env.py")
+        names = [name for name in tests if name.startswith("test_")]
+        assert len(names) >= 2
+        for name in names:
+            tests[name]()
+    finally:
+        for module in [name for name in sys.modules if name.partition(".")[0] == "my_env"]:
+            del sys.modules[module]
+
+
+def test_the_tests_run_by_pytest_from_the_directory_above_without_an_installation() -> None:
+    assert main(["my-env"]) == 0
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "environments/my_env"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_templates_are_formatted_and_free_of_lint(kind: str) -> None:
+    assert main(["one", "--kind", kind]) == 0
+    assert main(["several", "--kind", kind, "--multi-file"]) == 0
+    for command in (["format", "--check"], ["check", "--select", "E,F,B,UP"]):
+        ruff = [sys.executable, "-m", "ruff", command[0], "--isolated", "--no-cache", *command[1:], "environments"]
+        done = subprocess.run(ruff, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("My-Env", "the name 'My-Env' cannot be one of a package"),
+        ("2048", "'2048' cannot be one"),
+        ("-env", "'-env' cannot be one"),
+        ("my env", "'my env' cannot be one"),
+        ("../up", "'../up' cannot be one"),
+        ("a--b", "'a--b' cannot be one"),
+        ("", "'' cannot be one"),
+        ("class", "'class' is a word of Python itself"),
+        ("random", "'random' would hide Python's own module random"),
+        ("verifiers", "'verifiers' is already installed"),
+        ("openai", r"'openai' is already installed \(version"),
+        ("_pytest", "'_pytest' cannot be one"),
+        ("yaml", "'yaml' would hide the installed module yaml"),
+    ],
+)
+def test_a_name_that_cannot_be_a_package_is_one_sentence_and_exit_code_2(
+    name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--", name]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (sentence,) = shown.err.strip().splitlines()
+    assert re.match(f"vf-init: .*{message}", sentence)
+    assert not Path("environments").exists()
+
+
+@pytest.mark.parametrize(
+    ("present", "message"),
+    [
+        ("environments/my_env/notes.txt", "a directory with notes.txt"),
+        ("environments/my_env", "a file"),
+        ("environments", "cannot be written"),
+    ],
+)
+def test_what_is_there_is_never_overwritten(present: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(present)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
+    assert main(["my-env"]) == 2
+    assert message in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert files_under(Path()) == {present}
+
+
+def test_an_empty_directory_of_the_name_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("environments/my_env").mkdir(parents=True)
+    assert main(["my-env"]) == 2
+    assert "an empty directory" in capsys.readouterr().err
+
+
+def test_a_package_whose_writing_fails_is_not_there_at_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_text = Path.write_text
+
+    def full_disk(self: Path, *args: str, **kwargs: str) -> int:
+        if self.name == "README.md":
+            raise OSError(28, "No space left on device")
+        return write_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    assert main(["my-env", "-p", "elsewhere"]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert os.listdir("elsewhere") == []
+
+
+def test_it_goes_to_the_directory_given_and_the_commands_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["my-env", "-p", "elsewhere"]) == 0
+    assert Path("elsewhere/my_env/my_env.py").is_file()
+    assert "vf-install my-env -p elsewhere" in capsys.readouterr().out

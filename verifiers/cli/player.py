@@ -1,0 +1,286 @@
+"""A person in the place of the model: calls of the policy are shown on the terminal and answered from it."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verifiers.parsers.messages import message_field
+from verifiers.rollouts.endpoint import COMPLETIONS
+from verifiers.rollouts.wire import WireObject, plain_data
+
+__all__ = ["GivenUpError", "Lines", "Player", "Screen"]
+
+_HELP = (
+    "Type your answer, on one line or several. /done on a line of its own sends it. /tool NAME {json} adds a call of "
+    "a tool to it. /quit gives up. A line that shall begin with one of these begins with two slashes."
+)
+_COMMANDS = ("/done", "/tool", "/quit", "/help")
+_CHUNK_BYTES = 65536
+
+
+class GivenUpError(Exception):
+    """The person gave up, or the input ended before the rollout did."""
+
+
+class Screen:
+    """Where the game is shown: in colours on a terminal, in plain lines elsewhere.
+
+    Attributes:
+        quit_asked: the person typed /quit, rather than that the input ended.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.quit_asked = False
+
+    def heading(self, text: str) -> None:
+        self._console.print(f"\n[{text}]", style="bold cyan")
+
+    def line(self, text: str) -> None:
+        self._console.print(text)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, style="dim")
+
+    def prompt(self) -> None:
+        """Show that it is the person's turn; only where somebody sees it."""
+        if sys.stdin.isatty():
+            self._console.print("> ", end="", style="bold green")
+
+
+class Lines:
+    """Lines of the standard input, read by a thread so that the event loop goes on meanwhile.
+
+    The thread is a daemon that reads the file descriptor itself: one that waits inside `input()` would keep the
+    process from ending after Ctrl-C.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = sys.stdin.fileno() if descriptor is None else descriptor
+        self._queue: asyncio.Queue[str | None] = asyncio.Queue()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    async def next(self) -> str | None:
+        """The next line without its end, or None after the last."""
+        if self._ended:
+            return None
+        if self._thread is None:
+            loop = asyncio.get_running_loop()
+            self._thread = threading.Thread(target=self._read, args=(loop,), name="vf-play-input", daemon=True)
+            self._thread.start()
+        line = await self._queue.get()
+        self._ended = line is None
+        return line
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
+        # the loop is closed where the game ended before the input did
+        with contextlib.suppress(RuntimeError):
+            while chunk := self._next_chunk():
+                *lines, rest = (rest + decoder.decode(chunk)).split("\n")
+                for line in lines:
+                    loop.call_soon_threadsafe(self._queue.put_nowait, line.removesuffix("\r"))
+            if rest:
+                loop.call_soon_threadsafe(self._queue.put_nowait, rest)
+            loop.call_soon_threadsafe(self._queue.put_nowait, None)
+
+    def _next_chunk(self) -> bytes:
+        try:
+            return os.read(self._descriptor, _CHUNK_BYTES)
+        except OSError:
+            # a terminal that is gone ends the input
+            return b""
+
+
+class Player:
+    """A `rollouts.endpoint.Backend` whose answers a person types.
+
+    Args:
+        model: name under which the policy is asked; calls that name another model are announced.
+
+    Attributes:
+        gave_up: no further answers come.
+    """
+
+    base_url = "terminal"
+    api_key = ""
+
+    def __init__(self, model: str, screen: Screen, lines: Lines | None = None) -> None:
+        self._model = model
+        self._screen = screen
+        self._lines = lines or Lines()
+        self._turn = asyncio.Lock()
+        self._shown: list[dict[str, Any]] = []
+        self._shown_text = ""
+        self._tools: list[Any] = []
+        self._calls = 0
+        self._explained = False
+        self.gave_up = False
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """Show what the policy is asked and return what the person answers; one call at a time.
+
+        Raises:
+            GivenUpError: the person gave up, now or before.
+        """
+        async with self._turn:
+            if self.gave_up:
+                raise GivenUpError("the person gave up")
+            model = arguments.get("model")
+            if model != self._model:
+                self._screen.note(f"\n(the environment asks the model {model!r}; you answer for it, too)")
+            if path == COMPLETIONS:
+                return await self._complete(str(arguments.get("prompt") or ""))
+            return await self._chat(arguments)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def show_rest(self, prompt: Any, completion: Any) -> None:
+        """Show what the environment said after the last answer."""
+        if isinstance(completion, str):
+            rest = f"{prompt}{completion}".removeprefix(self._shown_text)
+            if rest and len(rest) < len(f"{prompt}{completion}"):
+                self._screen.heading("text added")
+                self._screen.line(rest)
+            return
+        said = [_plain_message(message) for message in completion]
+        answered = [index for index, message in enumerate(said) if message["role"] == "assistant"]
+        for message in said[answered[-1] + 1 if answered else 0 :]:
+            self._show(message)
+
+    async def _chat(self, arguments: Mapping[str, Any]) -> WireObject:
+        tools = list(arguments.get("tools") or ())
+        messages = [_plain_message(message) for message in arguments["messages"]]
+        known = len(self._shown)
+        if messages[:known] != self._shown:
+            if known:
+                self._screen.note("\n(the conversation was changed; this is all of it)")
+            known = 0
+        for message in messages[known:]:
+            self._show(message)
+        if tools != self._tools:
+            self._show_tools(tools)
+            self._tools = tools
+        text, calls = await self._typed(tools)
+        answer: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+        if calls:
+            answer["tool_calls"] = calls
+        self._shown = [*messages, _plain_message(answer)]
+        return self._response({"message": answer}, "tool_calls" if calls else "stop")
+
+    async def _complete(self, prompt: str) -> WireObject:
+        if not prompt.startswith(self._shown_text):
+            self._shown_text = ""
+        self._screen.heading("text so far" if self._shown_text else "text to go on from")
+        self._screen.line(prompt[len(self._shown_text) :])
+        text, _ = await self._typed([])
+        self._shown_text = prompt + text
+        return self._response({"text": text}, "stop")
+
+    def _response(self, content: dict[str, Any], finish_reason: str) -> WireObject:
+        self._calls += 1
+        return WireObject(
+            {
+                "id": f"played-{self._calls}",
+                "object": "text_completion" if "text" in content else "chat.completion",
+                "created": 0,
+                "model": self._model,
+                "choices": [{"index": 0, "finish_reason": finish_reason, "logprobs": None, **content}],
+                "usage": None,
+            }
+        )
+
+    def _show(self, message: Mapping[str, Any]) -> None:
+        self._screen.heading(message["role"])
+        if message["content"]:
+            self._screen.line(message["content"])
+        for name, given in message["tool_calls"]:
+            self._screen.line(f"calls {name} {given}")
+
+    def _show_tools(self, tools: Sequence[Any]) -> None:
+        self._screen.heading("tools")
+        for tool in tools:
+            function = tool.get("function") or {}
+            described = (function.get("parameters") or {}).get("properties") or {}
+            self._screen.line(f"{function.get('name')}({', '.join(described)}): {function.get('description') or ''}")
+            for name, schema in described.items():
+                kind = schema.get("type") or "any"
+                self._screen.line(f"  {name} ({kind}): {schema.get('description') or ''}".rstrip(": "))
+
+    async def _typed(self, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]]]:
+        """The text and the tool calls of one answer."""
+        self._screen.heading("you")
+        if not self._explained:
+            self._screen.note(_HELP)
+            self._explained = True
+        text: list[str] = []
+        calls: list[dict[str, Any]] = []
+        while True:
+            self._screen.prompt()
+            line = await self._lines.next()
+            command = _command(line)
+            if command == "/quit" or (line is None and not text and not calls):
+                self.gave_up = True
+                self._screen.quit_asked = command == "/quit"
+                raise GivenUpError("the input ended" if line is None else "the person gave up")
+            if line is None or command == "/done":
+                return "\n".join(text), calls
+            if command == "/help":
+                self._screen.note(_HELP)
+            elif command == "/tool":
+                call = self._tool_call(line, tools, len(calls))
+                if call is not None:
+                    calls.append(call)
+            else:
+                text.append(line[1:] if line.startswith("/") and _command(line[1:]) else line)
+
+    def _tool_call(self, line: str, tools: Sequence[Any], index: int) -> dict[str, Any] | None:
+        """The call that a line asks for; None, with a note, where it cannot be one."""
+        _, name, given = [*line.split(maxsplit=2), "", ""][:3]
+        names = [(tool.get("function") or {}).get("name") for tool in tools]
+        if name not in names:
+            there = f"there are {', '.join(map(str, names))}" if names else "there are none here"
+            self._screen.note(f"there is no tool {name!r}; {there}")
+            return None
+        given = given or "{}"
+        try:
+            if not isinstance(json.loads(given), dict):
+                raise ValueError("it is no object")
+        except ValueError as error:
+            self._screen.note(f"{given!r} cannot be its arguments ({error}); write '/tool {name} {{\"x\": 1}}'")
+            return None
+        function = {"name": name, "arguments": given}
+        return {"id": f"call_{self._calls}_{index}", "type": "function", "function": function}
+
+
+def _command(line: str | None) -> str | None:
+    """The command that a line is, or None where it is text."""
+    words = (line or "").split(maxsplit=1)
+    first = words[0] if words else ""
+    takes_more = first == "/tool"
+    return first if first in _COMMANDS and (takes_more or len(words) == 1) else None
+
+
+def _plain_message(message: Any) -> dict[str, Any]:
+    """What of a message is shown: role, text, tool calls."""
+    content = message_field(message, "content")
+    if isinstance(content, list):
+        parts = (plain_data(part) for part in content)
+        content = "\n".join(str(part.get("text") or f"({part.get('type')})") for part in parts)
+    calls = []
+    for call in message_field(message, "tool_calls") or ():
+        function = plain_data(plain_data(call).get("function") or {})
+        calls.append((function.get("name"), function.get("arguments")))
+    return {"role": message_field(message, "role"), "content": content or "", "tool_calls": calls}
