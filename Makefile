@@ -46,7 +46,8 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy -p verifiers_embedded
-	$(BIN)/mypy environments/reasoning_gym_env/reasoning_gym_env.py examples/demo/run.py examples/demo/warm_start.py
+	for file in environments/*/*.py; do $(BIN)/mypy $$file || exit 1; done
+	$(BIN)/mypy examples/demo/run.py examples/demo/warm_start.py
 	$(BIN)/lint-imports
 
 docs: $(INSTALLED)
@@ -57,6 +58,7 @@ docs-test: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/rollouts.py
+	$(BIN)/python benchmarks/python_tool.py
 
 clean:
 	rm -rf $(VENV) runs site outputs dist build .mypy_cache .ruff_cache .pytest_cache
