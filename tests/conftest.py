@@ -10,10 +10,15 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import ipaddress
+import signal
 import socket
 from typing import Any
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a run in the background of a shell ignores Ctrl-C, and the commands that tests start would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _connect = socket.socket.connect
 _connect_ex = socket.socket.connect_ex

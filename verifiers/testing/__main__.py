@@ -69,28 +69,27 @@ def _serve(args: argparse.Namespace) -> int:
     # aiohttp is slow to import, and a mistake above is told without it
     from verifiers.testing.fake_server import FakeOpenAIServer
 
-    with FakeOpenAIServer(answers, port=args.port) as server:
-        what = f"{args.answer!r} to everything" if args.script is None else f"as {args.script} says"
-        print(f"fake endpoint at {server.url}: no model, it answers {what}. Ctrl-C ends it.")
-        print(f"try: vf-eval ENV -m fake -b {server.url}", flush=True)
-        return _wait_for_signal()
-
-
-def _wait_for_signal() -> int:
-    class _Ended(Exception):
-        """SIGTERM came."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise _Ended
-
-    before = signal.signal(signal.SIGTERM, end)
+    # before anything says that it is ready: who reads that may end it at once
+    before = signal.signal(signal.SIGTERM, _end)
     try:
-        while True:
-            signal.pause()
-    except _Ended:
+        with FakeOpenAIServer(answers, port=args.port) as server:
+            what = f"{args.answer!r} to everything" if args.script is None else f"as {args.script} says"
+            print(f"fake endpoint at {server.url}: no model, it answers {what}. Ctrl-C ends it.")
+            print(f"try: vf-eval ENV -m fake -b {server.url}", flush=True)
+            while True:
+                signal.pause()
+    except _EndedError:
         return _DONE
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class _EndedError(Exception):
+    """SIGTERM came."""
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise _EndedError
 
 
 def _script(file: Path) -> Answers:
