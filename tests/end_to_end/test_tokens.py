@@ -12,19 +12,6 @@ import torch
 ENVIRONMENTS = {"single": tiny_world.single_turn, "multi": tiny_world.Dialogue, "forking": tiny_world.Rewriting}
 
 
-def spans(row: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[float]]]:
-    """(everything before, sampled ids, their log-probs) of each run of sampled tokens in a training row."""
-    prompt, ids, mask, logps = row[:4]
-    found, start = [], None
-    for place, sampled in enumerate([*mask, 0]):
-        if sampled and start is None:
-            start = place
-        elif not sampled and start is not None:
-            found.append((prompt + ids[:start], ids[start:place], logps[start:place]))
-            start = None
-    return found
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_trained_ids_and_log_probs_are_the_servers_own(
@@ -32,7 +19,7 @@ def test_trained_ids_and_log_probs_are_the_servers_own(
 ) -> None:
     trainer = make_trainer(ENVIRONMENTS[kind](), temperature=temperature)
     trainer.train()
-    trained = [span for row in trainer.rows() for span in spans(row)]
+    trained = [span for row in trainer.rows() for span in tiny_world.spans(row)]
     answers = trainer._client.sampled()
     assert len(answers) == 2 * 8 * (1 if kind == "single" else 3)
     key = lambda item: (item[0], item[1])  # noqa: E731
@@ -48,7 +35,7 @@ def test_turns_that_extend_one_another_are_one_row_and_no_fork(make_trainer: Cal
     trainer.train()
     rows = list(trainer.rows())
     assert len(rows) == 8
-    assert all(len(spans(row)) == 3 for row in rows)
+    assert all(len(tiny_world.spans(row)) == 3 for row in rows)
     assert trainer.logged("rollouts/fork_rate") == [0.0]
     assert trainer.logged("rollouts/turns") == [3.0]
 
@@ -59,7 +46,7 @@ def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Calla
     rows = list(trainer.rows())
     # turns one and two extend each other; what the third sees was rewritten
     assert len(rows) == 16
-    assert sorted(len(spans(row)) for row in rows) == [1] * 8 + [2] * 8
+    assert sorted(len(tiny_world.spans(row)) for row in rows) == [1] * 8 + [2] * 8
     assert trainer.logged("rollouts/fork_rate") == [pytest.approx(8 / 24)]
     assert trainer.logged("rows/trained") == [16.0]
     by_rollout: dict[int, list[float]] = {}

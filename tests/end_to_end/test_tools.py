@@ -36,17 +36,8 @@ def train(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]
 
 
 def sampled_spans(trainer: tiny_world.ObservedTrainer) -> list[tuple[list[int], list[int], list[float]]]:
-    """(all ids before, sampled ids, sampler log-probs) of every run of trained tokens."""
-    found = []
-    for prompt, ids, mask, logps, *_ in trainer.rows():
-        start = None
-        for place, sampled in enumerate([*mask, 0]):
-            if sampled and start is None:
-                start = place
-            elif not sampled and start is not None:
-                found.append((prompt + ids[:start], ids[start:place], logps[start:place]))
-                start = None
-    return sorted(found)
+    """What was trained, span by span, in the order of the ids."""
+    return sorted(span for row in trainer.rows() for span in tiny_world.spans(row))
 
 
 def largest_difference(trainer: tiny_world.ObservedTrainer) -> float:

@@ -235,6 +235,19 @@ class ObservedTrainer(GRPOTrainer):
         return [entry[name] for entry in self.state.log_history if name in entry]
 
 
+def spans(row: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[float]]]:
+    """(everything before, sampled ids, their log-probs) of each run of sampled tokens in a training row."""
+    prompt, ids, mask, logps = row[:4]
+    found, start = [], None
+    for place, sampled in enumerate([*mask, 0]):
+        if sampled and start is None:
+            start = place
+        elif not sampled and start is not None:
+            found.append((prompt + ids[:start], ids[start:place], logps[start:place]))
+            start = None
+    return found
+
+
 @contextmanager
 def closing(trainer: GRPOTrainer) -> Iterator[GRPOTrainer]:
     """A trainer that is used without `train`, closed on the way out."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
 
 from verifiers.rubrics import Rubric, calling
 from verifiers.rubrics.calling import PreparedCall
-from verifiers.rubrics.threads import ScoringThreads, scoring_threads
 from verifiers.types import State
 
 
@@ -80,52 +78,6 @@ async def test_a_slow_function_does_not_stall_the_loop() -> None:
     assert not scoring.done()
     release.set()
     assert (await scoring).reward == 1.0
-
-
-async def test_a_hung_function_is_left_behind_and_its_place_taken(caplog: pytest.LogCaptureFixture) -> None:
-    threads = ScoringThreads(1)
-    release, running = threading.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def hang() -> None:
-        loop.call_soon_threadsafe(running.set)
-        release.wait(10)
-
-    hung = asyncio.create_task(threads.run(hang))
-    await running.wait()
-    queued = asyncio.create_task(threads.run(lambda: "never run"))
-    await asyncio.sleep(0)
-    queued.cancel()
-    hung.cancel()
-    ended = await asyncio.gather(hung, queued, return_exceptions=True)
-    assert [type(result) for result in ended] == [asyncio.CancelledError] * 2
-    assert "left behind" in caplog.text
-    try:
-        assert await asyncio.wait_for(threads.run(lambda: 7), 10) == 7
-    finally:
-        release.set()
-
-
-async def test_no_more_threads_than_the_limit_run_at_once() -> None:
-    threads = ScoringThreads(3)
-    lock, running, most = threading.Lock(), 0, 0
-
-    def work() -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        time.sleep(0.001)
-        with lock:
-            running -= 1
-
-    await asyncio.gather(*[threads.run(work) for _ in range(40)])
-    assert 1 <= most <= 3
-
-
-async def test_scoring_threads_never_hold_up_the_end_of_the_process() -> None:
-    assert await scoring_threads().run(lambda: threading.current_thread().daemon)
-    assert scoring_threads() is scoring_threads()
 
 
 def test_functions_run_on_any_number_of_event_loops() -> None:

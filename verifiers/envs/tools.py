@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.envs.tool_schema import function_schema, tool_name
-from verifiers.envs.tool_threads import OverdueError, tool_threads
 from verifiers.errors import ConfigError, InfraError, ModelError, ToolCallError, ToolParseError
+from verifiers.threads import OverdueError, threads_for
 from verifiers.types import ChatMessage
 
 __all__ = [
@@ -32,6 +32,9 @@ __all__ = [
     "tool_message",
     "tool_name",
 ]
+
+MAX_TOOL_THREADS = 64
+"""Synchronous tools that run at once in a process."""
 
 Bind = Callable[[Mapping[str, Any]], tuple[list[Any], dict[str, Any]]]
 
@@ -80,7 +83,9 @@ class Tool:
         work = functools.partial(self.call, *positional, **keywords)
         deadline = asyncio.timeout(timeout_s)
         try:
-            result = work() if _is_async(self.call) else await tool_threads().run(work, timeout_s)
+            result = (
+                work() if _is_async(self.call) else await threads_for("tool", MAX_TOOL_THREADS).run(work, timeout_s)
+            )
             if not inspect.isawaitable(result):
                 return result
             async with deadline:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verifiers.rubrics.threads import scoring_threads
+from verifiers.threads import threads_for
 
 __all__ = ["PreparedCall", "function_of", "in_turn", "parameters_of", "reward_name"]
 
@@ -98,7 +99,8 @@ class PreparedCall:
         return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, arguments: dict[str, Any]) -> Any:
-        result, error, elapsed_s = await scoring_threads().run(functools.partial(_timed, self.func, arguments))
+        threads = threads_for("reward function", min(32, (os.cpu_count() or 1) + 4))
+        result, error, elapsed_s = await threads.run(functools.partial(_timed, self.func, arguments))
         self._quick_in_a_row = self._quick_in_a_row + 1 if elapsed_s < QUICK_S else 0
         if self._quick_in_a_row >= QUICK_CALLS and not self._stays_in_threads:
             self.on_loop = True

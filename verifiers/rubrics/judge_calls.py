@@ -21,12 +21,13 @@ from typing import Any
 
 from verifiers.errors import ConfigError, GradingError, ModelError
 from verifiers.parsers.messages import content_text, message_field
-from verifiers.rubrics.threads import ScoringThreads
+from verifiers.threads import threads_for
 
 __all__ = ["Gate", "JudgeCall", "LazyOpenAI"]
 
 _TRY_TIMEOUT_S = 60.0
 _BACKOFF_S = 0.5
+MAX_JUDGE_THREADS = 32
 _LONGEST_WAIT_S = 20.0
 _RETRYABLE_4XX = frozenset({408, 409, 425, 429})
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
@@ -250,20 +251,7 @@ def _is_async(client: Any, create: Any) -> bool:
     return is_lazy or inspect.iscoroutinefunction(create) or _sdk_name(client).startswith("Async")
 
 
-@functools.cache
-def _threads(process: int) -> ScoringThreads:
-    # apart from the threads of reward functions, which a slow judge must not hold up; a forked child has its own
-    return ScoringThreads(32)
-
-
 async def _in_thread(create: Any, arguments: dict[str, Any]) -> Any:
-    def call() -> tuple[Any, BaseException | None]:
-        try:
-            return create(**arguments), None
-        except BaseException as error:  # carried over to the caller, and raised there
-            return None, error
-
-    result, error = await _threads(os.getpid()).run(call)
-    if error is not None:
-        raise error
+    # apart from the threads of reward functions, which a slow judge must not hold up
+    result = await threads_for("judge", MAX_JUDGE_THREADS).run(lambda: create(**arguments))
     return await result if inspect.isawaitable(result) else result

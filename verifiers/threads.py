@@ -1,8 +1,8 @@
-"""Daemon threads for synchronous tools, which may be slow and may never return.
+"""Daemon threads for synchronous functions of users, which may be slow and may never return.
 
 The event loop must not wait for them, the interpreter must not wait for them when it exits, and one that hangs must
-not keep others from running: a call whose caller gave up no longer counts. A thread cannot be killed; it ends when
-its function returns.
+not keep others from running: a call whose caller gave up no longer counts. `concurrent.futures` would do all three. A
+thread cannot be killed; it ends, and stops burning CPU, when its function returns.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
-__all__ = ["OverdueError", "ToolThreads", "tool_threads"]
+__all__ = ["DaemonThreads", "OverdueError", "threads_for"]
 
-logger = logging.getLogger("verifiers.envs")
+logger = logging.getLogger("verifiers")
 
 T = TypeVar("T")
-LIMIT = 64
 IDLE_S = 10.0
 
 
@@ -46,13 +45,17 @@ class _Job:
         self.error: BaseException | None = None
 
 
-class ToolThreads:
+class DaemonThreads:
     """At most `limit` calls run at once, each in a thread of its own; more wait their turn.
 
     Calls that ran out of time are not counted, so threads may be more than `limit` while some of them hang.
+
+    Args:
+        what: what the functions are, for messages and names of threads, such as "tool".
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, what: str, limit: int) -> None:
+        self.what = what
         self.limit = limit
         self._lock = threading.Lock()
         self._waiting: deque[_Job] = deque()
@@ -78,7 +81,7 @@ class ToolThreads:
             try:
                 loop.call_soon_threadsafe(done.set)
             except RuntimeError:
-                logger.debug("a tool returned after its event loop was closed")
+                logger.debug("a %s returned after its event loop was closed", self.what)
 
         job = _Job(work, deliver)
         self._submit(job)
@@ -104,7 +107,7 @@ class ToolThreads:
             if self._idle:
                 self._idle.pop().put(job)
             else:
-                threading.Thread(target=self._serve, args=(job,), name="verifiers-tool", daemon=True).start()
+                threading.Thread(target=self._serve, args=(job,), name=f"verifiers-{self.what}", daemon=True).start()
 
     def _next(self) -> _Job | None:
         """The next job, counted as running, or None where there is none or no room."""
@@ -121,9 +124,11 @@ class ToolThreads:
             if job.finished or job.abandoned:
                 return
             job.abandoned = True
-            if job.started_at is not None:
-                self._running -= 1
-                self._start_what_may_run()
+            if job.started_at is None:
+                return
+            self._running -= 1
+            self._start_what_may_run()
+        logger.warning("A %s still runs after its deadline; its thread is left behind.", self.what)
 
     def _serve(self, job: _Job | None) -> None:
         inbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -184,13 +189,13 @@ async def _wait_until(done: asyncio.Event, job: _Job, timeout_s: float | None) -
     raise OverdueError
 
 
-_threads: dict[int, ToolThreads] = {}
+_threads: dict[tuple[int, str], DaemonThreads] = {}
 
 
-def tool_threads() -> ToolThreads:
-    """The process's own threads, made at the first call; a forked child makes its own."""
-    process = os.getpid()
-    threads = _threads.get(process)
+def threads_for(what: str, limit: int) -> DaemonThreads:
+    """The process's own threads for one kind of function, made at the first call; a forked child makes its own."""
+    key = (os.getpid(), what)
+    threads = _threads.get(key)
     if threads is None:
-        threads = _threads[process] = ToolThreads()
+        threads = _threads[key] = DaemonThreads(what, limit)
     return threads

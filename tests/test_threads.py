@@ -1,4 +1,4 @@
-"""ToolThreads: synchronous tools off the event loop, none of which can hold the others up for good."""
+"""DaemonThreads: synchronous functions off the event loop, none of which can hold the others up for good."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from verifiers.envs.tool_threads import OverdueError, ToolThreads
+from verifiers.threads import DaemonThreads, OverdueError, threads_for
 
 
 async def test_no_more_calls_run_at_once_than_the_limit_and_all_of_them_run() -> None:
-    threads, lock = ToolThreads(limit=3), threading.Lock()
+    threads, lock = DaemonThreads("tool", limit=3), threading.Lock()
     running = most = 0
 
     def work(number: int) -> int:
@@ -31,18 +31,21 @@ async def test_no_more_calls_run_at_once_than_the_limit_and_all_of_them_run() ->
 
 
 async def test_time_in_the_queue_does_not_count() -> None:
-    threads = ToolThreads(limit=1)
+    threads = DaemonThreads("tool", limit=1)
     calls = (threads.run(lambda: time.sleep(0.2), timeout_s=0.5) for _ in range(4))
     assert await asyncio.gather(*calls) == [None] * 4
 
 
-async def test_a_call_that_hangs_is_given_up_and_gives_its_place_to_the_next() -> None:
-    threads, release = ToolThreads(limit=1), threading.Event()
+async def test_a_call_that_hangs_is_given_up_and_gives_its_place_to_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads, release = DaemonThreads("tool", limit=1), threading.Event()
     hung = asyncio.create_task(threads.run(release.wait, timeout_s=0.1))
     quick = asyncio.create_task(threads.run(lambda: "quick", timeout_s=5.0))
     try:
         with pytest.raises(OverdueError):
             await hung
+        assert "A tool still runs after its deadline" in caplog.text
         assert await quick == "quick"
     finally:
         release.set()
@@ -52,7 +55,7 @@ async def test_a_call_that_hangs_is_given_up_and_gives_its_place_to_the_next() -
 
 
 async def test_a_cancelled_call_in_the_queue_never_runs() -> None:
-    threads, release, ran = ToolThreads(limit=1), threading.Event(), threading.Event()
+    threads, release, ran = DaemonThreads("tool", limit=1), threading.Event(), threading.Event()
     first = asyncio.create_task(threads.run(release.wait))
     second = asyncio.create_task(threads.run(ran.set))
     await asyncio.sleep(0)
@@ -66,7 +69,7 @@ async def test_a_cancelled_call_in_the_queue_never_runs() -> None:
 
 
 async def test_what_a_call_raises_and_the_context_it_is_made_in_are_carried_over() -> None:
-    threads, name = ToolThreads(), contextvars.ContextVar("name", default="none")
+    threads, name = DaemonThreads("tool", limit=64), contextvars.ContextVar("name", default="none")
     name.set("mine")
     assert await threads.run(name.get) == "mine"
     with pytest.raises(KeyError, match="lost"):
@@ -74,7 +77,8 @@ async def test_what_a_call_raises_and_the_context_it_is_made_in_are_carried_over
 
 
 async def test_threads_are_used_again_and_do_not_keep_the_process_alive() -> None:
-    threads = ToolThreads()
+    threads = DaemonThreads("tool", limit=64)
+    assert threads_for("tool", 64) is threads_for("tool", 64) is not threads_for("judge", 32)
     used = {await threads.run(threading.current_thread) for _ in range(20)}
     assert len(used) <= 2
     assert all(thread.daemon for thread in used)
