@@ -1,0 +1,225 @@
+"""The docker and podman tiers against a stand-in for the tool: what it is asked, and what is made of its answers.
+
+The stand-in has no walls. That docker keeps its promises is docker's to test.
+"""
+
+# looking at the machine from outside is the point of these tests, and nothing else runs in their event loops
+# ruff: noqa: ASYNC110
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verifiers.errors import SandboxError
+from verifiers.sandbox.container import ContainerSandbox, run_arguments
+from verifiers.sandbox.opening import open_sandbox
+from verifiers.sandbox.spec import SandboxSpec
+
+FAKE = r"""#!{python} -IS
+import json, os, signal, subprocess, sys
+
+state = {state!r}
+home = os.path.join(state, "home")
+os.makedirs(home, exist_ok=True)
+arguments = sys.argv[1:]
+with open(os.path.join(state, "log"), "a") as log:
+    log.write(json.dumps(arguments) + "\n")
+if os.path.exists(os.path.join(state, "broken")):
+    sys.exit("Cannot connect to the daemon")
+verb = arguments[0]
+if verb == "run":
+    place = arguments.index("sh")
+    with open(os.path.join(state, "main"), "w") as file:
+        file.write(str(os.getpid()))
+    os.chdir(home)
+    os.execvp("sh", arguments[place:])
+elif verb == "exec":
+    place = next(n for n, word in enumerate(arguments) if word.startswith("verifiers-"))
+    command = arguments[place + 1:]
+    os.chdir(home)
+    running = os.path.join(state, "running")
+    if command[:3] == ["sh", "-c", "kill -9 -1"]:
+        # never the real thing: without walls it would be meant for the whole machine
+        for name in os.listdir(running):
+            try: os.killpg(int(name), signal.SIGKILL)
+            except ProcessLookupError: pass
+        sys.exit(0)
+    os.makedirs(running, exist_ok=True)
+    try:
+        process = subprocess.Popen(command, start_new_session=True)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        sys.exit(127)
+    open(os.path.join(running, str(process.pid)), "w").close()
+    code = process.wait()
+    os.unlink(os.path.join(running, str(process.pid)))
+    sys.exit(code if code >= 0 else 128 - code)
+elif verb == "rm":
+    with open(os.path.join(state, "main")) as file:
+        os.kill(int(file.read()), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    state = tmp_path / "state"
+    state.mkdir()
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    for tool in ("docker", "podman"):
+        (binaries / tool).write_text(FAKE.format(python=os.path.realpath(sys.executable), state=str(state)))
+        (binaries / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+    return state
+
+
+def log(state: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (state / "log").read_text().splitlines()]
+
+
+def test_the_container_has_no_network_no_rights_and_every_limit() -> None:
+    spec = SandboxSpec(
+        tier="docker", memory_bytes=1 << 28, processes=20, open_files=99, file_bytes=7, cpu_time_s=3, disk_bytes=200,
+        env={"A": "b"}, readable=("/data",), image="alpine:3",
+    )  # fmt: skip
+    arguments = run_arguments(spec, "docker", "verifiers-x")
+    options = arguments[: arguments.index("alpine:3")]
+    assert options[:2] == ["docker", "run"]
+    for option in (
+        *("--rm", "--interactive", "--network=none", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
+        *("--read-only", "--memory=268435456", "--memory-swap=268435456", "--pids-limit=24"),
+        *("--ulimit=nofile=99:99", "--ulimit=fsize=7:7", "--ulimit=core=0:0", "--ulimit=cpu=3:3"),
+        *("--env=A=b", "--volume=/data:/data:ro", "--name=verifiers-x", "--label=verifiers.sandbox=1"),
+        "--tmpfs=/sandbox:rw,exec,nosuid,nodev,mode=1777,size=100",
+    ):
+        assert option in options
+    assert not [option for option in options if "privileged" in option.replace("no-new-privileges", "")]
+    assert "docker.sock" not in " ".join(options)
+
+
+@pytest.mark.parametrize("tool", ["docker", "podman"])
+async def test_commands_files_and_processes(state: Path, tool: str) -> None:
+    async with await open_sandbox(SandboxSpec(tier=tool)) as sandbox:  # type: ignore[arg-type]
+        assert sandbox.tier == tool
+        result = await sandbox.run("echo out; echo err >&2; exit 3", timeout_s=10)
+        assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3)
+        assert (await sandbox.run(["cat"], stdin="fed")).stdout == "fed"
+        await sandbox.write("deep/file", b"\x00data")
+        assert await sandbox.read("deep/file") == b"\x00data"
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read("missing")
+        with pytest.raises(IsADirectoryError):
+            await sandbox.read("deep")
+        with pytest.raises(OSError) as raised:
+            await sandbox.read("deep/file", max_bytes=2)
+        assert raised.value.errno == errno.EFBIG
+        process = await sandbox.start(["sh", "-c", "while read line; do echo got $line; done"])
+        await process.write("one\n")
+        assert await process.read_line(timeout_s=5) == b"got one\n"
+        await process.kill()
+        assert await process.wait(timeout_s=5) is not None
+        flood = await sandbox.run("head -c 2000000 /dev/zero")
+        assert (len(flood.stdout), flood.dropped_bytes) == (1 << 20, 2_000_000 - (1 << 20))
+    executed = [line for line in log(state) if line[0] == "exec"]
+    # the main process belongs to root, so that commands cannot end it
+    assert all("--user=1000:1000" in line for line in executed)
+    assert "rm" not in [line[0] for line in log(state)]
+    with pytest.raises(SandboxError, match="closed"):
+        await sandbox.run("true")
+
+
+async def test_time_that_runs_out_kills_inside(
+    state: Path, marker: str, wait_until_gone: Callable[[str], None]
+) -> None:
+    async with await open_sandbox(SandboxSpec(tier="docker")) as sandbox:
+        result = await sandbox.run(["sleep", marker], timeout_s=0.5)
+        assert result.timed_out
+        assert result.exit_code is None
+        wait_until_gone(marker)
+        assert (await sandbox.run("echo on")).stdout == "on\n"
+    assert [line for line in log(state) if "kill -9 -1" in line]
+
+
+async def test_cancelling_a_command_kills_inside(
+    state: Path, marker: str, wait_until_gone: Callable[[str], None], count_of: Callable[[str], int]
+) -> None:
+    async with await open_sandbox(SandboxSpec(tier="docker")) as sandbox:
+        task = asyncio.create_task(sandbox.run(["sh", "-c", f"echo on > ready; exec sleep {marker}"]))
+        while not (state / "home/ready").exists() or count_of(marker) < 1:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        wait_until_gone(marker)
+
+
+async def test_a_tool_that_does_not_work_says_why(state: Path) -> None:
+    (state / "broken").touch()
+    with pytest.raises(SandboxError, match="Cannot connect to the daemon"):
+        await open_sandbox(SandboxSpec(tier="docker"))
+
+
+async def test_a_container_that_died_is_said(state: Path) -> None:
+    sandbox = await open_sandbox(SandboxSpec(tier="docker"))
+    assert isinstance(sandbox, ContainerSandbox)
+    sandbox._main.process.kill()
+    sandbox._main.process.wait()
+    with pytest.raises(SandboxError, match="died"):
+        await sandbox.run("true")
+    await sandbox.close()
+
+
+async def test_no_descriptor_is_left_behind(state: Path) -> None:
+    async def use() -> None:
+        async with await open_sandbox(SandboxSpec(tier="docker")) as sandbox:
+            await sandbox.run("true", stdin="x")
+            await sandbox.start(["cat"])
+
+    await use()
+    before = set(os.listdir("/proc/self/fd"))
+    await asyncio.gather(*(use() for _ in range(3)))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+PROGRAM = """
+import asyncio
+from verifiers.sandbox.opening import open_sandbox
+from verifiers.sandbox.spec import SandboxSpec
+
+async def main():
+    sandbox = await open_sandbox(SandboxSpec(tier="docker"))
+    print(sandbox._main.process.pid, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_the_main_process_ends_with_the_program(state: Path) -> None:
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    main = int(program.stdout.readline())
+    program.kill()
+    program.wait()
+    program.stdout.close()
+    end = time.monotonic() + 5
+    while "cat" in _name(main):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,315 @@
+"""Escapes that hostile code would try, each really tried, in every tier that says it contains them.
+
+docs/concepts/sandbox.md lists them with what contains them. What a tier does not contain is not tried in it: some of
+these would hurt the machine.
+"""
+
+# looking at the machine from outside is the point of these tests, and nothing else runs in their event loops
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC240
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verifiers.errors import SandboxError
+from verifiers.sandbox.native import NativeSandbox
+from verifiers.sandbox.opening import open_sandbox
+from verifiers.sandbox.spec import RunResult, Sandbox, SandboxSpec
+
+
+async def python(sandbox: Sandbox, code: str, *, timeout_s: float = 10) -> RunResult:
+    return await sandbox.run(["python3", "-c", textwrap.dedent(code)], timeout_s=timeout_s)
+
+
+# --- processes
+
+BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
+
+
+@pytest.mark.slow
+async def test_a_fork_bomb_is_held_by_the_process_limit_and_killed(
+    tier: str, marker: str, wait_until_gone: Callable[[str], None], count_of: Callable[[str], int]
+) -> None:
+    async with await open_sandbox(SandboxSpec(tier=tier, processes=40)) as sandbox:  # type: ignore[arg-type]
+        if tier == "process" and os.geteuid() == 0 and sandbox.note != "another user":  # type: ignore[attr-defined]
+            pytest.skip("root's processes are not counted, and the sandbox cannot become another user here")
+        running = asyncio.create_task(sandbox.run(["python3", "-c", BOMB, marker], timeout_s=2))
+        most = 0
+        while not running.done():
+            most = max(most, count_of(marker))
+            await asyncio.sleep(0.05)
+        result = await running
+        assert result.timed_out
+        assert 10 < most <= 40
+        wait_until_gone(marker)
+        assert (await sandbox.run("echo on")).stdout == "on\n"
+
+
+async def test_a_fork_bomb_at_closing_time_does_not_outrun_the_kill(
+    contained: str, marker: str, wait_until_gone: Callable[[str], None], count_of: Callable[[str], int]
+) -> None:
+    sandbox = await open_sandbox(SandboxSpec(tier="namespaces", processes=30))
+    await sandbox.start(["python3", "-c", BOMB, marker])
+    while count_of(marker) < 10:
+        await asyncio.sleep(0.01)
+    await sandbox.close()
+    wait_until_gone(marker)
+
+
+async def test_ignoring_signals_does_not_help(
+    box: NativeSandbox, marker: str, wait_until_gone: Callable[[str], None]
+) -> None:
+    result = await box.run(f"trap '' TERM INT HUP QUIT XCPU; sleep {marker}; sleep {marker}", timeout_s=0.4)
+    assert result.timed_out
+    assert result.elapsed_s < 5
+    wait_until_gone(marker)
+
+
+DAEMON = """
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in range(3):
+            os.close(fd)
+        os.execvp("sleep", ["sleep", {marker!r}])
+    os._exit(0)
+os.wait()
+{then}
+"""
+
+
+@pytest.mark.parametrize("how", ["timeout", "close"])
+async def test_a_daemonised_grandchild_does_not_get_away(
+    tier: str, how: str, marker: str, wait_until_gone: Callable[[str], None], count_of: Callable[[str], int]
+) -> None:
+    async with await open_sandbox(SandboxSpec(tier=tier)) as sandbox:  # type: ignore[arg-type]
+        then = "import time; time.sleep(60)" if how == "timeout" else ""
+        result = await python(sandbox, DAEMON.format(marker=marker, then=then), timeout_s=1)
+        assert result.timed_out is (how == "timeout")
+        if how == "timeout":
+            wait_until_gone(marker)
+        else:
+            async with asyncio.timeout(5):
+                while not count_of(marker):
+                    await asyncio.sleep(0.01)
+    wait_until_gone(marker)
+
+
+async def test_killing_the_first_process_kills_only_the_sandbox(
+    tier: str, marker: str, wait_until_gone: Callable[[str], None]
+) -> None:
+    async with await open_sandbox(SandboxSpec(tier=tier)) as sandbox:  # type: ignore[arg-type]
+        directory = (await sandbox.run("pwd")).stdout.strip()
+        await sandbox.run(f"sleep {marker} > /dev/null 2>&1 &")
+        code = "import os, signal; os.kill(os.getppid(), signal.SIGKILL); os.kill(os.getppid(), signal.SIGSTOP)"
+        if tier == "namespaces":
+            # to the first process of its namespaces nobody inside can send these
+            await python(sandbox, code, timeout_s=2)
+            assert (await sandbox.run("echo on")).stdout == "on\n"
+        else:
+            with contextlib.suppress(SandboxError):
+                await python(sandbox, code, timeout_s=2)
+    if tier == "process":
+        # what was told to die with its parent did; a daemon would have stayed, and docs say so
+        assert not os.path.exists(directory)
+        for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+            with contextlib.suppress(OSError):
+                if marker.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, 9)
+    wait_until_gone(marker)
+
+
+async def test_nothing_outside_can_be_signalled(sealed: NativeSandbox) -> None:
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        code = f"""
+            import os
+            for pid in (1, {victim.pid}, {os.getpid()}):
+                try: os.kill(pid, 9)
+                except OSError as error: print(type(error).__name__)
+            """
+        assert (await python(sealed, code)).stdout.split() == ["ProcessLookupError"] * 2
+        # everything that it can see, which is itself
+        await python(sealed, "import os; os.kill(-1, 9)")
+        assert victim.poll() is None
+        assert (await sealed.run("echo on")).stdout == "on\n"
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+async def test_the_first_process_cannot_be_traced_nor_read(box: NativeSandbox) -> None:
+    code = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        parent = os.getppid()
+        print(libc.ptrace(16, parent, 0, 0))
+        for name in ("environ", "mem", "maps", "fd/3"):
+            try: print(open(f"/proc/{parent}/{name}").read(10))
+            except OSError as error: print(type(error).__name__)
+        """
+    assert (await python(box, code)).stdout.split() == ["-1", *["PermissionError"] * 4]
+    assert (await box.run("echo on")).stdout == "on\n"
+
+
+# --- secrets
+
+
+async def test_no_key_of_the_caller_can_be_read(sealed: NativeSandbox) -> None:
+    canary = f"canary-{uuid.uuid4().hex}"
+    victim = subprocess.Popen(["sleep", "60"], env={"OPENAI_API_KEY": canary})
+    try:
+        result = await sealed.run("env; cat /proc/*/environ /proc/*/task/*/environ /proc/1/root/proc/*/environ")
+        assert "PATH=" in result.stdout
+        assert canary not in result.stdout
+        assert Path(f"/proc/{victim.pid}/environ").read_text().strip("\0") == f"OPENAI_API_KEY={canary}"
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+async def test_the_process_tiers_own_processes_hold_no_key(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "canary-5471")
+    async with await open_sandbox(SandboxSpec(tier=tier)) as sandbox:  # type: ignore[arg-type]
+        result = await sandbox.run("env; cat /proc/$$/environ /proc/$PPID/environ")
+        assert isinstance(sandbox, NativeSandbox)
+        first = Path(f"/proc/{sandbox._launched.process.pid}/environ")
+        outside = first.read_text() if os.access(first, os.R_OK) else ""
+    assert "canary" not in result.stdout + outside
+
+
+async def test_no_descriptor_of_the_caller_is_inherited(box: NativeSandbox, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x")
+    descriptor = os.open(tmp_path / "secret", os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
+    try:
+        async with await open_sandbox(SandboxSpec(tier=box.tier)) as sandbox:  # type: ignore[arg-type]
+            listed = await python(sandbox, "import os; print(*os.listdir('/proc/self/fd'))")
+        # 3 is the listing itself
+        assert set(listed.stdout.split()) == {"0", "1", "2", "3"}
+    finally:
+        os.close(descriptor)
+
+
+async def test_the_callers_files_cannot_be_read(sealed: NativeSandbox, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    key = tmp_path / "id_ed25519"
+    key.write_text("canary-key")
+    key.chmod(0o644)
+    home = os.path.expanduser("~")
+    ways = [
+        *(f"cat {key}", f"cat /proc/1/root{key}", f"cat /proc/self/root{key}", f"cat /proc/1/cwd{key}"),
+        *(f"cat ../../../../../..{key}", f"ln -s {key} l; cat l", f"ls -a {home}/.ssh {home}/.bashrc", "ls /home/*"),
+        # out of a changed root, as in the oldest of these tricks
+        "python3 -c \"import os; os.mkdir('c'); os.chroot('c'); os.chdir('../../../../..'); print(os.listdir('.'))\"",
+    ]
+    for way in ways:
+        result = await sealed.run(way)
+        assert result.exit_code != 0, way
+        assert "canary-key" not in result.stdout
+    listing = (await sealed.run("ls /")).stdout.split()
+    assert not {"home", "var", "opt", "srv", "mnt", "boot", "sys", "run"} & set(listing)
+
+
+async def test_symbolic_links_do_not_lead_reads_and_writes_out(box: NativeSandbox, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    secret = tmp_path / "secret"
+    secret.write_text("canary")
+    secret.chmod(0o666)
+    await box.run(f"ln -s {secret} file; ln -s {tmp_path} directory; mkdir own; ln -s own inner")
+    for path in ("file", "directory/secret", f"../../../../../../../..{secret}", str(secret)):
+        with pytest.raises(OSError):
+            await box.read(path)
+    for path in ("file", "directory/secret", "directory/new", f"../../../../../../../..{secret}"):
+        with contextlib.suppress(OSError):
+            await box.write(path, "overwritten")
+    assert secret.read_text() == "canary"
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+async def test_a_device_or_pipe_does_not_hang_a_read(box: NativeSandbox) -> None:
+    await box.run("mkfifo pipe; ln -s /dev/zero zero")
+    async with asyncio.timeout(5):
+        for path in ("pipe", "zero"):
+            with pytest.raises(OSError):
+                await box.read(path)
+        with pytest.raises(OSError):
+            await box.write("pipe", "x")
+
+
+# --- writing outside
+
+
+async def test_nothing_outside_the_directory_can_be_written(sealed: NativeSandbox, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    places = [str(tmp_path), "/usr/bin", "/usr/lib", "/etc", "/", "/dev", "/proc/sys/kernel", sys.prefix, "/root"]
+    for place in [*places, sys.base_prefix]:
+        result = await sealed.run(f"echo x > {place}/escaped && cat {place}/escaped")
+        assert result.exit_code != 0, place
+    for command in (
+        "echo x >> /etc/passwd",
+        "echo x > /proc/sys/kernel/core_pattern",
+        "echo b > /proc/sysrq-trigger",
+    ):
+        assert (await sealed.run(command)).exit_code != 0, command
+    assert (await sealed.run(f"mkdir -p {tmp_path}")).exit_code in (0, 1)
+    assert os.listdir(tmp_path) == []
+    assert not Path("/tmp/escaped").exists()
+
+
+async def test_the_private_tmp_is_not_the_hosts(sealed: NativeSandbox) -> None:
+    name = f"sandboxed-{uuid.uuid4().hex}"
+    assert (await sealed.run(f"echo x > /tmp/{name}; echo y > /dev/shm/{name}; cat /tmp/{name}")).stdout == "x\n"
+    assert not Path(f"/tmp/{name}").exists()
+    assert not Path(f"/dev/shm/{name}").exists()
+
+
+async def test_mounts_cannot_be_changed(sealed: NativeSandbox) -> None:
+    code = f"""
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        def attempt(result): print(result, os.strerror(ctypes.get_errno()).split()[0])
+        attempt(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None))
+        attempt(libc.mount(b"none", b"/usr", None, 32 | 4096, None))
+        attempt(libc.umount2(b"{sys.prefix}", 2))
+        attempt(libc.unshare(0x10000000))
+        attempt(libc.unshare(0x00020000))
+        attempt(libc.setns(os.open("/proc/1/status", 0), 0))
+        """
+    lines = (await python(sealed, code)).stdout.splitlines()
+    assert len(lines) == 6
+    assert all(line.startswith("-1 ") for line in lines), lines
+
+
+async def test_no_rights_are_held_and_none_can_be_won(box: NativeSandbox, tier: str) -> None:
+    status = (await box.run("cat /proc/self/status")).stdout
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert {fields[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
+    assert fields["NoNewPrivs"] == "1"
+    # a set-user-id program is run without the rights of its owner
+    setuid = [path for path in ("/usr/bin/su", "/bin/su", "/usr/bin/passwd") if os.access(path, os.X_OK)]
+    for path in setuid:
+        result = await box.run(["sh", "-c", f"exec {path} -c 'id -u' < /dev/null"])
+        assert tier == "process" or result.stdout.strip() != "0"
+    if tier == "namespaces":
+        code = """
+            import os
+            chown = lambda number: os.chown(".", number, number)
+            for change in (os.setuid, os.setgid, lambda number: os.setgroups([number]), chown):
+                try: change(0); print("changed")
+                except OSError as error: print(type(error).__name__)
+            """
+        # of the invalid numbers the kernel says EINVAL
+        assert "changed" not in (await python(box, code)).stdout
+        assert (await box.run("id -u")).stdout == "1000\n"

@@ -1,0 +1,1 @@
+"""What runs in the processes of a sandbox: standard library alone, one thread, no import of the rest at start."""

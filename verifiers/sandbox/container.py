@@ -1,0 +1,359 @@
+"""The docker and podman tiers: one container, in which commands are run by the tool's `exec`.
+
+The container's main process reads a pipe that this program holds and ends with it, so that the container goes when
+this program does, however it dies. It runs as root without capabilities; commands run as another user, so that they
+cannot end it, and killing that user's processes ends all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from verifiers.errors import ConfigError, SandboxError
+from verifiers.sandbox.pipes import Drain, Feed, LineReader
+from verifiers.sandbox.spec import READ_BYTES, RunResult, SandboxProcess, SandboxSpec
+
+__all__ = ["ContainerSandbox", "open_container", "run_arguments"]
+
+HOME = "/sandbox"
+# the image may have to be fetched
+_START_S = 300.0
+_TOOL_S = 30.0
+_FILE_S = 60.0
+_USER = "1000:1000"
+_MAIN = "echo ready; exec cat >/dev/null"
+_SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi'
+_READ = 'exec cat <"$1"'
+_WRITE = 'case "$1" in */*) mkdir -p "${1%/*}" || exit 1;; esac; exec cat >"$1"'
+_START = 'echo $$ >"$1"; shift; exec "$@"'
+_KILL_ALL = "kill -9 -1"
+_KILL_ONE = 'kill -9 "$(cat "$1")"'
+
+
+async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
+    """Open a container. Raises SandboxError when the tool is not there or cannot start one."""
+    if shutil.which(tool) is None:
+        raise SandboxError(
+            f"The sandbox tier {tool!r} needs the command {tool!r}, which is not on PATH: install it, or take "
+            "another tier."
+        )
+    sandbox = ContainerSandbox(spec, tool)
+    try:
+        await sandbox.wait_until_ready()
+    except BaseException:
+        await sandbox.close()
+        raise
+    return sandbox
+
+
+def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
+    """The command that starts the container."""
+    limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0}
+    if spec.cpu_time_s is not None:
+        limits["cpu"] = max(1, round(spec.cpu_time_s))
+    disk = f"rw,exec,nosuid,nodev,mode=1777,size={spec.disk_bytes // 2}"
+    return [
+        *(tool, "run", "--rm", "--interactive", "--init", f"--name={name}", "--label=verifiers.sandbox=1"),
+        *("--network=none", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--ipc=private", "--read-only"),
+        *(
+            f"--pids-limit={spec.processes + 4}",
+            f"--memory={spec.memory_bytes}",
+            f"--memory-swap={spec.memory_bytes}",
+        ),
+        # the main process and its init take part in the limit of processes
+        *(f"--ulimit={name}={value}:{value}" for name, value in limits.items()),
+        *(f"--tmpfs={HOME}:{disk}", f"--tmpfs=/tmp:{disk}", f"--workdir={HOME}"),
+        *(f"--env={name}={value}" for name, value in {"HOME": HOME, "LANG": "C.UTF-8", **spec.env}.items()),
+        *(f"--volume={path}:{path}:ro" for path in spec.readable),
+        *(spec.image, "sh", "-c", _MAIN),
+    ]
+
+
+class _Client:
+    """A running command of the tool, with its pipes."""
+
+    def __init__(self, arguments: Sequence[str], *, stdin: bool) -> None:
+        self.process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        # callbacks of the event loop own the descriptors from here on
+        streams = (self.process.stdin, self.process.stdout, self.process.stderr)
+        self.stdin, self.stdout, self.stderr = (
+            -1 if stream is None else _take(stream.fileno()) for stream in streams
+        )
+        for stream in streams:
+            if stream is not None:
+                stream.close()
+
+    async def ended(self, limit_s: float | None) -> bool:
+        """Wait for its end; False when it did not come in time."""
+        end = None if limit_s is None else time.monotonic() + limit_s
+        pause_s = 0.002
+        while self.process.poll() is None:
+            if end is not None and time.monotonic() > end:
+                return False
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.05)
+        return True
+
+    async def end(self) -> None:
+        """Kill it. What it started inside the container is not touched."""
+        self.process.kill()
+        await self.ended(None)
+
+
+def _take(fd: int) -> int:
+    copy = os.dup(fd)
+    os.set_inheritable(copy, False)
+    return copy
+
+
+class ContainerSandbox:
+    """A sandbox that is a container. Opened by `open_container`."""
+
+    def __init__(self, spec: SandboxSpec, tool: str) -> None:
+        self.tier = tool
+        self.spec = spec
+        self.name = f"verifiers-{uuid.uuid4().hex}"
+        self._tool = tool
+        self._started: set[ContainerProcess] = set()
+        self._closing: asyncio.Task[None] | None = None
+        self._main = _Client(run_arguments(spec, tool, self.name), stdin=True)
+        self._lifeline: int | None = self._main.stdin
+        self._out = LineReader(self._main.stdout, 1 << 16)
+        self._err = Drain(self._main.stderr, 1 << 14, lambda: None)
+
+    async def wait_until_ready(self) -> None:
+        """Wait until the container's main process says that it runs."""
+        try:
+            async with asyncio.timeout(_START_S):
+                line = await self._out.read_line()
+        except TimeoutError:
+            raise SandboxError(f"{self._tool} did not start a container within {_START_S:g} s.") from None
+        if line.strip() != b"ready":
+            await self._main.ended(_TOOL_S)
+            self._err.finish()
+            said = self._err.kept.decode(errors="replace").strip() or "it said nothing"
+            raise SandboxError(
+                f"The sandbox tier {self._tool!r} does not work here: {said}. Start its service and see that the "
+                f"image {self.spec.image!r} can be had, or take another tier."
+            )
+
+    def _exec(self, command: Sequence[str], *, stdin: bool) -> _Client:
+        if self._closing is not None:
+            raise SandboxError("The sandbox is closed.")
+        if self._main.process.poll() is not None:
+            raise SandboxError("The sandbox died: its container ended.")
+        options = ["--interactive"] if stdin else []
+        return _Client(
+            [self._tool, "exec", *options, f"--user={_USER}", f"--workdir={HOME}", self.name, *command], stdin=stdin
+        )
+
+    async def _kill_inside(self, *script: str) -> None:
+        """Run a shell script that kills, with the rights of the commands."""
+        killer = self._exec(["sh", "-c", script[0], "sh", *script[1:]], stdin=False)
+        out = [Drain(fd, 0, lambda: None) for fd in (killer.stdout, killer.stderr)]
+        try:
+            if not await killer.ended(_TOOL_S):
+                await killer.end()
+        finally:
+            for drain in out:
+                drain.close()
+
+    async def _exchange(
+        self, command: Sequence[str], *, stdin: bytes | None, keep_bytes: int, timeout_s: float
+    ) -> tuple[_Client, Drain, Drain, bool]:
+        client = self._exec(command, stdin=stdin is not None)
+        flooded = asyncio.Event()
+        feed = Feed(client.stdin, stdin, close_after=True) if stdin is not None else None
+        out = Drain(client.stdout, keep_bytes, flooded.set)
+        err = Drain(client.stderr, self.spec.output_bytes, flooded.set)
+        ended = False
+        try:
+            end = time.monotonic() + timeout_s
+            while not ended and not flooded.is_set() and time.monotonic() < end:
+                ended = await client.ended(min(1.0, max(0.0, end - time.monotonic())))
+            if not ended:
+                await self._kill_inside(_KILL_ALL)
+                await client.end()
+            out.finish()
+            err.finish()
+            return client, out, err, not ended and not flooded.is_set()
+        except BaseException:
+            await self._give_up(client)
+            raise
+        finally:
+            if feed is not None:
+                feed.close()
+            out.close()
+            err.close()
+
+    async def _give_up(self, client: _Client) -> None:
+        """The caller was cancelled: end its command all the same, which a second cancellation does not stop."""
+        if self._closing is None and client.process.poll() is None:
+            await asyncio.shield(self._kill_inside(_KILL_ALL))
+        await client.end()
+
+    async def run(
+        self, command: str | Sequence[str], *, stdin: str | bytes | None = None, timeout_s: float | None = None
+    ) -> RunResult:
+        """As in `Sandbox`, but for a command that signal n killed the tool says the exit code 128 + n."""
+        if not command:
+            raise ConfigError("A sandbox was given an empty command.")
+        whole = ["sh", "-c", _SHELL, "sh", command] if isinstance(command, str) else list(command)
+        started = time.monotonic()
+        client, out, err, timed_out = await self._exchange(
+            whole,
+            stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+            keep_bytes=self.spec.output_bytes,
+            timeout_s=self.spec.wall_time_s if timeout_s is None else timeout_s,
+        )
+        return RunResult(
+            stdout=out.kept.decode(errors="replace"),
+            stderr=err.kept.decode(errors="replace"),
+            exit_code=None if timed_out else client.process.returncode,
+            timed_out=timed_out,
+            dropped_bytes=out.dropped + err.dropped,
+            elapsed_s=time.monotonic() - started,
+        )
+
+    async def start(self, command: Sequence[str]) -> SandboxProcess:
+        """As in `Sandbox`."""
+        note = f"/tmp/.started-{uuid.uuid4().hex}"
+        client = self._exec(["sh", "-c", _START, "sh", note, *command], stdin=True)
+        process = ContainerProcess(self, client, note)
+        self._started.add(process)
+        return process
+
+    async def kill_started(self, process: ContainerProcess, note: str) -> None:
+        """Kill one started process inside, and the tool's command that belongs to it."""
+        self._started.discard(process)
+        if self._closing is None:
+            await self._kill_inside(_KILL_ONE, note)
+
+    async def read(self, path: str, *, max_bytes: int = READ_BYTES) -> bytes:
+        """As in `Sandbox`."""
+        client, out, err, timed_out = await self._exchange(
+            ["sh", "-c", _READ, "sh", path], stdin=None, keep_bytes=max_bytes, timeout_s=_FILE_S
+        )
+        if out.dropped:
+            raise OSError(errno.EFBIG, f"the file is longer than {max_bytes} bytes", path)
+        _raise_for(client, err, timed_out, path)
+        return bytes(out.kept)
+
+    async def write(self, path: str, data: bytes | str) -> None:
+        """As in `Sandbox`."""
+        content = data.encode() if isinstance(data, str) else data
+        client, _, err, timed_out = await self._exchange(
+            ["sh", "-c", _WRITE, "sh", path], stdin=content, keep_bytes=0, timeout_s=_FILE_S
+        )
+        _raise_for(client, err, timed_out, path)
+
+    async def close(self) -> None:
+        """As in `Sandbox`. Cancelling it does not keep it from finishing."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        cancelled = False
+        while not self._closing.done():
+            try:
+                await asyncio.shield(self._closing)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        self._closing.result()
+
+    async def _close(self) -> None:
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        try:
+            if not await self._main.ended(_TOOL_S / 3):
+                remover = _Client([self._tool, "rm", "--force", self.name], stdin=False)
+                os.close(remover.stdout)
+                os.close(remover.stderr)
+                if not await remover.ended(_TOOL_S):
+                    await remover.end()
+                await self._main.end()
+            for process in list(self._started):
+                await process.release()
+        finally:
+            self._out.close()
+            self._err.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class ContainerProcess:
+    """A long-lived process of a ContainerSandbox; as in `SandboxProcess`."""
+
+    def __init__(self, sandbox: ContainerSandbox, client: _Client, note: str) -> None:
+        self._sandbox = sandbox
+        self._client = client
+        self._note = note
+        limit = sandbox.spec.output_bytes
+        self._feed = Feed(client.stdin, close_after=False)
+        self._out = LineReader(client.stdout, limit)
+        self._err = Drain(client.stderr, limit, client.process.kill)
+
+    async def write(self, data: bytes | str) -> None:
+        await self._feed.send(data.encode() if isinstance(data, str) else data)
+
+    async def read_line(self, *, timeout_s: float | None = None) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._out.read_line()
+        except SandboxError:
+            await self.kill()
+            raise
+
+    def stderr(self) -> str:
+        return self._err.kept.decode(errors="replace")
+
+    async def wait(self, *, timeout_s: float | None = None) -> int | None:
+        if not await self._client.ended(timeout_s):
+            raise TimeoutError
+        return self._client.process.returncode
+
+    async def kill(self) -> None:
+        if self._client.process.poll() is None:
+            await self._sandbox.kill_started(self, self._note)
+        await self.release()
+
+    async def release(self) -> None:
+        """End the tool's command and close the pipes."""
+        await self._client.end()
+        self._feed.close()
+        self._out.finish()
+        self._err.finish()
+
+
+def _raise_for(client: _Client, err: Drain, timed_out: bool, path: str) -> None:
+    """Raise the error that a file access ended with, if any; the shell tells it in words."""
+    if client.process.returncode == 0 and not timed_out:
+        return
+    said = err.kept.decode(errors="replace").strip()
+    # dash says "nonexistent" and "Directory nonexistent" where others say "No such file or directory"
+    words = {"No such file": errno.ENOENT, "onexistent": errno.ENOENT, "s a directory": errno.EISDIR}
+    words |= {"ermission denied": errno.EACCES, "No space": errno.ENOSPC, "Read-only": errno.EROFS}
+    number = next((number for word, number in words.items() if word in said), errno.EIO)
+    raise OSError(number, said or "the access did not end well", path)

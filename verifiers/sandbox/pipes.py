@@ -1,0 +1,208 @@
+"""Pipes to processes, served by callbacks of the event loop: no task, no thread, no child watcher."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from verifiers.errors import SandboxError
+
+__all__ = ["Drain", "Feed", "LineReader"]
+
+_CHUNK = 1 << 18
+# what a process may go on writing into the void before it is killed: its reader has other work too
+FLOOD_BYTES = 64 << 20
+# a pipe holds no more than this, so what an ended process has left is read by then
+_PIPE_BYTES = 1 << 20
+
+
+class Drain:
+    """Keeps the first bytes of a pipe and counts the others.
+
+    Args:
+        fd: the pipe's reading end, which is closed by `close`.
+        keep_bytes: how much is kept.
+        flooded: called once, when `FLOOD_BYTES` were thrown away.
+    """
+
+    def __init__(self, fd: int, keep_bytes: int, flooded: Callable[[], None]) -> None:
+        self.kept = bytearray()
+        self.dropped = 0
+        self._fd: int | None = fd
+        self._keep = keep_bytes
+        self._flooded: Callable[[], None] | None = flooded
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._read)
+
+    def _read(self) -> int:
+        assert self._fd is not None
+        try:
+            data = os.read(self._fd, _CHUNK)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self.close()
+            return 0
+        room = self._keep - len(self.kept)
+        self.kept += data[:room]
+        self.dropped += max(0, len(data) - room)
+        if self.dropped > FLOOD_BYTES and self._flooded is not None:
+            flooded, self._flooded = self._flooded, None
+            flooded()
+        return len(data)
+
+    def finish(self) -> None:
+        """Take what an ended process has left in the pipe, and close it. Others may still be writing to it."""
+        taken = 0
+        while self._fd is not None and taken < _PIPE_BYTES:
+            count = self._read()
+            taken += count
+            if count == 0:
+                break
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading. The writers get a broken pipe."""
+        if self._fd is not None:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+
+class Feed:
+    """Writes to a pipe as fast as its reader takes it; with `close_after` it is closed at the end of the data."""
+
+    def __init__(self, fd: int, data: bytes = b"", *, close_after: bool) -> None:
+        self._fd: int | None = fd
+        self._left = bytearray(data)
+        self._close_after = close_after
+        self._drained: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(fd, False)
+        self._write()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self._fd is None
+
+    def _write(self) -> None:
+        assert self._fd is not None
+        try:
+            while self._left:
+                del self._left[: os.write(self._fd, self._left[:_CHUNK])]
+        except BlockingIOError:
+            self._loop.add_writer(self._fd, self._write)
+            return
+        except OSError:
+            # it no longer reads
+            self.close()
+            return
+        self._loop.remove_writer(self._fd)
+        if self._close_after:
+            self.close()
+        elif self._drained is not None:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        self._drained = None
+
+    async def send(self, data: bytes) -> None:
+        """Write and wait until the pipe has taken it. Raises SandboxError when its reader is gone."""
+        if self._fd is not None:
+            self._left += data
+            self._write()
+        while self._left and self._fd is not None:
+            if self._drained is None:
+                self._drained = self._loop.create_future()
+            await asyncio.shield(self._drained)
+        if self._fd is None:
+            raise SandboxError("The process in the sandbox no longer reads its stdin: it ended or closed it.")
+
+    def close(self) -> None:
+        """Give its reader the end of the file."""
+        if self._fd is not None:
+            self._loop.remove_writer(self._fd)
+            os.close(self._fd)
+            self._fd = None
+            self._left.clear()
+            self._wake()
+
+
+class LineReader:
+    """Lines of a pipe; it reads no further ahead than one line may be long."""
+
+    def __init__(self, fd: int, line_bytes: int) -> None:
+        self._fd: int | None = fd
+        self._limit = line_bytes
+        self._buffer = bytearray()
+        self._news: asyncio.Future[None] | None = None
+        self._paused = False
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._read)
+
+    def _read(self) -> int:
+        assert self._fd is not None
+        try:
+            data = os.read(self._fd, _CHUNK)
+        except BlockingIOError:
+            return 0
+        if data:
+            self._buffer += data
+            if len(self._buffer) > self._limit and not self._paused:
+                self._paused = True
+                self._loop.remove_reader(self._fd)
+        else:
+            self.close()
+        self._wake()
+        return len(data)
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+        self._news = None
+
+    async def read_line(self) -> bytes:
+        """The next line; b"" at the end. Raises SandboxError when a line is longer than allowed."""
+        searched = 0
+        while True:
+            end = self._buffer.find(b"\n", searched) + 1
+            if end or self._fd is None:
+                line = bytes(self._buffer[:end] if end else self._buffer)
+                del self._buffer[: len(line)]
+                self._resume()
+                return line
+            searched = len(self._buffer)
+            if searched > self._limit:
+                raise SandboxError(f"A line of the process in the sandbox is longer than {self._limit} bytes.")
+            if self._news is None:
+                self._news = self._loop.create_future()
+            await asyncio.shield(self._news)
+
+    def _resume(self) -> None:
+        if self._paused and self._fd is not None and len(self._buffer) <= self._limit:
+            self._paused = False
+            self._loop.add_reader(self._fd, self._read)
+
+    def finish(self) -> None:
+        """Take what an ended process has left in the pipe, and close it."""
+        taken = 0
+        while self._fd is not None and taken < _PIPE_BYTES:
+            count = self._read()
+            taken += count
+            if count == 0:
+                break
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._fd is not None:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = None
+            self._wake()

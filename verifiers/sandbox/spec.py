@@ -1,0 +1,183 @@
+"""What a sandbox is asked for, what it answers, and the protocol that every tier keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from verifiers.errors import ConfigError
+
+__all__ = ["READ_BYTES", "RunResult", "Sandbox", "SandboxProcess", "SandboxSpec", "Tier"]
+
+Tier = Literal["auto", "process", "namespaces", "docker", "podman"]
+
+READ_BYTES = 64 << 20
+_TIERS = ("auto", "process", "namespaces", "docker", "podman")
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """Limits of a sandbox. What each tier makes of them stands in docs/concepts/sandbox.md.
+
+    Args:
+        tier: "namespaces", "process", "docker", "podman", or "auto": namespaces where the kernel allows them,
+            else process.
+        wall_time_s: how long a `run` may take, in seconds, unless it says otherwise.
+        cpu_time_s: processor time of each process, in seconds. None: a `run` gets its wall time and one second
+            more, a started process has no limit of its own.
+        memory_bytes: address space of each process. The namespaces tier also kills everything when its processes
+            together hold more (it looks twice a second); with docker and podman it is the whole container's memory.
+        file_bytes: the longest file that a process may write.
+        disk_bytes: all files of the sandbox together. The process tier cannot hold this.
+        processes: how many processes and threads may exist at once.
+        open_files: file descriptors of each process.
+        output_bytes: how much of stdout, and of stderr, a `run` keeps. The rest is counted and thrown away.
+        env: variables to set beside the few that every sandbox has; nothing of the caller's own is passed on.
+        readable: host files and directories that can be read inside, under the same path.
+        image: the image of the docker and podman tiers; it needs `sh`, `cat` and `mkdir`.
+    """
+
+    tier: Tier = "auto"
+    wall_time_s: float = 30.0
+    cpu_time_s: float | None = None
+    memory_bytes: int = 1 << 30
+    file_bytes: int = 64 << 20
+    disk_bytes: int = 256 << 20
+    processes: int = 64
+    open_files: int = 256
+    output_bytes: int = 1 << 20
+    env: Mapping[str, str] = field(default_factory=dict)
+    readable: tuple[str, ...] = ()
+    image: str = "python:3.11-slim"
+
+    def __post_init__(self) -> None:
+        if self.tier not in _TIERS:
+            raise ConfigError(f"There is no sandbox tier {self.tier!r}; take one of {', '.join(_TIERS)}.")
+        for name in (
+            "wall_time_s",
+            "memory_bytes",
+            "file_bytes",
+            "disk_bytes",
+            "processes",
+            "open_files",
+            "output_bytes",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"A sandbox's {name} must be above 0, but is {getattr(self, name)!r}.")
+        if self.cpu_time_s is not None and self.cpu_time_s <= 0:
+            raise ConfigError(f"A sandbox's cpu_time_s must be above 0 or None, but is {self.cpu_time_s!r}.")
+        paths: object = self.readable
+        if isinstance(paths, str):
+            raise ConfigError(f"A sandbox's readable must be a tuple of paths, but is the string {self.readable!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a command did.
+
+    Args:
+        stdout: its output, at most `output_bytes` of it; bytes that are not UTF-8 are replaced.
+        stderr: its errors, likewise.
+        exit_code: as the command gave it, minus the number of the signal that killed it, or None when its time ran
+            out.
+        timed_out: its wall time ran out, and it was killed with all that it had started.
+        dropped_bytes: how much output was thrown away.
+        elapsed_s: seconds from start to end.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    timed_out: bool
+    dropped_bytes: int
+    elapsed_s: float
+
+
+class SandboxProcess(Protocol):
+    """A long-lived process in a sandbox, spoken to line by line. It ends with the sandbox at the latest."""
+
+    async def write(self, data: bytes | str) -> None:
+        """Send to its stdin. Raises SandboxError when it no longer reads."""
+        ...
+
+    async def read_line(self, *, timeout_s: float | None = None) -> bytes:
+        """The next line of its stdout with its newline; what is left at the end; b"" after that.
+
+        Raises:
+            TimeoutError: no whole line came in time. What came stays for the next call.
+            SandboxError: a line longer than the sandbox's `output_bytes`; the process is killed.
+        """
+        ...
+
+    def stderr(self) -> str:
+        """What it wrote to stderr so far, at most `output_bytes` from its beginning."""
+        ...
+
+    async def wait(self, *, timeout_s: float | None = None) -> int | None:
+        """Its exit code once it ended, as in RunResult; None when it ended with its sandbox.
+
+        Raises:
+            TimeoutError: it still runs.
+        """
+        ...
+
+    async def kill(self) -> None:
+        """Kill it with all that it started, and wait until it is gone."""
+        ...
+
+
+class Sandbox(Protocol):
+    """A place to run code in that nobody has read. Used in the event loop that opened it."""
+
+    tier: str
+
+    async def run(
+        self, command: str | Sequence[str], *, stdin: str | bytes | None = None, timeout_s: float | None = None
+    ) -> RunResult:
+        """Run a command in the sandbox's directory and wait for its end. Up to a quarter of `processes` run at once.
+
+        Cancelling it kills the command. Processes that it leaves in the background live on until the sandbox is
+        closed, or until some command's time runs out.
+
+        Args:
+            command: a list is run as it is, a string by the shell (bash where there is one, else sh).
+            stdin: what the command can read.
+            timeout_s: wall time in seconds from its start; None takes the spec's.
+
+        Raises:
+            SandboxError: the sandbox is closed or died.
+        """
+        ...
+
+    async def start(self, command: Sequence[str]) -> SandboxProcess:
+        """Start a process that lives until it is killed or the sandbox is closed."""
+        ...
+
+    async def read(self, path: str, *, max_bytes: int = READ_BYTES) -> bytes:
+        """A file's content. Relative paths start at the sandbox's directory.
+
+        Raises:
+            OSError: as `open` raises it in the sandbox: FileNotFoundError, IsADirectoryError and so on; errno EFBIG
+                for more than `max_bytes`.
+        """
+        ...
+
+    async def write(self, path: str, data: bytes | str) -> None:
+        """Write a file, and the directories it needs.
+
+        Raises:
+            OSError: as the sandbox's own system gives it, such as a full disk.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Kill everything in it and remove its files. A second call does nothing."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
