@@ -9,8 +9,8 @@ class may override: `is_completed`, marked stops, `get_prompt_messages`, `get_mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from verifiers.envs.calling import maybe_await, takes_state_first
 from verifiers.envs.decorators import marked_methods
@@ -18,14 +18,13 @@ from verifiers.envs.model_call import assistant_message
 from verifiers.envs.processing import step_tokens
 from verifiers.errors import ConfigError, Error, MissingTokenIdsError, OverlongPromptError
 from verifiers.parsers.messages import as_messages, joined
-from verifiers.types import Messages, ModelResponse, State, TrajectoryStep
-
-if TYPE_CHECKING:
-    from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.types import Messages, MessageType, ModelResponse, State, TrajectoryStep
 
 __all__ = [
+    "Converses",
     "conversation_of",
     "converse",
+    "default_step",
     "is_overridden",
     "model_call_of",
     "next_prompt",
@@ -35,7 +34,47 @@ __all__ = [
 ]
 
 
-async def converse(env: MultiTurnEnv, state: State, kwargs: Mapping[str, Any]) -> None:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Converses(Protocol):
+    """What the loop asks of an environment; each method may be sync or async, and of either generation."""
+
+    message_type: MessageType
+    oai_tools: list[dict[str, Any]] | None
+
+    @property
+    def is_completed(self) -> Callable[..., Any]: ...
+
+    @property
+    def get_prompt_messages(self) -> Callable[..., Any]: ...
+
+    @property
+    def get_model_response(self) -> Callable[..., Any]: ...
+
+    @property
+    def add_model_response(self) -> Callable[..., Any]: ...
+
+    @property
+    def env_response(self) -> Callable[..., Any]: ...
+
+    @property
+    def render_completion(self) -> Callable[..., Any]: ...
+
+    @property
+    def max_turns_reached(self) -> Callable[..., Any]: ...
+
+    @property
+    def prompt_too_long(self) -> Callable[..., Any]: ...
+
+
+def default_step(method: F) -> F:
+    """Mark a method as the loop's own: where it is not overridden, the loop may take its shortcut."""
+    method.__dict__["_is_default_step"] = True
+    return method
+
+
+async def converse(env: Converses, state: State, kwargs: Mapping[str, Any]) -> None:
     """Play a rollout out in its state; `kwargs` are passed on to the overrides of the first generation."""
     messages: Any = state["prompt"]
     own_prompts = is_overridden(env, "get_prompt_messages")
@@ -81,7 +120,7 @@ def note_error(state: State, error: Error) -> None:
 # -- one turn -------------------------------------------------------------------------------------------------
 
 
-async def next_prompt(env: MultiTurnEnv, messages: Any, state: State, kwargs: Mapping[str, Any]) -> Any:
+async def next_prompt(env: Converses, messages: Any, state: State, kwargs: Mapping[str, Any]) -> Any:
     """The conversation with the environment's reply, given as messages, or as (messages, state)."""
     reply = await maybe_await(env.env_response, messages, state, **kwargs)
     if isinstance(reply, tuple):
@@ -91,7 +130,7 @@ async def next_prompt(env: MultiTurnEnv, messages: Any, state: State, kwargs: Ma
     return joined(messages, reply) if reply else messages
 
 
-async def model_call_of(env: MultiTurnEnv, state: State, messages: Any) -> ModelResponse:
+async def model_call_of(env: Converses, state: State, messages: Any) -> ModelResponse:
     """The policy's answer, through `get_model_response` in the generation that it is written for."""
     if takes_state_first(env.get_model_response):
         return await maybe_await(env.get_model_response, state, messages)
@@ -107,7 +146,7 @@ async def model_call_of(env: MultiTurnEnv, state: State, messages: Any) -> Model
     )
 
 
-def step_of(env: MultiTurnEnv, prompt: Messages, response: ModelResponse) -> TrajectoryStep:
+def step_of(env: Converses, prompt: Messages, response: ModelResponse) -> TrajectoryStep:
     """A model call as a step of the trajectory."""
     is_chat = env.message_type == "chat"
     return {
@@ -133,7 +172,7 @@ def conversation_of(state: State) -> Any:
 # -- the end --------------------------------------------------------------------------------------------------
 
 
-async def is_over(env: MultiTurnEnv, messages: Any, state: State, kwargs: Mapping[str, Any]) -> bool:
+async def is_over(env: Converses, messages: Any, state: State, kwargs: Mapping[str, Any]) -> bool:
     """Whether the rollout ends here; `stop_condition` then says why."""
     completed, asks_marked = False, True
     # asked first, whatever else holds: overrides note in the state what they find
@@ -149,7 +188,7 @@ async def is_over(env: MultiTurnEnv, messages: Any, state: State, kwargs: Mappin
     return False
 
 
-async def stop_reason(env: MultiTurnEnv, state: State, *, asks_marked: bool = True) -> str | None:
+async def stop_reason(env: Converses, state: State, *, asks_marked: bool = True) -> str | None:
     """The condition that ends the rollout, or None.
 
     Args:
@@ -170,13 +209,11 @@ async def stop_reason(env: MultiTurnEnv, state: State, *, asks_marked: bool = Tr
 
 
 def is_overridden(env: Any, name: str) -> bool:
-    """True where an environment's method is not `MultiTurnEnv`'s own."""
+    """True where an environment's method is not the loop's own."""
     kind: Any = type(env)
     return name in vars(env) or _class_overrides(kind, name)
 
 
 @functools.lru_cache(maxsize=512)
 def _class_overrides(kind: Any, name: str) -> bool:
-    from verifiers.envs.multiturn_env import MultiTurnEnv
-
-    return getattr(kind, name) is not getattr(MultiTurnEnv, name)
+    return not getattr(getattr(kind, name), "_is_default_step", False)

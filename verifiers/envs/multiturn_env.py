@@ -11,6 +11,7 @@ from verifiers.envs.calling import AwaitableBool, either_generation, maybe_await
 from verifiers.envs.conversation import (
     conversation_of,
     converse,
+    default_step,
     next_prompt,
     note_error,
     step_of,
@@ -72,6 +73,7 @@ class MultiTurnEnv(Environment):
         """Prepare the state of a new rollout. The default leaves it as it is."""
         return state
 
+    @default_step
     @either_generation(gives_state_alone, is_completed_by_state)
     async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
         """True when no further answer of the policy is wanted; asked before and after each of them.
@@ -94,6 +96,7 @@ class MultiTurnEnv(Environment):
 
     # -- steps of the loop, which the second generation may override -------------------------------------------
 
+    @default_step
     async def get_prompt_messages(self, state: State) -> Messages:
         """What the policy is asked next: the prompt, or what was said so far and the environment's reply."""
         messages: Messages = conversation_of(state)
