@@ -265,3 +265,112 @@ async def test_a_backend_serves_a_second_event_loop_with_a_session_of_its_own(se
     await asyncio.to_thread(asyncio.run, call_and_close())
     await call_and_close()
     assert server.request_count == 2
+
+
+@pytest.mark.parametrize("kind", [openai.AsyncAzureOpenAI, openai.AzureOpenAI])
+async def test_the_retries_of_an_sdk_are_switched_off_and_the_client_is_not_changed(kind: Any) -> None:
+    asked = 0
+
+    async def busy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(busy, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        client = kind(api_key="k", api_version="1", base_url=f"http://127.0.0.1:{port}/azure", max_retries=5)
+        for _ in range(2):
+            # and it is still open for the second one
+            with pytest.raises(RetryableError, match="InternalServerError"):
+                await one_call(client)
+        result = client.close()
+        if result is not None:
+            await result
+    assert asked == 2
+    assert client.max_retries == 5
+
+
+async def test_a_client_that_somebody_put_something_into_is_called_and_not_copied() -> None:
+    patched = openai.AsyncAzureOpenAI(api_key="k", api_version="1", azure_endpoint="http://there", max_retries=5)
+    patched.chat.completions.create = AsyncMock(return_value="answer")  # type: ignore[method-assign]
+    assert await one_call(patched) == "answer"
+    await patched.close()
+
+
+async def test_a_client_that_hangs_meets_the_deadline_of_one_attempt() -> None:
+    backend = ClientBackend(FakeClient(faults=Fault.hang()), timeout_s=0.05)
+    with pytest.raises(RetryableError, match=r"no answer from http://fake\.invalid/v1 within 0\.05 s"):
+        await backend.call("/chat/completions", ASK)
+    assert (await backend.call("/chat/completions", ASK)).choices
+
+
+async def test_a_timeout_inside_a_client_is_not_taken_for_the_deadline() -> None:
+    client = MagicMock(base_url="http://there")
+    client.chat.completions.create = AsyncMock(side_effect=TimeoutError("theirs"))
+    with pytest.raises(RetryableError, match="theirs"):
+        await ClientBackend(client, timeout_s=60.0).call("/chat/completions", ASK)
+
+
+async def test_a_connection_that_breaks_in_the_middle_of_an_answer_is_retried() -> None:
+    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"choices": [{"mess')
+        await writer.drain()
+        writer.transport.abort()
+
+    async with await asyncio.start_server(half, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(RetryableError, match="could not be reached") as caught:
+            await one_call(f"http://127.0.0.1:{port}/v1")
+    assert caught.value.unreachable
+
+
+def message_of(
+    content: str | None, usage: int | None = None, finish_reason: str = "stop", **more: Any
+) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": content, **more},
+        "finish_reason": finish_reason,
+    }
+    return {"choices": [choice], "usage": None if usage is None else {"completion_tokens": usage}}
+
+
+@pytest.mark.parametrize(
+    "body", [{"choices": []}, {"id": "x"}, {"choices": [{"index": 0}]}, message_of(None), message_of(None, usage=0)]
+)
+async def test_an_answer_with_nothing_in_it_is_a_failure(body: dict[str, Any]) -> None:
+    async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
+        with pytest.raises(RetryableError, match="without a choice") as caught:
+            await one_call(server.url)
+    assert caught.value.empty
+    assert not caught.value.unreachable
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        message_of(""),
+        message_of(None, usage=1),
+        message_of(None, finish_reason="length"),
+        message_of(None, finish_reason="content_filter"),
+        message_of(None, tool_calls=[{"id": "1"}]),
+        message_of(None, refusal="no"),
+        message_of(None, reasoning="hm"),
+        {"choices": [{"index": 0, "text": ""}]},
+    ],
+)
+async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) -> None:
+    async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
+        assert (await one_call(server.url)).choices
+
+
+async def test_an_account_without_money_is_not_asked_again() -> None:
+    body = {"error": {"message": "You exceeded your current quota", "code": "insufficient_quota"}}
+    async with FakeOpenAIServer(faults=Fault(429, body=body)) as server:
+        with pytest.raises(ProviderError, match="exceeded your current quota") as caught:
+            await one_call(server.url)
+    assert not isinstance(caught.value, RetryableError)

@@ -8,13 +8,13 @@ from email.utils import format_datetime
 
 import pytest
 
-from verifiers.errors import ProviderError
+from verifiers.errors import EmptyModelResponseError, ProviderError
 from verifiers.rollouts.retries import (
     RetryableError,
     RetryPolicy,
     call_with_retries,
     is_retryable_status,
-    parse_retry_after,
+    retry_after_s,
 )
 
 QUICK = RetryPolicy(max_attempts=4, base_s=0.0)
@@ -81,13 +81,69 @@ def test_waits_double_up_to_the_cap_and_follow_the_servers_wish() -> None:
     policy = RetryPolicy(base_s=1.0, cap_s=5.0)
     assert [policy.wait_s(attempt, None, 0.5) for attempt in (1, 2, 3, 4, 5)] == [0.5, 1.0, 2.0, 2.5, 2.5]
     assert policy.wait_s(1, 3.0, 0.0) == 3.0
-    assert policy.wait_s(1, 300.0, 0.0) == 5.0
 
 
-def test_retry_after_is_read_as_seconds_or_as_a_date() -> None:
-    assert parse_retry_after("2.5") == 2.5
-    assert parse_retry_after(None) is None
-    assert parse_retry_after("soon") is None
+def test_a_minute_that_the_server_asks_for_is_waited_out_and_an_hour_is_not() -> None:
+    policy = RetryPolicy(base_s=1.0, cap_s=5.0)
+    assert policy.wait_s(1, 60.0, 0.0) == 60.0
+    assert policy.wait_s(1, 3600.0, 0.0) == 120.0
+    # those refused together come back apart, and none too early
+    assert [policy.wait_s(1, 60.0, jitter) for jitter in (0.25, 0.5)] == [61.5, 63.0]
+    assert policy.wait_s(1, 0.0, 0.5) == 0.5
+
+
+def test_retry_after_is_read_as_milliseconds_as_seconds_or_as_a_date() -> None:
+    assert retry_after_s({"retry-after-ms": "1500", "retry-after": "9"}) == 1.5
+    assert retry_after_s({"retry-after": "2.5"}) == 2.5
+    assert retry_after_s({"retry-after": "-2"}) == 0.0
+    for nothing in ({}, {"retry-after": "soon"}, {"retry-after": "nan"}, {"retry-after": "inf"}, {"retry-after": ""}):
+        assert retry_after_s(nothing) is None
     later = datetime.now(UTC) + timedelta(seconds=30)
-    assert parse_retry_after(format_datetime(later, usegmt=True)) == pytest.approx(30, abs=2)
-    assert parse_retry_after(format_datetime(later - timedelta(hours=1), usegmt=True)) == 0.0
+    assert retry_after_s({"retry-after": format_datetime(later, usegmt=True)}) == pytest.approx(30, abs=2)
+    assert retry_after_s({"retry-after": format_datetime(later - timedelta(hours=1), usegmt=True)}) == 0.0
+    assert retry_after_s({"retry-after-ms": "x", "retry-after": "3"}) == 3.0
+
+
+async def test_whoever_watches_hears_of_every_answer_and_of_every_429_and_of_nothing_else() -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.heard: list[float | str | None] = []
+
+        def answered(self) -> None:
+            self.heard.append("answered")
+
+        def rate_limited(self, retry_after_s: float | None) -> None:
+            self.heard.append(retry_after_s)
+
+    failures = [
+        RetryableError("slow down", status=429, retry_after_s=0.0),
+        RetryableError("busy", status=503, retry_after_s=0.0),
+        RetryableError("slow down", status=429),
+    ]
+
+    async def attempt() -> str:
+        if failures:
+            raise failures.pop(0)
+        return "answer"
+
+    watcher = Watcher()
+    await call_with_retries(attempt, QUICK, None, watcher)
+    assert watcher.heard == [0.0, None, "answered"]
+    failures = [RetryableError("slow down", status=429)] * 4
+    watcher.heard.clear()
+    with pytest.raises(ProviderError):
+        await call_with_retries(attempt, QUICK, None, watcher)
+    assert watcher.heard == [None] * 4
+
+
+async def test_an_empty_answer_is_asked_for_again_and_ends_as_one() -> None:
+    tries = 0
+
+    async def attempt() -> None:
+        nonlocal tries
+        tries += 1
+        raise RetryableError("nothing in it", empty=True)
+
+    with pytest.raises(EmptyModelResponseError, match=r"nothing in it \(after 4 attempts\)"):
+        await call_with_retries(attempt, QUICK)
+    assert tries == 4

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError, EmptyModelResponseError, MissingTokenIdsError, OverlongPromptError
+from verifiers.rollouts.balancing import BalancedBackend
 from verifiers.rollouts.endpoint import CHAT, COMPLETIONS, Backend
 from verifiers.rollouts.limits import Limiter
 from verifiers.rollouts.retries import RetryPolicy, call_with_retries
@@ -75,7 +76,8 @@ class RolloutClient:
         require_tokens: bool = False,
         policy_version: Callable[[], int] | None = None,
     ) -> None:
-        self._backend = backend
+        # the turns of one rollout share a prefix, which one of several servers then holds
+        self._backend = backend.for_rollout() if isinstance(backend, BalancedBackend) else backend
         self._limiter = limiter
         self._retry = retry or RetryPolicy()
         self._model = model
@@ -132,7 +134,7 @@ class RolloutClient:
             return await self._backend.call(path, arguments)
 
         try:
-            response = await call_with_retries(attempt, self._retry, self._count_retry)
+            response = await call_with_retries(attempt, self._retry, self._count_retry, self._limiter)
         except OverlongPromptError:
             self.overlong = self.overlong or trained
             raise

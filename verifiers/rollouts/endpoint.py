@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
-from verifiers.rollouts.retries import RetryableError, is_retryable_status, parse_retry_after
+from verifiers.rollouts.overflow import is_context_overflow
+from verifiers.rollouts.proxies import proxy_for
+from verifiers.rollouts.retries import RetryableError, is_retryable_status, retry_after_s
 from verifiers.rollouts.wire import WireObject, request_body
 
 if TYPE_CHECKING:
@@ -23,19 +25,8 @@ __all__ = ["Backend", "ClientBackend", "Endpoint", "HttpBackend", "backend_for",
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
-
-# OpenAI; vLLM (two generations); Anthropic-compatible; llama.cpp
-_OVERFLOW = re.compile(
-    r"context_length_exceeded|maximum context length|longer than the maximum model length|"
-    r"maximum model length|prompt is too long|exceeds? the available context size|exceeds? the context window|"
-    r"input length and .?max_tokens.? exceed",
-    re.IGNORECASE,
-)
-
-
-def is_context_overflow(status: int | None, text: str) -> bool:
-    """True where a refusal says that the prompt does not fit the model's context."""
-    return status in (400, 413, 422) and _OVERFLOW.search(text) is not None
+# what a message may hold instead of content
+_OTHER_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +122,9 @@ class HttpBackend:
             headers.update(self.endpoint.headers)
             # the limiter bounds what is in flight; a second bound here would only hide the queue
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-            self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
+            # asked once: aiohttp's trust_env asks for every request, and would put .netrc's password over our key
+            proxy = proxy_for(self.base_url)
+            self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector, proxy=proxy)
             self._loop = loop
         return self._session
 
@@ -141,7 +134,10 @@ class HttpBackend:
             raise ConfigError(
                 "stream=True was asked of a rollout's client, which records whole answers; leave it out."
             )
-        return WireObject(await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout")))
+        data = await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout"))
+        if _is_empty(data):
+            raise RetryableError(f"{self.base_url + path} answered without a choice: {data!r:.300}", empty=True)
+        return WireObject(data)
 
     async def post(
         self,
@@ -167,15 +163,16 @@ class HttpBackend:
             async with session.post(self.base_url + path, data=_encode(body), **options) as response:
                 status = response.status
                 content = await response.read()
-                retry_after = response.headers.get("Retry-After")
+                retry_after = None if status == 200 else retry_after_s(response.headers)
         except aiohttp.ConnectionTimeoutError as error:
             raise RetryableError(
-                f"{self.base_url} could not be reached within {self.endpoint.connect_timeout_s:g} s"
+                f"{self.base_url} could not be reached within {self.endpoint.connect_timeout_s:g} s", unreachable=True
             ) from error
         except TimeoutError as error:
             raise RetryableError(f"no answer from {self.base_url + path} within {limit_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise RetryableError(f"{self.base_url} could not be reached: {_reason(error)}") from error
+            text = f"{self.base_url} could not be reached: {_reason(error)}"
+            raise RetryableError(text, unreachable=True) from error
         if status == 200:
             return _decode(content, self.base_url + path)
         raise _status_error(self.base_url + path, status, self._without_key(content), retry_after)
@@ -194,26 +191,37 @@ class HttpBackend:
 class ClientBackend:
     """A client object used as it was handed in: a mock, a wrapper, or an SDK class we do not replace.
 
-    Its `chat.completions.create` / `completions.create` may be sync (run in a thread) or async.
+    Its `chat.completions.create` / `completions.create` may be sync (run in a thread) or async. An SDK's own client
+    (Azure's too) is asked not to retry, for the caller does; wrappers and subclasses are left as they are.
+
+    Args:
+        timeout_s: deadline of one try of one call, in seconds; None leaves it to the client.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, timeout_s: float | None = None) -> None:
         self.client = client
+        self.timeout_s = timeout_s
+        self._calls = _without_retries(client)
         self.base_url = str(getattr(client, "base_url", ""))
         self.api_key = str(getattr(client, "api_key", ""))
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        owner = self.client.chat.completions if path == CHAT else self.client.completions
+        owner = self._calls.chat.completions if path == CHAT else self._calls.completions
+        deadline = asyncio.timeout(self.timeout_s)
         try:
-            if _is_async(self.client, owner.create):
-                result = owner.create(**arguments)
-            else:
-                # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
-                result = await asyncio.to_thread(owner.create, **arguments)
-            return await result if inspect.isawaitable(result) else result
+            async with deadline:
+                if _is_async(self._calls, owner.create):
+                    result = owner.create(**arguments)
+                else:
+                    # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
+                    result = await asyncio.to_thread(owner.create, **arguments)
+                return await result if inspect.isawaitable(result) else result
         except (ProviderError, OverlongPromptError, asyncio.CancelledError):
             raise
         except Exception as error:
+            if deadline.expired():
+                where = self.base_url or "the client"
+                raise RetryableError(f"no answer from {where} within {self.timeout_s:g} s") from error
             meaning = _client_error(self.base_url, error)
             if meaning is error:
                 raise
@@ -224,13 +232,14 @@ class ClientBackend:
 
 
 def backend_for(client: Any) -> Backend:
-    """The backend for what a user hands in: an Endpoint, an openai client, or any object shaped like one.
+    """The backend for what a user hands in: a backend, an Endpoint, an openai client, or an object shaped like one.
 
     Plain `openai.OpenAI` and `openai.AsyncOpenAI` take the HTTP path with their base URL, key, headers and
     timeouts; subclasses (Azure), clients with an HTTP client of their own, mocks and wrappers are called as given.
     """
-    if isinstance(client, (HttpBackend, ClientBackend)):
-        return client
+    if hasattr(type(client), "call") and not hasattr(client, "chat"):
+        backend: Backend = client
+        return backend
     if isinstance(client, Endpoint):
         return HttpBackend(client)
     if isinstance(client, str):
@@ -248,6 +257,17 @@ def backend_for(client: Any) -> Backend:
             "give an openai.AsyncOpenAI, an Endpoint, or a base URL."
         )
     return ClientBackend(client)
+
+
+def _without_retries(client: Any) -> Any:
+    """An SDK's client without its retry loop, over the same connections; anything else as it is."""
+    kind = type(client)
+    if kind.__module__.split(".")[0] != "openai" or not getattr(client, "max_retries", 0):
+        # a copy of a wrapper or a subclass would lack what its maker put into it
+        return client
+    chat = vars(client).get("chat")
+    patched = "create" in vars(getattr(chat, "completions", object)) or "request" in vars(client)
+    return client if patched else client.with_options(max_retries=0)
 
 
 def _is_async(client: Any, create: Any) -> bool:
@@ -273,13 +293,38 @@ def _decode(content: bytes, url: str) -> dict[str, Any]:
     return data
 
 
-def _status_error(url: str, status: int, text: str, retry_after: str | None) -> Exception:
+def _is_empty(data: dict[str, Any]) -> bool:
+    """True for an answer that says nothing: no choice, or a message that nobody sampled.
+
+    A model may well end its turn at once, but then it has sampled a token, or its content is "" and not null.
+    """
+    choices = data.get("choices")
+    if not choices:
+        return True
+    choice = choices[0]
+    if choice.get("text") is not None:
+        return False
+    message = choice.get("message")
+    if not message:
+        return True
+    if message.get("content") is not None or any(message.get(name) for name in _OTHER_CONTENT):
+        return False
+    sampled = (data.get("usage") or {}).get("completion_tokens") or choice.get("token_ids")
+    return not sampled and choice.get("finish_reason") not in ("length", "content_filter")
+
+
+def _status_error(url: str, status: int, text: str, retry_after: float | None) -> Exception:
     if is_context_overflow(status, text):
         return OverlongPromptError(_server_message(text))
     message = f"{url} answered {status}: {_server_message(text)}"
-    if is_retryable_status(status):
-        return RetryableError(message, status=status, body=text, retry_after_s=parse_retry_after(retry_after))
+    if _may_pass(status, text):
+        return RetryableError(message, status=status, body=text, retry_after_s=retry_after)
     return ProviderError(message, status=status, body=text)
+
+
+def _may_pass(status: int, text: str) -> bool:
+    # an account without money answers 429 too, and waiting does not fill it
+    return is_retryable_status(status) and not (status == 429 and "insufficient_quota" in text)
 
 
 def _client_error(base_url: str, error: Exception) -> Exception:
@@ -290,14 +335,14 @@ def _client_error(base_url: str, error: Exception) -> Exception:
         return OverlongPromptError(str(error))
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
     if isinstance(status, int):
-        if is_retryable_status(status):
-            after = parse_retry_after(headers.get("retry-after"))
-            return RetryableError(text, status=status, body=text, retry_after_s=after)
+        if _may_pass(status, text):
+            return RetryableError(text, status=status, body=text, retry_after_s=retry_after_s(headers))
         return ProviderError(text, status=status, body=text)
     unreadable = isinstance(error, json.JSONDecodeError) or type(error).__name__ == "APIResponseValidationError"
     no_answer = type(error).__name__ in ("APIConnectionError", "APITimeoutError")
     if unreadable or no_answer or isinstance(error, (ConnectionError, TimeoutError)):
-        return RetryableError(f"{base_url or 'the client'}: {text}")
+        broken = type(error).__name__ == "APIConnectionError" or isinstance(error, ConnectionError)
+        return RetryableError(f"{base_url or 'the client'}: {text}", unreachable=broken)
     return error
 
 

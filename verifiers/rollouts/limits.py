@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from verifiers.errors import ConfigError
 
 __all__ = ["Limiter"]
+
+
+class _Slots(Protocol):
+    async def acquire(self) -> Any: ...
+
+    def release(self) -> None: ...
 
 
 class Limiter:
@@ -38,7 +44,9 @@ class Limiter:
         self.in_flight = 0
         self._queued = 0
         self._queue_emptied = asyncio.Event()
-        self._slots = asyncio.Semaphore(self.max_concurrent) if self.max_concurrent is not None else None
+        self._slots: _Slots | None = (
+            asyncio.Semaphore(self.max_concurrent) if self.max_concurrent is not None else None
+        )
         self._throttle: Any = None
         self._throttle_queue: asyncio.Lock | None = None
 
@@ -72,6 +80,12 @@ class Limiter:
         while self._queued:
             self._queue_emptied.clear()
             await self._queue_emptied.wait()
+
+    def answered(self) -> None:
+        """A call got its answer. A bound that was given does not move; `AdaptiveLimiter`'s does."""
+
+    def rate_limited(self, retry_after_s: float | None) -> None:
+        """A call was refused with 429, with the server's Retry-After in seconds where it sent one."""
 
     async def wait_for_request(self) -> None:
         """Wait until one more request may begin under `requests_per_second`."""
