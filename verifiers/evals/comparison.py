@@ -1,0 +1,344 @@
+"""Is run B better than run A? Paired by prompt wherever both runs had the same prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verifiers.errors import ConfigError
+from verifiers.evals.columns import Counts, RolloutColumns
+from verifiers.evals.permutation import PermutationTest, shuffle_test, sign_flip_test
+from verifiers.evals.statistics import (
+    Bounds,
+    Estimate,
+    detectable_difference,
+    mean_and_stderr_clustered,
+    paired_difference,
+    unpaired_difference,
+)
+from verifiers.evals.store import StoredRun
+from verifiers.evals.summary import RIGHT_FROM, estimate_as_json, rollouts_planned, value_of_prompt
+
+__all__ = ["Comparison", "MatchBy", "Pairing", "Side", "compare_runs", "prompt_digest"]
+
+Pairing = Literal["same", "common", "unpaired"]
+MatchBy = Literal["prompt", "id"]
+Verdict = Literal["B is better", "A is better", "no difference shown", "too few prompts to tell"]
+
+# Differences of prompts below this are ties: means of equal rewards may differ in the last digit.
+_TIE = 1e-9
+
+_SHOWN_SETTINGS = (
+    "env",
+    "env_version",
+    "env_source",
+    "env_args",
+    "model",
+    "base_url",
+    "sampling_args",
+    "num_examples",
+    "rollouts_per_example",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One run of a comparison.
+
+    Attributes:
+        name: its directory.
+        estimate: of the metric, over the prompts that are compared: those in pairs, or all where there are no pairs.
+        counts: what became of its rollouts.
+        only_here: prompts that the other run does not have.
+        unscored: prompts of both runs that have no value here, and so are in no pair.
+    """
+
+    name: str
+    estimate: Estimate
+    counts: Counts
+    only_here: int
+    unscored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How run B differs from run A in one metric. NaN stands for what the data cannot tell.
+
+    Attributes:
+        metric: "reward", a reward function, or pass@k, pass^k or best@k.
+        paired: True where the difference is of the same prompts.
+        common: prompts that both runs have.
+        difference: B - A with its interval.
+        test: the permutation test: signs of the pairs flipped, or prompts dealt out anew where there are no pairs.
+        wins, ties, losses: prompts on which B did better, the same, worse; None where there are no pairs.
+        detectable: smallest true difference that such a comparison finds four times out of five.
+        verdict: "better" takes higher as better, and needs both the interval and the p value.
+        settings: what the runs were asked to do differently: name -> (A's, B's).
+    """
+
+    metric: str
+    paired: bool
+    a: Side
+    b: Side
+    common: int
+    difference: Estimate
+    test: PermutationTest
+    wins: int | None
+    ties: int | None
+    losses: int | None
+    detectable: float
+    verdict: Verdict
+    settings: Mapping[str, tuple[Any, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`; None stands for what cannot be told."""
+        return {
+            "metric": self.metric,
+            "paired": self.paired,
+            "verdict": self.verdict,
+            "difference": estimate_as_json(self.difference),
+            "p": self.test.p if math.isfinite(self.test.p) else None,
+            "p_exact": self.test.exact,
+            "wins": self.wins,
+            "ties": self.ties,
+            "losses": self.losses,
+            "detectable": self.detectable if math.isfinite(self.detectable) else None,
+            "common_prompts": self.common,
+            **{name: _side_as_json(side) for name, side in (("a", self.a), ("b", self.b))},
+            "settings": {name: list(pair) for name, pair in self.settings.items()},
+        }
+
+
+def compare_runs(
+    a: StoredRun,
+    b: StoredRun,
+    *,
+    metric: str = "reward",
+    pairing: Pairing = "same",
+    match_by: MatchBy = "prompt",
+    right_from: float = RIGHT_FROM,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Comparison:
+    """Compare two stored runs in one metric.
+
+    A prompt is known by its example id and a hash of its text, answer and task. The pairs are the prompts with a
+    value on both sides; a prompt that one side has no value for (all failed, or fewer than k scored) is counted
+    and left out, never taken as 0.
+
+    Args:
+        a, b: the runs; a difference above 0 says that b is higher.
+        metric: "reward", a reward function's name, or "pass@K", "pass^K", "best@K".
+        pairing: "same" asks that both runs have the same prompts of the same environment; "common" pairs those that
+            both have; "unpaired" compares the means of two different sets of prompts.
+        match_by: "id" knows a prompt by its example id alone, for runs that differ in how they ask, such as in
+            their system prompt.
+        right_from: reward from which a rollout counts as right.
+        confidence: coverage of the intervals; p has to be below 1 - confidence for a verdict.
+        seed: of the permutation test.
+
+    Raises:
+        ConfigError: the prompts differ and `pairing` is "same", nothing is common, or a run lacks the metric.
+    """
+    columns = [RolloutColumns(run.rows) for run in (a, b)]
+    keys = [_keys(run.rows, match_by) for run in (a, b)]
+    common = set(keys[0].values()) & set(keys[1].values())
+    if pairing == "same":
+        _check_same(a, b, keys, common, match_by)
+    if pairing == "common" and not common:
+        raise ConfigError("the runs have no prompt in common; compare them unpaired (--unpaired-ok).")
+    measured = [
+        _measured(run, of_run, of_example, metric, right_from)
+        for run, of_run, of_example in zip((a, b), columns, keys, strict=True)
+    ]
+    # a mean of few rewards may lie within bounds that the rewards do not keep
+    bounded = all(low >= 0 and high <= 1 for low, high in (found.span for found in measured))
+    bounds = None if bounded else (-math.inf, math.inf)
+    unscored = [len(common - found.values.keys()) for found in measured]
+    if pairing != "unpaired":
+        shared = measured[0].values.keys() & measured[1].values.keys()
+        measured = [found.only(shared) for found in measured]
+    sides = [
+        Side(
+            name=str(run.directory),
+            estimate=_over_prompts(found, confidence, bounds),
+            counts=of_run.counts(planned=rollouts_planned(run.metadata)),
+            only_here=len(of_example) - len(common),
+            unscored=without,
+        )
+        for run, of_run, of_example, found, without in zip((a, b), columns, keys, measured, unscored, strict=True)
+    ]
+    compared = _unpaired if pairing == "unpaired" else _paired
+    return compared(
+        _Question(metric, len(common), _settings(a.metadata, b.metadata), confidence, bounds, seed), sides, measured
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """One number a prompt, how many rollouts it is made of, and the smallest and largest of their values."""
+
+    values: dict[Hashable, float]
+    rollouts: dict[Hashable, int]
+    span: tuple[float, float]
+
+    def only(self, keys: AbstractSet[Hashable]) -> _Measured:
+        values = {key: value for key, value in self.values.items() if key in keys}
+        return _Measured(values, {key: self.rollouts[key] for key in values}, self.span)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    metric: str
+    common: int
+    settings: Mapping[str, tuple[Any, Any]]
+    confidence: float
+    bounds: Bounds | None
+    seed: int
+
+
+def _measured(
+    run: StoredRun, columns: RolloutColumns, keys: Mapping[Any, Hashable], metric: str, right_from: float
+) -> _Measured:
+    wanted, value = value_of_prompt(metric, right_from)
+    if wanted not in columns.metrics:
+        raise ConfigError(f"{str(run.directory)!r} has no metric {wanted!r}; it has {', '.join(columns.metrics)}.")
+    values, rollouts, smallest, largest = {}, {}, 0.0, 0.0
+    for example, numbers in columns.values(wanted).items():
+        found = value(numbers) if numbers else math.nan
+        if not math.isnan(found):
+            values[keys[example]], rollouts[keys[example]] = found, len(numbers)
+            smallest, largest = min(smallest, *numbers), max(largest, *numbers)
+    return _Measured(values, rollouts, (smallest, largest))
+
+
+def _paired(question: _Question, sides: Sequence[Side], measured: Sequence[_Measured]) -> Comparison:
+    before, after = measured
+    pairs = list(before.values)
+    differences = [after.values[key] - before.values[key] for key in pairs]
+    difference = paired_difference(
+        *({key: [value] for key, value in found.values.items()} for found in measured),
+        confidence=question.confidence,
+        bounds=question.bounds,
+    )
+    rollouts = sum(side.estimate.rollouts for side in sides)
+    test = sign_flip_test(differences, seed=question.seed)
+    alpha = 1 - question.confidence
+    # flipping all signs of so few pairs is no rarer than this
+    enough = bool(pairs) and 2.0 ** (1 - len(pairs)) <= alpha
+    return Comparison(
+        metric=question.metric,
+        paired=True,
+        a=sides[0],
+        b=sides[1],
+        common=question.common,
+        difference=dataclasses.replace(difference, rollouts=rollouts),
+        test=test,
+        wins=sum(found > _TIE for found in differences),
+        ties=sum(abs(found) <= _TIE for found in differences),
+        losses=sum(found < -_TIE for found in differences),
+        detectable=detectable_difference(difference.stderr, len(pairs) - 1, confidence=question.confidence),
+        verdict=_verdict(difference, test, alpha, enough=enough),
+        settings=question.settings,
+    )
+
+
+def prompt_digest(row: Mapping[str, Any]) -> str:
+    """A hash of what a row's rollout was asked: prompt, answer and task."""
+    asked = [row.get("prompt"), row.get("answer"), row.get("task")]
+    text = json.dumps(asked, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _keys(rows: Sequence[Mapping[str, Any]], match_by: MatchBy) -> dict[Any, Hashable]:
+    """What each example id of a run is known by in the other run."""
+    found: dict[Any, Hashable] = {}
+    for row in rows:
+        example = row.get("example_id")
+        if example not in found:
+            found[example] = (example, prompt_digest(row)) if match_by == "prompt" else example
+    return found
+
+
+def _check_same(
+    a: StoredRun, b: StoredRun, keys: Sequence[Mapping[Any, Hashable]], common: set[Hashable], match_by: MatchBy
+) -> None:
+    told = "--on-common-prompts compares on those, --unpaired-ok compares the means of different prompts"
+    other_text = sum(keys[0][example] != keys[1][example] for example in keys[0].keys() & keys[1].keys())
+    only_a, only_b = (len(found) - len(common) for found in keys)
+    if only_a or only_b:
+        texts = (
+            f" ({other_text} have the same example id and another text, answer or task: --match-by id pairs them)"
+            if other_text and match_by == "prompt"
+            else ""
+        )
+        raise ConfigError(
+            f"the runs have different prompts: {len(common)} in common, {only_a} only in A, {only_b} only in B"
+            f"{texts}; {told}."
+        )
+    for name in ("env", "env_args") if match_by == "prompt" else ("env",):
+        before, after = a.metadata.get(name), b.metadata.get(name)
+        if before != after:
+            raise ConfigError(
+                f"all {len(common)} prompts are the same, but {name} is {before!r} in A and {after!r} in B, so that"
+                f" rewards may mean something else; --on-common-prompts compares all the same."
+            )
+
+
+def _unpaired(question: _Question, sides: Sequence[Side], measured: Sequence[_Measured]) -> Comparison:
+    before, after = (list(found.values.values()) for found in measured)
+    difference = unpaired_difference(
+        [[value] for value in before],
+        [[value] for value in after],
+        confidence=question.confidence,
+        bounds=question.bounds,
+    )
+    fewest = min(len(before), len(after))
+    test = shuffle_test(before, after, seed=question.seed)
+    # the degrees of freedom of the smaller side, which are never too many
+    detectable = detectable_difference(difference.stderr, fewest - 1, confidence=question.confidence)
+    return Comparison(
+        metric=question.metric,
+        paired=False,
+        a=sides[0],
+        b=sides[1],
+        common=question.common,
+        difference=dataclasses.replace(difference, rollouts=sum(side.estimate.rollouts for side in sides)),
+        test=test,
+        wins=None,
+        ties=None,
+        losses=None,
+        detectable=detectable,
+        verdict=_verdict(difference, test, 1 - question.confidence, enough=fewest >= 2),
+        settings=question.settings,
+    )
+
+
+def _over_prompts(measured: _Measured, confidence: float, bounds: Bounds | None) -> Estimate:
+    values = [[value] for value in measured.values.values()]
+    estimate = mean_and_stderr_clustered(values, confidence=confidence, bounds=bounds)
+    return dataclasses.replace(estimate, rollouts=sum(measured.rollouts.values()))
+
+
+def _verdict(difference: Estimate, test: PermutationTest, alpha: float, *, enough: bool) -> Verdict:
+    if not enough:
+        return "too few prompts to tell"
+    if test.p <= alpha and difference.low > 0:
+        return "B is better"
+    if test.p <= alpha and difference.high < 0:
+        return "A is better"
+    return "no difference shown"
+
+
+def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (a.get(name), b.get(name)) for name in _SHOWN_SETTINGS if a.get(name) != b.get(name)}
+
+
+def _side_as_json(side: Side) -> dict[str, Any]:
+    return {**dataclasses.asdict(side), "estimate": estimate_as_json(side.estimate)}
