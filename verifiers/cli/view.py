@@ -1,0 +1,65 @@
+"""`vf-view DIR`: look at the runs of a folder in a browser, also while they go on."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.errors import ConfigError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    return run_command("vf-view", lambda: view(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vf-view",
+        description="Look at the runs of a folder in a browser on this machine, also while they go on.",
+        epilog="Ctrl-C ends it.",
+    )
+    parser.add_argument(
+        "directory", nargs="?", default="outputs/evals", help="folder of runs, or one run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=7480, help="on 127.0.0.1; 0 takes a free one (default: %(default)s)"
+    )
+    return parser
+
+
+def view(args: argparse.Namespace) -> int:
+    """Do what the command does; returns when it is interrupted."""
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port is {args.port}; give a number from 0 to 65535.")
+    asyncio.run(_serve(Path(args.directory), args.port))
+    return DONE
+
+
+async def _serve(directory: Path, port: int) -> None:
+    from verifiers.evals.viewer.serving import RunServer
+
+    server = RunServer(directory, port)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # being interrupted is how this command ends, so it is no failure
+        loop.add_signal_handler(number, ended.set)
+    await server.start()
+    try:
+        print(f"{directory} at {server.url} (Ctrl-C ends it)", flush=True)
+        await ended.wait()
+    finally:
+        await server.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
