@@ -23,6 +23,10 @@ MODULES = {
     "vf-list": "verifiers.cli.list",
     "vf-play": "verifiers.cli.play",
     "vf-eval": "verifiers.cli.evaluate",
+    "vf-regrade": "verifiers.cli.regrade",
+    "vf-export": "verifiers.cli.export",
+    "vf-compare": "verifiers.cli.compare",
+    "vf-view": "verifiers.cli.view",
     "vf-train": "verifiers.cli.train",
     "python -m verifiers.testing": "verifiers.testing.__main__",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -18,6 +19,16 @@ from verifiers.cli.evaluate import main
 from verifiers.testing import FakeOpenAIServer, Fault
 
 KEY = "sk-secret-0123456789"
+OTHER_KEY = "other-canary-9876543210"
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """-v sets up the package's logger for the process, which is the test run's here."""
+    logger = logging.getLogger("verifiers")
+    before = logger.level, logger.handlers[:], logger.propagate
+    yield
+    logger.level, logger.handlers[:], logger.propagate = before
 
 
 @pytest.fixture
@@ -82,6 +93,106 @@ def test_key_and_headers_are_sent_but_never_written(
     assert KEY not in written + shown.out + shown.err
 
 
+def test_a_key_that_everything_quotes_is_found_nowhere(
+    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that quotes the key it refuses, a reward function that raises it, a model that says it, and -v."""
+    source = Path("modules/toy_sums_env.py").read_text()
+    raising = "import os\n" + source.replace(
+        "    return float", '    assert "4" in completion[-1]["content"], os.environ["MY_KEY"]\n    return float'
+    )
+    Path("modules/toy_sums_env.py").write_text(raising)
+    monkeypatch.setenv("MY_KEY", KEY)
+    monkeypatch.setenv("OTHER_API_KEY", OTHER_KEY)
+    refusal = Fault(401, body={"error": {"message": f"wrong key {KEY}, {OTHER_KEY}"}})
+    faults = [refusal, Fault(200, body=f"<html>{KEY}"), None, None, None]
+    answers = ["4", f"no: {KEY}", f"4, as {OTHER_KEY}"]
+    monkeypatch.setattr("random.random", lambda: 0.0)
+    shown = ""
+    for number, plan in enumerate((faults, refusal)):
+        with FakeOpenAIServer(answers, faults=plan if number == 0 else (lambda _: refusal)) as server:
+            arguments = [
+                env_name,
+                "-b",
+                server.url,
+                "-k",
+                "MY_KEY",
+                "-c",
+                "1",
+                "-v",
+                "--header",
+                f"X-Token: {OTHER_KEY}",
+            ]
+            arguments += [
+                "-a",
+                json.dumps({"column": "question"}),
+                "-S",
+                json.dumps({"metadata": {"key": OTHER_KEY}}),
+            ]
+            assert main([*arguments, "-n", "2", "-r", "2"]) == number
+        output = capsys.readouterr()
+        shown += output.out + output.err
+    files = [path for path in Path("outputs").rglob("*") if path.is_file()]
+    assert {"results.jsonl", "failures.jsonl", "metadata.json"} <= {path.name for path in files}
+    written = "".join(path.read_text() for path in files)
+    assert written.count("***") > 4
+    assert "NothingScoredError" in shown
+    for secret in (KEY, OTHER_KEY, KEY[3:], OTHER_KEY[5:]):
+        assert secret not in written + shown
+    assert '"api_key_var": "MY_KEY"' in written
+
+
+def test_what_was_run_is_written_down(server: FakeOpenAIServer, env_name: str) -> None:
+    assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--header", "X-Team: blue"]) == 0
+    metadata = json.loads((results_directory() / "metadata.json").read_text())
+    assert metadata["versions"]["verifiers"]
+    assert metadata["versions"]["python"] == sys.version.split()[0]
+    assert (metadata["api_key_var"], metadata["headers"], metadata["status"]) == (
+        "OPENAI_API_KEY",
+        ["X-Team"],
+        "finished",
+    )
+    assert metadata["env_source"]
+    assert {"git", "identity", "max_concurrent", "rollout_timeout_s"} <= set(metadata)
+
+
+def test_the_built_in_fake_endpoint_needs_no_key_and_no_network(
+    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    assert main([env_name, "-m", "fake", "-n", "6", "-r", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "built-in fake endpoint, no model" in shown
+    rewards = [row["reward"] for row in rows_of(results_directory())]
+    assert set(rewards) == {0.0, 1.0}
+    assert main([env_name, "-m", "fake", "-n", "6", "-r", "4", "--fresh"]) == 0
+    again = [rows_of(path) for path in Path("outputs/evals").glob("*/*")]
+    first, second = ([(row["example_id"], row["generation"], row["reward"]) for row in rows] for rows in again)
+    assert sorted(first) == sorted(second)
+
+
+def test_a_disk_that_is_full_is_one_sentence(
+    server: FakeOpenAIServer,
+    env_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    # the summary cannot be written either
+    monkeypatch.setattr("verifiers.evals.store.ResultStore.append", full)
+    monkeypatch.setattr("verifiers.evals.session.EvaluationRun.summary", full)
+    assert main([env_name, "-b", server.url]) == 1
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"vf-eval: results cannot be written to 'outputs/.*No space left on device\.", sentence)
+
+
 def test_the_summary_is_one_line_of_json_for_machines(
     server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +204,9 @@ def test_the_summary_is_one_line_of_json_for_machines(
     (line,) = capsys.readouterr().out.splitlines()
     summary = json.loads(line, parse_constant=refuse)
     # one prompt says nothing about how prompts differ
-    assert summary["rewards"]["reward"] == {"mean": 1.0, "stderr": None, "low": None, "high": None}
+    reward = summary["rewards"]["reward"]
+    assert [reward[name] for name in ("mean", "stderr", "low", "high")] == [1.0, None, None, None]
+    assert set(summary["pass_at_k"]) == {"1", "2"}
     assert (summary["outcomes"], summary["rollouts"]) == ({"completed": 2}, 2)
     assert Path(summary["results"]) == results_directory()
 
@@ -137,6 +250,8 @@ def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_nam
         (["ENV", "-n", "0"], "--num-examples is 0; give 1 or more, or -1 for all"),
         (["ENV", "-r", "0"], "--rollouts-per-example is 0; give 1 or more"),
         (["ENV", "-c", "0"], "max_concurrent is 0"),
+        (["ENV", "-e", "none.toml"], "leave --api-base-url and --header out"),
+        (["ENV", "--requests-per-second", "-1"], "requests_per_second is -1"),
         (["ENV", "--output-dir", "taken"], "results cannot be written under 'taken'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -155,6 +270,21 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(
     assert re.match(f"vf-eval: .*{message}", sentence)
 
 
+def test_a_registry_names_the_endpoint(env_name: str, server: FakeOpenAIServer) -> None:
+    Path("endpoints.toml").write_text(f'[endpoints.small]\nmodel = "org/policy"\nurls = ["{server.url}"]\n')
+    assert main([env_name, "-e", "endpoints.toml", "-m", "small", "-n", "1", "-r", "1"]) == 0
+    assert server.requests[0].body["model"] == "org/policy"
+    metadata = json.loads((results_directory() / "metadata.json").read_text())
+    assert (metadata["model"], metadata["endpoint"], metadata["base_url"]) == ("org/policy", "small", server.url)
+
+
+def test_several_servers_of_one_model_share_the_calls(env_name: str, server: FakeOpenAIServer) -> None:
+    with FakeOpenAIServer("4", latency_s=0.01) as second:
+        assert main([env_name, "-b", server.url, "-b", second.url, "-n", "5", "-r", "4", "--json"]) == 0
+        assert server.request_count + second.request_count == 20
+        assert min(server.request_count, second.request_count) > 0
+
+
 def test_an_unknown_flag_is_exit_code_2(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([env_name, "--no-such-flag"])
@@ -165,18 +295,14 @@ def test_an_unknown_flag_is_exit_code_2(env_name: str, capsys: pytest.CaptureFix
 def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(
     env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # no jitter, no waiting between the attempts
-    monkeypatch.setattr("random.random", lambda: 0.0)
+    monkeypatch.setattr("verifiers.cli.evaluation_plan.LISTENER_GRACE_S", 0.3)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
         assert main([env_name, "-b", url, "-n", "1", "-r", "2"]) == 1
     (sentence,) = capsys.readouterr().err.strip().splitlines()
-    assert sentence.startswith(
-        "vf-eval: NothingScoredError: none of 2 evaluation rollouts got a reward; most often: "
-    )
-    assert f"{url} could not be reached" in sentence
-    assert "(after 5 attempts) (2 times)" in sentence
+    assert sentence.startswith(f"vf-eval: ProviderError: {url} could not be reached")
+    assert sentence.endswith("start the server, or give its address with -b.")
 
 
 def test_an_environment_that_fails_is_one_sentence_and_exit_code_1(

@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.arguments import ENVIRONMENTS_DIRECTORY, json_object, make_importable
-from verifiers.cli.exit_codes import DONE, run_command
-from verifiers.errors import ConfigError
+from verifiers.cli.exit_codes import DONE, INTERRUPTED, CommandFailedError, run_command
+from verifiers.errors import ConfigError, Error
+
+if TYPE_CHECKING:
+    from verifiers.evals.endpoints import EndpointEntry
+    from verifiers.evals.hiding import Hider
+    from verifiers.evals.session import EvaluationRun
+    from verifiers.evals.store import ResultStore
+    from verifiers.rollouts.run import RolloutRunner
 
 __all__ = ["main"]
 
@@ -27,39 +33,52 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vf-eval", description="Evaluate an environment against an OpenAI endpoint."
+        prog="vf-eval",
+        description="Evaluate an environment against an OpenAI endpoint. The same command goes on where it stopped.",
     )
     add = parser.add_argument
     add("env", help="installed environment, or a module that can be imported")
     add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
     add("-p", "--env-dir-path", default=ENVIRONMENTS_DIRECTORY, help="directory whose packages can be imported too")
-    add("-m", "--model", default="gpt-4.1-mini", help="the model's name on the endpoint")
+    add("-m", "--model", default="gpt-4.1-mini", help="the model's name; 'fake' without -b needs no endpoint")
     add("-k", "--api-key-var", default="OPENAI_API_KEY", help="environment variable that holds the API key")
-    add("-b", "--api-base-url", default="https://api.openai.com/v1", metavar="URL", help="base URL, with /v1")
+    add(
+        "-b",
+        "--api-base-url",
+        action="append",
+        metavar="URL",
+        help="base URL, with /v1; repeatable, for several servers of one model (default: OpenAI's)",
+    )
+    add("-e", "--endpoints-path", metavar="FILE", help="registry of endpoints (TOML, or endpoints.py); -m names one")
     add("--header", action="append", default=[], metavar="'NAME: VALUE'", help="further HTTP header; repeatable")
     add("-n", "--num-examples", type=int, default=5, help="prompts; -1 for all (default: 5)")
     add("-r", "--rollouts-per-example", type=int, default=3, help="rollouts of each prompt (default: 3)")
-    add("-c", "--max-concurrent", type=int, default=32, help="rollouts in flight at once (default: 32)")
+    add(
+        "-c", "--max-concurrent", type=int, default=None, help="rollouts in flight (default: what the endpoint bears)"
+    )
+    add("--requests-per-second", type=float, default=None, help="requests begun per second")
     add("-t", "--max-tokens", type=int, default=None, help="tokens of one answer")
     add("-T", "--temperature", type=float, default=None, help="sampling temperature; 0 is greedy")
     add("-S", "--sampling-args", default="{}", metavar="JSON", help="further OpenAI sampling arguments")
     add("--seed", type=int, default=None, help="derive each rollout's sampling seed from this number")
+    add("--attempt-timeout", type=float, default=None, help="deadline of one HTTP attempt, in seconds (default: 600)")
     add("--rollout-timeout", type=float, default=600.0, help="deadline of one rollout, in seconds (default: 600)")
     add("--output-dir", default="outputs/evals", help="where results go (default: outputs/evals)")
-    add("--json", action="store_true", help="print the summary as one line of JSON")
+    add("--fresh", action="store_true", help="start a new run, though this command has one")
+    add("-s", "--save-dataset", action="store_true", help="save the results as a datasets directory too")
+    add("-H", "--save-to-hf-hub", action="store_true", help="push the results to the Hugging Face Hub")
+    add("-D", "--hf-hub-dataset-name", default="", metavar="NAME", help="dataset on the Hub that is pushed to")
+    add("--right-from", type=float, default=1.0, help="reward from which pass@k counts a rollout (default: 1)")
+    add("--prices", metavar="FILE", help="TOML table of prices by model, for the cost of the run")
+    add("--json", action="store_true", help="print the summary as one line of JSON, and no progress")
     add("-v", "--verbose", action="store_true", help="log what happens")
     return parser
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
-    from verifiers.envs.ending import run_teardown
-    from verifiers.envs.loading import load_environment
-    from verifiers.evals.runner import evaluation_requests, run_evaluation
-    from verifiers.evals.store import ResultStore, new_run_directory
-    from verifiers.rollouts.endpoint import Endpoint, HttpBackend
-    from verifiers.rollouts.limits import Limiter
-    from verifiers.rollouts.run import RolloutRunner
+    from verifiers.cli.evaluation_plan import chosen_endpoint, key_variables
+    from verifiers.evals.hiding import Hider, hide_in_logs, secrets_of_run
 
     if args.num_examples < -1 or args.num_examples == 0:
         raise ConfigError(f"--num-examples is {args.num_examples}; give 1 or more, or -1 for all.")
@@ -69,93 +88,181 @@ def evaluate(args: argparse.Namespace) -> int:
         from verifiers.log import setup_logging
 
         setup_logging("DEBUG")
+    typed = Hider(secrets_of_run("", os.environ.get(args.api_key_var, ""), {}))
+    with typed.in_errors():
+        env_args = json_object("--env-args", args.env_args)
+        sampling_args = json_object("--sampling-args", args.sampling_args)
+        headers = dict(_header(text) for text in args.header)
+        entry = chosen_endpoint(args, headers)
+    keys = [os.environ.get(name, "") for name in key_variables(entry)]
+    arguments = {"env": env_args, "sampling": sampling_args}
+    hide = Hider([*keys, *(s for url in entry.urls for s in secrets_of_run(url, "", entry.headers, arguments))])
+    with hide.in_errors(), hide_in_logs(hide):
+        return _evaluate(args, entry, env_args, sampling_args, hide)
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    entry: EndpointEntry,
+    env_args: dict[str, Any],
+    sampling_args: dict[str, Any],
+    hide: Hider,
+) -> int:
+    from verifiers.cli.evaluation_plan import open_endpoint, run_plan
+    from verifiers.envs.loading import load_environment
+    from verifiers.evals.prices import load_prices
+    from verifiers.evals.session import open_run
+    from verifiers.evals.store import ResultStore
+    from verifiers.evals.viewer.writing import write_evaluation_report
+    from verifiers.rollouts.retries import RetryPolicy
+    from verifiers.rollouts.run import RolloutRunner
+
     make_importable(args.env_dir_path)
-    env = load_environment(args.env, **json_object("--env-args", args.env_args))
-    sampling = {**env.sampling_args, **json_object("--sampling-args", args.sampling_args)}
+    env = load_environment(args.env, **env_args)
+    sampling = {**env.sampling_args, **sampling_args}
     for name, value in (("max_tokens", args.max_tokens), ("temperature", args.temperature)):
         if value is not None:
             sampling[name] = value
-    key = os.environ.get(args.api_key_var, "").strip() or "EMPTY"
-    endpoint = Endpoint(args.api_base_url, key, dict(_header(text) for text in args.header))
-    groups = evaluation_requests(env.get_eval_dataset(args.num_examples), args.rollouts_per_example, args.seed)
-    directory = new_run_directory(args.env, args.model, args.output_dir)
-    metadata = {
-        "env": args.env,
-        "env_args": json_object("--env-args", args.env_args),
-        "model": args.model,
-        "base_url": args.api_base_url,
-        "sampling_args": sampling,
-        "num_examples": len(groups),
-        "rollouts_per_example": args.rollouts_per_example,
-        "seed": args.seed,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
+    shown: dict[str, Any] = {"right_from": args.right_from}
+    if args.prices is not None:
+        shown["prices"] = load_prices(args.prices)
+    dataset = env.get_eval_dataset(args.num_examples)
+    backend, limiter = open_endpoint(args, entry, dataset, getattr(env, "parser", None))
+    plan = run_plan(args, entry, env_args, sampling, dataset)
+    run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, hide=hide)
+    say = (lambda text: None) if args.json else (lambda text: print(f"vf-eval: {text}", file=sys.stderr))
+    if run.is_complete:
+        say("already complete; --fresh runs it again")
+    elif run.finished.count:
+        say(f"going on with {run.directory}: {run.finished.count} of {run.planned} rollouts are there")
     started = time.perf_counter()
-    with ResultStore(directory, metadata) as store:
-
-        async def work() -> Any:
-            backend = HttpBackend(endpoint)
-            limiter = Limiter(args.max_concurrent)
+    try:
+        with ResultStore(run.directory, {**run.metadata, "status": "running"}, hide) as store:
             runner = RolloutRunner(
-                env, backend, args.model, sampling, limiter=limiter, rollout_timeout_s=args.rollout_timeout
+                env,
+                backend,
+                entry.model,
+                sampling,
+                limiter=limiter,
+                # enough to outlast a server that is started anew
+                retry=RetryPolicy(max_attempts=9),
+                rollout_timeout_s=args.rollout_timeout,
             )
             try:
-                return await run_evaluation(runner, groups, store.append)
+                if not run.is_complete:
+                    asyncio.run(_run(run, runner, dataset, store, started, entry, quiet=args.json))
             finally:
-                await backend.close()
-                await run_teardown(env)
-
-        block = asyncio.run(work())
-        summary = _summary(block, time.perf_counter() - started)
-        store.write_metadata(summary=summary)
-    if args.json:
-        print(json.dumps({**summary, "results": str(directory)}))
-    else:
-        _print_table(args, summary, str(directory))
+                done = run.finished.count + run.ran >= run.planned
+                summary = run.summary(time.perf_counter() - started if run.ran else 0.0, **shown)
+                store.write_metadata(summary=summary, status="finished" if done else "stopped")
+        write_evaluation_report(run.directory)
+    except OSError as error:
+        if isinstance(error, Error):
+            raise
+        # rollouts turn their own into outcomes: this one came from writing
+        raise CommandFailedError(f"results cannot be written to {str(run.directory)!r}: {error}.") from error
+    if not run.interruption.requested or run.tally.scored:
+        run.require_scores()
+        _show(args, run, summary)
+    if run.interruption.requested and not done:
+        say(f"interrupted at {run.finished.count + run.ran} of {run.planned} rollouts; the same command goes on")
+        return INTERRUPTED
+    _save_dataset(args, run)
     return DONE
 
 
-def _summary(block: Any, seconds: float) -> dict[str, Any]:
-    from verifiers.evals.runner import estimates
+async def _run(
+    run: EvaluationRun,
+    runner: RolloutRunner,
+    dataset: Any,
+    store: ResultStore,
+    started: float,
+    entry: EndpointEntry,
+    *,
+    quiet: bool,
+) -> None:
+    import contextlib
 
-    rows = {
-        # JSON has no NaN, which stands for what so few prompts cannot tell
-        name: {field: None if math.isnan(value) else value for field, value in _fields(e).items()}
-        for name, e in estimates(block).items()
-    }
-    return {
-        "rewards": rows,
-        "prompts": len(block.groups),
-        "rollouts": len(block.rollouts),
-        "outcomes": {str(outcome): count for outcome, count in block.outcomes().most_common()},
-        "completion_tokens": sum(rollout.usage.completion_tokens for rollout in block),
-        "retries": sum(rollout.attempts - 1 for rollout in block),
-        "seconds": seconds,
-    }
+    from verifiers.cli.evaluation_line import live_line, progress_text
+    from verifiers.cli.evaluation_plan import require_listener
+    from verifiers.cli.interrupts import handle_interrupts
+    from verifiers.envs.ending import run_teardown
+
+    def text() -> str:
+        return progress_text(
+            run.tally,
+            planned=run.planned,
+            finished_before=run.finished.count,
+            ran=run.ran,
+            tokens=run.tokens,
+            elapsed_s=time.perf_counter() - started,
+            in_flight=runner.limiter.in_flight,
+        )
+
+    line: Any = contextlib.nullcontext() if quiet else live_line(text)
+    try:
+        await require_listener(entry)
+        async with line:
+            with handle_interrupts("vf-eval", run.interruption):
+                await run.run(runner, dataset, store)
+    finally:
+        await runner.backend.close()
+        await run_teardown(runner.env)
 
 
-def _fields(estimate: Any) -> dict[str, float]:
-    return {field: getattr(estimate, field) for field in ("mean", "stderr", "low", "high")}
-
-
-def _print_table(args: argparse.Namespace, summary: dict[str, Any], directory: str) -> None:
+def _show(args: argparse.Namespace, run: EvaluationRun, summary: dict[str, Any]) -> None:
+    if args.json:
+        print(json.dumps({**summary, "results": str(run.directory)}))
+        return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{args.env} / {args.model}", title_justify="left")
+    from verifiers.evals.fake_endpoint import FAKE_URL
+
+    console = Console(highlight=False)
+    if run.metadata["base_url"] == FAKE_URL:
+        console.print("built-in fake endpoint, no model: these numbers say nothing about any policy", soft_wrap=True)
+    table = Table(title=f"{args.env} / {run.metadata['model']}", title_justify="left")
     for column in ("", "mean", "± stderr", "95 % interval"):
         table.add_column(column, justify="left" if not column else "right")
-    for name, e in summary["rewards"].items():
-        mean, stderr, low, high = ("-" if value is None else f"{value:.4f}" for value in e.values())
+    for name, e in _estimates(summary):
+        mean, stderr, low, high = (
+            "-" if e[field] is None else f"{e[field]:.4f}" for field in ("mean", "stderr", "low", "high")
+        )
         table.add_row(name, mean, stderr, "-" if low == "-" else f"{low} .. {high}")
     outcomes = ", ".join(f"{count} {name}" for name, count in summary["outcomes"].items())
-    console = Console(highlight=False)
     console.print(table)
     console.print(
         f"{summary['rollouts']} rollouts of {summary['prompts']} prompts in {summary['seconds']:.1f} s: {outcomes}; "
         f"{summary['retries']} retries; {summary['completion_tokens']:,} completion tokens"
+        + ("" if summary["cost"] is None else f"; {summary['cost']:.4f} {summary['currency']}")
     )
-    console.print(f"{directory}/results.jsonl", soft_wrap=True)
+    if run.lag_distorts:
+        console.print(
+            f"the event loop was late by {summary['loop_lag_ms']['p95']:g} ms in 1 of 20 cases: timings show this "
+            "machine rather than the server; try a smaller -c"
+        )
+    console.print(f"{run.directory}/results.jsonl", soft_wrap=True)
+    console.print(f"{run.directory}/report.html", soft_wrap=True)
+
+
+def _estimates(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of the table: rewards, and pass@k where a prompt has several rollouts."""
+    yield from summary["rewards"].items()
+    # k = 1 is the mean of what is right, which the reward says already where it is 0 or 1
+    yield from ((f"pass@{k}", e) for k, e in summary["pass_at_k"].items() if int(k) > 1)
+
+
+def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
+    if not (args.save_dataset or args.save_to_hf_hub):
+        return
+    from verifiers.evals.export import push_dataset, save_dataset
+
+    if args.save_dataset:
+        save_dataset(run.directory, run.directory / "dataset")
+    if args.save_to_hf_hub:
+        name = args.hf_hub_dataset_name or f"{args.env}--{args.model}".replace("/", "--")
+        push_dataset(run.directory, name)
 
 
 def _header(text: str) -> tuple[str, str]:

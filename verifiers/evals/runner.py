@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from verifiers.data.plan import rollout_seed
 from verifiers.envs.dataset_format import row_fields
 from verifiers.errors import NothingScoredError
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
+from verifiers.rollouts.garbage import fewer_collections
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import RolloutRunner
 from verifiers.types import RolloutKey
 
-__all__ = ["EVALUATION_BLOCK", "estimates", "evaluation_requests", "run_evaluation"]
+__all__ = [
+    "EVALUATION_BLOCK",
+    "Interruption",
+    "estimates",
+    "evaluation_requests",
+    "iter_requests",
+    "run_evaluation",
+    "run_units",
+]
 
 EVALUATION_BLOCK = 2**31
 """Block id of evaluation rollouts: far from any training block's, so that their sampling seeds differ."""
@@ -25,17 +35,93 @@ def evaluation_requests(dataset: Any, rollouts_per_example: int, seed: int | Non
     Args:
         seed: each rollout's sampling seed is derived from it; None sends no seed.
     """
-    groups = []
+    return list(iter_requests(dataset, rollouts_per_example, seed))
+
+
+def iter_requests(dataset: Any, rollouts_per_example: int, seed: int | None) -> Iterator[list[RolloutRequest]]:
+    """As `evaluation_requests`, one prompt at a time: a long dataset is never held as a whole."""
     for example_id in range(len(dataset)):
         prompt, answer, task, info = row_fields(dataset[example_id])
         keys = [RolloutKey(EVALUATION_BLOCK, example_id, generation) for generation in range(rollouts_per_example)]
-        groups.append(
-            [
-                RolloutRequest(key, prompt, answer, task, info, None if seed is None else rollout_seed(seed, key))
-                for key in keys
-            ]
-        )
-    return groups
+        yield [
+            RolloutRequest(key, prompt, answer, task, info, None if seed is None else rollout_seed(seed, key))
+            for key in keys
+        ]
+
+
+class Interruption:
+    """Ends a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
+
+    Both may be called on the event loop only, e.g. from its signal handlers.
+
+    Args:
+        drain_s: seconds that rollouts in flight get to finish.
+    """
+
+    def __init__(self, drain_s: float = 30.0) -> None:
+        self.drain_s = drain_s
+        self.requested = False
+        self._deadline: asyncio.Timeout | None = None
+
+    def drain(self) -> None:
+        """Begin nothing more, and give what is in flight `drain_s` seconds."""
+        self.requested = True
+        self._end_in(self.drain_s)
+
+    def abort(self) -> None:
+        """Cancel what is in flight."""
+        self.requested = True
+        self._end_in(0.0)
+
+    def _end_in(self, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+async def run_units(
+    runner: RolloutRunner,
+    units: Iterable[Sequence[RolloutRequest]],
+    on_rollout: Callable[[Rollout], None],
+    interruption: Interruption | None = None,
+) -> None:
+    """Run and score many rollouts under the runner's limiter and keep none of them.
+
+    Args:
+        units: rollouts that are scored together; taken one by one, when there is room.
+        on_rollout: called with every finished, scored rollout, as it finishes.
+        interruption: ends the run before its time; then this returns as if all were done.
+
+    Raises:
+        ConfigError: a mistake that every other rollout would repeat; the others are cancelled.
+    """
+    interruption = interruption or Interruption()
+    runner.on_rollout = on_rollout
+
+    async def run(unit: Sequence[RolloutRequest]) -> None:
+        # nothing is returned: the task group's tasks must not hold on to rollouts
+        await runner.run_group(unit)
+
+    deadline = asyncio.timeout(None)
+    try:
+        with fewer_collections():
+            async with deadline, asyncio.TaskGroup() as tasks:
+                interruption._deadline = deadline
+                for unit in units:
+                    await runner.limiter.wait_for_room()
+                    if interruption.requested:
+                        break
+                    tasks.create_task(run(unit))
+    except BaseExceptionGroup as failed:
+        first = failed.exceptions[0]
+    except TimeoutError:
+        if not (interruption.requested and deadline.expired()):
+            raise
+        return
+    else:
+        return
+    finally:
+        interruption._deadline = None
+    raise first
 
 
 async def run_evaluation(

@@ -1,0 +1,123 @@
+"""vf-eval again: the same command goes on, another one starts anew, and Ctrl-C loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.cli.evaluate import main
+from verifiers.evals.store import read_run
+from verifiers.testing import FakeOpenAIServer, Fault
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAIServer]:
+    with FakeOpenAIServer("4") as server:
+        yield server
+
+
+def results_directory() -> Path:
+    (directory,) = Path("outputs/evals").glob("*/*")
+    return directory
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
+
+
+def test_the_same_command_goes_on_and_does_only_what_is_missing(
+    env_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeOpenAIServer("4", faults=[None, Fault(400), None, Fault(400)]) as server:
+        command = [env_name, "-b", server.url, "-n", "2", "-r", "3", "-c", "1"]
+        assert main(command) == 0
+        assert "4 completed, 2 provider_error" in capsys.readouterr().out
+        directory = results_directory()
+        assert json.loads((directory / "metadata.json").read_text())["status"] == "finished"
+        assert server.request_count == 6
+        before = (directory / "results.jsonl").read_bytes()
+        assert main(command) == 0
+        shown = capsys.readouterr()
+    assert f"vf-eval: going on with {directory}: 4 of 6 rollouts are there" in shown.err
+    assert server.request_count == 8
+    assert (directory / "results.jsonl").read_bytes().startswith(before)
+    assert len(read_run(directory).rows) == 6
+    assert len(read_run(directory).metadata["sessions"]) == 2
+    assert results_directory() == directory
+
+
+def test_a_complete_run_is_shown_again_and_run_again_only_when_told(
+    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert main(command) == 0
+    second = capsys.readouterr()
+    assert (server.request_count, second.out) == (2, first.out)
+    assert second.err == "vf-eval: already complete; --fresh runs it again\n"
+    assert main([*command, "--fresh"]) == 0
+    assert server.request_count == 4
+    assert len(list(Path("outputs/evals").glob("*/*"))) == 2
+
+
+@pytest.mark.parametrize("more", [["-T", "0.5"], ["--seed", "1"], ["-a", '{"n": 5}'], ["-r", "2"]], ids=str)
+def test_another_command_is_another_run(server: FakeOpenAIServer, env_name: str, more: list[str]) -> None:
+    command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]
+    assert main(command) == main([*command, *more]) == 0
+    assert len(list(Path("outputs/evals").glob("*/*"))) == 2
+
+
+def test_an_environment_whose_code_changed_is_another_run(server: FakeOpenAIServer, env_name: str) -> None:
+    command = [env_name, "-b", server.url, "-n", "2", "-r", "1"]
+    assert main(command) == 0
+    with Path("modules/toy_sums_env.py").open("a") as file:
+        file.write("# edited\n")
+    assert main(command) == 0
+    assert server.request_count == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_an_interrupt_saves_what_is_finished(env_name: str, number: signal.Signals, twice: bool) -> None:
+    gate = threading.Event()
+
+    async def answer(body: dict[str, Any]) -> str:
+        if server.request_count > 4:
+            await asyncio.to_thread(gate.wait, 10)
+        return "4"
+
+    with FakeOpenAIServer(answer) as server:
+        command = [sys.executable, "-m", "verifiers.cli.evaluate", env_name, "-b", server.url, "-n", "-1", "-c", "2"]
+        env = {**os.environ, "PYTHONPATH": "modules"}
+        process = subprocess.Popen([*command, "-r", "5"], stdout=-1, stderr=-1, text=True, env=env)
+        server.wait_until(lambda s: s.request_count == 6 and s.in_flight == 2)
+        process.send_signal(number)
+        assert process.stderr is not None
+        assert "finishing what is in flight, for at most 30 s" in process.stderr.readline()
+        if twice:
+            process.send_signal(number)
+        else:
+            gate.set()
+        out, err = process.communicate(timeout=15)
+        gate.set()
+        done = len(rows_of(results_directory()))
+        assert process.returncode == 130
+        # the one or two that were waiting for a slot may have begun
+        assert done in ((4,) if twice else (6, 7, 8)), done
+        assert f"vf-eval: interrupted at {done} of 30 rollouts; the same command goes on" in err
+        assert f"{done} completed" in out
+        asked = server.request_count
+        done_again = subprocess.run([*command, "-r", "5", "--json"], capture_output=True, text=True, env=env)
+        assert json.loads(done_again.stdout)["outcomes"] == {"completed": 30}
+        assert server.request_count == asked + 30 - done

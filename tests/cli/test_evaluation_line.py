@@ -1,0 +1,67 @@
+"""The live line: what a person wants to know, and not too often."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+
+from verifiers.cli import evaluation_line
+from verifiers.cli.evaluation_line import live_line, progress_text
+from verifiers.evals.tally import Tally
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
+    tally = Tally()
+    for generation, reward in enumerate((1.0, 0.0, None)):
+        outcome = "timed_out" if reward is None else "completed"
+        tally.add_row(
+            {"example_id": 0, "generation": generation, "outcome": outcome, "reward": reward, "attempts": 2}
+        )
+    text = progress_text(tally, planned=103, finished_before=1, ran=2, tokens=500, elapsed_s=4.0, in_flight=7)
+    assert text.split("  ") == [
+        "3/103 rollouts",
+        "reward 0.5000",
+        "1 failed",
+        "3 retries",
+        "7 in flight",
+        "125 tokens/s",
+        "3:20 left",
+    ]
+
+
+def test_nothing_is_made_up_before_the_first_rollout() -> None:
+    text = progress_text(Tally(), planned=5, finished_before=0, ran=0, tokens=0, elapsed_s=0.0, in_flight=0)
+    assert text.split("  ")[1] == "reward -"
+    assert text.endswith("? left")
+
+
+async def test_a_terminal_is_written_to_at_most_four_times_a_second() -> None:
+    shown = 0
+
+    def text() -> str:
+        nonlocal shown
+        shown += 1
+        return f"line {shown}"
+
+    stream = Terminal()
+    async with live_line(text, stream):
+        await asyncio.sleep(0.9)
+    assert 2 <= shown <= 5
+    assert "line 2" in stream.getvalue()
+
+
+async def test_elsewhere_plain_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_line, "_PLAIN_EVERY_S", 0.05)
+    stream = io.StringIO()
+    async with live_line(lambda: "5 of 9", stream):
+        await asyncio.sleep(0.2)
+    lines = stream.getvalue().splitlines()
+    assert 1 <= len(lines) <= 4
+    assert set(lines) == {"[0:00] 5 of 9"}

@@ -1,0 +1,143 @@
+"""Evaluations of any length: nothing kept, nothing started after the end was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from verifiers.errors import ConfigError
+from verifiers.evals.runner import Interruption, evaluation_requests, iter_requests, run_units
+from verifiers.evals.tally import Tally
+from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.rollout import Rollout
+from verifiers.rollouts.run import RolloutRunner
+from verifiers.testing import FakeClient
+from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
+
+
+def environment(n: int = 20) -> vf.Environment:
+    rows = [{"question": f"question {i}", "answer": "4"} for i in range(n)]
+    return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
+
+
+def runner_of(env: vf.Environment, answers: Any, max_concurrent: int = 4) -> RolloutRunner:
+    return RolloutRunner(env, ClientBackend(FakeClient(answers)), "m", limiter=Limiter(max_concurrent))
+
+
+def units_of(env: vf.Environment, rollouts: int = 1) -> Any:
+    return iter_requests(env.get_eval_dataset(), rollouts, 1)
+
+
+def test_requests_are_the_same_one_by_one_as_in_a_list() -> None:
+    dataset = environment(3).get_eval_dataset()
+    assert list(iter_requests(dataset, 2, 5)) == evaluation_requests(dataset, 2, 5)
+    assert len({request.seed for group in iter_requests(dataset, 2, 5) for request in group}) == 6
+
+
+async def test_no_rollout_is_kept() -> None:
+    env = environment(200)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+
+    class SeenState:
+        """What can be referred to weakly."""
+
+    def take(rollout: Rollout) -> None:
+        nonlocal most
+        mark = rollout.state["mark"] = SeenState()
+        alive.add(mark)
+        if rollout.key.example_id % 20 == 0:
+            gc.collect()
+        most = max(most, len(alive))
+
+    await run_units(runner_of(env, "4"), units_of(env), take)
+    gc.collect()
+    assert most < 60
+    assert len(alive) == 0
+
+
+async def test_draining_finishes_what_is_in_flight_and_begins_nothing_more() -> None:
+    env = environment(50)
+    gate, asked = asyncio.Event(), 0
+    interruption = Interruption(drain_s=15)
+
+    async def answer(body: dict[str, Any]) -> str:
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            interruption.drain()
+            asyncio.get_running_loop().call_later(0.05, gate.set)
+        await gate.wait()
+        return "4"
+
+    done: list[Rollout] = []
+    await run_units(runner_of(env, answer), units_of(env), done.append, interruption)
+    assert 4 <= len(done) <= 5
+    assert asked == len(done)
+    assert all(rollout.reward == 1.0 for rollout in done)
+
+
+@pytest.mark.parametrize("how", ["deadline", "abort"])
+async def test_what_does_not_finish_is_given_up(how: str) -> None:
+    env = environment(50)
+    interruption = Interruption(drain_s=0.05 if how == "deadline" else 60)
+    asked = 0
+
+    async def answer(body: dict[str, Any]) -> str:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            return "4"
+        if asked == 5:
+            interruption.drain()
+            if how == "abort":
+                interruption.abort()
+        await asyncio.Event().wait()
+        return "never"
+
+    done: list[Rollout] = []
+    await asyncio.wait_for(run_units(runner_of(env, answer), units_of(env), done.append, interruption), 10)
+    assert len(done) == 2
+
+
+async def test_a_mistake_of_the_user_ends_the_run_as_itself() -> None:
+    class Mistaken(vf.SingleTurnEnv):
+        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+            raise ConfigError("mend it")
+
+    env = Mistaken(eval_dataset=[{"question": "q", "answer": "a"}] * 3, rubric=vf.Rubric())
+    with pytest.raises(ConfigError, match="mend it"):
+        await run_units(runner_of(env, "4"), units_of(env), lambda rollout: None)
+
+
+def test_a_tally_counts_as_the_rollouts_themselves_would() -> None:
+    tally = Tally(lambda text: text.replace("secret", "***"))
+    for example, generation, reward in ((0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.5), (1, 1, None)):
+        failed = reward is None
+        tally.add(
+            Rollout(
+                RolloutKey(0, example, generation),
+                Outcome.TIMED_OUT if failed else Outcome.COMPLETED,
+                [],
+                [],
+                reward=reward,
+                metrics={} if failed else {"good": 2.0} if example else {},
+                failure=Failure("TimeoutError", "secret") if failed else None,
+                attempts=2,
+                timing=Timing(generation_s=1.5),
+                usage=Usage(3, 4),
+            )
+        )
+    summary = tally.summary(9.0)
+    assert (summary["rollouts"], summary["prompts"], summary["retries"]) == (4, 2, 4)
+    assert summary["outcomes"] == {"completed": 3, "timed_out": 1}
+    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["seconds"]) == (12, 16, 9.0)
+    assert summary["rewards"]["reward"]["mean"] == tally.mean_reward == 0.5
+    assert summary["rewards"]["good"]["mean"] == 2.0
+    assert tally.commonest_failure() == ("TimeoutError: ***", 1)

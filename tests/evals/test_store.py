@@ -1,0 +1,149 @@
+"""Results on disk: every line whole, torn tails forgiven, failures in full beside."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.errors import ConfigError
+from verifiers.evals.hiding import Hider
+from verifiers.evals.store import ResultStore, json_line, metrics_of, new_run_directory, read_run, result_row
+from verifiers.rollouts.rollout import Rollout
+from verifiers.types import Failure, Outcome, RolloutKey
+
+
+def rollout(example: int = 0, generation: int = 0, reward: float | None = 1.0, **more: Any) -> Rollout:
+    failed = reward is None
+    fields: dict[str, Any] = {
+        "outcome": Outcome.PROVIDER_ERROR if failed else Outcome.COMPLETED,
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "completion": [{"role": "assistant", "content": "4"}],
+        "answer": "4",
+        "metrics": {} if failed else {"good": 1.0},
+        "failure": Failure("ProviderError", "no") if failed else None,
+    }
+    return Rollout(RolloutKey(0, example, generation), reward=reward, **{**fields, **more})
+
+
+def stored(directory: Path, *rollouts: Rollout) -> Path:
+    with ResultStore(directory, {"model": "m"}) as store:
+        for one in rollouts:
+            store.append(one)
+    return directory
+
+
+def test_a_run_is_read_as_it_was_written_in_order_of_prompts(tmp_path: Path) -> None:
+    run = read_run(stored(tmp_path, rollout(1, 0), rollout(0, 1, 0.5), rollout(0, 0)))
+    assert [(row["example_id"], row["generation"]) for row in run.rows] == [(0, 0), (0, 1), (1, 0)]
+    assert (run.metadata["model"], run.rows[1]["reward"], run.metrics(run.rows[0])) == ("m", 0.5, {"good": 1.0})
+
+
+def test_a_torn_last_line_is_left_out_and_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
+    stored(tmp_path, rollout(0), rollout(1))
+    file = tmp_path / "results.jsonl"
+    whole = file.read_bytes()
+    for cut in (1, 20, len(whole) // 2 - 1):
+        file.write_bytes(whole[:-cut])
+        kept = [row["example_id"] for row in read_run(tmp_path).rows]
+        stored(tmp_path, rollout(2))
+        # a line that lacks nothing but its end is finished
+        assert kept == ([0, 1] if cut == 1 else [0])
+        assert [row["example_id"] for row in read_run(tmp_path).rows] == [*kept, 2]
+
+
+def test_a_tail_longer_than_what_is_read_at_once_is_cut_off_too(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text('{"example_id": 0, "generation": 0}\n{"prompt": "' + "x" * 200_000)
+    stored(tmp_path, rollout(1))
+    assert [row["example_id"] for row in read_run(tmp_path).rows] == [0, 1]
+
+
+def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text('{"example_id": 0}\n{"exam\n{"example_id": 2}\n')
+    with pytest.raises(ConfigError, match=r"line 2 of .*results.jsonl' is damaged"):
+        read_run(tmp_path)
+
+
+def test_a_directory_without_results_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no results\.jsonl; give the directory of a run"):
+        read_run(tmp_path)
+
+
+def test_the_last_of_several_lines_for_a_rollout_counts(tmp_path: Path) -> None:
+    run = read_run(stored(tmp_path, rollout(0, 0, None), rollout(0, 0, 0.25)))
+    assert [(row["reward"], row["error"]) for row in run.rows] == [(0.25, None)]
+
+
+def test_failures_are_short_in_the_row_and_whole_beside_it(tmp_path: Path) -> None:
+    try:
+        raise ValueError("the cause")
+    except ValueError as error:
+        failure = Failure("ValueError", "x" * 5000, exception=error)
+    stored(tmp_path, rollout(3, 1, None, failure=failure), rollout(4))
+    (row, _) = read_run(tmp_path).rows
+    assert len(row["error"]) < 1100
+    (beside,) = map(json.loads, (tmp_path / "failures.jsonl").read_text().splitlines())
+    assert (beside["example_id"], beside["generation"], beside["kind"]) == (3, 1, "ValueError")
+    assert beside["text"] == "x" * 5000
+    assert 'raise ValueError("the cause")' in beside["traceback"]
+
+
+def test_every_line_is_strict_json_whatever_an_environment_wrote(tmp_path: Path) -> None:
+    cycle: dict[str, Any] = {"score": math.nan, (1, 2): {3}, "half": "\ud83d", "line": "a\nb\u2028c"}
+    cycle["self"] = cycle
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    stored(tmp_path, rollout(0, info=cycle), rollout(1))
+    first, second = (tmp_path / "results.jsonl").read_bytes().split(b"\n")[:2]
+    info = json.loads(first, parse_constant=refuse)["info"]
+    assert (info["score"], info["half"], info["line"]) == (None, "\ud83d", "a\nb\u2028c")
+    assert json.loads(second)["example_id"] == 1
+
+
+def test_reward_functions_have_columns_but_never_ours(tmp_path: Path) -> None:
+    row = result_row(rollout(metrics={"good": 0.5, "reward": 7.0, "metrics": 8.0}))
+    assert (row["reward"], row["good"]) == (1.0, 0.5)
+    assert metrics_of(row) == {"good": 0.5, "reward": 7.0, "metrics": 8.0}
+
+
+def test_metrics_are_found_in_rows_that_only_have_columns() -> None:
+    assert metrics_of({"example_id": 0, "reward": 1.0, "good": 0.5, "note": "text", "flag": True}) == {"good": 0.5}
+
+
+def test_secrets_are_in_no_file(tmp_path: Path) -> None:
+    secret = 'sk-"quoted"-é-0123456789'
+    bad = rollout(0, 0, None, failure=Failure("E", f"refused {secret}", exception=ValueError(secret)))
+    with ResultStore(tmp_path, {"env_args": {"key": secret}}, Hider([secret])) as store:
+        store.append(bad)
+        store.append(rollout(1, completion=[{"role": "assistant", "content": secret}]))
+    for file in tmp_path.iterdir():
+        text = file.read_text()
+        assert "0123456789" not in text
+        assert "***" in text or file.name == ".lock"
+
+
+def test_two_processes_never_write_to_one_run(tmp_path: Path) -> None:
+    with (
+        ResultStore(tmp_path, {}),
+        pytest.raises(ConfigError, match="another process is writing to"),
+        ResultStore(tmp_path, {}),
+    ):
+        pass
+    stored(tmp_path, rollout())
+    assert len(read_run(tmp_path).rows) == 1
+
+
+def test_runs_of_one_environment_and_model_stand_beside_each_other(tmp_path: Path) -> None:
+    first, second = (new_run_directory("a/env", "org/model", tmp_path) for _ in range(2))
+    assert first.parent == second.parent == tmp_path / "a--env--org--model"
+    assert first != second
+
+
+def test_a_line_is_one_line() -> None:
+    assert "\n" not in json_line({"text": "a\nb"})

@@ -1,0 +1,45 @@
+"""`vf-export RUN --format F -o FILE`: a stored run as a table, a dataset, training data, or inspect_ai's log."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from verifiers.cli.exit_codes import DONE, run_command
+
+__all__ = ["main"]
+
+_SUFFIXES = {"csv": ".csv", "hf": "", "sft": ".jsonl", "preference": ".jsonl", "inspect": ".eval"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    return run_command("vf-export", lambda: export(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vf-export", description="Write a stored run in another form.")
+    add = parser.add_argument
+    add("run", help="directory of the run")
+    add("-f", "--format", required=True, choices=sorted(_SUFFIXES), help="what to write")
+    add("-o", "--output", default=None, metavar="FILE", help="file, for hf a directory (default: beside the results)")
+    add("--threshold", type=float, default=None, help="sft: least reward (default: 1); preference: least difference")
+    return parser
+
+
+def export(args: argparse.Namespace) -> int:
+    """Do what the command does; raises instead of printing errors."""
+    from verifiers.evals.export import export_run
+    from verifiers.evals.store import read_run
+
+    run = read_run(args.run)
+    target = args.output or run.directory / f"{args.format}{_SUFFIXES[args.format]}"
+    path, rows = export_run(run, target, args.format, threshold=args.threshold)
+    print(f"{rows} rows: {path}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""`vf-regrade RUN`: grade a stored run with today's rubric, without inference."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verifiers.cli.arguments import ENVIRONMENTS_DIRECTORY, json_object, make_importable
+from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verifiers.evals.regrade import Regraded
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    return run_command("vf-regrade", lambda: regrade_run(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vf-regrade",
+        description="Grade the rollouts of a run again with today's rubric; the run stays as it is.",
+    )
+    add = parser.add_argument
+    add("run", help="directory of the run")
+    add("-a", "--env-args", default=None, metavar="JSON", help="other arguments of load_environment than the run's")
+    add("-p", "--env-dir-path", default=ENVIRONMENTS_DIRECTORY, help="directory whose packages can be imported too")
+    add("--env", default=None, help="grade with another environment's rubric than the run's")
+    add("-c", "--max-concurrent", type=int, default=64, help="prompts graded at once (default: 64)")
+    add("--grading-timeout", type=float, default=120.0, help="deadline for one prompt's rollouts, s (default: 120)")
+    add("--json", action="store_true", help="print the result as one line of JSON")
+    return parser
+
+
+def regrade_run(args: argparse.Namespace) -> int:
+    """Do what the command does; raises instead of printing errors."""
+    from verifiers.envs.ending import run_teardown
+    from verifiers.envs.loading import load_environment
+    from verifiers.evals.hiding import Hider, hide_in_logs, secrets_of_run
+    from verifiers.evals.regrade import regrade
+    from verifiers.evals.store import read_run
+
+    run = read_run(args.run)
+    name = args.env or run.metadata.get("env")
+    if not name:
+        raise ConfigError(f"{args.run!r} does not say which environment it is of; give it with --env.")
+    env_args = run.metadata.get("env_args") or {}
+    if args.env_args is not None:
+        env_args = json_object("--env-args", args.env_args)
+    hide = Hider(secrets_of_run("", "", {}, env_args))
+    with hide.in_errors(), hide_in_logs(hide):
+        make_importable(args.env_dir_path)
+        env = load_environment(name, **env_args)
+
+        async def work() -> Regraded:
+            try:
+                return await regrade(
+                    env,
+                    run,
+                    max_concurrent=args.max_concurrent,
+                    grading_timeout_s=args.grading_timeout,
+                    hide=hide,
+                )
+            finally:
+                await run_teardown(env)
+
+        done = asyncio.run(work())
+    _show(args, done)
+    return DONE
+
+
+def _show(args: argparse.Namespace, done: Regraded) -> None:
+    before, after = done.before.estimates(), done.after.estimates()
+    if args.json:
+        means = {name: {"before": _mean(before, name), "after": _mean(after, name)} for name in {**before, **after}}
+        outcomes = dict(done.after.outcomes)
+        found = {"rewards": means, "changed": done.changed, "rollouts": len(done.after), "outcomes": outcomes}
+        print(json.dumps({**found, "results": str(done.directory)}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column in ("", "before", "after", "difference"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in {**before, **after}:
+        old, new = _mean(before, name), _mean(after, name)
+        difference = "-" if old is None or new is None else f"{new - old:+.4f}"
+        table.add_row(name, *("-" if mean is None else f"{mean:.4f}" for mean in (old, new)), difference)
+    console = Console(highlight=False)
+    console.print(table)
+    failed = ", ".join(f"{count} {outcome}" for outcome, count in done.after.outcomes.items())
+    console.print(f"{len(done.after)} rollouts: {failed}; {done.changed} rewards are others than before")
+    commonest = done.after.commonest_failure()
+    if commonest:
+        console.print(f"most often: {commonest[0]} ({commonest[1]} times)", soft_wrap=True, markup=False)
+    console.print(f"{done.directory}/results.jsonl", soft_wrap=True)
+
+
+def _mean(estimates: dict[str, Any], name: str) -> float | None:
+    mean = estimates[name].mean if name in estimates else math.nan
+    return None if math.isnan(mean) else mean
+
+
+if __name__ == "__main__":
+    sys.exit(main())

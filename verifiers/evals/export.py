@@ -1,0 +1,265 @@
+"""A run in other forms: a table, a datasets directory, training data made from its rollouts, inspect_ai's log.
+
+    csv          a line a rollout; conversations as JSON in a cell
+    hf           a directory for `datasets.load_from_disk`, or a dataset on the Hugging Face Hub
+    sft          JSONL, the best rollout of each prompt: {"messages": [...]}
+    preference   JSONL, best against worst of a prompt: {"prompt", "chosen", "rejected"}
+    inspect      inspect_ai's .eval, which `inspect view` opens
+
+Failed rollouts are in the first two, which show a run, and in inspect's log as errors; training data has none.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from verifiers.errors import ConfigError
+from verifiers.evals.export_inspect import write_inspect
+from verifiers.evals.store import StoredRun, json_line, metrics_of, read_run
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = [
+    "FORMATS",
+    "export_run",
+    "preference_rows",
+    "push_dataset",
+    "save_dataset",
+    "sft_rows",
+    "to_dataset",
+]
+
+FORMATS = ("csv", "hf", "sft", "preference", "inspect")
+
+_PLAIN = ("example_id", "generation", "task", "outcome", "reward", "error")
+_COUNTS = ("generation_ms", "scoring_ms", "prompt_tokens", "completion_tokens", "turns", "attempts")
+_NESTED = ("prompt", "completion", "answer", "info")
+
+
+def export_run(
+    run: StoredRun,
+    target: str | Path,
+    kind: str,
+    *,
+    threshold: float | None = None,
+) -> tuple[Path, int]:
+    """Write a run in one of `FORMATS`.
+
+    Args:
+        target: file, for "hf" a directory; it must not be there yet.
+        kind: one of `FORMATS`.
+        threshold: for "sft" the reward that the best rollout must have at least (default 1), for "preference" the
+            least difference between best and worst (default: any).
+
+    Returns:
+        The path written to, and how many rows.
+
+    Raises:
+        ConfigError: an unknown format, a target that is there, or nothing to write.
+    """
+    path = Path(target)
+    if kind not in FORMATS:
+        raise ConfigError(f"the format is {kind!r}; there are {', '.join(FORMATS)}.")
+    if path.exists():
+        raise ConfigError(f"{str(path)!r} is there already; give another file.")
+    if not run.rows:
+        raise ConfigError(f"{str(run.directory)!r} holds no rollouts, so there is nothing to export.")
+    if kind == "hf":
+        _save(to_dataset(run), path)
+        return path, len(run.rows)
+    if kind == "csv":
+        _write(path, lambda file: _write_csv(run, file))
+        return path, len(run.rows)
+    if kind == "inspect":
+        _write(path, lambda file: write_inspect(run, file))
+        return path, len(run.rows)
+    rows = list(
+        sft_rows(run, 1.0 if threshold is None else threshold)
+        if kind == "sft"
+        else preference_rows(run, 0.0 if threshold is None else threshold)
+    )
+    if not rows:
+        raise ConfigError(f"no prompt of {str(run.directory)!r} gives a row: {_why_none(kind, threshold)}.")
+    _write(path, lambda file: file.write("".join(json_line(row) + "\n" for row in rows).encode()))
+    return path, len(rows)
+
+
+def to_dataset(run: StoredRun) -> Dataset:
+    """The run as a `datasets.Dataset`: messages as lists, `info` and other loose columns as JSON text."""
+    import datasets
+
+    names = sorted({name for row in run.rows for name in metrics_of(row)})
+    rows = [_flat(row, names, nested=_message_list) for row in run.rows]
+    return datasets.Dataset.from_list(rows)
+
+
+def save_dataset(directory: str | Path, target: str | Path) -> Path:
+    """Save the run in `directory` as a datasets directory, in the place of an older one."""
+    path = Path(target)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
+        fresh = Path(temporary) / "new"
+        _save(to_dataset(read_run(directory)), fresh)
+        if path.exists():
+            os.replace(path, Path(temporary) / "old")
+        os.replace(fresh, path)
+    return path
+
+
+def _save(dataset: Dataset, path: Path) -> None:
+    import datasets
+
+    # a bar for what takes a moment is noise, and a switch that is set for the process is put back as it was
+    shown = datasets.are_progress_bars_disabled() is False
+    datasets.disable_progress_bars()
+    try:
+        dataset.save_to_disk(str(path))
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def push_dataset(directory: str | Path, name: str) -> None:
+    """Push the run in `directory` to the Hugging Face Hub, with the login that is set up on this machine.
+
+    Raises:
+        ConfigError: the Hub did not take it.
+    """
+    dataset = to_dataset(read_run(directory))
+    try:
+        dataset.push_to_hub(name)
+    except Exception as error:
+        raise ConfigError(
+            f"the Hugging Face Hub did not take the dataset {name!r} ({type(error).__name__}: {error}); the results "
+            f"are in {str(directory)!r}, and `vf-export` writes them elsewhere."
+        ) from error
+
+
+def sft_rows(run: StoredRun, threshold: float = 1.0) -> Iterator[dict[str, Any]]:
+    """The best rollout of each prompt whose reward is at least `threshold`; of several the first.
+
+    Conversations are whole: {"messages"}; for completion mode {"prompt", "completion"} as text.
+    """
+    for rows in _scored_by_prompt(run):
+        best = max(rows, key=lambda row: row["reward"])
+        if best["reward"] < threshold:
+            continue
+        beside = {"example_id": best["example_id"], "reward": best["reward"]}
+        if isinstance(best["prompt"], str):
+            yield {"prompt": best["prompt"], "completion": best["completion"], **beside}
+        else:
+            yield {"messages": [*best["prompt"], *best["completion"]], **beside}
+
+
+def preference_rows(run: StoredRun, least_difference: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Best against worst rollout of each prompt, where their rewards differ by more than `least_difference`.
+
+    Rollouts whose environment changed the prompt are only compared with those that had the same one.
+    """
+    for rows in _scored_by_prompt(run):
+        best = max(rows, key=lambda row: row["reward"])
+        same = [row for row in rows if row["prompt"] == best["prompt"]]
+        worst = min(same, key=lambda row: row["reward"])
+        if best["reward"] - worst["reward"] > least_difference:
+            yield {
+                "prompt": best["prompt"],
+                "chosen": best["completion"],
+                "rejected": worst["completion"],
+                "example_id": best["example_id"],
+                "chosen_reward": best["reward"],
+                "rejected_reward": worst["reward"],
+            }
+
+
+def _scored_by_prompt(run: StoredRun) -> Iterator[list[dict[str, Any]]]:
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in run.rows:
+        # a truncated answer is scored, and no example to learn from
+        if row.get("reward") is not None and row.get("outcome") == "completed":
+            groups.setdefault(row["example_id"], []).append(row)
+    yield from groups.values()
+
+
+def _why_none(kind: str, threshold: float | None) -> str:
+    if kind == "sft":
+        return f"no completed rollout has a reward of {1.0 if threshold is None else threshold:g}; set --threshold"
+    return "no prompt has two completed rollouts whose rewards differ enough"
+
+
+def _flat(row: Mapping[str, Any], metrics: list[str], nested: Callable[[str, Any], Any]) -> dict[str, Any]:
+    found = metrics_of(row)
+    flat = {name: row.get(name) for name in _PLAIN}
+    flat |= {name: nested(name, row.get(name)) for name in _NESTED}
+    flat |= {name: row.get(name) for name in _COUNTS}
+    # a reward function may have the name of one of our columns
+    return flat | {(f"metric_{name}" if name in flat else name): found.get(name) for name in metrics}
+
+
+def _message_list(name: str, value: Any) -> Any:
+    if name in ("prompt", "completion"):
+        messages = value if isinstance(value, list) else [{"role": "text", "content": "" if value is None else value}]
+        return [
+            {
+                "role": str(message.get("role", "")),
+                "content": _text(message.get("content")),
+                "tool_calls": _text(message.get("tool_calls")),
+                "tool_call_id": _text(message.get("tool_call_id")),
+            }
+            for message in messages
+            if isinstance(message, Mapping)
+        ]
+    return _text(value)
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    # halves of surrogate pairs, which models do write, become question marks: tables take none
+    return text.encode("utf-8", "replace").decode()
+
+
+def _write_csv(run: StoredRun, file: IO[bytes]) -> None:
+    names = sorted({name for row in run.rows for name in metrics_of(row)})
+    rows = [_flat(row, names, nested=lambda _, value: _text(value)) for row in run.rows]
+    text = io.TextIOWrapper(cast("io.BufferedWriter", file), encoding="utf-8", errors="replace", newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: _harmless(value) for name, value in row.items()})
+    text.flush()
+    text.detach()
+
+
+def _harmless(value: Any) -> Any:
+    """A spreadsheet would run a cell that begins like a formula, and transcripts are untrusted; numbers may stay."""
+    if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def _write(path: Path, write: Callable[[Any], Any]) -> None:
+    """Write a file in one step, so that a run of the disk's space leaves none that is half there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                write(file)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error

@@ -1,0 +1,80 @@
+"""What a result came from: versions, the environment's source, and the git revision it was run in."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["environment_provenance", "git_provenance", "versions"]
+
+_GIT_TIMEOUT_S = 5.0
+_MOST_FILES = 500
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what takes part in every evaluation."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("verifiers", "openai", "aiohttp", "datasets"):
+        found[name] = _version(name)
+    return found
+
+
+def environment_provenance(env_id: str) -> dict[str, str | None]:
+    """The loaded environment's package version and a hash of its source; None where there is none.
+
+    An installed version says little about a package that is edited in place; the source says what was run.
+    """
+    name = env_id.strip().rsplit("/", 1)[-1].replace("-", "_")
+    module, version = name, None
+    for entry in importlib.metadata.entry_points(group="verifiers.environments"):
+        if entry.name.replace("-", "_") == name:
+            module, version = entry.module, entry.dist.version if entry.dist is not None else None
+            break
+    version = version or _version(name.replace("_", "-"))
+    return {"env_version": version, "env_source": _source_hash(module)}
+
+
+def git_provenance() -> dict[str, Any] | None:
+    """Revision of the repository that the current directory lies in, and whether it has changes; None outside."""
+    revision = _git("rev-parse", "HEAD")
+    if not revision:
+        return None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {"revision": revision, "has_changes": None if changes is None else bool(changes)}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _source_hash(module: str) -> str | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or not file.endswith(".py"):
+        return None
+    path = Path(file)
+    files = sorted(path.parent.rglob("*.py"))[:_MOST_FILES] if path.name == "__init__.py" else [path]
+    digest = hashlib.blake2b(digest_size=8)
+    for source in files:
+        try:
+            digest.update(f"{source.relative_to(path.parent)}\n".encode() + source.read_bytes())
+        except OSError:
+            return None
+    return digest.hexdigest()
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
