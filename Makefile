@@ -5,17 +5,19 @@ VENV ?= .venv
 SEED ?= 0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CLIENTS := .venv-clients
 ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
-PACKAGES := -e .[train,gym,mcp,rg,ta] -e servers/embedded $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
+PACKAGES := -e .[train,gym,mcp,rg,ta] -e servers/embedded[json] $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: help install demo demo-quick test test-slow check docs docs-test bench clean
+.PHONY: help install demo demo-quick test test-slow test-clients check docs docs-test bench clean
 
 help:
 	@echo "make demo        train a small model end to end on this machine (about 10 minutes)"
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks and kills"
+	@echo "make test-clients  other people's clients against the embedded server"
 	@echo "make check       format, lint, types, import directions"
 	@echo "make docs        build the site into site/"
 	@echo "make bench       the benchmarks, one line of JSON each"
@@ -39,7 +41,16 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --ignore tests/clients
+
+test-clients: $(INSTALLED) $(CLIENTS)/.installed
+	$(BIN)/python -m pytest tests/clients
+
+# a venv of their own: litellm and inspect-ai want other versions than ours
+$(CLIENTS)/.installed: requirements-clients.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-clients.txt
+	@touch $@
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -59,6 +70,7 @@ docs-test: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/rollouts.py
 	$(BIN)/python benchmarks/python_tool.py
+	$(BIN)/python benchmarks/embedded_server.py
 
 clean:
-	rm -rf $(VENV) runs site outputs dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) runs site outputs dist build .mypy_cache .ruff_cache .pytest_cache

@@ -69,7 +69,8 @@ def test_the_defaults_on_the_page_are_those_of_the_command(command: str, monkeyp
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
         flag, written = re.findall(r"`(--[\w-]+)`", cells[0])[-1], cells[2].strip("` |") if len(cells) > 2 else ""
         if written and written != "OpenAI's" and defaults[flag] is not None:
-            assert float(written) == defaults[flag] if written.isdigit() else written == defaults[flag], row
+            number = re.fullmatch(r"\d+(\.\d+)?", written)
+            assert float(written) == defaults[flag] if number else written == defaults[flag], row
 
 
 def test_every_command_of_the_project_is_on_the_page_and_can_be_called() -> None:

@@ -95,6 +95,8 @@ async def test_what_does_not_finish_is_given_up(how: str) -> None:
         if asked <= 2:
             return "4"
         if asked == 5:
+            while len(done) < 2:  # noqa: ASYNC110 - until they are graded, which sets no event
+                await asyncio.sleep(0.001)
             interruption.drain()
             if how == "abort":
                 interruption.abort()

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from verifiers_embedded.answers import chat_completion, text_completion, token_generation
+from verifiers_embedded.constraints import Grammar, GrammarCompiler
 from verifiers_embedded.control import ControlRoutes
 from verifiers_embedded.engine import Engine
 from verifiers_embedded.errors import ApiError
@@ -25,10 +26,13 @@ from verifiers_embedded.events import (
 )
 from verifiers_embedded.fields import read_fields, typed
 from verifiers_embedded.generation import Generation, GenerationRequest
+from verifiers_embedded.grammars import Form, form_of_chat, lark_grammar
 from verifiers_embedded.http import answer_errors, as_api_error, key_required, read_json
 from verifiers_embedded.loading import LoadedModel
 from verifiers_embedded.metrics import Metrics
+from verifiers_embedded.openapi import openapi_route
 from verifiers_embedded.prompts import ChatText
+from verifiers_embedded.reasoning import begun_by
 from verifiers_embedded.requests import (
     ChatRequest,
     Decoding,
@@ -79,6 +83,7 @@ class Routes:
         self._api_key = api_key
         self._max_body_bytes = max_body_bytes
         self._metrics = Metrics(engine)
+        self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
 
     def app(self) -> web.Application:
         """The application, ready for a runner (with handler_cancellation, so that disconnects free slots)."""
@@ -97,6 +102,7 @@ class Routes:
                 web.post("/detokenize", self.detokenize),
                 web.get("/health", self.health),
                 web.get("/metrics", self._metrics.show),
+                openapi_route(self._model_name, self._loaded, keyed=self._api_key is not None),
                 *ControlRoutes(self._engine, self._loaded, self._model_name).routes(),
             ]
         )
@@ -107,7 +113,7 @@ class Routes:
         chat = parse_chat_request(await read_json(request))
         self._check_model(chat.delivery.model)
         prompt_ids = await self._render(chat)
-        jobs = self._jobs(chat.decoding, prompt_ids)
+        jobs = self._jobs(chat.decoding, prompt_ids, grammar=await self._chat_grammar(chat, prompt_ids))
         if chat.delivery.stream:
             return await self._stream(request, chat.delivery, jobs, ChatWriter(chat, prompt_ids, self._text))
         return web.json_response(chat_completion(chat, prompt_ids, await self._generate(jobs), self._text))
@@ -122,7 +128,9 @@ class Routes:
                 prompts.append((prompt, await self._encode(prompt, asked.add_special_tokens)))
             else:
                 prompts.append((self._text.decode(prompt) if asked.echo else "", prompt))
-        jobs = [job for _, ids in prompts for job in self._jobs(asked.decoding, ids, "prompt")]
+        form = None if asked.schema is None else Form(asked.schema)
+        grammar = await self._grammar(form, asked.decoding)
+        jobs = [job for _, ids in prompts for job in self._jobs(asked.decoding, ids, "prompt", grammar)]
         if asked.delivery.stream:
             return await self._stream(request, asked.delivery, jobs, TextWriter(asked, prompts, self._text))
         return web.json_response(text_completion(asked, prompts, await self._generate(jobs), self._text))
@@ -140,6 +148,8 @@ class Routes:
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize: the ids of a prompt, or of messages as the chat template renders them"""
         asked = parse_tokenize_request(await read_json(request))
+        if asked.model is not None:
+            self._check_model(asked.model)
         if isinstance(asked.source, str):
             ids = await self._encode(asked.source, asked.add_special_tokens)
         else:
@@ -215,7 +225,11 @@ class Routes:
         return response
 
     def _jobs(
-        self, decoding: Decoding, prompt_ids: list[int], param: str = "messages"
+        self,
+        decoding: Decoding,
+        prompt_ids: list[int],
+        param: str = "messages",
+        grammar: Grammar | None = None,
     ) -> list[GenerationRequest]:
         """The engine's requests, one for each choice. `max_tokens` is clipped to the room left, and the
         answer then ends with "length".
@@ -237,9 +251,35 @@ class Routes:
                 ),
                 eos_ids=eos_ids | decoding.stop_token_ids,
                 stop=decoding.stop,
+                grammar=grammar,
             )
             for index in range(decoding.n)
         ]
+
+    async def _chat_grammar(self, chat: ChatRequest, prompt_ids: list[int]) -> Grammar | None:
+        form = form_of_chat(
+            chat.schema,
+            chat.forced,
+            chat.tools,
+            several=chat.parallel_tool_calls,
+            tool_format=self._text.tool_format,
+        )
+        reasoning = "none"
+        if form is not None and self._text.splits_reasoning:
+            reasoning = "begun" if begun_by(self._text.decode_all(prompt_ids[-8:])) else "may"
+        return await self._grammar(form, chat.decoding, reasoning)
+
+    async def _grammar(
+        self, form: Form | None, decoding: Decoding, reasoning: str = "none"
+    ) -> Grammar | None:
+        if form is None:
+            return None
+        if decoding.ignore_eos:
+            raise ApiError(
+                f"field 'ignore_eos' cannot be true where {form.param!r} says how the text ends",
+                param="ignore_eos",
+            )
+        return await self._grammars.compile(lark_grammar(form, reasoning), form.param)
 
     def _checked_room(self, prompt_ids: list[int], param: str) -> int:
         limit = self._loaded.max_model_len

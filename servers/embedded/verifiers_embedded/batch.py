@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verifiers_embedded.cache import SlotCache
+from verifiers_embedded.constraints import Guide, forbid
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.generation import Sequence
 from verifiers_embedded.prefixes import BLOCK, PrefixStore
@@ -48,6 +49,7 @@ class ActiveBatch:
         config = model.config.get_text_config()
         self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len)
         self._sampler: BatchSampler | None = None
+        self._guides: list[tuple[int, Guide]] = []
 
     @property
     def allocated(self) -> tuple[int, int]:
@@ -101,7 +103,12 @@ class ActiveBatch:
         """Samples the next token of every sequence."""
         if self._sampler is None:
             self._sampler = BatchSampler([item.request.sampling for item in self.sequences], self._device)
-        return self._sampler.sample(self.logits(), [item.uniforms.next() for item in self.sequences])
+            rows = enumerate(self.sequences)
+            self._guides = [(row, item.guide) for row, item in rows if item.guide is not None]
+        logits = self.logits()
+        if self._guides:
+            forbid(logits, self._guides)
+        return self._sampler.sample(logits, [item.uniforms.next() for item in self.sequences])
 
     def logits(self) -> torch.Tensor:
         """The model's logits after each sequence's last token, (rows, vocabulary); stores its keys."""

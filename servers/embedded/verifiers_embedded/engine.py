@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from verifiers_embedded.batch import ActiveBatch
-from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped
+from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped, GrammarFailed
 from verifiers_embedded.generation import Generation, GenerationRequest, Sequence, Watcher, WeightVersion
 from verifiers_embedded.sampling import UniformStream
 from verifiers_embedded.stopping import Decode, StopMatcher
@@ -129,7 +129,9 @@ class Engine:
         matcher = StopMatcher(self._decode, request.stop) if request.stop else None
         future: Future[Generation] = Future()
         uniforms = UniformStream(request.sampling.seed)
-        sequence = Sequence(request, future, matcher, uniforms, list(request.prompt_ids), watcher=watcher)
+        guide = None if request.grammar is None else request.grammar.begin()
+        prompt = list(request.prompt_ids)
+        sequence = Sequence(request, future, matcher, uniforms, prompt, watcher=watcher, guide=guide)
         with self._wake:
             if self._failure is not None:
                 _settle(future, error=self._failure)
@@ -284,7 +286,7 @@ class Engine:
     def _step(self) -> None:
         keep: list[bool] = []
         ended: list[bool] = []
-        answers: list[tuple[Sequence, Generation | None, BrokenLogits | None]] = []
+        answers: list[tuple[Sequence, Generation | None, Exception | None]] = []
         draw = self._batch.step()
         version = self._version
         for sequence, token, log_prob, likeliest in zip(
@@ -292,7 +294,7 @@ class Engine:
         ):
             try:
                 reason = sequence.append(token, log_prob, version, likeliest)
-            except BrokenLogits as error:
+            except (BrokenLogits, GrammarFailed) as error:
                 answers.append((sequence, None, error))
                 keep.append(False)
                 ended.append(False)

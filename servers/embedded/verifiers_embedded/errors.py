@@ -6,7 +6,8 @@ EmbeddedError
 ├── WeightsError (ValueError)      a reload is refused before anything was copied
 ├── EngineDied (RuntimeError)      the engine thread ended with an exception; nothing is generated any more
 ├── EngineStopped (RuntimeError)   the server is shutting down
-└── BrokenLogits (RuntimeError)    the model's output for one request was not a distribution
+├── BrokenLogits (RuntimeError)    the model's output for one request was not a distribution
+└── GrammarFailed (RuntimeError)   one request's grammar could not be followed any further
 """
 
 from __future__ import annotations
@@ -70,3 +71,7 @@ class BrokenLogits(EmbeddedError, RuntimeError):
     """The model gave NaN or infinite logits for one request; usually the weights that were pushed have
     diverged.
     """
+
+
+class GrammarFailed(EmbeddedError, RuntimeError):
+    """The grammar of one request left no token, or grew beyond its limits; other requests go on."""

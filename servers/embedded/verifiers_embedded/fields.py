@@ -29,7 +29,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "logit_bias": ({},),
     "prompt_logprobs": (),
     "presence_penalty": (0,),

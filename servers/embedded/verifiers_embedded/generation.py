@@ -6,7 +6,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from verifiers_embedded.errors import BrokenLogits
+from verifiers_embedded.constraints import Grammar, Guide
+from verifiers_embedded.errors import BrokenLogits, GrammarFailed
 from verifiers_embedded.sampling import SamplingParameters, UniformStream
 from verifiers_embedded.stopping import StopMatcher
 
@@ -46,6 +47,7 @@ class GenerationRequest:
         sampling: temperature, truncation and seed.
         eos_ids: ids that end the completion; the id itself is kept.
         stop: strings that end the completion as soon as they appear in its text.
+        grammar: what the text must follow; None where it is free.
     """
 
     prompt_ids: tuple[int, ...]
@@ -53,6 +55,7 @@ class GenerationRequest:
     sampling: SamplingParameters
     eos_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Sequence:
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
     span_starts: list[tuple[WeightVersion, int]] = field(default_factory=list)
     watcher: Watcher | None = None
+    guide: Guide | None = None
 
     def append(
         self, token: int, log_prob: float, version: WeightVersion, likeliest: list[tuple[int, float]]
@@ -102,7 +106,9 @@ class Sequence:
 
         Raises:
             BrokenLogits: the log-probability is not a finite number.
+            GrammarFailed: no token could be sampled under the grammar, or none can follow.
         """
+        self._check_guide()
         if not -float("inf") < log_prob <= 0.0001:
             raise BrokenLogits(
                 f"the model gave no valid distribution for token {len(self.log_probs)} of this completion "
@@ -117,7 +123,17 @@ class Sequence:
             return "stop"
         if self.matcher is not None and self.matcher.push(token):
             return "stop"
+        if self.guide is not None:
+            self.guide.advance(token)
+            self._check_guide()
         return "length" if len(self.log_probs) >= self.request.max_tokens else None
+
+    def _check_guide(self) -> None:
+        if self.guide is not None and self.guide.failure is not None:
+            raise GrammarFailed(
+                f"the grammar of this request cannot be followed beyond token {len(self.log_probs)}: "
+                f"{self.guide.failure}; send a simpler schema"
+            )
 
     def finish(self, reason: FinishReason) -> Generation:
         """The completion as it stands, to be answered with `reason`."""

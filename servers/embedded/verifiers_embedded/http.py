@@ -10,7 +10,14 @@ from typing import Any
 
 from aiohttp import web
 
-from verifiers_embedded.errors import ApiError, BrokenLogits, EngineDied, EngineStopped, WeightsError
+from verifiers_embedded.errors import (
+    ApiError,
+    BrokenLogits,
+    EngineDied,
+    EngineStopped,
+    GrammarFailed,
+    WeightsError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +67,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         return ApiError(str(error), param="weights_path")
     if isinstance(error, EngineStopped):
         return ApiError(str(error), status=503)
-    if isinstance(error, EngineDied | BrokenLogits):
+    if isinstance(error, EngineDied | BrokenLogits | GrammarFailed):
         return ApiError(str(error), status=500)
     return None
 
@@ -72,6 +79,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except web.HTTPException as error:
         refusal = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+        allowed = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        return web.json_response(refusal.body(), status=refusal.status, headers=allowed)
     except Exception as error:
         # Without this the client would get aiohttp's HTML page, which no OpenAI client can read.
         known = as_api_error(error)

@@ -35,15 +35,7 @@ def read_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"not {short(tool)}",
                 param="tools",
             )
-    choice = fields.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise ApiError(
-            f"field 'tool_choice' with value {short(choice)} is not supported by this server, which does "
-            "not constrain what is sampled; give 'auto' or 'none'",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    return tools if choice == "auto" else []
+    return [] if fields.get("tool_choice") == "none" else tools
 
 
 def read_template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:

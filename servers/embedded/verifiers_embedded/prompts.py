@@ -56,7 +56,6 @@ class ChatText:
         self._template = _template_text(tokenizer)
         named = None if tool_format == "none" else tool_format
         self.tool_format = format_of_template(self._template) if named == "auto" else named
-        self._byte_of = _bytes_of_byte_level_characters()
         self._names: dict[int, tuple[str, list[int]]] = {}
 
     def render(
@@ -166,11 +165,20 @@ class ChatText:
         text = self._tokenizer.decode([token_id])
         if "\ufffd" in text:
             piece = self._tokenizer.convert_ids_to_tokens(token_id)
-            if isinstance(piece, str) and all(letter in self._byte_of for letter in piece):
-                return text, [self._byte_of[letter] for letter in piece]
-            if isinstance(piece, str) and len(piece) == 6 and piece.startswith("<0x"):
-                return text, [int(piece[3:5], 16)]
+            if (known := bytes_of_piece(piece)) is not None:
+                return text, list(known)
         return text, list(text.encode("utf-8"))
+
+
+def bytes_of_piece(piece: Any) -> bytes | None:
+    """The bytes of a token that is part of a character, from its name in the vocabulary; None for others."""
+    # first: its characters are stand-ins of bytes, too
+    if isinstance(piece, str) and len(piece) == 6 and piece.startswith("<0x"):
+        return bytes([int(piece[3:5], 16)])
+    byte_of = _bytes_of_byte_level_characters()
+    if isinstance(piece, str) and all(letter in byte_of for letter in piece):
+        return bytes(byte_of[letter] for letter in piece)
+    return None
 
 
 def _template_text(tokenizer: Any) -> str:

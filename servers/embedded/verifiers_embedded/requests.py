@@ -8,6 +8,7 @@ from typing import Any
 
 from verifiers_embedded.errors import ApiError
 from verifiers_embedded.fields import integer, number, read_fields, short, typed
+from verifiers_embedded.grammars import read_forced, read_response_format
 from verifiers_embedded.messages import read_messages, read_template_kwargs, read_tools
 
 MAX_CHOICES = 128
@@ -42,9 +43,10 @@ _CHAT = frozenset(
         "tools",
         "tool_choice",
         "parallel_tool_calls",
+        "response_format",
     }
 )
-_TEXT = frozenset({"prompt", "echo", "add_special_tokens"})
+_TEXT = frozenset({"prompt", "echo", "add_special_tokens", "response_format"})
 _TOKENS = frozenset({"token_ids", "sampling_params"})
 
 
@@ -86,7 +88,12 @@ class Delivery:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat-completion request as the server understands it."""
+    """A chat-completion request as the server understands it.
+
+    Args:
+        schema: JSON text of the schema that the answer must fit; None where it is free.
+        forced: names of the tools one of which must be called; none where none must.
+    """
 
     decoding: Decoding
     delivery: Delivery
@@ -94,6 +101,8 @@ class ChatRequest:
     chat_template_kwargs: dict[str, Any]
     tools: list[dict[str, Any]]
     parallel_tool_calls: bool
+    schema: str | None = None
+    forced: tuple[str, ...] = ()
 
     @property
     def text_length(self) -> int:
@@ -106,13 +115,14 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A completion request: one or more prompts, each a text or token ids."""
+    """A completion request: one or more prompts, each a text or token ids; `schema` as in `ChatRequest`."""
 
     decoding: Decoding
     delivery: Delivery
     prompts: list[str | list[int]]
     echo: bool
     add_special_tokens: bool
+    schema: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,18 +142,22 @@ def parse_chat_request(body: Any) -> ChatRequest:
     """
     fields = read_fields(body, _DECODING | _ANSWERING | _CHAT, {"best_of": (1,), "echo": (False,)})
     delivery = _delivery(fields)
-    tokens_field = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    # both are checked where both are given
+    limits = [_max_tokens(fields, name) for name in ("max_completion_tokens", "max_tokens") if name in fields]
     logprobs = typed(fields, "logprobs", bool, False)
     top = integer(fields, "top_logprobs", 0, least=0, most=MAX_TOP_LOGPROBS)
     if top and not logprobs:
         raise ApiError(f"field 'top_logprobs' is {top}, which needs 'logprobs': true", param="top_logprobs")
+    tools = read_tools(fields)
     return ChatRequest(
-        decoding=_decoding(fields, _max_tokens(fields, tokens_field), logprobs, top),
+        decoding=_decoding(fields, limits[0] if limits else None, logprobs, top),
         delivery=delivery,
         messages=read_messages(fields.get("messages")),
         chat_template_kwargs=read_template_kwargs(fields),
-        tools=read_tools(fields),
+        tools=tools,
         parallel_tool_calls=typed(fields, "parallel_tool_calls", bool, True),
+        schema=read_response_format(fields),
+        forced=read_forced(fields, tools),
     )
 
 
@@ -176,6 +190,7 @@ def parse_text_request(body: Any) -> TextRequest:
         prompts=_prompts(fields.get("prompt")),
         echo=echo,
         add_special_tokens=typed(fields, "add_special_tokens", bool, True),
+        schema=read_response_format(fields),
     )
 
 

@@ -132,7 +132,8 @@ class BatchSampler:
         """One token for every row.
 
         Args:
-            logits_NV: the model's last logits, any floating dtype; the mathematics are in float32.
+            logits_NV: the model's last logits, any floating dtype; the mathematics are in float32. What a
+                grammar forbids is -inf, and so has no part in temperature, truncation or log-probabilities.
             uniforms: one number in [0, 1) for each row.
 
         A row whose logits hold NaN gets a log-probability that is not finite; the caller checks for it.

@@ -26,6 +26,7 @@ _FIELDS = frozenset(
 class TokenizeRequest:
     """A text, or a conversation to be rendered."""
 
+    model: str | None
     source: str | ChatRequest
     add_special_tokens: bool
     return_token_strs: bool
@@ -49,6 +50,7 @@ def parse_tokenize_request(body: Any) -> TokenizeRequest:
         }
         source = parse_chat_request({"model": "", **chat})
     return TokenizeRequest(
+        model=typed(fields, "model", str, "") if "model" in fields else None,
         source=source,
         add_special_tokens=typed(fields, "add_special_tokens", bool, True),
         return_token_strs=typed(fields, "return_token_strs", bool, False),

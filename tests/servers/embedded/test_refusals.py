@@ -8,7 +8,7 @@ import pytest
 
 UNSUPPORTED = {
     "tool_choice": "required",
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "grammar"},
     "logit_bias": {"5": 10},
     "presence_penalty": 0.5,
     "frequency_penalty": -1,

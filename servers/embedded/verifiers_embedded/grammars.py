@@ -1,0 +1,277 @@
+"""What the text of an answer must look like: read from a request, and written as a grammar.
+
+The grammar is in llguidance's dialect of Lark. Nothing here needs that library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers_embedded.errors import ApiError
+from verifiers_embedded.fields import short, typed
+
+MAX_SCHEMA_CHARACTERS = 2**18
+MAX_DEPTH = 64
+"""Most levels of objects and lists in a schema."""
+MAX_REFERENCES = 300
+"""Most different `$ref` in a schema. With `MAX_DEPTH` it bounds the stack that compiling needs."""
+
+FORCED_FORMAT = "hermes"
+"""The format of `tool_calls.FORMATS` in which calls can be forced."""
+
+BLANKS = "[ \\n\\r\\t]{1,32}"
+"""Whitespace between two parts of JSON. Bounded: a model that has lost its way would write it for ever."""
+
+_FORMATS = ("text", "json_object", "json_schema")
+_SCHEMA_FIELDS = frozenset({"name", "schema", "strict", "description"})
+
+
+@dataclass(frozen=True)
+class Function:
+    """A tool that a call can name, and the JSON text of the schema of its arguments."""
+
+    name: str
+    parameters: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """The texts that are allowed: JSON that fits a schema, or calls of functions, or either.
+
+    Args:
+        schema: JSON text of a schema; None for calls alone.
+        functions: those that can be called; none for JSON alone.
+        several: whether one answer may hold more than one call.
+        param: the request's field that asked for it.
+    """
+
+    schema: str | None
+    functions: tuple[Function, ...] = ()
+    several: bool = True
+    param: str = "response_format"
+
+
+def read_response_format(fields: Mapping[str, Any]) -> str | None:
+    """The JSON text of the schema that `response_format` names; None where any text will do.
+
+    Raises:
+        ApiError: the field is not one of OpenAI's three forms, or the schema is too large.
+    """
+    wanted = typed(fields, "response_format", dict, {"type": "text"})
+    kind = wanted.get("type")
+    if kind not in _FORMATS:
+        raise ApiError(
+            f"field 'response_format' must have a 'type' of {', '.join(_FORMATS)}, not {short(kind)}",
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    if kind != "json_schema":
+        _refuse_unknown(wanted, {"type"}, "response_format")
+        return None if kind == "text" else '{"type":"object"}'
+    _refuse_unknown(wanted, {"type", "json_schema"}, "response_format")
+    inner = wanted.get("json_schema")
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        raise ApiError(
+            "field 'response_format' must be {'type': 'json_schema', 'json_schema': {'name': ..., "
+            f"'schema': {{...}}}}}}, not {short(wanted)}",
+            param="response_format",
+        )
+    _refuse_unknown(inner, _SCHEMA_FIELDS, "response_format.json_schema")
+    return schema_text(inner["schema"], "response_format")
+
+
+def read_forced(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Names of the functions one of which must be called, as `tool_choice` says; none where none must.
+
+    Args:
+        tools: those of the request, checked.
+
+    Raises:
+        ApiError: the choice is of no known form, or names a function that is not among the tools.
+    """
+    choice = fields.get("tool_choice", "auto")
+    if choice in ("auto", "none"):
+        return ()
+    names = tuple(tool["function"]["name"] for tool in tools)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    named = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and (not isinstance(named, str) or choice.get("type") != "function"):
+        raise ApiError(
+            "field 'tool_choice' must be 'auto', 'none', 'required' or {'type': 'function', 'function': "
+            f"{{'name': ...}}}}, not {short(choice)}",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if not names:
+        raise ApiError(
+            f"field 'tool_choice' is {short(choice)}, which needs 'tools' to choose from", param="tool_choice"
+        )
+    if named is None:
+        return names
+    if named not in names:
+        raise ApiError(
+            f"field 'tool_choice' names the function {named!r}, but the tools are {', '.join(names)}",
+            param="tool_choice",
+        )
+    return (named,)
+
+
+def form_of_chat(
+    schema: str | None,
+    forced: Sequence[str],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    several: bool,
+    tool_format: str | None,
+) -> Form | None:
+    """What the answer of a chat request must look like; None where it is free.
+
+    Args:
+        schema: as `read_response_format` gives it. Where the request has tools, too, they may be called
+            instead.
+        forced: as `read_forced` gives it.
+        tools: those of the request.
+        several: whether one answer may hold more than one call.
+        tool_format: the format in which the served model calls tools.
+
+    Raises:
+        ApiError: JSON and a call are asked for at once, or calls in a format that has no grammar here.
+    """
+    if schema is not None and forced:
+        raise ApiError(
+            "fields 'response_format' and 'tool_choice' ask for JSON and for a call; leave one of them out",
+            param="tool_choice",
+        )
+    if schema is None and not forced:
+        return None
+    param = "tool_choice" if forced else "response_format"
+    callable_names = forced or [tool["function"]["name"] for tool in tools if tool_format]
+    if callable_names and tool_format != FORCED_FORMAT:
+        raise ApiError(
+            f"field {param!r} with tools can be obeyed in the format {FORCED_FORMAT!r} alone, and the served "
+            f"model calls tools in {tool_format or 'no known format'}; leave out one of them",
+            param=param,
+            code="unsupported_parameter",
+        )
+    return Form(schema, functions_of(tools, callable_names), several and len(forced) != 1, param)
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[Function, ...]:
+    """The named functions, ready to be forced.
+
+    Raises:
+        ApiError: the parameters of one are not a schema of an object.
+    """
+    found = []
+    for place, tool in enumerate(tools):
+        function = tool["function"]
+        if function["name"] not in names:
+            continue
+        # OpenAI: a function without parameters takes none
+        parameters = function.get("parameters") or {"properties": {}, "additionalProperties": False}
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise ApiError(
+                f"tools[{place}].function.parameters must be a JSON schema of type 'object', "
+                f"not {short(parameters)}",
+                param="tools",
+            )
+        found.append(Function(function["name"], schema_text({**parameters, "type": "object"}, "tools")))
+    return tuple(found)
+
+
+def schema_text(schema: Mapping[str, Any], param: str) -> str:
+    """A schema as JSON text.
+
+    Raises:
+        ApiError: it is too long, nested too deeply, or has too many references. Each of them would cost
+            stack or time that no library bounds.
+    """
+    if (depth := _depth(schema)) > MAX_DEPTH:
+        raise ApiError(
+            f"the JSON schema in {param!r} is nested {depth} levels deep; at most {MAX_DEPTH} can be "
+            "compiled, so give deep parts names under '$defs'",
+            param=param,
+        )
+    if len(references := _references(schema)) > MAX_REFERENCES:
+        raise ApiError(
+            f"the JSON schema in {param!r} has {len(references)} different '$ref'; at most {MAX_REFERENCES} "
+            "can be compiled, so send a smaller schema",
+            param=param,
+        )
+    text = json.dumps(schema, separators=(",", ":"))
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise ApiError(
+            f"the JSON schema in {param!r} is {len(text)} characters long; at most {MAX_SCHEMA_CHARACTERS} "
+            "can be compiled, so send a smaller schema",
+            param=param,
+        )
+    return text
+
+
+def lark_grammar(form: Form, reasoning: str = "none") -> str:
+    """The grammar of a form.
+
+    Args:
+        reasoning: "none"; "may" where the answer may begin with a text between think tags; "begun" where the
+            prompt has opened the tag, so that the answer goes on inside it.
+    """
+    lines = ['%llguidance {"no_forcing": true}', f"BLANKS: /{BLANKS}/"]
+    starts = {"none": "", "may": '(BLANKS? "<think>" thought BLANKS?)? ', "begun": "thought BLANKS? "}
+    bodies = (["calls"] if form.functions else []) + (["json"] if form.schema is not None else [])
+    lines.append(f"start: {starts[reasoning]}({' | '.join(bodies)})")
+    if reasoning != "none":
+        lines.append(r"thought[lazy]: /(?s:.*)<\/think>/")
+    if form.schema is not None:
+        lines.append(f"json: {_json_rule(form.schema)}")
+    if form.functions:
+        more = " (BLANKS? call)*" if form.several else ""
+        lines.append(f"calls: BLANKS? call{more} BLANKS?")
+        lines.append(f"call: {' | '.join(f'call_{place}' for place in range(len(form.functions)))}")
+    for place, function in enumerate(form.functions):
+        # the name as a JSON string, which is then written as a string of the grammar
+        parts = ["<tool_call>", "{", '"name"', ":", json.dumps(function.name), ",", '"arguments"', ":"]
+        opening = " BLANKS? ".join(json.dumps(part) for part in parts)
+        lines.append(f'call_{place}: {opening} BLANKS? arguments_{place} BLANKS? "}}" BLANKS? "</tool_call>"')
+        lines.append(f"arguments_{place}: {_json_rule(function.parameters)}")
+    return "\n".join(lines) + "\n"
+
+
+def _json_rule(schema: str) -> str:
+    options = json.dumps({"whitespace_pattern": BLANKS})
+    # the first of two equal keys would be dropped by a JSON parser, so a schema's own options win
+    rest = schema[1:] if schema != "{}" else "}"
+    comma = "," if schema != "{}" else ""
+    return f'%json {{"x-guidance":{options}{comma}{rest}'
+
+
+def _refuse_unknown(value: Mapping[str, Any], known: set[str] | frozenset[str], where: str) -> None:
+    if unknown := sorted(set(value) - known):
+        raise ApiError(f"{where} has unknown fields {', '.join(unknown)}", param="response_format")
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists; not recursive, since a body can be nested deeper than Python's stack."""
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        item, level = waiting.pop()
+        children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else None
+        if children is not None:
+            deepest = max(deepest, level)
+            waiting.extend((child, level + 1) for child in children)
+    return deepest
+
+
+def _references(value: Any) -> set[str]:
+    found: set[str] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            found.update(item[key] for key in ("$ref", "$dynamicRef") if isinstance(item.get(key), str))
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
+    return found

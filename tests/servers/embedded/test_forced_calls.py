@@ -1,0 +1,97 @@
+"""A call that is asked for comes, in the model's own format, with arguments that fit its tool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from json_forms import (
+    ADD,
+    ARGUMENTS,
+    NOW,
+    PERSON,
+    byte_level_tokenizer,
+    events_of,
+    fits,
+    named,
+    save_model,
+)
+from tool_templates import PRINTS_TEXT
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module", params=["characters", "byte-level"])
+def either_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with a long context, one for each kind of tokenizer."""
+    directory = tmp_path_factory.mktemp("constrained") / request.param
+    if request.param == "byte-level":
+        return save_model(directory, byte_level_tokenizer())
+    return save_model(directory, PreTrainedTokenizerFast.from_pretrained(model_dir))
+
+
+@pytest.mark.parametrize("choice", ["required", named("add"), named('n"o\\w')], ids=["required", "add", "odd"])
+async def test_a_forced_call_is_a_call_that_fits_its_tool(start: Any, either_dir: Path, choice: Any) -> None:
+    server = await start(either_dir, template=PRINTS_TEXT)
+    fields = {"tools": [ADD, NOW], "tool_choice": choice, "parallel_tool_calls": False, "n": 48, "max_tokens": 500}
+    answer = await server.chat(seed=5, **fields)
+    seen = set()
+    for item in answer["choices"]:
+        assert item["finish_reason"] == "tool_calls"
+        (call,) = item["message"]["tool_calls"]
+        assert not (item["message"]["content"] or "").strip()
+        jsonschema.validate(json.loads(call["function"]["arguments"]), ARGUMENTS[call["function"]["name"]])
+        seen.add(call["function"]["name"])
+    assert seen == (set(ARGUMENTS) if choice == "required" else {choice["function"]["name"]})
+
+
+async def test_required_allows_several_calls_and_a_name_one(start: Any, either_dir: Path) -> None:
+    server = await start(either_dir, template=PRINTS_TEXT)
+    fields = {"tools": [ADD, NOW], "n": 64, "max_tokens": 400, "seed": 6}
+    counts = {}
+    for choice in ("required", named("add")):
+        answer = await server.chat(tool_choice=choice, **fields)
+        ended = [item["message"] for item in answer["choices"] if item["finish_reason"] == "tool_calls"]
+        counts[str(choice)] = {len(message["tool_calls"]) for message in ended}
+        for message in ended:
+            for call in message["tool_calls"]:
+                jsonschema.validate(json.loads(call["function"]["arguments"]), ARGUMENTS[call["function"]["name"]])
+    assert max(counts["required"]) > 1
+    assert counts[str(named("add"))] == {1}
+
+
+async def test_a_tag_that_is_one_token_can_be_written_as_one(start: Any, tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    server = await start(save_model(tmp_path / "m", tokenizer), template=PRINTS_TEXT)
+    answer = await server.chat(tools=[ADD], tool_choice="required", n=64, max_tokens=1, temperature=1.0)
+    first = {choice["token_ids"][0] for choice in answer["choices"]}
+    assert tokenizer.convert_tokens_to_ids("<tool_call>") in first
+    assert len(first) > 1
+
+
+async def test_a_forced_call_is_streamed_whole(start: Any, either_dir: Path) -> None:
+    server = await start(either_dir, template=PRINTS_TEXT)
+    fields = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 500, "seed": 3}
+    whole = (await server.chat(**fields))["choices"][0]["message"]["tool_calls"]
+    events = await events_of(server, fields)
+    calls = [call for event in events for item in event["choices"] for call in item["delta"].get("tool_calls") or []]
+    assert [call["function"] for call in calls] == [call["function"] for call in whole]
+
+
+async def test_with_tools_to_choose_from_json_or_a_call_comes(start: Any, either_dir: Path) -> None:
+    server = await start(either_dir, template=PRINTS_TEXT)
+    fields = {"tools": [ADD], "n": 64, "max_tokens": 500, "seed": 9, "temperature": 2.0}
+    answer = await server.chat(**fields, **fits(PERSON))
+    kinds = set()
+    for item in answer["choices"]:
+        kinds.add(item["finish_reason"])
+        if item["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(item["message"]["content"]), PERSON)
+        elif item["finish_reason"] == "tool_calls":
+            for call in item["message"]["tool_calls"]:
+                jsonschema.validate(json.loads(call["function"]["arguments"]), ARGUMENTS["add"])
+    assert {"stop", "tool_calls"} <= kinds
