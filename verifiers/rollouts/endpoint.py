@@ -186,6 +186,8 @@ class HttpBackend:
         session, self._session = self._session, None
         if session is not None and self._loop is asyncio.get_running_loop():
             await session.close()
+            # sockets are let go one turn of the loop later, and the loop may end with this call
+            await asyncio.sleep(0)
 
 
 class ClientBackend:
