@@ -15,10 +15,9 @@ import subprocess
 import time
 import uuid
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from verifiers.errors import ConfigError, SandboxError
+from verifiers.sandbox.closing import ClosesOnce, PipedProcess, ended
 from verifiers.sandbox.pipes import Drain, Feed, LineReader
 from verifiers.sandbox.spec import READ_BYTES, RunResult, SandboxProcess, SandboxSpec
 
@@ -100,14 +99,7 @@ class _Client:
 
     async def ended(self, limit_s: float | None) -> bool:
         """Wait for its end; False when it did not come in time."""
-        end = None if limit_s is None else time.monotonic() + limit_s
-        pause_s = 0.002
-        while self.process.poll() is None:
-            if end is not None and time.monotonic() > end:
-                return False
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.05)
-        return True
+        return await ended(self.process, limit_s)
 
     async def end(self) -> None:
         """Kill it. What it started inside the container is not touched."""
@@ -121,7 +113,7 @@ def _take(fd: int) -> int:
     return copy
 
 
-class ContainerSandbox:
+class ContainerSandbox(ClosesOnce):
     """A sandbox that is a container. Opened by `open_container`."""
 
     def __init__(self, spec: SandboxSpec, tool: str) -> None:
@@ -130,7 +122,6 @@ class ContainerSandbox:
         self.name = f"verifiers-{uuid.uuid4().hex}"
         self._tool = tool
         self._started: set[ContainerProcess] = set()
-        self._closing: asyncio.Task[None] | None = None
         self._main = _Client(run_arguments(spec, tool, self.name), stdin=True)
         self._lifeline: int | None = self._main.stdin
         self._out = LineReader(self._main.stdout, 1 << 16)
@@ -262,20 +253,6 @@ class ContainerSandbox:
         )
         _raise_for(client, err, timed_out, path)
 
-    async def close(self) -> None:
-        """As in `Sandbox`. Cancelling it does not keep it from finishing."""
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        cancelled = False
-        while not self._closing.done():
-            try:
-                await asyncio.shield(self._closing)
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
-        self._closing.result()
-
     async def _close(self) -> None:
         if self._lifeline is not None:
             os.close(self._lifeline)
@@ -294,16 +271,8 @@ class ContainerSandbox:
             self._out.close()
             self._err.close()
 
-    async def __aenter__(self) -> Self:
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
-class ContainerProcess:
+class ContainerProcess(PipedProcess):
     """A long-lived process of a ContainerSandbox; as in `SandboxProcess`."""
 
     def __init__(self, sandbox: ContainerSandbox, client: _Client, note: str) -> None:
@@ -314,20 +283,6 @@ class ContainerProcess:
         self._feed = Feed(client.stdin, close_after=False)
         self._out = LineReader(client.stdout, limit)
         self._err = Drain(client.stderr, limit, client.process.kill)
-
-    async def write(self, data: bytes | str) -> None:
-        await self._feed.send(data.encode() if isinstance(data, str) else data)
-
-    async def read_line(self, *, timeout_s: float | None = None) -> bytes:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._out.read_line()
-        except SandboxError:
-            await self.kill()
-            raise
-
-    def stderr(self) -> str:
-        return self._err.kept.decode(errors="replace")
 
     async def wait(self, *, timeout_s: float | None = None) -> int | None:
         if not await self._client.ended(timeout_s):
@@ -342,9 +297,7 @@ class ContainerProcess:
     async def release(self) -> None:
         """End the tool's command and close the pipes."""
         await self._client.end()
-        self._feed.close()
-        self._out.finish()
-        self._err.finish()
+        self._release_pipes()
 
 
 def _raise_for(client: _Client, err: Drain, timed_out: bool, path: str) -> None:

@@ -9,11 +9,11 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox.child.wire import FrameError, Frames, pack
+from verifiers.sandbox.closing import ClosesOnce, ended
 from verifiers.sandbox.launching import CLOSE_S, START_S, Launched, launch, remove_left_over, why_not
 from verifiers.sandbox.native_process import NativeProcess, Pipes, close_all
 from verifiers.sandbox.pipes import Drain, Feed
@@ -41,7 +41,7 @@ async def open_native(spec: SandboxSpec, tier: str) -> NativeSandbox:
     return sandbox
 
 
-class NativeSandbox:
+class NativeSandbox(ClosesOnce):
     """A sandbox made of processes of this machine. Opened by `open_native`."""
 
     def __init__(self, spec: SandboxSpec, tier: str, launched: Launched) -> None:
@@ -62,7 +62,6 @@ class NativeSandbox:
         self._directory: str | None = None
         # more at once would only fail at the limit of processes, as a shell needs some of its own
         self._turns = asyncio.Semaphore(max(1, spec.processes // 4))
-        self._closing: asyncio.Task[None] | None = None
         self._loop.add_reader(self._control, self._receive)
 
     async def wait_until_ready(self) -> None:
@@ -261,20 +260,6 @@ class NativeSandbox:
 
     # --- the end
 
-    async def close(self) -> None:
-        """As in `Sandbox`. Cancelling it does not keep it from finishing, which takes milliseconds."""
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        cancelled = False
-        while not self._closing.done():
-            try:
-                await asyncio.shield(self._closing)
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
-        self._closing.result()
-
     async def _close(self) -> None:
         try:
             # ends the sandbox even where a forked process of the caller has a copy of this end
@@ -286,21 +271,13 @@ class NativeSandbox:
             started.release()
         process = self._launched.process
         try:
-            if not await _ended(self._launched, CLOSE_S):
+            if not await ended(process, CLOSE_S):
                 self._launched.kill()
-                await _ended(self._launched, CLOSE_S)
+                await ended(process, CLOSE_S)
             if process.returncode:
                 await asyncio.to_thread(remove_left_over, self._directory)
         finally:
             self._control.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 def _command(command: str | Sequence[str]) -> str | list[str]:
@@ -317,15 +294,3 @@ def _raise_for(message: dict[str, Any], err: Drain, path: str) -> None:
     if number.isdigit():
         raise OSError(int(number), text, path)
     raise OSError(errno.EIO, f"the access did not end well (exit code {message['exit']})", path)
-
-
-async def _ended(launched: Launched, limit_s: float) -> bool:
-    """Wait for the first process and collect it. Polled, as a child watcher would bind it to one event loop."""
-    loop = asyncio.get_running_loop()
-    end, pause_s = loop.time() + limit_s, 0.001
-    while launched.process.poll() is None:
-        if loop.time() > end:
-            return False
-        await asyncio.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, 0.05)
-    return True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from verifiers.errors import SandboxError
+from verifiers.sandbox.closing import PipedProcess
 from verifiers.sandbox.pipes import Drain, Feed, LineReader
 
 __all__ = ["NativeProcess", "Pipes", "close_all"]
@@ -15,7 +16,7 @@ __all__ = ["NativeProcess", "Pipes", "close_all"]
 KILL_S = 15.0
 
 
-class NativeProcess:
+class NativeProcess(PipedProcess):
     """A long-lived process of a NativeSandbox; as in `SandboxProcess`.
 
     Args:
@@ -35,23 +36,7 @@ class NativeProcess:
 
     def release(self) -> None:
         """Close the pipes, after taking what is still in them."""
-        self._feed.close()
-        self._out.finish()
-        self._err.finish()
-
-    async def write(self, data: bytes | str) -> None:
-        await self._feed.send(data.encode() if isinstance(data, str) else data)
-
-    async def read_line(self, *, timeout_s: float | None = None) -> bytes:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._out.read_line()
-        except SandboxError:
-            await self.kill()
-            raise
-
-    def stderr(self) -> str:
-        return self._err.kept.decode(errors="replace")
+        self._release_pipes()
 
     async def wait(self, *, timeout_s: float | None = None) -> int | None:
         async with asyncio.timeout(timeout_s):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import os
 from collections.abc import Callable
@@ -17,24 +18,17 @@ FLOOD_BYTES = 64 << 20
 _PIPE_BYTES = 1 << 20
 
 
-class Drain:
-    """Keeps the first bytes of a pipe and counts the others.
+class _Reader(abc.ABC):
+    """Reads a pipe whenever there is something in it; a kind of reader says what becomes of the data."""
 
-    Args:
-        fd: the pipe's reading end, which is closed by `close`.
-        keep_bytes: how much is kept.
-        flooded: called once, when `FLOOD_BYTES` were thrown away.
-    """
-
-    def __init__(self, fd: int, keep_bytes: int, flooded: Callable[[], None]) -> None:
-        self.kept = bytearray()
-        self.dropped = 0
+    def __init__(self, fd: int) -> None:
         self._fd: int | None = fd
-        self._keep = keep_bytes
-        self._flooded: Callable[[], None] | None = flooded
         self._loop = asyncio.get_running_loop()
         os.set_blocking(fd, False)
         self._loop.add_reader(fd, self._read)
+
+    @abc.abstractmethod
+    def _take(self, data: bytes) -> None: ...
 
     def _read(self) -> int:
         assert self._fd is not None
@@ -42,15 +36,10 @@ class Drain:
             data = os.read(self._fd, _CHUNK)
         except BlockingIOError:
             return 0
-        if not data:
+        if data:
+            self._take(data)
+        else:
             self.close()
-            return 0
-        room = self._keep - len(self.kept)
-        self.kept += data[:room]
-        self.dropped += max(0, len(data) - room)
-        if self.dropped > FLOOD_BYTES and self._flooded is not None:
-            flooded, self._flooded = self._flooded, None
-            flooded()
         return len(data)
 
     def finish(self) -> None:
@@ -69,6 +58,31 @@ class Drain:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = None
+
+
+class Drain(_Reader):
+    """Keeps the first bytes of a pipe and counts the others.
+
+    Args:
+        fd: the pipe's reading end, which is closed by `close`.
+        keep_bytes: how much is kept.
+        flooded: called once, when `FLOOD_BYTES` were thrown away.
+    """
+
+    def __init__(self, fd: int, keep_bytes: int, flooded: Callable[[], None]) -> None:
+        self.kept = bytearray()
+        self.dropped = 0
+        self._keep = keep_bytes
+        self._flooded: Callable[[], None] | None = flooded
+        super().__init__(fd)
+
+    def _take(self, data: bytes) -> None:
+        room = self._keep - len(self.kept)
+        self.kept += data[:room]
+        self.dropped += max(0, len(data) - room)
+        if self.dropped > FLOOD_BYTES and self._flooded is not None:
+            flooded, self._flooded = self._flooded, None
+            flooded()
 
 
 class Feed:
@@ -133,34 +147,22 @@ class Feed:
             self._wake()
 
 
-class LineReader:
+class LineReader(_Reader):
     """Lines of a pipe; it reads no further ahead than one line may be long."""
 
     def __init__(self, fd: int, line_bytes: int) -> None:
-        self._fd: int | None = fd
         self._limit = line_bytes
         self._buffer = bytearray()
         self._news: asyncio.Future[None] | None = None
         self._paused = False
-        self._loop = asyncio.get_running_loop()
-        os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._read)
+        super().__init__(fd)
 
-    def _read(self) -> int:
-        assert self._fd is not None
-        try:
-            data = os.read(self._fd, _CHUNK)
-        except BlockingIOError:
-            return 0
-        if data:
-            self._buffer += data
-            if len(self._buffer) > self._limit and not self._paused:
-                self._paused = True
-                self._loop.remove_reader(self._fd)
-        else:
-            self.close()
+    def _take(self, data: bytes) -> None:
+        self._buffer += data
+        if len(self._buffer) > self._limit and not self._paused and self._fd is not None:
+            self._paused = True
+            self._loop.remove_reader(self._fd)
         self._wake()
-        return len(data)
 
     def _wake(self) -> None:
         if self._news is not None and not self._news.done():
@@ -189,20 +191,7 @@ class LineReader:
             self._paused = False
             self._loop.add_reader(self._fd, self._read)
 
-    def finish(self) -> None:
-        """Take what an ended process has left in the pipe, and close it."""
-        taken = 0
-        while self._fd is not None and taken < _PIPE_BYTES:
-            count = self._read()
-            taken += count
-            if count == 0:
-                break
-        self.close()
-
     def close(self) -> None:
         """Stop reading."""
-        if self._fd is not None:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = None
-            self._wake()
+        super().close()
+        self._wake()
