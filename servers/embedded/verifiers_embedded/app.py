@@ -12,6 +12,7 @@ from aiohttp import web
 from verifiers_embedded.answers import chat_completion, text_completion, token_generation
 from verifiers_embedded.constraints import Grammar, GrammarCompiler
 from verifiers_embedded.control import ControlRoutes
+from verifiers_embedded.derendering import derendered, parse_derender_request
 from verifiers_embedded.engine import Engine
 from verifiers_embedded.errors import ApiError
 from verifiers_embedded.events import (
@@ -98,6 +99,7 @@ class Routes:
                 web.post("/inference/v1/generate", self.generate),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{name:.+}", self.model),
+                web.post("/v1/chat/completions/derender", self.derender),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.get("/health", self.health),
@@ -144,6 +146,13 @@ class Routes:
         if asked.delivery.stream:
             return await self._stream(request, asked.delivery, jobs, TokenWriter(asked, self._text))
         return web.json_response(token_generation(asked, await self._generate(jobs), self._text))
+
+    async def derender(self, request: web.Request) -> web.Response:
+        """POST /v1/chat/completions/derender: what /inference/v1/generate answered, as a chat completion"""
+        asked = parse_derender_request(await read_json(request))
+        if asked.model is not None:
+            self._check_model(asked.model)
+        return web.json_response(derendered(asked, self._model_name, self._text))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize: the ids of a prompt, or of messages as the chat template renders them"""

@@ -4,11 +4,14 @@ only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
+from itertools import groupby
 from typing import Any
 
 import torch
 
+from verifiers_embedded.attention import Prompts, filled_up, install, laid_out, row_groups
 from verifiers_embedded.cache import SlotCache
 from verifiers_embedded.constraints import Guide, forbid
 from verifiers_embedded.errors import StartError
@@ -21,6 +24,9 @@ PREFILL_TOKENS = 8192
 
 MASK_CELLS = 16 * 2**20
 """Most cells of the attention mask of a pass that goes on from kept keys: queries times columns."""
+
+ROWS_APART = 16
+"""Rows are held in order of length by blocks of at least so many, and of a quarter of the slots."""
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
@@ -36,9 +42,17 @@ class ActiveBatch:
         slots: most sequences at once.
         max_model_len: most tokens of one sequence, prompt and completion together.
         prefix_bytes: memory for keys and values of finished sequences, which later prompts may go on from.
+        backend: of torch.compile, for the passes of one token a sequence; None runs them as they are.
     """
 
-    def __init__(self, model: Any, slots: int, max_model_len: int, prefix_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        slots: int,
+        max_model_len: int,
+        prefix_bytes: int = 0,
+        backend: str | Callable[..., Any] | None = None,
+    ) -> None:
         self.sequences: list[Sequence] = []
         self.prefixes = PrefixStore(prefix_bytes)
         self._model = model
@@ -46,8 +60,15 @@ class ActiveBatch:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._windows = attention_windows(model.config)
+        self._compiled = None if backend is None else torch.compile(model, backend=backend, dynamic=False)
+        self._by_length = install(model) and backend is None
+        self._packs_prompts = self._by_length and list(self._windows.values()) == [None]
+        self._block = max(ROWS_APART, -(-slots // 4)) if self._by_length else slots
         config = model.config.get_text_config()
-        self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len)
+        self._slots = slots
+        self._cache = SlotCache(
+            config.num_hidden_layers, slots, max_model_len, fixed=self._compiled is not None
+        )
         self._sampler: BatchSampler | None = None
         self._guides: list[tuple[int, Guide]] = []
 
@@ -63,25 +84,38 @@ class ActiveBatch:
 
     def add(self, sequences: Listed[Sequence]) -> None:
         """Gives each sequence a row and computes the cache of all its tokens but the last."""
-        first = len(self.sequences)
-        self.sequences.extend(sequences)
-        self._sampler = None
-        self._prefill(range(first, len(self.sequences)))
+        held = len(self.sequences)
+        rows: list[int | None] = [*range(held), *[None] * len(sequences)]
+        columns = max(len(item.tokens) for item in (*self.sequences, *sequences))
+        self._cache.reserve(len(rows), columns)
+        self._place([*self.sequences, *sequences], rows)
+        fresh = set(map(id, sequences))
+        self._prefill([row for row, item in enumerate(self.sequences) if id(item) in fresh])
 
     def keep_only(self, keep: Listed[bool]) -> None:
-        """Frees the rows whose flag is false; the last rows move into the gaps."""
-        survivors = sum(keep)
-        gaps = [row for row in range(survivors) if not keep[row]]
-        movers = [row for row in range(survivors, len(keep)) if keep[row]]
-        self._sampler = None
-        for gap, mover in zip(gaps, movers, strict=True):
-            self.sequences[gap] = self.sequences[mover]
-        del self.sequences[survivors:]
-        if not self.sequences:
+        """Frees the rows whose flag is false; other rows move into the gaps."""
+        rows: list[int | None] = [row for row, kept in enumerate(keep) if kept]
+        if rows:
+            self._place([self.sequences[row] for row in rows if row is not None], rows)
+        else:
+            self.sequences, self._sampler = [], None
             self._cache.clear()
-        elif gaps:
-            columns = max(len(self.sequences[gap].tokens) for gap in gaps)
-            self._cache.move(movers, gaps, min(columns, self.allocated[1]), self._device)
+
+    def _place(self, sequences: list[Sequence], rows: Listed[int | None]) -> None:
+        """Gives the sequences their rows from now on; `rows` are those that hold their keys."""
+        lengths = [len(item.tokens) for item in sequences]
+        targets = arranged(lengths, rows, self._block)
+        moves = [
+            (row, target, length)
+            for row, target, length in zip(rows, targets, lengths, strict=True)
+            if row is not None and row != target
+        ]
+        placed: dict[int, Sequence] = dict(zip(targets, sequences, strict=True))
+        self.sequences = [placed[row] for row in range(len(sequences))]
+        self._sampler = None
+        if moves:
+            sources, targets, lengths = (list(column) for column in zip(*moves, strict=True))
+            self._cache.move(sources, targets, min(max(lengths), self.allocated[1]), self._device)
 
     def remember(self, finished: Listed[bool]) -> None:
         """Keeps the keys and values of the rows whose flag is true, for prompts that begin like them."""
@@ -113,22 +147,33 @@ class ActiveBatch:
     def logits(self) -> torch.Tensor:
         """The model's logits after each sequence's last token, (rows, vocabulary); stores its keys."""
         lengths = [len(item.tokens) for item in self.sequences]
-        columns = max(lengths)
-        self._cache.reserve(len(lengths), columns)
-        last = torch.tensor(
-            [[item.tokens[-1] for item in self.sequences], [length - 1 for length in lengths]],
-            device=self._device,
-        )
+        tokens = [item.tokens[-1] for item in self.sequences]
+        places = [length - 1 for length in lengths]
+        self._cache.reserve(len(lengths), max(lengths))
+        columns = self._filled_up(max(lengths))
+        forward, layout = self._model, None
+        if self._by_length:
+            layout = row_groups(lengths, columns, self._dtype)
+        if self._compiled is not None and self._cache.ready:
+            # rows without a sequence write to a column that a prompt writes to before it is read
+            empty = [0] * (self._slots - len(lengths))
+            forward, tokens, places = self._compiled, tokens + empty, places + empty
+            columns = self.allocated[1]
+        last = torch.tensor([tokens, places], device=self._device)
         ids, positions = last[0], last[1]
         self._cache.begin_decode(positions, columns)
-        output = self._model(
-            input_ids=ids[:, None],
-            position_ids=positions[:, None],
-            attention_mask=self._masks(positions[:, None], columns),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        return output.logits[:, -1]
+        with laid_out(layout):
+            output = forward(
+                input_ids=ids[:, None],
+                position_ids=positions[:, None],
+                attention_mask=self._masks(positions[:, None], columns),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        return output.logits[: len(lengths), -1]
+
+    def _filled_up(self, columns: int) -> int:
+        return min(filled_up(columns, self._dtype), self.allocated[1]) if self._by_length else columns
 
     def _masks(self, positions_NL: torch.Tensor, columns: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """What each query may see: the columns up to its own position, within the layer's window."""
@@ -151,14 +196,17 @@ class ActiveBatch:
             rows_of.setdefault(tuple(self.sequences[row].tokens[:-1]), []).append(row)
         rows_of.pop((), None)
         self._go_on_from_kept(rows_of)
+        prefill = self._packed_pass if self._packs_prompts else self._padded_pass
         group: list[tuple[int, ...]] = []
+        held = 0
         for prefix in sorted(rows_of, key=len):
-            if group and (len(group) + 1) * len(prefix) > PREFILL_TOKENS:
-                self._prefill_pass(group, rows_of)
-                group = []
+            held += len(prefix)
+            if group and (held if self._packs_prompts else (len(group) + 1) * len(prefix)) > PREFILL_TOKENS:
+                prefill(group, rows_of)
+                group, held = [], len(prefix)
             group.append(prefix)
         if group:
-            self._prefill_pass(group, rows_of)
+            prefill(group, rows_of)
 
     def _go_on_from_kept(self, rows_of: dict[tuple[int, ...], list[int]]) -> None:
         """Fills the rows whose prompt begins like a finished sequence, and takes them out of `rows_of`."""
@@ -180,7 +228,9 @@ class ActiveBatch:
         Args:
             starts: (row, number of tokens it has).
         """
-        columns = max((len(self.sequences[row].tokens) for row, _ in starts), default=1)
+        if not starts:
+            return
+        columns = self._filled_up(max(len(self.sequences[row].tokens) for row, _ in starts))
         most = max(1, MASK_CELLS // columns)
         waiting = sorted(starts, key=lambda item: len(self.sequences[item[0]].tokens) - item[1])
         while waiting:
@@ -218,7 +268,34 @@ class ActiveBatch:
             use_cache=True,
         )
 
-    def _prefill_pass(
+    def _packed_pass(
+        self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]
+    ) -> None:
+        """Whole prompts, in order of their length, end to end in one row."""
+        ids = [token for prefix in prefixes for token in prefix]
+        cells: list[int] = []
+        source: list[int] = []
+        start = 0
+        for prefix in prefixes:
+            for row in rows_of[prefix]:
+                cells.extend(range(row * self.allocated[1], row * self.allocated[1] + len(prefix)))
+                source.extend(range(start, start + len(prefix)))
+            start += len(prefix)
+        lengths = [len(prefix) for prefix in prefixes]
+        self._cache.begin_packed(
+            torch.tensor(cells, device=self._device), torch.tensor(source, device=self._device)
+        )
+        # The mask only keeps the model from making one: the layout says what each token may see.
+        with laid_out(Prompts(tuple((len(list(run)), length) for length, run in groupby(lengths)))):
+            self._body(
+                input_ids=torch.tensor([ids], device=self._device),
+                position_ids=torch.cat([torch.arange(length) for length in lengths])[None].to(self._device),
+                attention_mask=torch.zeros((1, 1, 1, 1), dtype=self._dtype, device=self._device),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+
+    def _padded_pass(
         self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]
     ) -> None:
         length = len(prefixes[-1])
@@ -239,6 +316,32 @@ class ActiveBatch:
             past_key_values=self._cache,
             use_cache=True,
         )
+
+
+def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list[int]:
+    """New rows: by falling length from block to block, and as they are now within one, so that few move.
+
+    Sequences grow alike, so their order holds until one comes or goes.
+
+    Args:
+        lengths: of the sequences, in tokens.
+        rows: where they are now; None for new ones.
+        block: rows whose order does not matter.
+    """
+    count = len(lengths)
+    order = sorted(
+        range(count), key=lambda item: (-lengths[item], count if rows[item] is None else rows[item])
+    )
+    targets = [0] * count
+    for start in range(0, count, block):
+        members = order[start : start + block]
+        block_rows = range(start, start + len(members))
+        staying = {rows[item] for item in members if rows[item] in block_rows}
+        free = iter([row for row in block_rows if row not in staying])
+        for item in members:
+            row = rows[item]
+            targets[item] = row if row is not None and row in staying else next(free)
+    return targets
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:

@@ -14,6 +14,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _COLUMN_STEP = 64
+_MOST_SHAPES = 7
+"""Sizes of a cache of fixed shapes; torch gives up compiling after 8."""
 
 
 @dataclass
@@ -24,6 +26,7 @@ class _Writes:
     columns: int = 0
     prefill_rows: torch.Tensor | None = None
     prefill_source: torch.Tensor | None = None
+    packed_source: torch.Tensor | None = None
     cells: torch.Tensor | None = None
     read_rows: int = 0
     read_columns: int = 0
@@ -40,13 +43,23 @@ class _SlotLayer(CacheLayerMixin):
     def __init__(self, writes: _Writes) -> None:
         super().__init__()
         self._writes = writes
+        self._shapes: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the tensors, zeroed: a masked column counts 0 times its value, and 0 times NaN is NaN."""
-        shape = (self._writes.rows, self._writes.columns)
-        self.keys = key_states.new_zeros((*shape, key_states.shape[1], key_states.shape[3]))
-        self.values = value_states.new_zeros((*shape, value_states.shape[1], value_states.shape[3]))
-        self.is_initialized = True
+        # tensors without elements, which remember heads, widths, kind of number and device
+        self._shapes = (
+            key_states.new_zeros((0, key_states.shape[1], key_states.shape[3])),
+            value_states.new_zeros((0, value_states.shape[1], value_states.shape[3])),
+        )
+        self._allocate(self._writes.rows, self._writes.columns)
+
+    def _allocate(self, rows: int, columns: int) -> None:
+        if self._shapes is not None:
+            self.keys, self.values = (
+                like.new_zeros((rows, columns, *like.shape[1:])) for like in self._shapes
+            )
+            self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -61,6 +74,12 @@ class _SlotLayer(CacheLayerMixin):
             length = key_states.shape[2]
             self.keys[writes.prefill_rows, :length] = key_states.transpose(1, 2)[writes.prefill_source]
             self.values[writes.prefill_rows, :length] = value_states.transpose(1, 2)[writes.prefill_source]
+            return key_states, value_states
+        if writes.packed_source is not None:
+            assert writes.cells is not None
+            for stored, new in ((self.keys, key_states), (self.values, value_states)):
+                states = new[0].transpose(0, 1)[writes.packed_source]
+                stored.flatten(0, 1).index_copy_(0, writes.cells, states)
             return key_states, value_states
         return self._decode(self.keys, key_states), self._decode(self.values, value_states)
 
@@ -89,10 +108,12 @@ class _SlotLayer(CacheLayerMixin):
         self.values[row, :length] = values[:length]
 
     def resize(self, rows: int, columns: int) -> None:
-        """Gives the tensors a new size, keeping what fits."""
+        """Gives the tensors a new size, keeping what fits; makes them where their shapes are known."""
         if self.keys is not None and self.values is not None:
             self.keys = _resized(self.keys, rows, columns)
             self.values = _resized(self.values, rows, columns)
+        else:
+            self._allocate(rows, columns)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
         """Copies rows `source` over rows `target`."""
@@ -127,10 +148,13 @@ class SlotCache(Cache):
         layers: the model's number of layers.
         max_rows: the number of slots; rows are allocated up to it.
         max_columns: the longest sequence in tokens; columns are allocated up to it.
+        fixed: allocate all rows, and columns in few sizes, for passes that read all that is allocated: what
+            is compiled for these shapes then fits every step.
     """
 
-    def __init__(self, layers: int, max_rows: int, max_columns: int) -> None:
+    def __init__(self, layers: int, max_rows: int, max_columns: int, *, fixed: bool = False) -> None:
         self._writes = _Writes()
+        self._fixed = fixed
         self._max_rows = max_rows
         self._max_columns = max_columns
         self._slot_layers = [_SlotLayer(self._writes) for _ in range(layers)]
@@ -150,6 +174,13 @@ class SlotCache(Cache):
     def reserve(self, rows: int, columns: int) -> None:
         """Makes room for `rows` sequences of up to `columns` tokens, and gives back what is far too much."""
         have_rows, have_columns = self.allocated
+        if self._fixed:
+            size = self._fixed_columns(columns)
+            # shrinks late, so as not to change to and fro at a border
+            wanted = (self._max_rows, have_columns if size <= have_columns <= 2 * size else size)
+            if rows and wanted != (have_rows, have_columns):
+                self._resize(*wanted)
+            return
         want_rows, want_columns = have_rows, have_columns
         if rows > have_rows:
             want_rows = min(self._max_rows, max(rows, 2 * have_rows))
@@ -157,19 +188,45 @@ class SlotCache(Cache):
             room = columns + max(_COLUMN_STEP, columns // 4)
             want_columns = min(self._max_columns, -(-room // _COLUMN_STEP) * _COLUMN_STEP)
         if (want_rows, want_columns) != (have_rows, have_columns):
-            for layer in self._slot_layers:
-                layer.resize(want_rows, want_columns)
-            self._writes.rows, self._writes.columns = want_rows, want_columns
+            self._resize(want_rows, want_columns)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are tensors to write to."""
+        return all(layer.is_initialized for layer in self._slot_layers)
+
+    def _fixed_columns(self, columns: int) -> int:
+        """The size that holds so many columns: the most there can be, halved up to six times."""
+        size = self._max_columns
+        for _ in range(_MOST_SHAPES - 1):
+            half = -(-size // 2)
+            if half < max(columns, _COLUMN_STEP):
+                break
+            size = half
+        return size
+
+    def _resize(self, rows: int, columns: int) -> None:
+        for layer in self._slot_layers:
+            layer.resize(rows, columns)
+        self._writes.rows, self._writes.columns = rows, columns
 
     def begin_prefill(self, rows: torch.Tensor, source: torch.Tensor) -> None:
         """The next pass holds whole prompts: its batch row ``source[i]`` goes to cache row ``rows[i]``."""
         self._writes.prefill_rows, self._writes.prefill_source = rows, source
-        self._writes.picked_rows = None
+        self._writes.picked_rows = self._writes.packed_source = None
+
+    def begin_packed(self, cells: torch.Tensor, source: torch.Tensor) -> None:
+        """The next pass holds whole prompts end to end: its token ``source[i]`` goes to ``cells[i]``.
+
+        A cell is a row times the allocated columns, plus the column.
+        """
+        self._writes.prefill_rows = self._writes.prefill_source = self._writes.picked_rows = None
+        self._writes.cells, self._writes.packed_source = cells, source
 
     def begin_extend(self, rows: torch.Tensor, positions_NL: torch.Tensor, columns: int) -> None:
         """The next pass holds several tokens for some rows, which attend to what the rows hold, too."""
         cells = rows[:, None] * self._writes.columns + positions_NL
-        self._writes.prefill_rows = self._writes.prefill_source = None
+        self._writes.prefill_rows = self._writes.prefill_source = self._writes.packed_source = None
         self._writes.cells = cells.flatten()
         self._writes.picked_rows, self._writes.read_columns = rows, columns
 
@@ -188,7 +245,8 @@ class SlotCache(Cache):
         """
         rows = positions.shape[0]
         starts = torch.arange(rows, device=positions.device) * self._writes.columns
-        self._writes.prefill_rows = self._writes.prefill_source = self._writes.picked_rows = None
+        self._writes.prefill_rows = self._writes.prefill_source = self._writes.packed_source = None
+        self._writes.picked_rows = None
         self._writes.cells = starts + positions
         self._writes.read_rows, self._writes.read_columns = rows, columns
 

@@ -16,6 +16,7 @@ from types import FrameType
 
 from verifiers_embedded import __version__
 from verifiers_embedded.errors import StartError
+from verifiers_embedded.hub import from_hub, is_hub_name
 from verifiers_embedded.listening import bind
 from verifiers_embedded.tool_calls import FORMATS
 
@@ -31,14 +32,19 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = command.add_argument
-    add("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    add(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="Hugging Face model directory, or OWNER/NAME on the hub",
+    )
     add("--host", default="127.0.0.1", help="address to bind")
     add("--port", type=int, default=8000, help="port to bind; 0 picks a free one")
     add("--port-file", type=Path, metavar="PATH", help="file to write the port to once the server listens")
     add(
         "--served-model-name",
         metavar="NAME",
-        help="name of the model in requests (default: the directory's name)",
+        help="name of the model in requests (default: the directory's name, or OWNER/NAME)",
     )
     add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="where the model runs")
     add("--dtype", choices=("float32", "bfloat16", "auto"), default="auto", help="auto: float32 on the CPU")
@@ -81,6 +87,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="longest request body",
     )
+    add(
+        "--compile",
+        action="store_true",
+        help="torch.compile for the passes of one token a sequence; takes some time at the first requests",
+    )
     add("--threads", type=_positive, metavar="N", help="CPU threads for torch (default: torch's choice)")
     add("--seed", type=int, metavar="N", help="seeds the requests that bring no seed (default: random)")
     add("--parent-pid", type=_positive, metavar="PID", help="end when this process ends")
@@ -114,12 +125,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     """Finds out what cannot work before torch is imported, which takes seconds."""
     model = Path(arguments.model)
-    if not model.is_dir():
-        raise StartError(f"--model {arguments.model!r} is not a directory; give the folder with config.json")
+    on_hub = not model.is_dir() and is_hub_name(arguments.model)
+    if not (on_hub or model.is_dir()):
+        raise StartError(
+            f"--model {arguments.model!r} is not a directory, nor OWNER/NAME of a model on the hub; "
+            "give the folder with config.json"
+        )
     if arguments.port_file is not None:
         # A parent that finds the file must be able to trust it.
         arguments.port_file.unlink(missing_ok=True)
     with bind(arguments.host, arguments.port) as listener:
+        if on_hub:
+            model = from_hub(arguments.model)
         from verifiers_embedded.serving import Settings, serve
 
         settings = Settings(
@@ -127,7 +144,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             host=arguments.host,
             port=arguments.port,
             port_file=arguments.port_file,
-            model_name=arguments.served_model_name,
+            model_name=arguments.served_model_name or (arguments.model if on_hub else None),
             device=arguments.device,
             dtype=arguments.dtype,
             max_model_len=arguments.max_model_len,
@@ -138,6 +155,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             api_key=_api_key(arguments.api_key_var),
             max_body_bytes=arguments.max_body_mib * 2**20,
             threads=arguments.threads,
+            backend="inductor" if arguments.compile else None,
             seed=secrets.randbits(64) if arguments.seed is None else arguments.seed % 2**64,
         )
         return serve(settings, listener)

@@ -46,6 +46,7 @@ class Engine:
         threads: CPU threads for torch; None leaves torch's choice.
         prefix_bytes: memory for keys and values of finished sequences; a prompt that begins like one of them
             is computed from there on. A reload empties it.
+        backend: of torch.compile, such as "inductor"; None compiles nothing.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class Engine:
         max_model_len: int,
         threads: int | None = None,
         prefix_bytes: int = 0,
+        backend: str | Callable[..., Any] | None = None,
     ) -> None:
         self._model = model
         self._decode = decode
         self._slots = slots
         self._threads = threads
-        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes)
+        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, backend)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()

@@ -85,13 +85,18 @@ def integer(
     fields: Mapping[str, Any], name: str, default: int, least: int | None = None, most: int | None = None
 ) -> int:
     """A whole number within bounds."""
-    value = fields.get(name, default)
-    fits = isinstance(value, int) and not isinstance(value, bool)
+    value = whole(fields.get(name, default))
+    fits = type(value) is int
     if not fits or (least is not None and value < least) or (most is not None and value > most):
         bound = "" if least is None else f" of at least {least}"
         bound += "" if most is None else f" and at most {most}"
         raise ApiError(f"field {name!r} must be a whole number{bound}, not {short(value)}", param=name)
     return int(value)
+
+
+def whole(value: Any) -> Any:
+    """A whole number that was written with a point, as 69.0, without it: JSON Schema calls both integers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def number(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, cast
@@ -67,6 +67,7 @@ class HeldServer:
         prefix_bytes: memory for keys and values of finished sequences.
         tool_format: as in `ChatText`.
         seed: of the stream from which requests without a seed get theirs.
+        backend: of torch.compile, such as "inductor"; None compiles nothing.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class HeldServer:
         prefix_bytes: int = 2**28,
         tool_format: str = "auto",
         seed: int = 0,
+        backend: str | Callable[..., Any] | None = None,
     ) -> None:
         self.loaded = loaded
         self.text = ChatText(loaded.tokenizer, tool_format)
@@ -89,6 +91,7 @@ class HeldServer:
             max_model_len=loaded.max_model_len,
             threads=threads,
             prefix_bytes=prefix_bytes,
+            backend=backend,
         )
         self.name = name
         self.url = ""

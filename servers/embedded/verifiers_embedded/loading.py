@@ -111,13 +111,12 @@ def check_cache(model: Any, max_model_len: int) -> int:
     lengths = [length for length in _PROBE_LENGTHS if length + 1 <= max_model_len] or [1]
     texts = [tuple((7 * place + 3 * length) % vocabulary for place in range(length)) for length in lengths]
     batch = ActiveBatch(model, len(texts), max_model_len)
-    sequences = [_probe(text) for text in texts]
     with torch.inference_mode():
-        batch.add(sequences)
+        batch.add([_probe(text) for text in texts])
         worst = 0.0
         for _ in range(2 if max_model_len > 1 else 1):
             logits = batch.logits().float()
-            for row, sequence in enumerate(sequences):
+            for row, sequence in enumerate(batch.sequences):
                 plain = (
                     model(input_ids=torch.tensor([sequence.tokens], device=model.device))
                     .logits[0, -1]

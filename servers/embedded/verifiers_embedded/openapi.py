@@ -81,6 +81,7 @@ def _paths(keyed: bool) -> dict[str, Schema]:
         "/v1/chat/completions": _post("ChatRequest", ref("ChatCompletion"), "ChatChunk"),
         "/v1/completions": _post("CompletionRequest", ref("Completion"), "CompletionChunk"),
         "/inference/v1/generate": _post("GenerateRequest", ref("Generation"), "GenerationChunk"),
+        "/v1/chat/completions/derender": _post("DerenderRequest", ref("ChatCompletion")),
         "/tokenize": _post("TokenizeRequest", answered({**tokenized, "token_strs": or_null(listed(TEXT))})),
         "/detokenize": _post("DetokenizeRequest", answered({"prompt": TEXT})),
         "/v1/models": _get(answered({"object": {"const": "list"}, "data": listed(ref("Model"))})),

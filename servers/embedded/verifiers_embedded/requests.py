@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers_embedded.errors import ApiError
-from verifiers_embedded.fields import integer, number, read_fields, short, typed
+from verifiers_embedded.fields import integer, number, read_fields, short, typed, whole
 from verifiers_embedded.grammars import read_forced, read_response_format
 from verifiers_embedded.messages import read_messages, read_template_kwargs, read_tools
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-_MAX_STOP = 4
+MAX_STOP = 4
 _MAX_TOP_K = 2**24
-_MAX_TEMPERATURE = 1000.0
+MAX_TEMPERATURE = 1000.0
 _COMPLETIONS_MAX_TOKENS = 16
 
 _DECODING = frozenset(
@@ -237,7 +237,7 @@ def _decoding(fields: Mapping[str, Any], max_tokens: int | None, logprobs: bool,
     return Decoding(
         max_tokens=max_tokens,
         temperature=number(
-            fields, "temperature", 1.0, "in [0, 1000]", lambda value: 0 <= value <= _MAX_TEMPERATURE
+            fields, "temperature", 1.0, "in [0, 1000]", lambda value: 0 <= value <= MAX_TEMPERATURE
         ),
         top_p=number(fields, "top_p", 1.0, "in (0, 1]", lambda value: 0 < value <= 1),
         top_k=min(max(integer(fields, "top_k", 0, least=-1), 0), _MAX_TOP_K),
@@ -263,8 +263,8 @@ def _stop(value: Any) -> tuple[str, ...]:
         raise ApiError(
             f"field 'stop' must be a non-empty string or a list of them, not {short(value)}", param="stop"
         )
-    if len(items) > _MAX_STOP:
-        raise ApiError(f"field 'stop' holds {len(items)} strings; give at most {_MAX_STOP}", param="stop")
+    if len(items) > MAX_STOP:
+        raise ApiError(f"field 'stop' holds {len(items)} strings; give at most {MAX_STOP}", param="stop")
     return tuple(items)
 
 
@@ -277,7 +277,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
             f"field 'prompt' must be a text, a list of token ids, or a list of either, not {short(value)}",
             param="prompt",
         )
-    if isinstance(value[0], int):
+    if isinstance(value[0], int | float):
         return [_ids(value, "prompt")]
     if len(value) > MAX_CHOICES:
         raise ApiError(
@@ -293,11 +293,12 @@ def token_ids_of(fields: Mapping[str, Any], name: str) -> list[int]:
 
 def _ids(value: Any, name: str, least: int = 1) -> list[int]:
     fits = isinstance(value, list) and len(value) >= least
+    ids = [whole(item) for item in value] if fits else []
     # bool is an int; the largest id that any tensor of ids can hold
-    if not fits or not all(type(item) is int and 0 <= item < 2**31 for item in value):
+    if not fits or not all(type(item) is int and 0 <= item < 2**31 for item in ids):
         raise ApiError(
             f"field {name!r} must be a list of {'at least one token id' if least else 'token ids'}, "
             f"whole numbers from 0, not {short(value)}",
             param=name.partition("[")[0],
         )
-    return list(value)
+    return ids

@@ -7,15 +7,13 @@ from typing import Any
 
 from verifiers_embedded.fields import HARMLESS, NEUTRAL
 from verifiers_embedded.prompts import RESERVED_TEMPLATE_ARGUMENTS
-from verifiers_embedded.requests import MAX_CHOICES, MAX_TOP_LOGPROBS
+from verifiers_embedded.requests import MAX_CHOICES, MAX_STOP, MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 FLAG: Schema = {"type": "boolean"}
-_MAX_STOP = 4
-_MAX_TEMPERATURE = 1000.0
 _ROLES = ["system", "developer", "user", "assistant", "tool"]
 _ENDS = ["stop", "length", "abort"]
 
@@ -151,6 +149,7 @@ def request_schemas(model_name: str, token: Schema, max_model_len: int) -> dict[
             "allOf": [{"anyOf": streams}, {"anyOf": [_lacks("logprobs"), _lacks("echo", False)]}],
         },
         "GenerateRequest": _either(tokens, *streams),
+        "DerenderRequest": _derender(ref("ChatRequest"), listed(any_id, 1), model),
         "TokenizeRequest": {
             "anyOf": [
                 _body({"prompt": TEXT}, {**wide, **templates, "messages": {"type": "null"}}),
@@ -178,15 +177,25 @@ def request_schemas(model_name: str, token: Schema, max_model_len: int) -> dict[
     }
 
 
+def _derender(chat: Schema, ids: Schema, model: Schema) -> Schema:
+    ends = {"finish_reason": {"enum": _ENDS}}
+    choice = {"type": "object", "properties": {"token_ids": ids, **ends}, "required": ["token_ids"]}
+    generated = {"type": "object", "properties": {"choices": listed(choice, 1)}, "required": ["choices"]}
+    return _body(
+        {"generate_response": generated, "chat_request": chat},
+        {"model": model, "prompt_token_ids": ids, "prompt_tokens": {}, "stream": {"const": False}},
+    )
+
+
 def _decoding(token: Schema) -> dict[str, Schema]:
     stop = {**TEXT, "minLength": 1}
     return {
         "max_tokens": {"type": "integer", "minimum": 1},
-        "temperature": {"type": "number", "minimum": 0, "maximum": _MAX_TEMPERATURE},
+        "temperature": {"type": "number", "minimum": 0, "maximum": MAX_TEMPERATURE},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"type": "integer", "minimum": -1},
         "min_p": {"type": "number", "minimum": 0, "maximum": 1},
-        "stop": {"anyOf": [stop, listed(stop, 0, _MAX_STOP)]},
+        "stop": {"anyOf": [stop, listed(stop, 0, MAX_STOP)]},
         "stop_token_ids": listed(token),
         "seed": {"type": "integer"},
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},

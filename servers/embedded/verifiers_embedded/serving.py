@@ -25,7 +25,10 @@ _SWITCH_S = 0.0005
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says. Sizes are in tokens, `slots` in sequences; None stands for the default."""
+    """What the command line says. Sizes are in tokens, `slots` in sequences; None stands for the default.
+
+    `backend` is that of torch.compile, None for none.
+    """
 
     model: Path
     host: str
@@ -42,6 +45,7 @@ class Settings:
     api_key: str | None
     max_body_bytes: int
     threads: int | None
+    backend: str | None
     seed: int
 
 
@@ -84,6 +88,7 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
         max_model_len=loaded.max_model_len,
         threads=settings.threads,
         prefix_bytes=settings.prefix_bytes,
+        backend=settings.backend,
     )
     name = settings.model_name or settings.model.resolve().name
     routes = Routes(

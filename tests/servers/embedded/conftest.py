@@ -150,6 +150,17 @@ def build() -> Callable[..., Path]:
     return make_model
 
 
+@pytest.fixture(scope="session", params=["characters", "byte-level"])
+def either_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with a long context, one for each kind of tokenizer."""
+    from json_forms import byte_level_tokenizer, save_model
+
+    directory = tmp_path_factory.mktemp("constrained") / request.param
+    if request.param == "byte-level":
+        return save_model(directory, byte_level_tokenizer())
+    return save_model(directory, PreTrainedTokenizerFast.from_pretrained(model_dir))
+
+
 class Server:
     """A server in this process, over real sockets on 127.0.0.1."""
 
@@ -216,7 +227,7 @@ Start = Callable[..., Any]
 @pytest_asyncio.fixture
 async def start(model_dir: Path) -> AsyncIterator[Start]:
     """Starts servers, and ends them with the test."""
-    running: list[tuple[web.AppRunner, Engine, aiohttp.ClientSession]] = []
+    running: list[tuple[web.AppRunner, Server]] = []
 
     async def begin(
         directory: Path = model_dir,
@@ -248,11 +259,13 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         await site.start()
         port = runner.addresses[0][1]
         session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        running.append((runner, engine, session))
-        return Server(f"http://127.0.0.1:{port}", engine, loaded, session, text)
+        server = Server(f"http://127.0.0.1:{port}", engine, loaded, session, text)
+        running.append((runner, server))
+        return server
 
     yield begin
-    for runner, engine, session in running:
-        await session.close()
-        await asyncio.to_thread(engine.stop)
+    for runner, server in running:
+        # a test may have put another session in its place
+        await server.session.close()
+        await asyncio.to_thread(server.engine.stop)
         await runner.cleanup()

@@ -48,7 +48,8 @@ class Plain:
         return self._weights[version]
 
     def compare(self, prompt: list[int], choice: dict[str, Any], temperature: float) -> torch.Tensor:
-        """(tokens, 3): what was reported, what a plain pass of each token's weights gives, and one in float32."""
+        """(tokens, 4): what was reported, what a plain pass of each token's weights gives, and one in float32, and
+        one over a row that is padded on the left, as a trainer's are."""
         sampled, found = choice["token_ids"], []
         reported = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert len(reported) == len(sampled)
@@ -62,11 +63,15 @@ class Plain:
                 version = str(int(version.replace("default", "0")) + 1)
             ids = torch.tensor([prompt + sampled])
             columns = [torch.tensor(reported)]
-            for model in (self._model, self._exact):
+            for model, padding in ((self._model, 0), (self._exact, 0), (self._model, 7)):
                 model.load_state_dict(self.named(version))
+                padded = torch.nn.functional.pad(ids, (padding, 0))
+                places = torch.arange(-padding, ids.shape[1])[None]
+                mask = (places >= 0).long() if padding else None
                 with torch.no_grad():
-                    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-                log_probs = torch.log_softmax(logits / temperature, dim=-1)
+                    logits = model(input_ids=padded, attention_mask=mask, position_ids=places.clamp(min=0)).logits
+                scored = logits[0, padding + len(prompt) - 1 : -1].float()
+                log_probs = torch.log_softmax(scored / temperature, dim=-1)
                 columns.append(log_probs.gather(1, ids[0, len(prompt) :, None]).squeeze(1))
             found.append(torch.stack(columns, dim=1)[span["start"] : span["end"]])
         return torch.cat(found)
@@ -158,21 +163,27 @@ async def test_every_token_has_the_probability_that_its_own_weights_give_it(push
     for temperature in (0.5, 1.0, 1.5):
         asked = [(prompt, choice) for prompt, choice, asked_for in found if asked_for == temperature]
         compared = [pushed.plain.compare(prompt, choice, temperature) for prompt, choice in asked]
-        reported, plain, exact = torch.cat(compared).unbind(1)
-        apart = (reported - plain).abs()
-        near = (apart <= 0.05).float().mean().item()
+        reported, plain, exact, padded = torch.cat(compared).unbind(1)
+        apart, own = (reported - plain).abs(), (padded - plain).abs()
         print(
             f"temperature {temperature}: {len(apart)} tokens, at most {apart.max():.2g} apart, "
-            f"mean {apart.mean():.2g}, {near:.2%} within 0.05; "
+            f"mean {apart.mean():.2g}, {beyond(apart):.3%} beyond 0.05; "
+            f"two plain passes: {own.max():.2g}, {own.mean():.2g}, {beyond(own):.3%}; "
             f"from float32: server {rms(reported - exact):.4f}, plain {rms(plain - exact):.4f}"
         )
         if pushed.plain.dtype == "float32":
             assert apart.max() <= 1e-4
         else:
-            # 8 bits: even two plain passes of other lengths differ by more than 0.05 where logits are near 10, so the
-            # bound is on the mean, and the server must be no farther from exact arithmetic than a plain pass is
-            assert apart.mean() <= 0.05
+            # 8 bits: the trainer's own passes over rows of other paddings differ by more than 0.05 for some tokens,
+            # so no server can agree with all; it must be as near to a plain pass as those are to one another
+            assert apart.mean() <= 1.5 * own.mean()
+            assert beyond(apart) <= 2 * beyond(own) + 0.002
             assert rms(reported - exact) <= 1.1 * rms(plain - exact)
+
+
+def beyond(apart: torch.Tensor) -> float:
+    """The share of tokens farther apart than a trainer accepts in bfloat16."""
+    return (apart > 0.05).float().mean().item()
 
 
 def rms(values: torch.Tensor) -> float:

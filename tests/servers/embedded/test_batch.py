@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from sequences import sequence
 from verifiers_embedded import batch as batch_module
 from verifiers_embedded.batch import ActiveBatch
 from verifiers_embedded.errors import StartError
-from verifiers_embedded.generation import GenerationRequest, Sequence
 from verifiers_embedded.loading import check_cache
-from verifiers_embedded.sampling import SamplingParameters, UniformStream
 
 TINY = {
     "vocab_size": 100,
@@ -27,11 +25,6 @@ TINY = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-
-
-def sequence(tokens: list[int]) -> Sequence:
-    request = GenerationRequest(tuple(tokens), 500, SamplingParameters(seed=0))
-    return Sequence(request, Future(), None, UniformStream(0), list(tokens))
 
 
 def check(batch: ActiveBatch, model: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,9 +28,13 @@ def spawn() -> Iterator[Any]:
     """Starts processes and makes sure that none outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(*arguments: str) -> subprocess.Popen[str]:
+    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [*COMMAND, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**ENVIRONMENT, **environment},
         )
         started.append(process)
         return process
@@ -108,6 +113,23 @@ def test_a_model_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture
     assert str(tmp_path / "nowhere") in message
     code, message = refuse(capsys, "--model", str(tmp_path), "--port", "0")
     assert (code, "config.json" in message, message.count("\n")) == (2, True, 1)
+
+
+def test_a_model_is_served_by_its_name_on_the_hub(spawn: Any, model_dir: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "models--someone--tiny-model"
+    shutil.copytree(model_dir, kept / "snapshots" / "abc")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("abc")
+    offline = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    process = spawn("--model", "someone/tiny-model", **offline)
+    line = process.stdout.readline()
+    found = re.search(r"vf-serve: someone/tiny-model, .* listening on (\S+)$", line.strip())
+    assert found, line + process.stderr.read()
+    assert call(found.group(1) + "/v1/models")["data"][0]["id"] == "someone/tiny-model"
+    absent = spawn("--model", "someone/other-model", **offline)
+    assert absent.wait(timeout=30) == 1
+    message = absent.stderr.read()
+    assert (message.count("\n"), "'someone/other-model'" in message) == (1, True)
 
 
 def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:

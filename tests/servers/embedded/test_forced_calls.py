@@ -20,18 +20,8 @@ from json_forms import (
     save_model,
 )
 from tool_templates import PRINTS_TEXT
-from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("llguidance")
-
-
-@pytest.fixture(scope="module", params=["characters", "byte-level"])
-def either_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models with a long context, one for each kind of tokenizer."""
-    directory = tmp_path_factory.mktemp("constrained") / request.param
-    if request.param == "byte-level":
-        return save_model(directory, byte_level_tokenizer())
-    return save_model(directory, PreTrainedTokenizerFast.from_pretrained(model_dir))
 
 
 @pytest.mark.parametrize("choice", ["required", named("add"), named('n"o\\w')], ids=["required", "add", "odd"])

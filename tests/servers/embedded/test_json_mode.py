@@ -18,12 +18,9 @@ from json_forms import (
     LETTERS,
     LETTERS_SCHEMA,
     PERSON,
-    byte_level_tokenizer,
     events_of,
     fits,
-    save_model,
 )
-from transformers import PreTrainedTokenizerFast
 from verifiers_embedded.batch import ActiveBatch
 from verifiers_embedded.constraints import GrammarCompiler, Guide, forbid
 from verifiers_embedded.generation import GenerationRequest, Sequence
@@ -31,15 +28,6 @@ from verifiers_embedded.grammars import Form, lark_grammar
 from verifiers_embedded.sampling import SamplingParameters, UniformStream
 
 pytest.importorskip("llguidance")
-
-
-@pytest.fixture(scope="module", params=["characters", "byte-level"])
-def either_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models with a long context, one for each kind of tokenizer."""
-    directory = tmp_path_factory.mktemp("constrained") / request.param
-    if request.param == "byte-level":
-        return save_model(directory, byte_level_tokenizer())
-    return save_model(directory, PreTrainedTokenizerFast.from_pretrained(model_dir))
 
 
 def letters_allowed(place: int) -> str:

@@ -69,6 +69,18 @@ async def test_numbers_beyond_any_float_neither_crash_nor_pass(start: Any) -> No
     assert answer["usage"]["completion_tokens"] > 0
 
 
+async def test_whole_numbers_may_be_written_with_a_point(start: Any) -> None:
+    server = await start()
+    plain = {"max_tokens": 5, "seed": 3, "n": 2, "top_k": 20, "top_logprobs": 1, "stop_token_ids": [90]}
+    pointed = {name: [90.0] if name == "stop_token_ids" else float(value) for name, value in plain.items()}
+    assert (await server.chat(**pointed))["choices"] == (await server.chat(**plain))["choices"]
+    for prompt in ([69.0, 7], [[69.0], [7]]):
+        status, answer = await server.post("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 2.0})
+        assert status == 200, answer
+    for name, value in (("max_tokens", 5.5), ("seed", 0.1), ("stop_token_ids", [7.5])):
+        assert (await server.refused(**{name: value}))[0] == 400
+
+
 async def test_a_prompt_with_tokens_the_model_lacks_does_not_end_the_engine(start: Any) -> None:
     server = await start()
     server.loaded.tokenizer.add_tokens(["wxyz"])
