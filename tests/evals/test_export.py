@@ -110,6 +110,28 @@ def test_a_dataset_has_messages_metrics_and_failures(run: StoredRun, tmp_path: P
     assert {entry.name for entry in tmp_path.iterdir()} == {"run", "x", "again"}
 
 
+def test_the_whole_run_is_pushed_under_the_name_that_was_given(
+    run: StoredRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[Any] = []
+    monkeypatch.setattr(type(to_dataset(run)), "push_to_hub", lambda self, name: pushed.append((name, self.num_rows)))
+    push_dataset(run.directory, "me/x")
+    assert pushed == [("me/x", 7)]
+
+
+def test_a_run_that_was_stopped_is_no_success_for_inspect(run: StoredRun, tmp_path: Path) -> None:
+    for status, told in (
+        (None, "success"),
+        ("finished", "success"),
+        ("stopped", "cancelled"),
+        ("running", "cancelled"),
+    ):
+        stored = StoredRun(run.directory, {**run.metadata, "status": status}, run.rows)
+        path, _ = export_run(stored, tmp_path / f"{status}.eval", "inspect")
+        with zipfile.ZipFile(path) as archive:
+            assert json.loads(archive.read("header.json"))["status"] == told
+
+
 def test_a_hub_that_refuses_is_one_sentence(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError("log in first")

@@ -75,6 +75,11 @@ class RolloutColumns:
         return list(self._places)
 
     @property
+    def sizes(self) -> dict[Any, int]:
+        """How many rollouts each prompt has, by example id, scored or not."""
+        return {example: len(generations) for example, generations in self._places.items()}
+
+    @property
     def tasks(self) -> list[str]:
         """The tasks of the prompts, sorted."""
         return sorted(set(self._tasks.values()))

@@ -1,12 +1,13 @@
 """A run in other forms: a table, a datasets directory, training data made from its rollouts, inspect_ai's log.
 
     csv          a line a rollout; conversations as JSON in a cell
+    jsonl        a line a rollout, as in results.jsonl, with its large texts in place
     hf           a directory for `datasets.load_from_disk`, or a dataset on the Hugging Face Hub
     sft          JSONL, the best rollout of each prompt: {"messages": [...]}
     preference   JSONL, best against worst of a prompt: {"prompt", "chosen", "rejected"}
     inspect      inspect_ai's .eval, which `inspect view` opens
 
-Failed rollouts are in the first two, which show a run, and in inspect's log as errors; training data has none.
+Failed rollouts are in the first three, which show a run, and in inspect's log as errors; training data has none.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
     "to_dataset",
 ]
 
-FORMATS = ("csv", "hf", "sft", "preference", "inspect")
+FORMATS = ("csv", "jsonl", "hf", "sft", "preference", "inspect")
 
 _PLAIN = ("example_id", "generation", "task", "outcome", "reward", "error")
 _COUNTS = ("generation_ms", "scoring_ms", "prompt_tokens", "completion_tokens", "turns", "attempts")
@@ -80,6 +81,9 @@ def export_run(
         return path, len(run.rows)
     if kind == "inspect":
         _write(path, lambda file: write_inspect(run, file))
+        return path, len(run.rows)
+    if kind == "jsonl":
+        _write(path, lambda file: file.writelines(f"{json_line(row)}\n".encode() for row in run.rows))
         return path, len(run.rows)
     rows = list(
         sft_rows(run, 1.0 if threshold is None else threshold)

@@ -71,7 +71,8 @@ def _header(run: StoredRun) -> dict[str, Any]:
     failed = sum(row.get("reward") is None for row in run.rows)
     return {
         "version": _VERSION,
-        "status": "success",
+        # a run that was stopped or goes on has not all of its samples
+        "status": "success" if metadata.get("status") in (None, "finished") else "cancelled",
         "eval": spec,
         "plan": {"name": "plan", "steps": [], "config": {}},
         "results": {

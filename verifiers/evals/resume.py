@@ -108,7 +108,7 @@ def finished_rollouts(
     """
     scored: dict[int, set[int]] = {}
     finished = Finished(Tally(hide))
-    for row in iter_rows(directory):
+    for row in iter_rows(directory, contents=False):
         generations = scored.setdefault(int(row["example_id"]), set())
         done = generations.discard if Outcome(row["outcome"]).is_failure else generations.add
         done(int(row["generation"]))

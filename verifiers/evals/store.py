@@ -1,16 +1,16 @@
 """Where an evaluation's results go: one line a rollout as it finishes, and what was run beside it.
 
 A run directory holds `results.jsonl` (a line a rollout, append-only, handed to the operating system one by one),
-`failures.jsonl` (the full text and traceback of what went wrong) and `metadata.json` (what was run, with which
-versions, and the summary). Where a rollout was done again, the later line counts. What is promised: a process
-that is killed loses nothing finished. What is not: that the disk keeps it when the machine loses power.
+`contents.jsonl` (large texts that those lines refer to, each once), `failures.jsonl` (the full text and traceback of
+what went wrong) and `metadata.json` (what was run, with which versions, and the summary). Where a rollout was done
+again, the later line counts. What is promised: a process that is killed loses nothing finished. What is not: that the
+disk keeps it when the machine loses power.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import traceback
 import uuid
@@ -21,10 +21,13 @@ from types import TracebackType
 from typing import IO, Any
 
 from verifiers.errors import ConfigError
+from verifiers.evals.contents import CONTENTS, ContentReader, ContentWriter, has_references
+from verifiers.evals.json_lines import json_line, mend_last_line, plain
 from verifiers.rollouts.rollout import Rollout
 
 __all__ = [
     "COLUMNS",
+    "CONTENTS",
     "FAILURES",
     "METADATA",
     "RESULTS",
@@ -116,15 +119,19 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
+def iter_rows(directory: Path, *, contents: bool = True) -> Iterator[dict[str, Any]]:
     """The lines of results.jsonl in the order in which they were written, one at a time; none where there is no file.
 
+    Args:
+        contents: put large texts back where a row refers to them; False for whoever reads numbers alone.
+
     Raises:
-        ConfigError: a line before the last is damaged.
+        ConfigError: a line before the last is damaged, or a large text is missing.
     """
     path = directory / RESULTS
     if not path.is_file():
         return
+    reader = ContentReader(directory)
     torn: tuple[int, Exception] | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -137,7 +144,7 @@ def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 torn = number, error
             else:
-                yield row
+                yield reader.restored(row) if contents and has_references(line) else row
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -150,31 +157,6 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
         for name, value in found.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-
-
-def mend_last_line(path: Path) -> None:
-    """Cut off what a killed process left half-written, so that the next line begins a line."""
-    if not path.is_file():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        tail, start = b"", end
-        while start > 0 and b"\n" not in tail:
-            start = max(0, start - 65536)
-            file.seek(start)
-            tail = file.read(end - start)
-        torn = tail.rpartition(b"\n")[2]
-        if not torn:
-            return
-        try:
-            whole = isinstance(json.loads(torn), dict)
-        except ValueError:
-            whole = False
-        if whole:
-            file.seek(end)
-            file.write(b"\n")
-        else:
-            file.truncate(end - len(torn))
 
 
 def new_run_directory(env_id: str, model: str, root: str | Path = "outputs/evals") -> Path:
@@ -235,30 +217,6 @@ def _failure_row(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def json_line(row: Mapping[str, Any]) -> str:
-    """A row as one line of strict JSON, whatever an environment put into it; without the line's end."""
-    try:
-        line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
-        line.encode()
-    except (ValueError, TypeError):
-        # NaN, keys that are no text, a cycle, or half of a surrogate pair, which models do write
-        line = json.dumps(_plain(row), ensure_ascii=True, allow_nan=False)
-    return line
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, int)):
-        return value
-    if depth < 50:
-        if isinstance(value, Mapping):
-            return {str(name): _plain(item, depth + 1) for name, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [_plain(item, depth + 1) for item in value]
-    return f"<{type(value).__name__}>" if depth >= 50 else str(value)
-
-
 class ResultStore:
     """Appends rollouts to `results.jsonl` as they finish, and writes `metadata.json` at the start.
 
@@ -279,6 +237,7 @@ class ResultStore:
         self._hide = hide or (lambda text: text)
         self._file: IO[str] | None = None
         self._failures: IO[str] | None = None
+        self._contents: ContentWriter | None = None
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> ResultStore:
@@ -294,32 +253,35 @@ class ResultStore:
         for name in (RESULTS, FAILURES):
             mend_last_line(self.directory / name)
         self.write_metadata()
+        self._contents = ContentWriter(self.directory, self._hide)
         self._file = (self.directory / RESULTS).open("a", encoding="utf-8")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in (self._file, self._failures, self._lock):
+        for file in (self._file, self._contents, self._failures, self._lock):
             if file is not None:
                 file.close()
 
     def append(self, rollout: Rollout) -> None:
         """Write one rollout and hand it to the operating system, so that a killed run loses nothing finished."""
         assert self._file is not None
+        assert self._contents is not None
         if rollout.failure is not None:
             if self._failures is None:
                 self._failures = (self.directory / FAILURES).open("a", encoding="utf-8")
             # before the row: whoever sees the row finds its failure
             self._failures.write(self._hide(json_line(_failure_row(rollout))) + "\n")
             self._failures.flush()
-        self._file.write(self._hide(json_line(result_row(rollout))) + "\n")
+        # its large contents before the row as well
+        self._file.write(self._hide(self._contents.line(result_row(rollout))) + "\n")
         self._file.flush()
 
     def write_metadata(self, **more: Any) -> None:
         """Write metadata.json anew, with `more` added."""
         self.metadata.update(more)
         partial = self.directory / ".metadata.json.partial"
-        text = json.dumps(_plain(self.metadata), indent=2, ensure_ascii=False)
+        text = json.dumps(plain(self.metadata), indent=2, ensure_ascii=False)
         partial.write_text(self._hide(text) + "\n", encoding="utf-8", errors="replace")
         os.replace(partial, self.directory / METADATA)
