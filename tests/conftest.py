@@ -9,9 +9,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import asyncio
 import ipaddress
 import signal
 import socket
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -73,3 +75,33 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", _guarded_connect)
     monkeypatch.setattr(socket.socket, "connect_ex", _guarded_connect_ex)
     monkeypatch.setattr(socket, "getaddrinfo", _guarded_getaddrinfo)
+
+
+class _VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    _now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        inner: Any = self
+        if not inner._ready and inner._scheduled:
+            self._now = max(self._now, inner._scheduled[0]._when)
+        inner_run: Any = super()
+        inner_run._run_once()
+
+
+@pytest.fixture
+def in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Runs a coroutine to its end in an event loop of its own, whose sleeps take no time."""
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        loop = _VirtualTime()
+        try:
+            return loop.run_until_complete(work)
+        finally:
+            loop.close()
+
+    return run

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from verifiers.testing import FakeOpenAIServer
 
 SOURCE = """
 import verifiers as vf
@@ -22,6 +26,12 @@ def load_environment(column="question", n=6):
 """
 
 
+@pytest.fixture(autouse=True)
+def _own_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registries of endpoints of whoever runs the tests have no part in them."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
 @pytest.fixture
 def env_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Name of an importable environment; the current directory is an empty temporary one."""
@@ -32,3 +42,34 @@ def env_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
     yield "toy-sums-env"
     sys.modules.pop("toy_sums_env", None)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAIServer]:
+    """An endpoint that always has the right answer."""
+    with FakeOpenAIServer("4") as server:
+        yield server
+
+
+class Results:
+    """The one run below ./outputs/evals, as it is on disk when asked."""
+
+    @property
+    def directory(self) -> Path:
+        (directory,) = Path("outputs/evals").glob("*/*")
+        return directory
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of results.jsonl."""
+        return [json.loads(line) for line in (self.directory / "results.jsonl").read_text().splitlines()]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "metadata.json").read_text())
+        return found
+
+
+@pytest.fixture
+def results() -> Results:
+    return Results()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from verifiers.cli.evaluate import main
+from verifiers.evals.store import read_run
 from verifiers.testing import FakeOpenAIServer, Fault
 
 KEY = "sk-secret-0123456789"
@@ -31,35 +32,25 @@ def _own_logging() -> Iterator[None]:
     logger.level, logger.handlers[:], logger.propagate = before
 
 
-@pytest.fixture
-def server() -> Iterator[FakeOpenAIServer]:
-    with FakeOpenAIServer("4") as server:
-        yield server
-
-
-def results_directory() -> Path:
-    (directory,) = Path("outputs/evals").glob("*/*")
-    return directory
-
-
-def rows_of(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
-
-
 def test_a_table_is_printed_and_every_rollout_is_written(
-    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
+    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str], results: Any
 ) -> None:
     arguments = [env_name, "-m", "org/policy", "-b", server.url, "-n", "2", "-r", "3", "-T", "0.5", "-t", "9"]
     assert main([*arguments, "-S", '{"top_p": 0.9}', "--seed", "1"]) == 0
     shown = capsys.readouterr().out
     assert "toy-sums-env / org/policy" in shown
-    assert "reward │ 1.0000 │   0.0000" in shown
+    assert "reward: mean 1.0000, ± stderr 0.0000, 95 % interval" in shown
+    assert "scored 6 of 6" in shown
+    assert re.search(
+        r"^pass@3: mean 1\.0000, ± stderr 0\.0000, 95 % interval 0\.\d{4} \.\. 1\.0000, scored 6 of 6$", shown, re.M
+    )
+    assert "pass^2: mean 1.0000" in shown
     assert "6 rollouts of 2 prompts" in shown
     assert "6 completed; 0 retries; 12 completion tokens" in shown
-    directory = results_directory()
+    directory = results.directory
     assert directory.parent.name == "toy-sums-env--org--policy"
     assert str(directory / "results.jsonl") in shown
-    rows = rows_of(directory)
+    rows = results.rows
     assert sorted((row["example_id"], row["generation"]) for row in rows) == [
         (e, g) for e in (0, 1) for g in range(3)
     ]
@@ -81,14 +72,18 @@ def test_a_table_is_printed_and_every_rollout_is_written(
 
 
 def test_key_and_headers_are_sent_but_never_written(
-    server: FakeOpenAIServer, env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: FakeOpenAIServer,
+    env_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    results: Any,
 ) -> None:
     monkeypatch.setenv("MY_KEY", f"{KEY}\n")
     arguments = [env_name, "-b", server.url, "-k", "MY_KEY", "--header", f"X-Token: {KEY}", "--header", "X-B: a:b"]
     assert main([*arguments, "-n", "1", "-r", "1"]) == 0
     headers = server.requests[0].headers
     assert (headers["authorization"], headers["x-token"], headers["x-b"]) == (f"Bearer {KEY}", KEY, "a:b")
-    written = "".join(path.read_text() for path in results_directory().iterdir())
+    written = "".join(path.read_text() for path in results.directory.iterdir())
     shown = capsys.readouterr()
     assert KEY not in written + shown.out + shown.err
 
@@ -142,9 +137,9 @@ def test_a_key_that_everything_quotes_is_found_nowhere(
     assert '"api_key_var": "MY_KEY"' in written
 
 
-def test_what_was_run_is_written_down(server: FakeOpenAIServer, env_name: str) -> None:
+def test_what_was_run_is_written_down(server: FakeOpenAIServer, env_name: str, results: Any) -> None:
     assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--header", "X-Team: blue"]) == 0
-    metadata = json.loads((results_directory() / "metadata.json").read_text())
+    metadata = results.metadata
     assert metadata["versions"]["verifiers"]
     assert metadata["versions"]["python"] == sys.version.split()[0]
     assert (metadata["api_key_var"], metadata["headers"], metadata["status"]) == (
@@ -157,7 +152,7 @@ def test_what_was_run_is_written_down(server: FakeOpenAIServer, env_name: str) -
 
 
 def test_the_built_in_fake_endpoint_needs_no_key_and_no_network(
-    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: Any
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
@@ -168,10 +163,10 @@ def test_the_built_in_fake_endpoint_needs_no_key_and_no_network(
     assert main([env_name, "-m", "fake", "-n", "6", "-r", "4"]) == 0
     shown = capsys.readouterr().out
     assert "built-in fake endpoint, no model" in shown
-    rewards = [row["reward"] for row in rows_of(results_directory())]
+    rewards = [row["reward"] for row in results.rows]
     assert set(rewards) == {0.0, 1.0}
     assert main([env_name, "-m", "fake", "-n", "6", "-r", "4", "--fresh"]) == 0
-    again = [rows_of(path) for path in Path("outputs/evals").glob("*/*")]
+    again = [read_run(path).rows for path in Path("outputs/evals").glob("*/*")]
     first, second = ([(row["example_id"], row["generation"], row["reward"]) for row in rows] for rows in again)
     assert sorted(first) == sorted(second)
 
@@ -194,7 +189,7 @@ def test_a_disk_that_is_full_is_one_sentence(
 
 
 def test_the_summary_is_one_line_of_json_for_machines(
-    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
+    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str], results: Any
 ) -> None:
     assert main([env_name, "-b", server.url, "-n", "1", "-r", "2", "--json"]) == 0
 
@@ -208,7 +203,21 @@ def test_the_summary_is_one_line_of_json_for_machines(
     assert [reward[name] for name in ("mean", "stderr", "low", "high")] == [1.0, None, None, None]
     assert set(summary["pass_at_k"]) == {"1", "2"}
     assert (summary["outcomes"], summary["rollouts"]) == ({"completed": 2}, 2)
-    assert Path(summary["results"]) == results_directory()
+    assert Path(summary["results"]) == results.directory
+
+
+def test_a_terminal_gets_tables(
+    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([env_name, "-m", "fake", "-n", "6", "-r", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"│ good +│ 0\.\d{4} │", shown)
+    assert re.search(r"│ pass\^4 +│", shown)
+    # rewards are 0 and 1: that is pass@k
+    assert "best@" not in shown
+    assert "% of the reward's variance is between prompts: more " in shown
 
 
 def test_one_prompt_has_no_interval_in_the_table_either(
@@ -218,13 +227,15 @@ def test_one_prompt_has_no_interval_in_the_table_either(
     assert "nan" not in capsys.readouterr().out
 
 
-def test_failed_rollouts_are_counted_and_are_no_zeros(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_rollouts_are_counted_and_are_no_zeros(
+    env_name: str, capsys: pytest.CaptureFixture[str], results: Any
+) -> None:
     with FakeOpenAIServer("4", faults=Fault(401)) as server:
         assert main([env_name, "-b", server.url, "-n", "2", "-r", "1", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["outcomes"] == {"completed": 1, "provider_error": 1}
     assert summary["rewards"]["reward"]["mean"] == 1.0
-    failed = [row for row in rows_of(results_directory()) if row["reward"] is None]
+    failed = [row for row in results.rows if row["reward"] is None]
     assert len(failed) == 1
     assert "answered 401" in failed[0]["error"]
 
@@ -250,6 +261,8 @@ def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_nam
         (["ENV", "-n", "0"], "--num-examples is 0; give 1 or more, or -1 for all"),
         (["ENV", "-r", "0"], "--rollouts-per-example is 0; give 1 or more"),
         (["ENV", "-c", "0"], "max_concurrent is 0"),
+        (["ENV", "--attempt-timeout", "0"], "--attempt-timeout is 0; give a number of seconds above 0"),
+        (["ENV", "--rollout-timeout", "-5"], "--rollout-timeout is -5; give a number of seconds above 0"),
         (["ENV", "-e", "none.toml"], "leave --api-base-url and --header out"),
         (["ENV", "--requests-per-second", "-1"], "requests_per_second is -1"),
         (["ENV", "--output-dir", "taken"], "results cannot be written under 'taken'"),
@@ -270,11 +283,11 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(
     assert re.match(f"vf-eval: .*{message}", sentence)
 
 
-def test_a_registry_names_the_endpoint(env_name: str, server: FakeOpenAIServer) -> None:
+def test_a_registry_names_the_endpoint(env_name: str, server: FakeOpenAIServer, results: Any) -> None:
     Path("endpoints.toml").write_text(f'[endpoints.small]\nmodel = "org/policy"\nurls = ["{server.url}"]\n')
     assert main([env_name, "-e", "endpoints.toml", "-m", "small", "-n", "1", "-r", "1"]) == 0
     assert server.requests[0].body["model"] == "org/policy"
-    metadata = json.loads((results_directory() / "metadata.json").read_text())
+    metadata = results.metadata
     assert (metadata["model"], metadata["endpoint"], metadata["base_url"]) == ("org/policy", "small", server.url)
 
 

@@ -234,6 +234,24 @@ def test_held_out_rows_are_those_of_every_environment(caplog: pytest.LogCaptureF
     assert list(group.get_eval_dataset()["task"]) == ["env_0", "env_1", "env_2"]
 
 
+@pytest.mark.parametrize("held_out", [True, False])
+def test_the_first_rows_to_evaluate_are_of_all_environments_in_turn(held_out: bool) -> None:
+    kind = "eval_dataset" if held_out else "dataset"
+    envs = [
+        vf.SingleTurnEnv(**{kind: rows(*(f"{name}{n}" for n in range(count)))})
+        for name, count in (("a", 5), ("b", 2), ("c", 3))
+    ]
+    group = vf.EnvGroup(envs)
+    shown = list(group.get_eval_dataset(7)["answer"])
+    assert shown == ["a0", "b0", "c0", "a1", "b1", "c1", "a2"]
+    assert list(group.get_eval_dataset(100)["answer"]) == [*shown, "c2", "a3", "a4"]
+    everything = [f"{name}{n}" for name, count in (("a", 5), ("b", 2), ("c", 3)) for n in range(count)]
+    assert list(group.get_eval_dataset()["answer"]) == everything
+    assert len(group.get_eval_dataset(4, seed=1)) == 4
+    if not held_out:
+        assert list(group.get_dataset(3)["answer"]) == everything[:3]
+
+
 async def test_teardown_reaches_every_environment() -> None:
     ended: list[str] = []
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,14 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
+from verifiers.evals.compared_run import ComparedRun, read_compared_run
 from verifiers.evals.comparison import compare_runs
-from verifiers.evals.store import StoredRun
 
 METADATA = {"env": "sums", "env_args": {}, "model": "m", "num_examples": 12, "rollouts_per_example": 2}
 Rewards = Mapping[int, Sequence[float | None]]
 
 
-def run(rewards: Rewards, name: str = "run", *, text: str = "", **metadata: Any) -> StoredRun:
+def run(rewards: Rewards, name: str = "run", *, text: str = "", **metadata: Any) -> ComparedRun:
     rows = [
         {
             "example_id": example,
@@ -31,7 +33,7 @@ def run(rewards: Rewards, name: str = "run", *, text: str = "", **metadata: Any)
         for example, of_prompt in rewards.items()
         for generation, reward in enumerate(of_prompt)
     ]
-    return StoredRun(Path(name), {**METADATA, **metadata}, rows)
+    return ComparedRun.of_rows(Path(name), {**METADATA, **metadata}, rows)
 
 
 HALF: Rewards = {n: [1.0, 0.0] for n in range(12)}
@@ -165,3 +167,30 @@ def test_a_comparison_is_strict_json() -> None:
         for metric in ("reward", "pass@3"):
             found = compare_runs(run(HALF), run(BETTER), pairing=pairing, metric=metric)  # type: ignore[arg-type]
             json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_the_order_of_arrival_changes_nothing() -> None:
+    before = {n: [float(n % 3 == 0), 0.0] for n in range(40)}
+    after = {n: [float(n % 2 == 0), float(n % 5 == 0)] for n in range(40)}
+    shuffled = [list(rewards.items()) for rewards in (before, after)]
+    for number, items in enumerate(shuffled):
+        random.Random(number).shuffle(items)
+    one, two = (compare_runs(run(dict(a)), run(dict(b))) for a, b in ((before, after), (shuffled[0], shuffled[1])))
+    assert not one.test.exact
+    assert one.as_json() == two.as_json()
+
+
+def test_a_run_is_read_without_its_transcripts(tmp_path: Path) -> None:
+    """6,000 rollouts, 60 MB; the numbers and one hash a prompt stay."""
+    with (tmp_path / "results.jsonl").open("w") as file:
+        for number in range(6000):
+            row = {"example_id": number // 8, "generation": number % 8, "outcome": "completed", "reward": 0.5}
+            file.write(json.dumps({**row, "prompt": f"{number // 8}?", "completion": "x" * 10_000}) + "\n")
+    tracemalloc.start()
+    try:
+        found = read_compared_run(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (len(found.asked), found.columns.counts().rollouts) == (750, 6000)
+    assert peak < 4_000_000

@@ -28,7 +28,7 @@ async def test_some_answers_are_right_as_the_parser_reads_them(name: str) -> Non
     groups = list(iter_requests(env.get_eval_dataset(), 1, None))
 
     async def answers(seed: int) -> list[list[str]]:
-        endpoint = FakeEndpoint(groups, parser, seed)
+        endpoint = FakeEndpoint(groups, lambda task: parser, seed)
         found = []
         for group in groups:
             calls = [await endpoint.call("/chat/completions", {"messages": group[0].prompt}) for _ in range(8)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from verifiers.evals.runner import Interruption, evaluation_requests, iter_reque
 from verifiers.evals.tally import Tally
 from verifiers.rollouts.endpoint import ClientBackend
 from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.run import RolloutRunner
-from verifiers.testing import FakeClient
+from verifiers.testing import FakeClient, Fault
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
 
@@ -78,9 +80,80 @@ async def test_draining_finishes_what_is_in_flight_and_begins_nothing_more() -> 
 
     done: list[Rollout] = []
     await run_units(runner_of(env, answer), units_of(env), done.append, interruption)
-    assert 4 <= len(done) <= 5
-    assert asked == len(done)
+    assert asked == len(done) == 4
     assert all(rollout.reward == 1.0 for rollout in done)
+
+
+async def test_draining_gives_up_groups_that_cannot_be_scored_whole_and_keeps_the_others() -> None:
+    """Six slots and groups of four: the second group has begun in part."""
+    asked: Counter[str] = Counter()
+    interruption = Interruption(drain_s=15)
+
+    async def answer(body: dict[str, Any]) -> str:
+        question = body["messages"][-1]["content"]
+        asked[question] += 1
+        if asked.total() == 6:
+            interruption.drain()
+        await asyncio.sleep(0.01)
+        return "4"
+
+    def together(completions: list[Any]) -> list[float]:
+        assert len(completions) == 4
+        return [1.0] * 4
+
+    rows = [{"question": f"question {i}", "answer": "4"} for i in range(50)]
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([together]))
+    done: list[Rollout] = []
+    runner = runner_of(env, answer, max_concurrent=6)
+    await run_units(runner, units_of(env, rollouts=4), done.append, interruption)
+    assert [(rollout.key.example_id, rollout.reward) for rollout in done] == [(0, 1.0)] * 4
+    assert asked == {"question 0": 4, "question 1": 2}
+    assert runner.limiter.in_flight == 0
+
+
+async def test_draining_asks_for_nothing_new_where_requests_are_throttled() -> None:
+    """All rollouts have a slot and wait for their turn to ask; those of two turns that have begun ask again."""
+
+    class TwoTurns(vf.MultiTurnEnv):
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [{"role": "user", "content": "again"}], state
+
+    rows = [{"question": f"question {i}", "answer": "4"} for i in range(30)]
+    env = TwoTurns(eval_dataset=rows, max_turns=2, rubric=vf.Rubric([lambda completion: 1.0]))
+    interruption = Interruption(drain_s=15)
+    asked: Counter[int] = Counter()
+
+    async def answer(body: dict[str, Any]) -> str:
+        asked[len(body["messages"])] += 1
+        if asked[1] == 3:
+            interruption.drain()
+        return "4"
+
+    runner = RolloutRunner(env, ClientBackend(FakeClient(answer)), "m", limiter=Limiter(30, requests_per_second=50))
+    done: list[Rollout] = []
+    await run_units(runner, units_of(env), done.append, interruption)
+    assert [rollout.reward for rollout in done] == [1.0] * 3
+    assert asked == {1: 3, 3: 3}
+
+
+async def test_an_endpoint_that_recovers_after_a_drain_gets_nothing_new() -> None:
+    """Retries of what is in flight go on; that is finishing it."""
+    interruption = Interruption(drain_s=15)
+    asked = 0
+
+    async def answer(body: dict[str, Any]) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            interruption.drain()
+        return Fault(503) if asked <= 2 else "4"
+
+    done: list[Rollout] = []
+    runner = runner_of(environment(), answer, max_concurrent=2)
+    runner.retry = RetryPolicy(base_s=0.001)
+    await run_units(runner, units_of(environment()), done.append, interruption)
+    assert [rollout.reward for rollout in done] == [1.0, 1.0]
+    assert asked == 4
 
 
 @pytest.mark.parametrize("how", ["deadline", "abort"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -206,30 +205,6 @@ async def test_a_storm_of_resizes_and_cancellations_ends_with_every_slot_back() 
     assert slots.taken == held == 0
 
 
-class VirtualTime(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer instead of waiting for it."""
-
-    _now = 0.0
-
-    def time(self) -> float:
-        return self._now
-
-    def _run_once(self) -> None:
-        inner: Any = self
-        if not inner._ready and inner._scheduled:
-            self._now = max(self._now, inner._scheduled[0]._when)
-        inner_run: Any = super()
-        inner_run._run_once()
-
-
-def in_virtual_time(work: Coroutine[Any, Any, Any]) -> Any:
-    loop = VirtualTime()
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        loop.close()
-
-
 async def evaluate(
     jobs: int, *, concurrent: int | None = None, per_second: float | None = None, retry_after_s: float | None = None
 ) -> dict[str, float]:
@@ -279,7 +254,12 @@ async def evaluate(
     ],
 )
 def test_throughput_comes_near_what_the_provider_gives_with_few_refusals(
-    jobs: int, provider: dict[str, float], least: float, most_refused: float, monkeypatch: pytest.MonkeyPatch
+    jobs: int,
+    provider: dict[str, float],
+    least: float,
+    most_refused: float,
+    in_virtual_time: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # the retry loop's jitter
     monkeypatch.setattr("random.random", random.Random(2).random)

@@ -12,7 +12,7 @@ import pytest
 from verifiers.errors import ConfigError
 from verifiers.rollouts.client import RolloutClient
 from verifiers.rollouts.endpoint import ClientBackend
-from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.limits import Limiter, NoMoreSlotsError
 from verifiers.testing import FakeClient
 
 
@@ -88,6 +88,34 @@ async def test_room_is_there_when_nothing_queues() -> None:
     release.set()
     async with asyncio.timeout(5):
         await asyncio.gather(room, *holders)
+
+
+@pytest.mark.parametrize("bound", [2, None])
+async def test_a_closed_limiter_lets_nothing_begin_and_what_is_in_flight_end(bound: int | None) -> None:
+    limiter = Limiter(bound)
+    release = asyncio.Event()
+    ended = 0
+
+    async def hold() -> None:
+        nonlocal ended
+        async with limiter.slot():
+            await release.wait()
+        ended += 1
+
+    holders = [asyncio.create_task(hold()) for _ in range(2)]
+    await asyncio.sleep(0)
+    queued = [asyncio.create_task(hold()) for _ in range(5 if bound else 0)]
+    await asyncio.sleep(0)
+    limiter.close()
+    late = [asyncio.create_task(hold()) for _ in range(3)]
+    await asyncio.sleep(0)
+    release.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*holders)
+        refused = await asyncio.gather(*queued, *late, return_exceptions=True)
+    assert ended == 2
+    assert [type(one) for one in refused] == [NoMoreSlotsError] * len(refused)
+    assert limiter.in_flight == 0
 
 
 def test_bounds_that_let_nothing_through_are_refused() -> None:

@@ -62,14 +62,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def compare(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
+    from verifiers.evals.compared_run import read_compared_run
     from verifiers.evals.comparison import compare_runs
-    from verifiers.evals.store import read_run
 
     if not 0 < args.confidence < 1:
         raise ConfigError(f"--confidence is {args.confidence}; give a number between 0 and 1, such as 0.95.")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; give 0 or more.")
-    runs = [read_run(directory) for directory in (args.run_a, args.run_b)]
+    runs = [read_compared_run(directory) for directory in (args.run_a, args.run_b)]
     found = [
         compare_runs(
             runs[0],
@@ -97,7 +97,8 @@ def compare(args: argparse.Namespace) -> int:
 def _print(comparisons: Sequence[Comparison], confidence: float) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+
+    from verifiers.cli.tables import print_table
 
     console = Console(highlight=False, soft_wrap=True)
     first = comparisons[0]
@@ -105,35 +106,21 @@ def _print(comparisons: Sequence[Comparison], confidence: float) -> None:
         console.print(f"{letter}: {escape(side.name)}: {_counts(side)}")
     for name, (before, after) in first.settings.items():
         console.print(escape(f"   {name}: {before!r} in A, {after!r} in B"))
-    percent = f"{confidence * 100:g} %"
-    table = Table()
-    for column in ("", "A", "B", "B - A", f"{percent} interval", "p"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for comparison in comparisons:
-        difference = comparison.difference
-        table.add_row(
-            escape(comparison.metric),
-            _number(comparison.a.estimate.mean),
-            _number(comparison.b.estimate.mean),
-            _number(difference.mean, "+"),
-            _interval(difference),
-            _p(comparison),
+    columns = ("", "A", "B", "B - A", f"{confidence * 100:g} % interval", "p")
+    rows = [
+        (
+            c.metric,
+            _number(c.a.estimate.mean),
+            _number(c.b.estimate.mean),
+            _number(c.difference.mean, "+"),
+            _interval(c.difference),
+            _p(c),
         )
-    if console.is_terminal:
-        console.print(table)
-    else:
-        for line in _plain(comparisons, percent):
-            console.print(line, markup=False)
-    for comparison in comparisons:
-        console.print(_sentence(comparison), markup=False)
-
-
-def _plain(comparisons: Sequence[Comparison], percent: str) -> list[str]:
-    return [
-        f"{c.metric}: A {_number(c.a.estimate.mean)}, B {_number(c.b.estimate.mean)}, "
-        f"B - A {_number(c.difference.mean, '+')}, {percent} interval {_interval(c.difference)}, p {_p(c)}"
         for c in comparisons
     ]
+    print_table(console, columns, rows)
+    for comparison in comparisons:
+        console.print(_sentence(comparison), markup=False)
 
 
 def _sentence(comparison: Comparison) -> str:

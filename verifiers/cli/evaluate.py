@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.arguments import ENVIRONMENTS_DIRECTORY, json_object, make_importable
@@ -49,7 +48,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="base URL, with /v1; repeatable, for several servers of one model (default: OpenAI's)",
     )
-    add("-e", "--endpoints-path", metavar="FILE", help="registry of endpoints (TOML, or endpoints.py); -m names one")
+    add(
+        "-e",
+        "--endpoints-path",
+        metavar="FILE",
+        help="registry of endpoints (TOML, or endpoints.py); -m names one (default: the first of ./endpoints.toml, "
+        "./configs/endpoints.toml, ./endpoints.py, ./configs/endpoints.py and ~/.config/verifiers/endpoints.toml "
+        "that has the name)",
+    )
     add("--header", action="append", default=[], metavar="'NAME: VALUE'", help="further HTTP header; repeatable")
     add("-n", "--num-examples", type=int, default=5, help="prompts; -1 for all (default: 5)")
     add("-r", "--rollouts-per-example", type=int, default=3, help="rollouts of each prompt (default: 3)")
@@ -61,8 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     add("-T", "--temperature", type=float, default=None, help="sampling temperature; 0 is greedy")
     add("-S", "--sampling-args", default="{}", metavar="JSON", help="further OpenAI sampling arguments")
     add("--seed", type=int, default=None, help="derive each rollout's sampling seed from this number")
-    add("--attempt-timeout", type=float, default=None, help="deadline of one HTTP attempt, in seconds (default: 600)")
-    add("--rollout-timeout", type=float, default=600.0, help="deadline of one rollout, in seconds (default: 600)")
+    add(
+        "--attempt-timeout",
+        type=float,
+        default=None,
+        help="deadline of one HTTP attempt, in seconds (default: a third of --rollout-timeout, at most 600)",
+    )
+    add("--rollout-timeout", type=float, default=1800.0, help="deadline of one rollout, in seconds (default: 1800)")
     add("--output-dir", default="outputs/evals", help="where results go (default: outputs/evals)")
     add("--fresh", action="store_true", help="start a new run, though this command has one")
     add("-s", "--save-dataset", action="store_true", help="save the results as a datasets directory too")
@@ -78,12 +89,15 @@ def _parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
     from verifiers.cli.evaluation_plan import chosen_endpoint, key_variables
-    from verifiers.evals.hiding import Hider, hide_in_logs, secrets_of_run
+    from verifiers.evals.hiding import Hider, hide_in_logs, secrets_of_run, url_without_secrets
 
     if args.num_examples < -1 or args.num_examples == 0:
         raise ConfigError(f"--num-examples is {args.num_examples}; give 1 or more, or -1 for all.")
     if args.rollouts_per_example < 1:
         raise ConfigError(f"--rollouts-per-example is {args.rollouts_per_example}; give 1 or more.")
+    for flag, seconds in (("attempt", args.attempt_timeout), ("rollout", args.rollout_timeout)):
+        if seconds is not None and not seconds > 0:
+            raise ConfigError(f"--{flag}-timeout is {seconds:g}; give a number of seconds above 0.")
     if args.verbose:
         from verifiers.log import setup_logging
 
@@ -93,11 +107,15 @@ def evaluate(args: argparse.Namespace) -> int:
         env_args = json_object("--env-args", args.env_args)
         sampling_args = json_object("--sampling-args", args.sampling_args)
         headers = dict(_header(text) for text in args.header)
-        entry = chosen_endpoint(args, headers)
+        entry, registry = chosen_endpoint(args, headers)
     keys = [os.environ.get(name, "") for name in key_variables(entry)]
     arguments = {"env": env_args, "sampling": sampling_args}
     hide = Hider([*keys, *(s for url in entry.urls for s in secrets_of_run(url, "", entry.headers, arguments))])
     with hide.in_errors(), hide_in_logs(hide):
+        if registry is not None:
+            # a key goes to this address because of a file that nobody named
+            url = url_without_secrets(entry.urls[0])
+            print(f"vf-eval: -m {args.model} is {entry.model} at {url}, as {registry} says", file=sys.stderr)
         return _evaluate(args, entry, env_args, sampling_args, hide)
 
 
@@ -109,6 +127,7 @@ def _evaluate(
     hide: Hider,
 ) -> int:
     from verifiers.cli.evaluation_plan import open_endpoint, run_plan
+    from verifiers.cli.evaluation_summary import show_summary
     from verifiers.envs.loading import load_environment
     from verifiers.evals.prices import load_prices
     from verifiers.evals.session import open_run
@@ -127,7 +146,7 @@ def _evaluate(
     if args.prices is not None:
         shown["prices"] = load_prices(args.prices)
     dataset = env.get_eval_dataset(args.num_examples)
-    backend, limiter = open_endpoint(args, entry, dataset, getattr(env, "parser", None))
+    backend, limiter = open_endpoint(args, entry, dataset, env)
     plan = run_plan(args, entry, env_args, sampling, dataset)
     run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, hide=hide)
     say = (lambda text: None) if args.json else (lambda text: print(f"vf-eval: {text}", file=sys.stderr))
@@ -163,7 +182,7 @@ def _evaluate(
         raise CommandFailedError(f"results cannot be written to {str(run.directory)!r}: {error}.") from error
     if not run.interruption.requested or run.tally.scored:
         run.require_scores()
-        _show(args, run, summary)
+        show_summary(run, summary, title=f"{args.env} / {run.metadata['model']}", as_json=args.json)
     if run.interruption.requested and not done:
         say(f"interrupted at {run.finished.count + run.ran} of {run.planned} rollouts; the same command goes on")
         return INTERRUPTED
@@ -208,49 +227,6 @@ async def _run(
     finally:
         await runner.backend.close()
         await run_teardown(runner.env)
-
-
-def _show(args: argparse.Namespace, run: EvaluationRun, summary: dict[str, Any]) -> None:
-    if args.json:
-        print(json.dumps({**summary, "results": str(run.directory)}))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    from verifiers.evals.fake_endpoint import FAKE_URL
-
-    console = Console(highlight=False)
-    if run.metadata["base_url"] == FAKE_URL:
-        console.print("built-in fake endpoint, no model: these numbers say nothing about any policy", soft_wrap=True)
-    table = Table(title=f"{args.env} / {run.metadata['model']}", title_justify="left")
-    for column in ("", "mean", "± stderr", "95 % interval"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, e in _estimates(summary):
-        mean, stderr, low, high = (
-            "-" if e[field] is None else f"{e[field]:.4f}" for field in ("mean", "stderr", "low", "high")
-        )
-        table.add_row(name, mean, stderr, "-" if low == "-" else f"{low} .. {high}")
-    outcomes = ", ".join(f"{count} {name}" for name, count in summary["outcomes"].items())
-    console.print(table)
-    console.print(
-        f"{summary['rollouts']} rollouts of {summary['prompts']} prompts in {summary['seconds']:.1f} s: {outcomes}; "
-        f"{summary['retries']} retries; {summary['completion_tokens']:,} completion tokens"
-        + ("" if summary["cost"] is None else f"; {summary['cost']:.4f} {summary['currency']}")
-    )
-    if run.lag_distorts:
-        console.print(
-            f"the event loop was late by {summary['loop_lag_ms']['p95']:g} ms in 1 of 20 cases: timings show this "
-            "machine rather than the server; try a smaller -c"
-        )
-    console.print(f"{run.directory}/results.jsonl", soft_wrap=True)
-    console.print(f"{run.directory}/report.html", soft_wrap=True)
-
-
-def _estimates(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of the table: rewards, and pass@k where a prompt has several rollouts."""
-    yield from summary["rewards"].items()
-    # k = 1 is the mean of what is right, which the reward says already where it is 0 or 1
-    yield from ((f"pass@{k}", e) for k, e in summary["pass_at_k"].items() if int(k) > 1)
 
 
 def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:

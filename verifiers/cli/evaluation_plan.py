@@ -7,6 +7,7 @@ import asyncio
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError, ProviderError
@@ -16,28 +17,57 @@ if TYPE_CHECKING:
     from verifiers.rollouts.endpoint import Backend
     from verifiers.rollouts.limits import Limiter
 
-__all__ = ["OPENAI_URL", "chosen_endpoint", "key_variables", "open_endpoint", "require_listener", "run_plan"]
+__all__ = [
+    "OPENAI_URL",
+    "attempt_timeout_s",
+    "chosen_endpoint",
+    "key_variables",
+    "open_endpoint",
+    "require_listener",
+    "run_plan",
+]
 
 OPENAI_URL = "https://api.openai.com/v1"
 LISTENER_GRACE_S = 5.0
 _FAKE_CONCURRENT = 32
+_LONGEST_ATTEMPT_S = 600.0
 
 
-def chosen_endpoint(args: argparse.Namespace, headers: Mapping[str, str]) -> EndpointEntry:
-    """The endpoint that the flags name: an entry of the registry, the built-in fake, or what they spell out.
+def chosen_endpoint(args: argparse.Namespace, headers: Mapping[str, str]) -> tuple[EndpointEntry, Path | None]:
+    """The endpoint that the flags name: an entry of a registry, the built-in fake, or what they spell out.
+
+    Returns:
+        The endpoint, and the registry that was found without a flag where it is from there.
 
     Raises:
         ConfigError: flags that contradict each other, or a registry that cannot be read.
     """
-    from verifiers.evals.endpoints import EndpointEntry, find_endpoint
+    from verifiers.evals.endpoints import EndpointEntry, discover_endpoint, find_endpoint
     from verifiers.evals.fake_endpoint import FAKE_MODEL, FAKE_URL
 
     if args.endpoints_path is not None:
         if args.api_base_url or args.header:
             raise ConfigError("--endpoints-path names the endpoint; leave --api-base-url and --header out.")
-        return find_endpoint(args.model, args.endpoints_path)
-    urls = tuple(args.api_base_url or ([FAKE_URL] if args.model == FAKE_MODEL else [OPENAI_URL]))
-    return EndpointEntry(args.model, args.model, urls, key_var=args.api_key_var, headers=dict(headers))
+        return find_endpoint(args.model, args.endpoints_path), None
+    urls = tuple(args.api_base_url or ([FAKE_URL] if args.model == FAKE_MODEL else []))
+    if not urls:
+        found = discover_endpoint(args.model)
+        if found is not None and args.header:
+            raise ConfigError(
+                f"-m {args.model} is an endpoint of {str(found[1])!r}; put the headers there, or give --api-base-url."
+            )
+        if found is not None:
+            return found
+    spelled = EndpointEntry(
+        args.model, args.model, urls or (OPENAI_URL,), key_var=args.api_key_var, headers=dict(headers)
+    )
+    return spelled, None
+
+
+def attempt_timeout_s(args: argparse.Namespace, entry: EndpointEntry) -> float:
+    """Deadline of one HTTP attempt: the flag's, the entry's, else short enough for a hang to be tried again twice."""
+    given: float | None = args.attempt_timeout or entry.attempt_timeout_s
+    return given or min(_LONGEST_ATTEMPT_S, args.rollout_timeout / 3)
 
 
 def key_variables(entry: EndpointEntry) -> Iterator[str]:
@@ -46,10 +76,11 @@ def key_variables(entry: EndpointEntry) -> Iterator[str]:
     yield from entry.header_vars.values()
 
 
-def open_endpoint(
-    args: argparse.Namespace, entry: EndpointEntry, dataset: Any, parser: Any
-) -> tuple[Backend, Limiter]:
+def open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, env: Any) -> tuple[Backend, Limiter]:
     """The backend of an endpoint and what may be in flight on it.
+
+    Args:
+        dataset, env: whose rows and parsers the built-in fake endpoint knows.
 
     Raises:
         ConfigError: an address or a limit that cannot work.
@@ -62,14 +93,19 @@ def open_endpoint(
 
     if entry.urls == (FAKE_URL,):
         limit = _FAKE_CONCURRENT if args.max_concurrent is None else args.max_concurrent
-        return FakeEndpoint(iter_requests(dataset, 1, None), parser, args.seed), Limiter(limit)
+
+        def parser_of(task: str) -> Any:
+            member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
+            return getattr(member, "parser", None)
+
+        return FakeEndpoint(iter_requests(dataset, 1, None), parser_of, args.seed), Limiter(limit)
     limiter = limiter_for(
         entry.urls,
         args.max_concurrent,
         maximum=entry.max_concurrent,
         requests_per_second=args.requests_per_second or entry.requests_per_second,
     )
-    return open_backend(entry, attempt_timeout_s=args.attempt_timeout, seed=args.seed or 0), limiter
+    return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry), seed=args.seed or 0), limiter
 
 
 def run_plan(
@@ -103,7 +139,7 @@ def run_plan(
         "seed": args.seed,
         "max_concurrent": args.max_concurrent,
         "requests_per_second": args.requests_per_second,
-        "attempt_timeout_s": args.attempt_timeout,
+        "attempt_timeout_s": attempt_timeout_s(args, entry),
         "rollout_timeout_s": args.rollout_timeout,
         "versions": versions(),
         "git": git_provenance(),

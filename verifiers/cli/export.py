@@ -10,7 +10,7 @@ from verifiers.cli.exit_codes import DONE, run_command
 
 __all__ = ["main"]
 
-_SUFFIXES = {"csv": ".csv", "hf": "", "sft": ".jsonl", "preference": ".jsonl", "inspect": ".eval"}
+_SUFFIXES = {"csv": ".csv", "jsonl": ".jsonl", "hf": "", "sft": ".jsonl", "preference": ".jsonl", "inspect": ".eval"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

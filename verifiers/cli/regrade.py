@@ -88,17 +88,16 @@ def _show(args: argparse.Namespace, done: Regraded) -> None:
         print(json.dumps({**found, "results": str(done.directory)}))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table()
-    for column in ("", "before", "after", "difference"):
-        table.add_column(column, justify="left" if not column else "right")
+    from verifiers.cli.tables import print_table
+
+    rows = []
     for name in {**before, **after}:
         old, new = _mean(before, name), _mean(after, name)
         difference = "-" if old is None or new is None else f"{new - old:+.4f}"
-        table.add_row(name, *("-" if mean is None else f"{mean:.4f}" for mean in (old, new)), difference)
+        rows.append((name, *("-" if mean is None else f"{mean:.4f}" for mean in (old, new)), difference))
     console = Console(highlight=False)
-    console.print(table)
+    print_table(console, ("", "before", "after", "difference"), rows)
     failed = ", ".join(f"{count} {outcome}" for outcome, count in done.after.outcomes.items())
     console.print(f"{len(done.after)} rollouts: {failed}; {done.changed} rewards are others than before")
     commonest = done.after.commonest_failure()

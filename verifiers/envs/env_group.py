@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.calling import either_generation
-from verifiers.envs.env_group_data import Route, group_datasets
+from verifiers.envs.env_group_data import Route, group_datasets, in_turn
 from verifiers.envs.environment import Environment
 from verifiers.envs.processing import TokenLists
 from verifiers.errors import ConfigError
@@ -24,6 +24,9 @@ from verifiers.types import (
     SamplingArgs,
     State,
 )
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 __all__ = ["EnvGroup", "EnvGroupRubric"]
 
@@ -182,6 +185,14 @@ class EnvGroup(Environment):
                 "A group holds chat or completion environments, not both, since one column cannot hold both kinds of "
                 f"prompts ({named}); make a group of each."
             )
+
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
+        """As of any environment, but the first `n` rows are of all environments in turn, not of the first alone."""
+        if n < 0 or seed is not None:
+            return super().get_eval_dataset(n, seed)
+        rows = super().get_eval_dataset()
+        routes = (_route_of(task, self.env_map, self._routes) for task in rows["task"])
+        return rows.select(in_turn("" if route is None else route.name for route in routes)[:n])
 
     def get_env_for_task(self, task: str) -> Environment:
         """The environment that plays rows of this task; the first one where none has it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers.errors import ConfigError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from verifiers.envs.environment import Environment
 
-__all__ = ["Route", "group_datasets"]
+__all__ = ["Route", "group_datasets", "in_turn"]
 
 
 class Route(NamedTuple):
@@ -48,6 +49,20 @@ def group_datasets(
         parts = {name: _with_tasks(dataset, name, routes, renamed) for name, dataset in of_env.items()}
         tables.append(_concatenated(parts) if parts else None)
     return tables[0], tables[1], routes
+
+
+def in_turn(names: Iterable[str]) -> list[int]:
+    """Places of rows such that environments take turns, each with its rows in order, until all are through.
+
+    Args:
+        names: of each row's environment.
+    """
+    seen: Counter[str] = Counter()
+    turns = []
+    for place, name in enumerate(names):
+        turns.append((seen[name], place))
+        seen[name] += 1
+    return [place for _, place in sorted(turns)]
 
 
 def _with_tasks(dataset: Dataset, name: str, routes: dict[str, Route], renamed: dict[Route, str]) -> Dataset:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -12,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verifiers.errors import ConfigError
-from verifiers.evals.columns import Counts, RolloutColumns
+from verifiers.evals.columns import Counts
+from verifiers.evals.compared_run import ComparedRun
 from verifiers.evals.permutation import PermutationTest, shuffle_test, sign_flip_test
 from verifiers.evals.statistics import (
     Bounds,
@@ -22,10 +21,9 @@ from verifiers.evals.statistics import (
     paired_difference,
     unpaired_difference,
 )
-from verifiers.evals.store import StoredRun
 from verifiers.evals.summary import RIGHT_FROM, estimate_as_json, rollouts_planned, value_of_prompt
 
-__all__ = ["Comparison", "MatchBy", "Pairing", "Side", "compare_runs", "prompt_digest"]
+__all__ = ["Comparison", "MatchBy", "Pairing", "Side", "compare_runs"]
 
 Pairing = Literal["same", "common", "unpaired"]
 MatchBy = Literal["prompt", "id"]
@@ -116,8 +114,8 @@ class Comparison:
 
 
 def compare_runs(
-    a: StoredRun,
-    b: StoredRun,
+    a: ComparedRun,
+    b: ComparedRun,
     *,
     metric: str = "reward",
     pairing: Pairing = "same",
@@ -126,7 +124,7 @@ def compare_runs(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Comparison:
-    """Compare two stored runs in one metric.
+    """Compare two runs in one metric.
 
     A prompt is known by its example id and a hash of its text, answer and task. The pairs are the prompts with a
     value on both sides; a prompt that one side has no value for (all failed, or fewer than k scored) is counted
@@ -146,17 +144,13 @@ def compare_runs(
     Raises:
         ConfigError: the prompts differ and `pairing` is "same", nothing is common, or a run lacks the metric.
     """
-    columns = [RolloutColumns(run.rows) for run in (a, b)]
-    keys = [_keys(run.rows, match_by) for run in (a, b)]
+    keys = [_keys(run, match_by) for run in (a, b)]
     common = set(keys[0].values()) & set(keys[1].values())
     if pairing == "same":
         _check_same(a, b, keys, common, match_by)
     if pairing == "common" and not common:
         raise ConfigError("the runs have no prompt in common; compare them unpaired (--unpaired-ok).")
-    measured = [
-        _measured(run, of_run, of_example, metric, right_from)
-        for run, of_run, of_example in zip((a, b), columns, keys, strict=True)
-    ]
+    measured = [_measured(run, of_example, metric, right_from) for run, of_example in zip((a, b), keys, strict=True)]
     # a mean of few rewards may lie within bounds that the rewards do not keep
     bounded = all(low >= 0 and high <= 1 for low, high in (found.span for found in measured))
     bounds = None if bounded else (-math.inf, math.inf)
@@ -168,11 +162,11 @@ def compare_runs(
         Side(
             name=str(run.directory),
             estimate=_over_prompts(found, confidence, bounds),
-            counts=of_run.counts(planned=rollouts_planned(run.metadata)),
+            counts=run.columns.counts(planned=rollouts_planned(run.metadata)),
             only_here=len(of_example) - len(common),
             unscored=without,
         )
-        for run, of_run, of_example, found, without in zip((a, b), columns, keys, measured, unscored, strict=True)
+        for run, of_example, found, without in zip((a, b), keys, measured, unscored, strict=True)
     ]
     compared = _unpaired if pairing == "unpaired" else _paired
     return compared(
@@ -203,17 +197,18 @@ class _Question:
     seed: int
 
 
-def _measured(
-    run: StoredRun, columns: RolloutColumns, keys: Mapping[Any, Hashable], metric: str, right_from: float
-) -> _Measured:
+def _measured(run: ComparedRun, keys: Mapping[Any, Hashable], metric: str, right_from: float) -> _Measured:
     wanted, value = value_of_prompt(metric, right_from)
-    if wanted not in columns.metrics:
-        raise ConfigError(f"{str(run.directory)!r} has no metric {wanted!r}; it has {', '.join(columns.metrics)}.")
+    known = run.columns.metrics
+    if wanted not in known:
+        raise ConfigError(f"{str(run.directory)!r} has no metric {wanted!r}; it has {', '.join(known)}.")
+    of_prompts = run.columns.values(wanted)
     values, rollouts, smallest, largest = {}, {}, 0.0, 0.0
-    for example, numbers in columns.values(wanted).items():
+    for example, key in keys.items():
+        numbers = of_prompts[example]
         found = value(numbers) if numbers else math.nan
         if not math.isnan(found):
-            values[keys[example]], rollouts[keys[example]] = found, len(numbers)
+            values[key], rollouts[key] = found, len(numbers)
             smallest, largest = min(smallest, *numbers), max(largest, *numbers)
     return _Measured(values, rollouts, (smallest, largest))
 
@@ -249,25 +244,14 @@ def _paired(question: _Question, sides: Sequence[Side], measured: Sequence[_Meas
     )
 
 
-def prompt_digest(row: Mapping[str, Any]) -> str:
-    """A hash of what a row's rollout was asked: prompt, answer and task."""
-    asked = [row.get("prompt"), row.get("answer"), row.get("task")]
-    text = json.dumps(asked, sort_keys=True, ensure_ascii=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _keys(rows: Sequence[Mapping[str, Any]], match_by: MatchBy) -> dict[Any, Hashable]:
-    """What each example id of a run is known by in the other run."""
-    found: dict[Any, Hashable] = {}
-    for row in rows:
-        example = row.get("example_id")
-        if example not in found:
-            found[example] = (example, prompt_digest(row)) if match_by == "prompt" else example
-    return found
+def _keys(run: ComparedRun, match_by: MatchBy) -> dict[Any, Hashable]:
+    """What each example id of a run is known by in the other run; the same order whatever that of arrival was."""
+    examples = sorted(run.asked, key=lambda example: (str(type(example)), example))
+    return {example: (example, run.asked[example]) if match_by == "prompt" else example for example in examples}
 
 
 def _check_same(
-    a: StoredRun, b: StoredRun, keys: Sequence[Mapping[Any, Hashable]], common: set[Hashable], match_by: MatchBy
+    a: ComparedRun, b: ComparedRun, keys: Sequence[Mapping[Any, Hashable]], common: set[Hashable], match_by: MatchBy
 ) -> None:
     told = "--on-common-prompts compares on those, --unpaired-ok compares the means of different prompts"
     other_text = sum(keys[0][example] != keys[1][example] for example in keys[0].keys() & keys[1].keys())

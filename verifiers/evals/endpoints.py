@@ -27,7 +27,7 @@ from verifiers.rollouts.balancing import BalancedBackend
 from verifiers.rollouts.endpoint import Backend, Endpoint, HttpBackend
 from verifiers.rollouts.responses import ResponsesBackend
 
-__all__ = ["EndpointEntry", "find_endpoint", "load_endpoints", "open_backend"]
+__all__ = ["EndpointEntry", "discover_endpoint", "find_endpoint", "load_endpoints", "open_backend", "registries"]
 
 Api = Literal["chat", "responses"]
 
@@ -90,6 +90,31 @@ def find_endpoint(name: str, path: str | Path) -> EndpointEntry:
     if name not in entries:
         raise ConfigError(f"{str(path)!r} has no endpoint {name!r}; it has {', '.join(sorted(entries)) or 'none'}.")
     return entries[name]
+
+
+def registries() -> list[Path]:
+    """Where registries are looked for without being named, in this order: the directory one works in, then one's own.
+
+    `./endpoints.toml`, `./configs/endpoints.toml`, `./endpoints.py`, `./configs/endpoints.py`, and
+    `verifiers/endpoints.toml` in `$XDG_CONFIG_HOME`, which is `~/.config` where it is not set.
+    """
+    own = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    here = ("endpoints.toml", "configs/endpoints.toml", "endpoints.py", "configs/endpoints.py")
+    return [*map(Path, here), Path(own, "verifiers", "endpoints.toml")]
+
+
+def discover_endpoint(name: str) -> tuple[EndpointEntry, Path] | None:
+    """The entry of that name in the first of `registries` that has it, and that file; None where none has.
+
+    Raises:
+        ConfigError: one of them, up to the one that has it, cannot be read.
+    """
+    for path in registries():
+        if path.is_file():
+            entries = load_endpoints(path)
+            if name in entries:
+                return entries[name], path
+    return None
 
 
 def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None, seed: int = 0) -> Backend:

@@ -27,22 +27,27 @@ class FakeEndpoint:
 
     Args:
         groups: the rollouts to come; prompts and answers are taken from the first of each.
-        parser: the environment's; a text is looked for that it reads the right answer from.
+        parser_of: the parser of a task's environment; a text is looked for that it reads the right answer from.
         seed: of the coin.
     """
 
     base_url = FAKE_URL
     api_key = "EMPTY"
 
-    def __init__(self, groups: Iterable[list[RolloutRequest]], parser: Any = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        groups: Iterable[list[RolloutRequest]],
+        parser_of: Callable[[str], Any] = lambda task: None,
+        seed: int | None = None,
+    ) -> None:
         self._seed = seed or 0
-        self._parser = parser
-        self._answers: dict[bytes, str] = {}
+        self._parser_of = parser_of
+        self._answers: dict[bytes, tuple[str, str]] = {}
         self._lengths: set[int] = set()
         self._asked: Counter[bytes] = Counter()
         for group in groups:
             prompt, answer = group[0].prompt, group[0].answer
-            self._answers[_key(prompt)] = "" if answer is None else str(answer)
+            self._answers[_key(prompt)] = "" if answer is None else str(answer), group[0].task
             if not isinstance(prompt, str):
                 self._lengths.add(len(prompt))
 
@@ -63,12 +68,12 @@ class FakeEndpoint:
         key = self._known(asked)
         number = self._asked[key]
         self._asked[key] += 1
-        answer = self._answers.get(key, "")
+        answer, task = self._answers.get(key, ("", ""))
         # prompts differ in how hard they are, as real ones do
         ease = 0.2 + 0.7 * _coin(self._seed, key, "ease")
         if not answer or _coin(self._seed, key, str(number)) > ease:
             return _JUNK
-        return self._readable(answer)
+        return _readable(answer, self._parser_of(task))
 
     def _known(self, asked: Any) -> bytes:
         """The key of the prompt that a conversation began with."""
@@ -78,17 +83,6 @@ class FakeEndpoint:
                 if key in self._answers:
                     return key
         return _key(asked)
-
-    def _readable(self, answer: str) -> str:
-        for write in _FORMS:
-            try:
-                text = write(answer, self._parser)
-                found = self._parser.parse_answer([{"role": "assistant", "content": text}])
-            except Exception:
-                continue  # a parser of the user's own may refuse anything
-            if found is not None and str(found).strip() == answer.strip():
-                return text
-        return answer
 
 
 def _in_fields(answer: str, parser: Any) -> str:
@@ -104,6 +98,19 @@ _FORMS: tuple[Callable[[str, Any], str], ...] = (
     lambda answer, _: f"<think>fake</think> <answer>{answer}</answer>",
     lambda answer, _: answer,
 )
+
+
+def _readable(answer: str, parser: Any) -> str:
+    """A text that the parser reads the answer from, or else the answer."""
+    for write in _FORMS:
+        try:
+            text = write(answer, parser)
+            found = parser.parse_answer([{"role": "assistant", "content": text}])
+        except Exception:
+            continue  # a parser of the user's own may refuse anything
+        if found is not None and str(found).strip() == answer.strip():
+            return text
+    return answer
 
 
 def _key(prompt: Any) -> bytes:

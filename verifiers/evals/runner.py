@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verifiers.data.plan import rollout_seed
@@ -11,6 +13,7 @@ from verifiers.envs.dataset_format import row_fields
 from verifiers.errors import NothingScoredError
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.rollouts.garbage import fewer_collections
+from verifiers.rollouts.limits import Limiter, NoMoreSlotsError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import RolloutRunner
 from verifiers.types import RolloutKey
@@ -28,6 +31,13 @@ __all__ = [
 EVALUATION_BLOCK = 2**31
 """Block id of evaluation rollouts: far from any training block's, so that their sampling seeds differ."""
 
+# few enough that reading or beginning them takes a fraction of a millisecond each time
+_ROWS_READ_TOGETHER = 32
+_BEGUN_TOGETHER = 32
+# a score may take 31 times as long as a rollout until it slows down the run
+_LEAST_UNFINISHED = 2048
+_UNFINISHED_FOR_EACH_SLOT = 32
+
 
 def evaluation_requests(dataset: Any, rollouts_per_example: int, seed: int | None) -> list[list[RolloutRequest]]:
     """The rollouts of an evaluation, one list a prompt.
@@ -40,13 +50,23 @@ def evaluation_requests(dataset: Any, rollouts_per_example: int, seed: int | Non
 
 def iter_requests(dataset: Any, rollouts_per_example: int, seed: int | None) -> Iterator[list[RolloutRequest]]:
     """As `evaluation_requests`, one prompt at a time: a long dataset is never held as a whole."""
-    for example_id in range(len(dataset)):
-        prompt, answer, task, info = row_fields(dataset[example_id])
+    for example_id, row in enumerate(_rows(dataset)):
+        prompt, answer, task, info = row_fields(row)
         keys = [RolloutKey(EVALUATION_BLOCK, example_id, generation) for generation in range(rollouts_per_example)]
         yield [
             RolloutRequest(key, prompt, answer, task, info, None if seed is None else rollout_seed(seed, key))
             for key in keys
         ]
+
+
+def _rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    if not hasattr(dataset, "iter"):
+        yield from (dataset[index] for index in range(len(dataset)))
+        return
+    # a row read by itself takes longer than a call to a quick server
+    for batch in dataset.iter(batch_size=_ROWS_READ_TOGETHER):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
 
 
 class Interruption:
@@ -62,18 +82,21 @@ class Interruption:
         self.drain_s = drain_s
         self.requested = False
         self._deadline: asyncio.Timeout | None = None
+        self._limiter: Limiter | None = None
 
     def drain(self) -> None:
         """Begin nothing more, and give what is in flight `drain_s` seconds."""
-        self.requested = True
         self._end_in(self.drain_s)
 
     def abort(self) -> None:
         """Cancel what is in flight."""
-        self.requested = True
         self._end_in(0.0)
 
     def _end_in(self, seconds: float) -> None:
+        self.requested = True
+        if self._limiter is not None:
+            # rollouts that queue for a slot have not begun
+            self._limiter.close()
         if self._deadline is not None:
             self._deadline.reschedule(asyncio.get_running_loop().time() + seconds)
 
@@ -89,7 +112,8 @@ async def run_units(
     Args:
         units: rollouts that are scored together; taken one by one, when there is room.
         on_rollout: called with every finished, scored rollout, as it finishes.
-        interruption: ends the run before its time; then this returns as if all were done.
+        interruption: ends the run before its time; then this returns as if all were done. It closes the runner's
+            limiter. A unit of which not all have begun is given up: it could not be scored as a whole.
 
     Raises:
         ConfigError: a mistake that every other rollout would repeat; the others are cancelled.
@@ -97,19 +121,38 @@ async def run_units(
     interruption = interruption or Interruption()
     runner.on_rollout = on_rollout
 
+    unfinished, finished = 0, asyncio.Event()
+
     async def run(unit: Sequence[RolloutRequest]) -> None:
+        nonlocal unfinished
         # nothing is returned: the task group's tasks must not hold on to rollouts
-        await runner.run_group(unit)
+        try:
+            with contextlib.suppress(NoMoreSlotsError):
+                await runner.run_group(unit)
+        finally:
+            unfinished -= len(unit)
+            finished.set()
 
     deadline = asyncio.timeout(None)
     try:
         with fewer_collections():
             async with deadline, asyncio.TaskGroup() as tasks:
-                interruption._deadline = deadline
+                interruption._deadline, interruption._limiter = deadline, runner.limiter
+                room = 0
                 for unit in units:
-                    await runner.limiter.wait_for_room()
+                    # scoring holds no slot, so where it is the slower part its queue would grow with the run
+                    while unfinished >= _most_unfinished(runner.limiter) and not interruption.requested:
+                        finished.clear()
+                        await finished.wait()
+                    if room <= 0 or len(unit) > 1:
+                        # a turn of the loop for each single rollout would cost more than a call to a quick server
+                        await runner.limiter.wait_for_room()
+                        free = runner.limiter.free_slots
+                        room = _BEGUN_TOGETHER if free is None else min(free, _BEGUN_TOGETHER)
                     if interruption.requested:
                         break
+                    room -= len(unit)
+                    unfinished += len(unit)
                     tasks.create_task(run(unit))
     except BaseExceptionGroup as failed:
         first = failed.exceptions[0]
@@ -120,8 +163,14 @@ async def run_units(
     else:
         return
     finally:
-        interruption._deadline = None
+        interruption._deadline = interruption._limiter = None
     raise first
+
+
+def _most_unfinished(limiter: Limiter) -> float:
+    """Rollouts that may be in flight, wait for their score or be scored, all together."""
+    slots = limiter.max_concurrent
+    return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
 
 
 async def run_evaluation(

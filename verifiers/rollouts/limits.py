@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, Error
 
-__all__ = ["Limiter"]
+__all__ = ["Limiter", "NoMoreSlotsError"]
+
+# of the rollout whose context this is: has it asked for nothing yet? Its tasks share the list.
+_asks_first: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("asks_first", default=None)
+
+
+class NoMoreSlotsError(Error, RuntimeError):
+    """A rollout waited for a slot when the limiter was closed, so it never began: the run was interrupted."""
 
 
 class _Slots(Protocol):
@@ -29,6 +37,10 @@ class Limiter:
         max_concurrent: rollouts in flight at once; None or a negative number means no bound.
         requests_per_second: requests begun per second over all rollouts; None means no throttle.
 
+    Attributes:
+        in_flight: rollouts that hold a slot.
+        is_closed: nothing begins any more.
+
     Belongs to the event loop it is first used in.
     """
 
@@ -42,6 +54,7 @@ class Limiter:
         self.max_concurrent = max_concurrent if max_concurrent is not None and max_concurrent > 0 else None
         self.requests_per_second = requests_per_second
         self.in_flight = 0
+        self.is_closed = False
         self._queued = 0
         self._queue_emptied = asyncio.Event()
         self._slots: _Slots | None = (
@@ -52,7 +65,11 @@ class Limiter:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for room for one rollout, and hold it."""
+        """Wait for room for one rollout, and hold it.
+
+        Raises:
+            NoMoreSlotsError: the limiter was closed before this one began.
+        """
         if self._slots is not None:
             self._queued += 1
             try:
@@ -61,13 +78,32 @@ class Limiter:
                 self._queued -= 1
                 if not self._queued:
                     self._queue_emptied.set()
+        if self.is_closed:
+            # the next in the queue gets the slot, and the same answer
+            if self._slots is not None:
+                self._slots.release()
+            raise NoMoreSlotsError("the limiter is closed: what is in flight ends, and nothing begins.")
         self.in_flight += 1
+        if self.requests_per_second is not None:
+            _asks_first.set([True])
         try:
             yield
         finally:
             self.in_flight -= 1
             if self._slots is not None:
                 self._slots.release()
+            if self.requests_per_second is not None:
+                # what its rewards ask for is no beginning
+                _asks_first.set(None)
+
+    def close(self) -> None:
+        """Let nothing begin any more, neither what queues nor what comes later; what is in flight keeps its slots."""
+        self.is_closed = True
+
+    @property
+    def free_slots(self) -> int | None:
+        """Slots that nobody holds; None where there is no bound. After `wait_for_room` nobody queues for them."""
+        return None if self.max_concurrent is None else max(0, self.max_concurrent - self.in_flight)
 
     async def wait_for_room(self) -> None:
         """Wait until nothing queues for a slot.
@@ -88,7 +124,11 @@ class Limiter:
         """A call was refused with 429, with the server's Retry-After in seconds where it sent one."""
 
     async def wait_for_request(self) -> None:
-        """Wait until one more request may begin under `requests_per_second`."""
+        """Wait until one more request may begin under `requests_per_second`.
+
+        Raises:
+            NoMoreSlotsError: the limiter was closed, and this would be a rollout's first request.
+        """
         if self.requests_per_second is None:
             return
         if self._throttle is None:
@@ -102,5 +142,13 @@ class Limiter:
             self._throttle_queue = asyncio.Lock()
         # asyncio-throttle polls: thousands of waiters in it burn a core, so all but one queue here
         assert self._throttle_queue is not None
-        async with self._throttle_queue, self._throttle:
-            pass
+        first = _asks_first.get()
+        async with self._throttle_queue:
+            if self.is_closed and first and first[0]:
+                raise NoMoreSlotsError(
+                    "the limiter is closed: a rollout that has asked for nothing yet does not begin."
+                )
+            async with self._throttle:
+                pass
+        if first:
+            first[0] = False

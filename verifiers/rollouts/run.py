@@ -22,9 +22,10 @@ from verifiers.errors import ConfigError, MissingTokenIdsError, ModelError, Over
 from verifiers.rollouts.client import RolloutClient
 from verifiers.rollouts.endpoint import Backend
 from verifiers.rollouts.garbage import fewer_collections
-from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.limits import Limiter, NoMoreSlotsError
 from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
+from verifiers.rollouts.token_in import TokenIn
 from verifiers.rollouts.trace import rows_from_turns
 from verifiers.types import Failure, Outcome, State
 
@@ -70,6 +71,7 @@ class RolloutRunner:
         grading_timeout_s: deadline for scoring one group, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
         policy_version: policy version now on the server.
+        token_in: how turns are sent as token ids; None sends messages.
         on_rollout: called with every finished, scored rollout, on the event loop.
     """
 
@@ -83,6 +85,7 @@ class RolloutRunner:
     grading_timeout_s: float = 120.0
     require_tokens: bool = False
     policy_version: Callable[[], int] | None = None
+    token_in: TokenIn | None = None
     on_rollout: Callable[[Rollout], None] | None = None
 
     async def run_group(self, requests: Sequence[RolloutRequest], *, score: bool = True) -> Group:
@@ -91,7 +94,15 @@ class RolloutRunner:
         Raises:
             ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
         """
-        rollouts = await gather_owned([self.run_one(request) for request in requests])
+        if len(requests) == 1:
+            # nothing to run beside it: a task of its own would only cost
+            return await self.finish_group([await self.run_one(requests[0])], score=score)
+        return await self.finish_group(
+            await gather_owned([self.run_one(request) for request in requests]), score=score
+        )
+
+    async def finish_group(self, rollouts: list[Rollout], *, score: bool = True) -> Group:
+        """Score the finished rollouts of one prompt together and let go of what they no longer need."""
         if score:
             await self.score(rollouts)
         for rollout in rollouts:
@@ -101,7 +112,7 @@ class RolloutRunner:
             for rollout in rollouts:
                 self.on_rollout(rollout)
         rollouts.sort(key=lambda rollout: rollout.key)
-        return Group(requests[0].key.example_id, rollouts)
+        return Group(rollouts[0].key.example_id, rollouts)
 
     async def run_groups(self, groups: Iterable[Sequence[RolloutRequest]]) -> list[Group]:
         """Run and score groups, in order; a group is begun when the ones before it have their slots.
@@ -135,6 +146,8 @@ class RolloutRunner:
                 seed=request.seed,
                 require_tokens=self.require_tokens,
                 policy_version=self.policy_version,
+                token_in=self.token_in,
+                group=(request.key.block_id, request.key.example_id),
             )
             rollout = await self._attempt(request, client)
         rollout.timing.queued_s = started - submitted
@@ -152,7 +165,7 @@ class RolloutRunner:
         try:
             async with deadline:
                 completion, state = await self._call_environment(request, client)
-        except (ConfigError, MissingTokenIdsError):
+        except (ConfigError, MissingTokenIdsError, NoMoreSlotsError):
             raise
         except OverlongPromptError:
             # the environment let it pass through, and what was said so far with it
@@ -163,6 +176,8 @@ class RolloutRunner:
                 text = f"the rollout did not end within rollout_timeout_s={self.rollout_timeout_s:g}"
                 return _failed(request, Outcome.TIMED_OUT, Failure("TimeoutError", text))
             return _failed(request, _outcome_of(error, client), _failure_from(error))
+        if isinstance(client.last_error, NoMoreSlotsError):
+            raise client.last_error
         if client.last_error is not None:
             # the environment swallowed it and went on without the policy's answer
             return _failed(request, Outcome.PROVIDER_ERROR, _failure_from(client.last_error), state)

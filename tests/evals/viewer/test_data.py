@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from verifiers.evals.viewer.data import columns_of, entry_of, groups_by_prompt, json_block, sampled_groups
+from verifiers.evals.summary import summarize
+from verifiers.evals.viewer.data import (
+    columns_of,
+    entry_of,
+    groups_by_prompt,
+    json_block,
+    numbers_of,
+    sampled_examples,
+    sampled_groups,
+)
 from verifiers.evals.viewer.runs import GrowingRun, find_runs
 from verifiers.evals.viewer.summary import difference_of, summary_of
 from verifiers.evals.viewer.transcripts import MOST_CHARACTERS, as_text, last_words, messages_of
@@ -111,10 +120,27 @@ def test_a_sample_holds_whole_prompts_spread_over_all() -> None:
     assert sampled_groups([list(range(50))], 7) == [list(range(7))]
 
 
+def test_the_examples_of_a_sample_are_known_without_its_rollouts(rows: Rows) -> None:
+    made = [rows(example, generation) for example in range(100) for generation in range(4)]
+    groups = groups_by_prompt(map(entry_of, made))
+    for most in (1, 3, 40, 41, 399, 400):
+        kept = sampled_groups(groups, most)
+        assert sampled_examples(numbers_of(made), most) == {group[0].example for group in kept}
+
+
+def test_rows_of_before_outcomes_were_told_count_where_they_have_a_reward(rows: Rows) -> None:
+    made = [rows(0, 0, reward=0.5), rows(0, 1, reward=None)]
+    for row in made:
+        del row["outcome"]
+    summary = summary_of(numbers_of(made), {}, "x/y")
+    assert summary["outcomes"] == {"completed": 1, "?": 1}
+    assert (summary["scored"], summary["measures"][0]["mean"]) == (1, 0.5)
+
+
 def test_the_summary_counts_failures_beside_the_means(rows: Rows) -> None:
     made = [rows(e, g, reward=float((e + g) % 2), right=1.0) for e in range(4) for g in range(4)]
     made[0] = rows(0, 0, reward=None, outcome="provider_error", right=1.0)
-    summary = summary_of([entry_of(row) for row in made], {"num_examples": 5, "rollouts_per_example": 4}, "x/y")
+    summary = summary_of(numbers_of(made), {"num_examples": 5, "rollouts_per_example": 4}, "x/y")
     reward, _, right = summary["measures"]
     assert (summary["rollouts"], summary["scored"], summary["expected"], summary["finished"]) == (16, 15, 20, False)
     assert summary["outcomes"] == {"completed": 15, "provider_error": 1}
@@ -130,7 +156,7 @@ def test_the_summary_counts_failures_beside_the_means(rows: Rows) -> None:
 
 
 def test_a_run_without_results_has_a_summary_too() -> None:
-    summary = summary_of([], {}, "x/y")
+    summary = summary_of(numbers_of([]), {}, "x/y")
     assert (summary["rollouts"], summary["title"], summary["passAtK"]) == (0, "x/y", [])
     json.dumps(summary, allow_nan=False)
 
@@ -165,7 +191,9 @@ def test_a_rollout_that_was_done_again_counts_once(tmp_path: Path, rows: Rows) -
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     run = GrowingRun(tmp_path)
     assert run.refresh() == 3
-    assert [(entry.generation, entry.reward) for entry in run.current()] == [(0, 1.0), (1, made[1]["reward"])]
+    summary = run.summary()
+    assert (summary["rollouts"], summary["scored"], summary["outcomes"].get("provider_error")) == (2, 2, None)
+    assert summary["measures"][0]["mean"] == pytest.approx((1.0 + made[1]["reward"]) / 2)
 
 
 def test_a_file_that_was_replaced_starts_a_new_epoch(tmp_path: Path, rows: Rows) -> None:
@@ -188,3 +216,29 @@ def test_runs_are_found_below_a_folder_but_not_beyond_it(tmp_path: Path) -> None
     (root / "b" / "results.jsonl").symlink_to(outside / "results.jsonl")
     assert list(find_runs(root)) == ["a--m/1"]
     assert find_runs(root / "a--m" / "1") == {"1": root / "a--m" / "1"}
+
+
+def test_prompts_that_ask_something_else_under_the_same_id_are_named_and_never_compared(rows: Rows) -> None:
+    before = [entry_of(rows(e, 0, reward=0.0), 0, asked=f"{e}") for e in range(5)]
+    after = [entry_of(rows(e, 0, reward=1.0), 1, asked=f"{e}{'!' if e < 2 else ''}") for e in range(5)]
+    settings = [{"env": "a", "env_args": {"n": 1}, "model": "x"}, {"env": "a", "env_args": {"n": 2}, "model": "y"}]
+    difference = difference_of(before, after, settings)
+    assert difference["askedOtherwise"] == ["0", "1"]
+    assert (difference["shared"], difference["measures"]["reward"]["prompts"]) == (3, 3)
+    (told,) = difference["settings"]
+    assert (told["name"], json.loads(told["before"]), json.loads(told["after"])) == ("env_args", {"n": 1}, {"n": 2})
+
+
+def test_pass_at_k_is_that_of_the_summary_also_for_another_threshold(rows: Rows) -> None:
+    made = [rows(e, g, reward=[0.0, 0.5, 1.0][(e + g) % 3]) for e in range(6) for g in range(6)]
+    for right_from in (None, 0.5):
+        metadata = {} if right_from is None else {"summary": {"right_from": right_from}}
+        shown = summary_of(numbers_of(made), metadata, "x/y")
+        told = summarize(made, right_from=right_from or 1.0).as_json()
+        assert shown["rightFrom"] == (right_from or 1.0)
+        assert [point["k"] for point in shown["passAtK"]] == [1, 2, 4, 6]
+        for point in shown["passAtK"]:
+            of_k = told["pass_at_k"][str(point["k"])]
+            assert [point[name] for name in ("mean", "low", "high")] == pytest.approx(
+                [of_k[name] for name in ("mean", "low", "high")], rel=1e-5
+            )

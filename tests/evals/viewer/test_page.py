@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ def test_two_runs_share_one_page(sums_run: Path, tmp_path: Path, rows: Any) -> N
     assert [run["title"] for run in data["runs"]] == ["sums / small-model", "sums / other"]
     assert data["difference"]["shared"] == 10
     assert data["columns"]["run"].count(1) == 20
+    assert (data["difference"]["askedOtherwise"], data["difference"]["settings"]) == ([], [])
 
 
 def test_a_run_without_metadata_and_with_a_torn_line_is_shown(tmp_path: Path, rows: Any) -> None:
@@ -206,3 +208,21 @@ def test_a_rollout_that_was_done_again_is_shown_once(tmp_path: Path, rows: Any) 
     data = json.loads(parsed.bodies["vf-data"])
     assert (data["total"], data["columns"]["generation"], data["columns"]["reward"][0]) == (2, [0, 1], 1.0)
     assert "first" not in parsed.bodies["vf-block-0"]
+
+
+def test_a_report_of_a_long_run_takes_the_memory_of_its_sample(
+    tmp_path: Path, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,000 rollouts, 40 MB, of which the page shows 100."""
+    monkeypatch.setattr(writing, "MOST_ROLLOUTS", 100)
+    said = [{"role": "assistant", "content": "x" * 10_000}]
+    run = store(tmp_path / "run", [rows(n // 4, n % 4, completion=said) for n in range(4000)])
+    tracemalloc.start()
+    try:
+        page = write_evaluation_report(run)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    data = json.loads(outline(page).bodies["vf-data"])
+    assert (data["total"], data["runs"][0]["rollouts"], len(data["columns"]["example"])) == (4000, 4000, 100)
+    assert peak < 8_000_000

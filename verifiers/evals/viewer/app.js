@@ -98,7 +98,9 @@ function fillPrompt(row, prompt) {
   );
   if (isPair) {
     const difference = differenceAt(prompt, view.measure);
-    value.textContent = signed(difference);
+    const otherwise = askedOtherwise.has(prompt.example);
+    value.textContent = otherwise ? "\u2260" : signed(difference);
+    value.title = otherwise ? "asks something else in B: not compared" : "";
     value.className = `row-value ${difference > 0 ? "better" : difference < 0 ? "worse" : ""}`;
   } else {
     value.textContent = short(mean(valuesOf(prompt.rollouts, view.measure)), 2);

@@ -192,6 +192,7 @@ function differenceStrip(measure, onPrompt) {
 }
 
 function differenceAt(prompt, measure) {
+  if (askedOtherwise.has(prompt.example)) return null;
   const sides = [0, 1].map((run) =>
     mean(
       valuesOf(

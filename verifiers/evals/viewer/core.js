@@ -116,6 +116,9 @@ function addColumns(columns) {
   }
 }
 
+/** Examples that ask something else in B than in A: side by side, and never compared. */
+const askedOtherwise = new Set(data.difference?.askedOtherwise ?? []);
+
 /** A rollout's value of a measure; null where it was not scored. */
 function valueOf(rollout, measure) {
   if (rollout.reward === null) return null;

@@ -13,10 +13,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from verifiers.evals.columns import RolloutColumns
 from verifiers.evals.store import metrics_of
-from verifiers.evals.viewer.transcripts import as_text, last_words, messages_of, transcript_of
+from verifiers.evals.viewer.transcripts import as_text, last_words, newest_first, transcript_of
 
-__all__ = ["ROWS_PER_BLOCK", "Entry", "columns_of", "entry_of", "groups_by_prompt", "json_block", "sampled_groups"]
+__all__ = [
+    "ROWS_PER_BLOCK",
+    "Entry",
+    "columns_of",
+    "entry_of",
+    "example_of",
+    "groups_by_prompt",
+    "json_block",
+    "numbers_of",
+    "sampled_examples",
+    "sampled_groups",
+]
 
 ROWS_PER_BLOCK = 100
 
@@ -31,6 +43,7 @@ class Entry:
     Attributes:
         run: 0, or 1 for the second of two runs.
         place: of its row among the rows of its run, in order of arrival.
+        asked: a hash of its prompt, answer and task; "" where nobody compares prompts.
         reward: None where it was not scored.
         metrics: each reward function's value, where it is a finite number.
         seconds: of generation; None where the row does not say.
@@ -50,19 +63,19 @@ class Entry:
     words: str
     prompt: str
     place: int = 0
+    asked: str = ""
 
 
-def entry_of(row: Mapping[str, Any], run: int = 0, place: int = 0) -> Entry:
+def entry_of(row: Mapping[str, Any], run: int = 0, place: int = 0, asked: str = "") -> Entry:
     """The small values of a row; what is missing or of another type counts as absent."""
     milliseconds = _number(row.get("generation_ms"))
-    asked = messages_of(row.get("prompt"), "prompt")
-    said = asked[-1].get("text", "") if asked else ""
+    said = next(newest_first(row.get("prompt"), "prompt"), {}).get("text", "")
     return Entry(
         # the rollouts of a prompt share these texts, which would otherwise be most of what many entries take
-        example=sys.intern(as_text(row.get("example_id"))[:200]),
+        example=example_of(row),
         generation=_count(row.get("generation")),
         run=run,
-        outcome=sys.intern(str(row.get("outcome", "?"))[:40]),
+        outcome=_outcome(row),
         reward=_number(row.get("reward")),
         metrics=_metrics(row),
         prompt_tokens=_count(row.get("prompt_tokens")),
@@ -71,7 +84,36 @@ def entry_of(row: Mapping[str, Any], run: int = 0, place: int = 0) -> Entry:
         words=last_words(row),
         prompt=sys.intern(" ".join(said[: 4 * _PROMPT_WORDS].split())[:_PROMPT_WORDS]),
         place=place,
+        asked=sys.intern(asked),
     )
+
+
+def example_of(row: Mapping[str, Any]) -> str:
+    """The example id of a row as the page has it."""
+    return sys.intern(as_text(row.get("example_id"))[:200])
+
+
+def numbers_of(rows: Iterable[Mapping[str, Any]], into: RolloutColumns | None = None) -> RolloutColumns:
+    """The numbers of rows of any shape; example ids are those of `example_of`, and no transcript is looked at.
+
+    Args:
+        rows: read once and not kept.
+        into: numbers that these are added to.
+    """
+    numbers = RolloutColumns() if into is None else into
+    for row in rows:
+        numbers.add(
+            {
+                "example_id": example_of(row),
+                "generation": _count(row.get("generation")),
+                "outcome": _outcome(row),
+                "reward": _number(row.get("reward")),
+                "metrics": _metrics(row),
+                "prompt_tokens": _count(row.get("prompt_tokens")),
+                "completion_tokens": _count(row.get("completion_tokens")),
+            }
+        )
+    return numbers
 
 
 def columns_of(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -131,6 +173,13 @@ def groups_by_prompt(entries: Iterable[Entry]) -> list[list[Entry]]:
     ]
 
 
+def sampled_examples(numbers: RolloutColumns, most: int) -> set[str]:
+    """The examples whose rollouts are in a sample of at most `most`, as `sampled_groups` draws it."""
+    sizes = numbers.sizes
+    groups = [[example] * sizes[example] for example in sorted(sizes, key=_order)]
+    return {group[0] for group in sampled_groups(groups, most)}
+
+
 def sampled_groups(groups: Sequence[Sequence[_Item]], most: int) -> list[list[_Item]]:
     """At most `most` items: whole groups, evenly spaced over all; of a single group too large, its first."""
     total = sum(map(len, groups))
@@ -145,6 +194,14 @@ def sampled_groups(groups: Sequence[Sequence[_Item]], most: int) -> list[list[_I
         if group:
             kept.append(group)
     return kept
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    outcome = row.get("outcome")
+    if outcome is None:
+        # runs of before outcomes were told
+        return "?" if _number(row.get("reward")) is None else "completed"
+    return sys.intern(str(outcome)[:40])
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:

@@ -153,9 +153,19 @@ function notices() {
         found.push(`${isPair ? "AB"[index] : "The run"} was not finished when this page was written.`),
     );
   if (isPair) {
-    const { shared, onlyBefore, onlyAfter } = data.difference;
+    const { shared, onlyBefore, onlyAfter, settings } = data.difference;
     found.push(
       `${counted(shared, "prompt")} scored in both runs${onlyBefore || onlyAfter ? `; ${short(onlyBefore)} in A alone, ${short(onlyAfter)} in B alone` : ""}.`,
+    );
+    if (askedOtherwise.size) {
+      found.push(
+        `${counted(askedOtherwise.size, "prompt")} with another text, answer or task in B under the same id: not compared.`,
+      );
+    }
+    settings.forEach(({ name, before, after }) =>
+      found.push(
+        `${name} is ${visible(before)} in A and ${visible(after)} in B: rewards may mean something else.`,
+      ),
     );
   }
   return found.map((text) => h("p", { class: "notice" }, text));

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
+from verifiers.evals.columns import RolloutColumns
+from verifiers.evals.contents import ContentReader, has_references
 from verifiers.evals.store import RESULTS, read_metadata
-from verifiers.evals.viewer.data import ROWS_PER_BLOCK, Entry, entry_of, json_block
+from verifiers.evals.viewer.data import ROWS_PER_BLOCK, Entry, entry_of, json_block, numbers_of
 from verifiers.evals.viewer.summary import summary_of
 
 __all__ = ["GrowingRun", "find_runs", "known_metadata", "run_name"]
@@ -68,9 +70,11 @@ class GrowingRun:
         self.directory = directory
         self.entries: list[Entry] = []
         self.epoch = 0
+        self._numbers = RolloutColumns()
         self._spans: list[tuple[int, int]] = []
         self._offset = 0
         self._file_id: tuple[int, int] | None = None
+        self._contents = ContentReader(directory, strict=False)
         self._summary: tuple[int, int, dict[str, Any], dict[str, Any]] | None = None
 
     def refresh(self) -> int:
@@ -84,28 +88,26 @@ class GrowingRun:
             file_id = (status.st_dev, status.st_ino)
             if self._file_id not in (None, file_id) or status.st_size < self._offset:
                 self.entries, self._spans, self._offset, self.epoch = [], [], 0, self.epoch + 1
+                self._numbers = RolloutColumns()
             self._file_id = file_id
             file.seek(self._offset)
             while lines := file.readlines(_CHUNK_BYTES):
                 for line in lines:
                     if not line.endswith(b"\n"):
                         return len(self.entries)
-                    row = _row(line)
+                    row = self._row(line)
                     if row is not None:
                         self.entries.append(entry_of(row))
+                        numbers_of([row], self._numbers)
                         self._spans.append((self._offset, len(line)))
                     self._offset += len(line)
         return len(self.entries)
-
-    def current(self) -> list[Entry]:
-        """The entries that count: of a rollout that was done again, the last."""
-        return list({(entry.example, entry.generation): entry for entry in self.entries}.values())
 
     def summary(self) -> dict[str, Any]:
         """The run's numbers as of the last refresh; reckoned again only where rows or metadata changed."""
         metadata = known_metadata(self.directory)
         if self._summary is None or self._summary[:3] != (self.epoch, len(self.entries), metadata):
-            numbers = summary_of(self.current(), metadata, run_name(self.directory))
+            numbers = summary_of(self._numbers, metadata, run_name(self.directory))
             self._summary = (self.epoch, len(self.entries), metadata, numbers)
         return self._summary[3]
 
@@ -116,14 +118,15 @@ class GrowingRun:
         with (self.directory / RESULTS).open("rb") as file:
             for offset, size in self._spans[start : start + ROWS_PER_BLOCK] if start >= 0 else ():
                 file.seek(offset)
-                rows.append(_row(file.read(size)) or {})
+                rows.append(self._row(file.read(size)) or {})
         return json_block(rows)
 
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """A line's row; None for one that was torn by a crash."""
-    try:
-        row = json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+    def _row(self, line: bytes) -> dict[str, Any] | None:
+        """A line's row with its large texts; None for one that was torn by a crash."""
+        try:
+            row = json.loads(line.decode("utf-8", "replace"))
+            if not isinstance(row, dict):
+                return None
+            return self._contents.restored(row) if has_references(line) else row
+        except (ValueError, RecursionError):
+            return None

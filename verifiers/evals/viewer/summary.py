@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference, pass_at_k
+from verifiers.evals.columns import RolloutColumns
+from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
+from verifiers.evals.summary import RIGHT_FROM, at_k
 from verifiers.evals.viewer.data import Entry
 from verifiers.evals.viewer.transcripts import as_text
 
-__all__ = ["RIGHT_FROM", "difference_of", "summary_of"]
-
-RIGHT_FROM = 1.0
-"""Reward from which a rollout counts as right in pass@k."""
-
-_ALMOST = 1e-9
+__all__ = ["difference_of", "summary_of"]
 
 
-def summary_of(entries: Sequence[Entry], metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+def summary_of(numbers: RolloutColumns, metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
     """One run's numbers, ready for JSON; null stands for what the data cannot tell.
 
     Args:
-        entries: all rollouts of the run so far.
+        numbers: of all rollouts of the run so far.
         metadata: of metadata.json.
         name: what the run is called where it stands beside another.
     """
@@ -31,28 +27,45 @@ def summary_of(entries: Sequence[Entry], metadata: Mapping[str, Any], name: str)
     expected = prompts * each if isinstance(prompts, int) and isinstance(each, int) else None
     summary = metadata.get("summary")
     seconds = summary.get("seconds") if isinstance(summary, Mapping) else None
+    chosen = summary.get("right_from") if isinstance(summary, Mapping) else None
+    right_from = float(chosen) if isinstance(chosen, (int, float)) and math.isfinite(chosen) else RIGHT_FROM
+    counts = numbers.counts()
     return {
         "name": name,
         "title": _title(metadata, name),
         "started": as_text(metadata.get("started"))[:80],
         "metadata": as_text(dict(metadata)),
-        "rollouts": len(entries),
+        "rollouts": counts.rollouts,
         "expected": expected if expected and expected > 0 else None,
         "finished": _is_finished(metadata),
-        "prompts": len({entry.example for entry in entries}),
-        "scored": sum(entry.reward is not None for entry in entries),
-        "outcomes": dict(Counter(entry.outcome for entry in entries).most_common()),
-        "measures": _measures(entries),
-        "promptTokens": sum(entry.prompt_tokens for entry in entries),
-        "completionTokens": sum(entry.completion_tokens for entry in entries),
+        "prompts": counts.prompts,
+        "scored": counts.scored,
+        "outcomes": dict(counts.outcomes),
+        "measures": _measures(numbers),
+        "promptTokens": numbers.prompt_tokens,
+        "completionTokens": numbers.completion_tokens,
         "seconds": seconds if isinstance(seconds, (int, float)) and math.isfinite(seconds) else None,
-        "passAtK": _pass_curve(entries),
-        "rightFrom": RIGHT_FROM,
+        "passAtK": _pass_curve(numbers, right_from),
+        "rightFrom": right_from,
     }
 
 
-def difference_of(before: Sequence[Entry], after: Sequence[Entry]) -> dict[str, Any]:
-    """How much better the second run does, paired by prompt: one estimate of each measure that both have."""
+def difference_of(
+    before: Sequence[Entry],
+    after: Sequence[Entry],
+    settings: Sequence[Mapping[str, Any]] = ({}, {}),
+) -> dict[str, Any]:
+    """How much better the second run does, paired by prompt: one estimate of each measure that both have.
+
+    A prompt that asks something else in the second run, under the same example id, is in no pair, and is named.
+
+    Args:
+        before, after: entries of the runs; their `asked` tells prompts apart.
+        settings: metadata of both runs.
+    """
+    asked = {entry.example: entry.asked for entry in before}
+    other = {entry.example for entry in after if asked.get(entry.example, entry.asked) != entry.asked}
+    before, after = ([entry for entry in entries if entry.example not in other] for entries in (before, after))
     rows = {}
     for name in _names([*before, *after]):
         one, two = _by_prompt(before, name), _by_prompt(after, name)
@@ -64,6 +77,16 @@ def difference_of(before: Sequence[Entry], after: Sequence[Entry]) -> dict[str, 
         "shared": len(one.keys() & two.keys()),
         "onlyBefore": len(one.keys() - two.keys()),
         "onlyAfter": len(two.keys() - one.keys()),
+        "askedOtherwise": sorted(other),
+        "settings": [
+            {
+                "name": name,
+                "before": as_text(settings[0].get(name))[:200],
+                "after": as_text(settings[1].get(name))[:200],
+            }
+            for name in ("env", "env_args")
+            if settings[0].get(name) != settings[1].get(name)
+        ],
     }
 
 
@@ -92,28 +115,17 @@ def _by_prompt(entries: Sequence[Entry], name: str) -> dict[str, list[float]]:
     return found
 
 
-def _measures(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    rows = []
-    for name in _names(entries):
-        by_prompt = _by_prompt(entries, name)
-        rows.append({"name": name, **_numbers(mean_and_stderr_clustered(list(by_prompt.values())))})
-    return rows
+def _measures(numbers: RolloutColumns) -> list[dict[str, Any]]:
+    return [
+        {"name": name, **_numbers(mean_and_stderr_clustered(list(numbers.values(name).values())))}
+        for name in numbers.metrics
+    ]
 
 
-def _pass_curve(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """pass@k over prompts for k = 1, 2, 4 ... up to the most rollouts that a prompt has, with 95 % intervals."""
-    by_prompt = list(_by_prompt(entries, "reward").values())
-    most = max(map(len, by_prompt), default=0)
-    points, k = [], 1
-    while k <= most:
-        known = [
-            [pass_at_k(len(rewards), sum(reward >= RIGHT_FROM - _ALMOST for reward in rewards), k)]
-            for rewards in by_prompt
-            if len(rewards) >= k
-        ]
-        points.append({"k": k, **_numbers(mean_and_stderr_clustered(known))})
-        k *= 2
-    return points
+def _pass_curve(numbers: RolloutColumns, right_from: float) -> list[dict[str, Any]]:
+    """pass@k over prompts for the k of `at_k`, with 95 % intervals."""
+    rows = at_k(list(numbers.values().values()), right_from=right_from)
+    return [{"k": row.k, **_numbers(row.pass_at)} for row in rows]
 
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:

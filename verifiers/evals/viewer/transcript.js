@@ -172,7 +172,11 @@ function groupView(prompt, transcripts, openRollout) {
       conversation(transcript.completion),
     ),
   );
-  const first = ordered[0]?.[1];
+  // two runs may have asked something else under the same id: then there is no common prompt
+  const otherwise = askedOtherwise.has(prompt.example);
+  const firsts = (otherwise ? runs.map((run, index) => index) : [null])
+    .map((index) => [index, ordered.find(([one]) => index === null || one.run === index)?.[1]])
+    .filter(([, transcript]) => transcript);
   const sides = runs.map((run, index) =>
     valuesOf(
       prompt.rollouts.filter((one) => one.run === index),
@@ -195,10 +199,16 @@ function groupView(prompt, transcripts, openRollout) {
         means.map((text) => h("span", { class: "badge reward" }, text)),
       ),
     ),
-    first
-      ? h("details", { class: "fold", open: true }, h("summary", {}, "prompt"), conversation(first.prompt))
-      : null,
-    first?.answer ? folded("answer", first.answer, first.answer.length < 400) : null,
+    otherwise ? h("p", { class: "notice" }, "A and B ask something else under this id: they are not compared.") : null,
+    firsts.flatMap(([index, transcript]) => [
+      h(
+        "details",
+        { class: "fold", open: true },
+        h("summary", {}, `prompt${otherwise ? ` of ${"AB"[index]}` : ""}`),
+        conversation(transcript.prompt),
+      ),
+      transcript.answer ? folded("answer", transcript.answer, transcript.answer.length < 400) : null,
+    ]),
     h("div", { class: "columns", tabindex: "0", role: "group", "aria-label": "rollouts side by side" }, columns),
   );
 }

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["MOST_CHARACTERS", "as_text", "last_words", "messages_of", "transcript_of"]
+__all__ = ["MOST_CHARACTERS", "as_text", "last_words", "messages_of", "newest_first", "transcript_of"]
 
 MOST_CHARACTERS = 200_000
 """Characters of one text that the page holds; of longer ones the middle is left out, and that is said."""
@@ -61,11 +61,18 @@ def messages_of(messages: Any, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "text": as_text(messages)}]
 
 
+def newest_first(messages: Any, role: str) -> Iterator[dict[str, Any]]:
+    """As `messages_of`, the last one first: whoever wants the end of a long conversation does not draw all of it."""
+    if isinstance(messages, list):
+        return map(_message, reversed(messages))
+    return iter(messages_of(messages, role))
+
+
 def last_words(row: Mapping[str, Any], characters: int = 160) -> str:
     """The end of a rollout on one line: why it failed, or else the last thing that was said."""
     if row.get("error"):
         return _one_line(as_text(row["error"]), characters)
-    for message in reversed(messages_of(row.get("completion"), "completion")):
+    for message in newest_first(row.get("completion"), "completion"):
         calls = ", ".join(call["name"] for call in message.get("calls", ()))
         words = _one_line(_after_thinking(message.get("text", "")), characters) or (f"calls {calls}" if calls else "")
         if words:
@@ -79,6 +86,9 @@ def as_text(value: Any) -> str:
         text = value
     elif value is None:
         text = ""
+    elif type(value) is int:
+        # example ids, in every row
+        text = str(value)
     else:
         try:
             text = json.dumps(_finite(value), ensure_ascii=False, indent=1, default=str)

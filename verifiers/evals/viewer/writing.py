@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -9,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
+from verifiers.evals.columns import RolloutColumns
+from verifiers.evals.compared_run import prompt_digest
+from verifiers.evals.contents import ContentReader
 from verifiers.evals.store import RESULTS, iter_rows, read_metadata
 from verifiers.evals.viewer.data import (
     ROWS_PER_BLOCK,
     Entry,
     columns_of,
     entry_of,
+    example_of,
     groups_by_prompt,
     json_block,
+    numbers_of,
+    sampled_examples,
     sampled_groups,
 )
 from verifiers.evals.viewer.page import page_text
@@ -50,8 +57,9 @@ def write_evaluation_report(run_dir: Path, out: Path | None = None) -> Path:
         OSError: the file cannot be written.
     """
     directory = Path(run_dir)
-    metadata, entries = _read(directory, 0)
-    summary = summary_of(entries, metadata, run_name(directory))
+    numbers, metadata = _numbers(directory), read_metadata(directory)
+    entries = _entries(directory, sampled_examples(numbers, MOST_ROLLOUTS))
+    summary = summary_of(numbers, metadata, run_name(directory))
     return _write(out or directory / "report.html", _page([directory], [summary], entries, None))
 
 
@@ -59,7 +67,8 @@ def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
     """Write one page that shows two evaluations side by side, with the differences prompt by prompt.
 
     Args:
-        before, after: run directories; prompts are the same where their example ids are.
+        before, after: run directories. Prompts are the same where their example ids, texts, answers and tasks are;
+            the page says which have the same id alone.
         out: the file to write.
 
     Returns:
@@ -74,24 +83,41 @@ def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
 
 def comparison_text(before: Path, after: Path) -> str:
     """The page of `write_comparison_report`."""
-    summaries, entries = [], []
+    summaries, entries, settings = [], [], []
     for run, directory in enumerate((Path(before), Path(after))):
-        metadata, found = _read(directory, run)
-        entries.append(found)
-        summaries.append(summary_of(found, metadata, run_name(directory)))
-    difference = difference_of(entries[0], entries[1])
+        numbers, metadata = _numbers(directory), read_metadata(directory)
+        settings.append(metadata)
+        entries.append(_entries(directory, None, run))
+        summaries.append(summary_of(numbers, metadata, run_name(directory)))
+    difference = difference_of(entries[0], entries[1], settings)
     return _page([Path(before), Path(after)], summaries, entries[0] + entries[1], difference)
 
 
-def _read(directory: Path, run: int) -> tuple[dict[str, Any], list[Entry]]:
-    """What was run, and the entries that count: of a rollout that was done again, the last."""
+def _numbers(directory: Path) -> RolloutColumns:
+    """The numbers of a run, without any transcript."""
     if not (directory / RESULTS).is_file():
         raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
+    return numbers_of(iter_rows(directory, contents=False))
+
+
+def _entries(directory: Path, examples: set[str] | None, run: int = 0) -> list[Entry]:
+    """The entries that count: of a rollout that was done again, the last.
+
+    Args:
+        examples: of these alone; None stands for all, with a hash of what each asks, for a comparison.
+    """
     last: dict[tuple[str, int], Entry] = {}
-    for place, row in enumerate(iter_rows(directory)):
-        entry = entry_of(row, run, place)
-        last[entry.example, entry.generation] = entry
-    return read_metadata(directory), list(last.values())
+    asked: dict[str, str] = {}
+    reader = ContentReader(directory)
+    for place, row in enumerate(iter_rows(directory, contents=False)):
+        example = example_of(row)
+        if examples is None or example in examples:
+            row = reader.restored(row)
+            if examples is None and example not in asked:
+                asked[example] = prompt_digest(row)
+            entry = entry_of(row, run, place, asked.get(example, ""))
+            last[entry.example, entry.generation] = entry
+    return list(last.values())
 
 
 def _page(
@@ -102,11 +128,11 @@ def _page(
 ) -> str:
     # rows of two runs are grouped together, so that a sample holds both sides of a prompt
     shown = sampled_groups(groups_by_prompt(entries), MOST_ROLLOUTS)
-    rows = _chosen_rows(directories, {(entry.run, entry.place) for group in shown for entry in group})
+    rows = _Rows(directories, {(entry.run, entry.place) for group in shown for entry in group})
     while True:
         flat = [entry for group in shown for entry in group]
         parts = (flat[at : at + ROWS_PER_BLOCK] for at in range(0, len(flat), ROWS_PER_BLOCK))
-        blocks = [json_block([rows.get((entry.run, entry.place), {}) for entry in part]) for part in parts]
+        blocks = [json_block([rows.row(entry.run, entry.place) for entry in part]) for part in parts]
         size = sum(len(block.encode("utf-8", "backslashreplace")) for block in blocks)
         if size <= MOST_BYTES or len(flat) <= 1:
             break
@@ -117,20 +143,38 @@ def _page(
         "difference": difference,
         "columns": columns_of(flat),
         "rowsPerBlock": ROWS_PER_BLOCK,
-        "total": len(entries),
+        "total": sum(summary["rollouts"] for summary in summaries),
     }
     title = " against ".join(summary["title"] for summary in summaries)
     return page_text(title, data, blocks)
 
 
-def _chosen_rows(directories: Sequence[Path], chosen: set[tuple[int, int]]) -> dict[tuple[int, int], dict[str, Any]]:
-    """Rows by run and place. They are read a second time, so that memory holds a sample and never the whole run."""
-    return {
-        (run, place): row
-        for run, directory in enumerate(directories)
-        for place, row in enumerate(iter_rows(directory))
-        if (run, place) in chosen
-    }
+class _Rows:
+    """Rows by run and place, read when they are asked for, so that memory holds a block of them and never a run.
+
+    Args:
+        directories: of the runs.
+        chosen: run and place of every row that will be asked for.
+    """
+
+    def __init__(self, directories: Sequence[Path], chosen: set[tuple[int, int]]) -> None:
+        self._directories = directories
+        self._contents = [ContentReader(directory) for directory in directories]
+        self._spans: dict[tuple[int, int], tuple[int, int]] = {}
+        for run, directory in enumerate(directories):
+            offset = 0
+            with (directory / RESULTS).open("rb") as file:
+                # each line is a row, so its place is its number
+                for place, line in enumerate(file):
+                    if (run, place) in chosen:
+                        self._spans[run, place] = offset, len(line)
+                    offset += len(line)
+
+    def row(self, run: int, place: int) -> dict[str, Any]:
+        offset, length = self._spans[run, place]
+        with (self._directories[run] / RESULTS).open("rb") as file:
+            file.seek(offset)
+            return self._contents[run].restored(json.loads(file.read(length)))
 
 
 def _write(target: Path, text: str) -> Path:

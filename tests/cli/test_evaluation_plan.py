@@ -1,0 +1,150 @@
+"""Which endpoint a command means, where registries are looked for, and how long an attempt may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.cli.evaluate import main
+from verifiers.evals.endpoints import registries
+from verifiers.testing import FakeOpenAIServer, Fault
+
+SMALL = ["-m", "small", "-n", "1", "-r", "1"]
+
+
+def write_registry(path: Path, url: str, name: str = "small", model: str = "org/policy") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".py":
+        path.write_text(f'ENDPOINTS = {{"{name}": {{"model": "{model}", "url": "{url}", "key": "SMALL_KEY"}}}}\n')
+    else:
+        path.write_text(f'[endpoints.{name}]\nmodel = "{model}"\nurl = "{url}"\nkey_var = "SMALL_KEY"\n')
+
+
+def test_registries_are_looked_for_in_an_order_that_is_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/endpoints.md").read_text()
+    shown = [f"`{path}`" for path in registries()[:-1]]
+    assert registries()[-1] == tmp_path / "config/verifiers/endpoints.toml"
+    places = [page.index(one) for one in [*shown, "`~/.config/verifiers/endpoints.toml`"]]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_registry_is_found_without_a_flag_and_that_is_said(
+    server: FakeOpenAIServer,
+    env_name: str,
+    results: Any,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each place wins over the ones after it."""
+    monkeypatch.setenv("SMALL_KEY", "the-key-of-small")
+    for place, path in enumerate(registries()):
+        if place >= number:
+            write_registry(path, server.url, model=f"org/{place}")
+    assert main([env_name, *SMALL]) == 0
+    said = capsys.readouterr().err
+    assert f"vf-eval: -m small is org/{number} at {server.url}, as {registries()[number]} says\n" == said
+    assert server.requests[0].body["model"] == f"org/{number}"
+    assert server.requests[0].headers["authorization"] == "Bearer the-key-of-small"
+    assert results.metadata["endpoint"] == "small"
+
+
+def test_a_registry_without_the_name_leaves_it_to_the_next(
+    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _, _, classic, _ = registries()
+    write_registry(first, "http://127.0.0.1:1/v1", name="other")
+    write_registry(classic, server.url)
+    assert main([env_name, *SMALL, "--json"]) == 0
+    assert f"as {classic} says" in capsys.readouterr().err
+    assert server.request_count == 1
+
+
+def test_an_address_that_is_given_and_the_built_in_fake_need_no_registry(
+    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_registry(registries()[0], "http://127.0.0.1:1/v1")
+    assert main([env_name, *SMALL, "-b", server.url]) == 0
+    assert server.requests[0].body["model"] == "small"
+    registries()[0].write_text("no TOML")
+    assert main([env_name, "-m", "fake"]) == 0
+    assert "endpoints.toml" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "sentence"),
+    [
+        ("no TOML", [], "the endpoint registry 'endpoints.toml' is no TOML"),
+        ('[endpoints.small]\nmodel = "m"\nurl = "http://h/v1"\nkey = "sk"', [], "keys do not belong in files"),
+        ('[endpoints.small]\nmodel = "m"\nurl = "http://h/v1"', ["--header", "X: y"], "put the headers there"),
+    ],
+)
+def test_a_registry_that_is_found_and_cannot_be_used_is_one_sentence(
+    env_name: str, text: str, more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("endpoints.toml").write_text(text)
+    assert main([env_name, *SMALL, *more]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert sentence in said
+
+
+def test_a_hang_is_tried_again_by_default(env_name: str, results: Any) -> None:
+    with FakeOpenAIServer("4", faults=[Fault.hang()]) as server:
+        assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--rollout-timeout", "3"]) == 0
+        assert server.request_count == 2
+    (row,) = results.rows
+    assert (row["outcome"], row["attempts"], results.metadata["attempt_timeout_s"]) == ("completed", 2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "attempt_s", "rollout_s"),
+    [
+        ([], 600.0, 1800.0),
+        (["--rollout-timeout", "90"], 30.0, 90.0),
+        (["--rollout-timeout", "9000"], 600.0, 9000.0),
+        (["--attempt-timeout", "45"], 45.0, 1800.0),
+    ],
+)
+def test_an_attempt_gets_a_third_of_a_rollouts_time_unless_told(
+    server: FakeOpenAIServer, env_name: str, results: Any, flags: list[str], attempt_s: float, rollout_s: float
+) -> None:
+    assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", *flags]) == 0
+    assert (results.metadata["attempt_timeout_s"], results.metadata["rollout_timeout_s"]) == (attempt_s, rollout_s)
+
+
+def test_an_entrys_own_deadline_counts(server: FakeOpenAIServer, env_name: str, results: Any) -> None:
+    write_registry(Path("mine.toml"), server.url)
+    with Path("mine.toml").open("a") as file:
+        file.write("attempt_timeout_s = 1200\n")
+    assert main([env_name, *SMALL, "-e", "mine.toml"]) == 0
+    assert results.metadata["attempt_timeout_s"] == 1200
+
+
+def test_the_built_in_fake_reads_each_environment_of_a_group(tmp_path: Path, env_name: str, results: Any) -> None:
+    Path("modules/toy_sums_env.py").write_text(
+        """
+import verifiers as vf
+
+
+def member(name):
+    parser = vf.XMLParser([name], answer_field=name)
+    rows = [{"question": f"{name} {n}", "answer": str(n)} for n in range(20)]
+
+    def right(completion, answer):
+        return float(parser.parse_answer(completion) == answer)
+
+    return vf.SingleTurnEnv(eval_dataset=rows, parser=parser, rubric=vf.Rubric([right], parser=parser))
+
+
+def load_environment():
+    return vf.EnvGroup([member("one"), member("two")], env_names=["one", "two"])
+"""
+    )
+    assert main([env_name, "-m", "fake", "-n", "10", "-r", "8"]) == 0
+    for task in ("one", "two"):
+        rewards = [row["reward"] for row in results.rows if row["task"] == task]
+        assert len(rewards) == 40
+        assert set(rewards) == {0.0, 1.0}
