@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import string
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -152,6 +155,61 @@ def run(server: str, tmp_path: Path) -> Run:
         return done.stdout
 
     return begin
+
+
+PROXY = """
+model_list:
+  - model_name: taught
+    litellm_params: {model: openai/taught, api_base: SERVER/v1, api_key: os.environ/VF_TEST_KEY}
+general_settings: {master_key: os.environ/VF_PROXY_KEY}
+litellm_settings: {telemetry: false, num_retries: 0}
+router_settings: {num_retries: 0}
+"""
+
+
+@pytest.fixture(scope="session")
+def proxy(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL, without /v1, of litellm's proxy in front of the server; it has a key of its own."""
+    if not (CLIENTS / "litellm").exists():
+        pytest.skip("the clients are not installed; run: make test-clients")
+    directory = tmp_path_factory.mktemp("proxy")
+    (directory / "config.yaml").write_text(PROXY.replace("SERVER", server))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "HOME": str(directory),
+        "PATH": os.environ["PATH"],
+        "VF_TEST_KEY": KEY,
+        "VF_PROXY_KEY": "sk-a-key-of-the-proxy",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_TELEMETRY": "False",
+    }
+    command = [str(CLIENTS / "litellm"), "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)]
+    log = directory / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "--num_workers", "1"], cwd=directory, env=environment, stdout=output, stderr=output
+        )
+    url = f"http://127.0.0.1:{port}"
+    until = time.monotonic() + 60
+    try:
+        while not _answers(f"{url}/health/liveliness"):
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < until, log.read_text()[-6000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 @pytest.fixture
