@@ -1,0 +1,51 @@
+"""A generator that is closed leaves nothing open, whoever closes it, however often."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+
+import pytest
+
+import verifiers as vf
+from verifiers.rollouts.generator import AsyncBatchGenerator
+from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.testing import FakeOpenAIServer
+from verifiers.types import RolloutKey
+
+PROMPT: vf.Messages = [{"role": "user", "content": "x"}]
+
+
+def left_open() -> list[str]:
+    """What the collector finds open."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        gc.collect()
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 5.0])
+def test_threads_that_close_a_generator_at_once_leave_no_connection_open(latency_s: float) -> None:
+    env = vf.SingleTurnEnv(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())
+    left_open()  # what other tests left is not ours
+    with FakeOpenAIServer("x", latency_s=latency_s) as server:
+        for round_number in range(8):
+            generator = AsyncBatchGenerator(env, server.url, "fake")
+            generator.submit(
+                0, [RolloutRequest(RolloutKey(0, e, g), PROMPT, "x") for e in range(4) for g in range(8)]
+            )
+            if latency_s:
+                wanted = 32 * (round_number + 1)
+                server.wait_until(lambda fake, wanted=wanted: fake.request_count >= wanted)  # type: ignore[misc]
+            else:
+                generator.get(0, 10.0)
+            threads = [threading.Thread(target=generator.close) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert generator._loop is not None
+            assert generator._loop.is_closed()
+            del generator
+            assert left_open() == []
