@@ -7,14 +7,16 @@ itself. So this is where throttling, retries, sampling seeds and the token-exact
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError, EmptyModelResponseError, MissingTokenIdsError, OverlongPromptError
 from verifiers.rollouts.balancing import BalancedBackend
-from verifiers.rollouts.endpoint import CHAT, COMPLETIONS, Backend
+from verifiers.rollouts.conversations import ChatCall
+from verifiers.rollouts.endpoint import CHAT, COMPLETIONS, DERENDER, Backend
 from verifiers.rollouts.limits import Limiter
 from verifiers.rollouts.retries import RetryPolicy, call_with_retries
+from verifiers.rollouts.token_in import TokenIn, TokenTurns
 from verifiers.rollouts.trace import Turn
 from verifiers.rollouts.wire import plain_data
 from verifiers.types import Usage
@@ -56,6 +58,8 @@ class RolloutClient:
             call's arguments, since two rollouts of a group must never share one. None leaves the call alone.
         require_tokens: ask for token ids and log-probs, and fail where the server sends none (training).
         policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
+        token_in: how turns are sent as token ids; None sends messages.
+        group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
 
     Attributes:
         turns: the trained policy's answers with token ids, in the order in which they came back.
@@ -75,15 +79,18 @@ class RolloutClient:
         seed: int | None = None,
         require_tokens: bool = False,
         policy_version: Callable[[], int] | None = None,
+        token_in: TokenIn | None = None,
+        group: Hashable = None,
     ) -> None:
         # the turns of one rollout share a prefix, which one of several servers then holds
-        self._backend = backend.for_rollout() if isinstance(backend, BalancedBackend) else backend
+        self._backend = backend.for_rollout(group) if isinstance(backend, BalancedBackend) else backend
         self._limiter = limiter
         self._retry = retry or RetryPolicy()
         self._model = model
         self._seed = seed
         self._require_tokens = require_tokens
         self._policy_version = policy_version
+        self._tokens: TokenTurns | None = token_in.for_rollout() if token_in is not None else None
         self._begun = 0
         self._trained = True
         self.turns: list[Turn] = []
@@ -124,27 +131,42 @@ class RolloutClient:
 
     async def _call(self, path: str, arguments: dict[str, Any]) -> Any:
         trained = self._trained and (self._model is None or arguments.get("model") == self._model)
-        if trained:
-            arguments = self._prepared(path, arguments)
-        version_before = self._policy_version() if self._policy_version is not None else 0
+        began = [self._version_now()]
 
-        async def attempt() -> Any:
-            if self._limiter is not None:
-                await self._limiter.wait_for_request()
-            return await self._backend.call(path, arguments)
+        async def send(path: str, arguments: Mapping[str, Any]) -> Any:
+            # each try sends the same: where they are token ids, the same ids and seed
+            async def attempt() -> Any:
+                if path != DERENDER:
+                    if self._limiter is not None:
+                        await self._limiter.wait_for_request()
+                    began[0] = self._version_now()
+                return await self._backend.call(path, arguments)
 
+            return await call_with_retries(attempt, self._retry, self._count_retry, self._limiter)
+
+        if not trained:
+            return await send(path, arguments)
+        arguments = self._prepared(path, arguments)
+        call: ChatCall | None = None
         try:
-            response = await call_with_retries(attempt, self._retry, self._count_retry, self._limiter)
+            response = None
+            if self._tokens is not None and path == CHAT:
+                response, call = await self._tokens.ask(send, arguments)
+            if response is None:
+                response = await send(path, arguments)
         except OverlongPromptError:
-            self.overlong = self.overlong or trained
+            self.overlong = True
             raise
         except Exception as error:
-            if trained:
-                self.last_error = error
+            self.last_error = error
             raise
-        if trained:
-            self._record(path, response, version_before)
+        answer = self._record(path, response, began[0])
+        if call is not None and self._tokens is not None and answer is not None:
+            self._tokens.hold(call, answer)
         return response
+
+    def _version_now(self) -> int:
+        return self._policy_version() if self._policy_version is not None else 0
 
     def _count_retry(self, _: Exception) -> None:
         self.retries += 1
@@ -169,7 +191,8 @@ class RolloutClient:
             arguments["extra_body"] = extra
         return arguments
 
-    def _record(self, path: str, response: Any, version_before: int) -> None:
+    def _record(self, path: str, response: Any, version_before: int) -> Mapping[str, Any] | None:
+        """Put an answer into the trace; returns it as plain data where it has a choice."""
         if not getattr(response, "choices", None):
             self.last_error = EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
             raise self.last_error
@@ -178,7 +201,7 @@ class RolloutClient:
         answer = plain_data(response)
         choices = answer.get("choices")
         if not choices:
-            return
+            return None
         self.calls += 1
         choice = choices[0]
         self.finish_reason = choice.get("finish_reason")
@@ -191,9 +214,13 @@ class RolloutClient:
         if self._require_tokens:
             _require(self.base_url, prompt_ids, completion_ids, logprobs)
         if prompt_ids is None or completion_ids is None or logprobs is None:
-            return
-        versions = _versions(choice.get("weight_versions"), len(completion_ids), version_before)
-        self.turns.append(Turn(prompt_ids, completion_ids, logprobs, versions, self.finish_reason))
+            return answer
+        versions, all_reported = _versions(choice.get("weight_versions"), len(completion_ids), version_before)
+        version_after = version_before if all_reported else self._version_now()
+        # nobody says which token a push in between came before, so both versions stand for all of them
+        newest = version_after if version_after != version_before else None
+        self.turns.append(Turn(prompt_ids, completion_ids, logprobs, versions, self.finish_reason, newest))
+        return answer
 
 
 def _chosen_logprobs(logprobs: Mapping[str, Any] | None, path: str) -> list[float] | None:
@@ -229,15 +256,21 @@ def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, l
         )
 
 
-def _versions(spans: Sequence[Mapping[str, Any]] | None, length: int, default: int) -> list[int]:
-    """Policy version of each token: the server's spans where it reports them, else the version at the start."""
+def _versions(spans: Sequence[Mapping[str, Any]] | None, length: int, default: int) -> tuple[list[int], bool]:
+    """Policy version of each token: the server's spans where it reports them, else the version at the start.
+
+    Returns:
+        The versions, and whether the server reported all of them.
+    """
     versions = [default] * length
+    reported = 0
     for span in spans or ():
         version = _as_version(span["version"])
         if version is not None:
             start, end = int(span["start"]), min(int(span["end"]), length)
             versions[start:end] = [version] * (end - start)
-    return versions
+            reported += end - start
+    return versions, reported >= length
 
 
 def _as_version(value: Any) -> int | None:

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,11 @@ __all__ = ["Backend", "ClientBackend", "Endpoint", "HttpBackend", "backend_for",
 
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
+# vLLM's routes for token ids: a conversation as ids, ids in and out, and ids as a chat completion
+TOKENIZE = "/tokenize"
+GENERATE = "/inference/v1/generate"
+DERENDER = "/chat/completions/derender"
+_TOKEN_ROUTES = frozenset({TOKENIZE, GENERATE, DERENDER})
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
 # what a message may hold instead of content
 _OTHER_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
@@ -88,6 +93,9 @@ class Backend(Protocol):
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
         """POST the keyword arguments of `create` to `path` ("/chat/completions" or "/completions").
 
+        A backend that speaks HTTP also takes the token routes (`TOKENIZE`, `GENERATE`, `DERENDER`): then `arguments`
+        are the body, and the answer is the plain JSON object.
+
         Raises:
             OverlongPromptError: the prompt does not fit the context.
             RetryableError: another try may succeed.
@@ -104,7 +112,10 @@ class HttpBackend:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.base_url = endpoint.base_url.rstrip("/")
+        self._root = self.base_url.removesuffix("/v1")
         self.api_key = endpoint.api_key
+        # takes the place of aiohttp's own, for whoever must know of each new connection
+        self.new_connector: Callable[..., aiohttp.TCPConnector] | None = None
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -120,8 +131,9 @@ class HttpBackend:
             ours = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
             headers = {name: value for name, value in ours.items() if name.lower() not in given}
             headers.update(self.endpoint.headers)
-            # the limiter bounds what is in flight; a second bound here would only hide the queue
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            # the limiter bounds what is in flight; a second bound here would only hide the queue. uvicorn, and so
+            # vLLM, closes a connection that was idle for 5 s; a request that crosses that would be lost
+            connector = (self.new_connector or aiohttp.TCPConnector)(limit=0, keepalive_timeout=4.0)
             # asked once: aiohttp's trust_env asks for every request, and would put .netrc's password over our key
             proxy = proxy_for(self.base_url)
             self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector, proxy=proxy)
@@ -129,6 +141,8 @@ class HttpBackend:
         return self._session
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        if path in _TOKEN_ROUTES:
+            return await self.post(path, arguments)
         body = request_body(arguments)
         if body.get("stream"):
             raise ConfigError(
@@ -150,6 +164,7 @@ class HttpBackend:
         import aiohttp
 
         session = self._open_session()
+        url = (self._root if path in (TOKENIZE, GENERATE) else self.base_url) + path
         options: dict[str, Any] = {}
         if headers:
             options["headers"] = headers
@@ -160,7 +175,7 @@ class HttpBackend:
             limit_s = float(given) if given else limit_s
             options["timeout"] = aiohttp.ClientTimeout(total=limit_s, sock_connect=self.endpoint.connect_timeout_s)
         try:
-            async with session.post(self.base_url + path, data=_encode(body), **options) as response:
+            async with session.post(url, data=_encode(body), **options) as response:
                 status = response.status
                 content = await response.read()
                 retry_after = None if status == 200 else retry_after_s(response.headers)
@@ -169,13 +184,13 @@ class HttpBackend:
                 f"{self.base_url} could not be reached within {self.endpoint.connect_timeout_s:g} s", unreachable=True
             ) from error
         except TimeoutError as error:
-            raise RetryableError(f"no answer from {self.base_url + path} within {limit_s:g} s") from error
+            raise RetryableError(f"no answer from {url} within {limit_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             text = f"{self.base_url} could not be reached: {_reason(error)}"
             raise RetryableError(text, unreachable=True) from error
         if status == 200:
-            return _decode(content, self.base_url + path)
-        raise _status_error(self.base_url + path, status, self._without_key(content), retry_after)
+            return _decode(content, url)
+        raise _status_error(url, status, self._without_key(content), retry_after)
 
     def _without_key(self, content: bytes) -> str:
         """A server's refusal as text; some quote the key that they were sent."""
@@ -208,6 +223,8 @@ class ClientBackend:
         self.api_key = str(getattr(client, "api_key", ""))
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        if path in _TOKEN_ROUTES:
+            raise ProviderError(f"a client object that is called as it is has no {path}.", status=404)
         owner = self._calls.chat.completions if path == CHAT else self._calls.completions
         deadline = asyncio.timeout(self.timeout_s)
         try:
@@ -236,6 +253,7 @@ class ClientBackend:
 def backend_for(client: Any) -> Backend:
     """The backend for what a user hands in: a backend, an Endpoint, an openai client, or an object shaped like one.
 
+    A base URL is an Endpoint with the defaults; of a list, each is one of several servers of the same model.
     Plain `openai.OpenAI` and `openai.AsyncOpenAI` take the HTTP path with their base URL, key, headers and
     timeouts; subclasses (Azure), clients with an HTTP client of their own, mocks and wrappers are called as given.
     """
@@ -246,6 +264,10 @@ def backend_for(client: Any) -> Backend:
         return HttpBackend(client)
     if isinstance(client, str):
         return HttpBackend(Endpoint(client))
+    if isinstance(client, (list, tuple)):
+        from verifiers.rollouts.balancing import BalancedBackend
+
+        return BalancedBackend([backend_for(one) for one in client])
     kind = type(client)
     if kind.__module__.split(".")[0] == "openai" and kind.__name__ in ("OpenAI", "AsyncOpenAI"):
         own_http = type(getattr(client, "_client", None)).__name__

@@ -10,29 +10,34 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
+import math
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from verifiers.errors import (
     ConfigError,
     DeadlineError,
     GenerationError,
     GeneratorClosedError,
-    NothingScoredError,
 )
 from verifiers.rollouts.batches import BatchRequest
+from verifiers.rollouts.block_run import BlockRun, GroupPolicy
 from verifiers.rollouts.endpoint import Backend, backend_for
 from verifiers.rollouts.limits import Limiter
 from verifiers.rollouts.retries import RetryPolicy
-from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import RolloutRunner, RunsRollouts
+from verifiers.rollouts.token_in import token_in_for
 
 __all__ = ["AsyncBatchGenerator"]
 
 logger = logging.getLogger("verifiers.rollouts")
+
+T = TypeVar("T")
 
 
 class AsyncBatchGenerator:
@@ -40,7 +45,8 @@ class AsyncBatchGenerator:
 
     Args:
         env: the environment; its `rollout` and `rubric` are used.
-        client: an openai client, an Endpoint, a base URL, or any object shaped like AsyncOpenAI.
+        client: an openai client, an Endpoint, a base URL, any object shaped like AsyncOpenAI, a list of these for
+            several servers of the same model, or a `BalancedBackend`.
         model: the policy's name on the server.
         sampling_args: OpenAI sampling arguments for every rollout.
         num_batches_ahead: blocks that may be in flight beyond the one being taken; 0 is strictly on policy.
@@ -49,6 +55,11 @@ class AsyncBatchGenerator:
         generation_timeout_s: default deadline of `get`, in seconds.
         rollout_timeout_s, grading_timeout_s: deadlines of one rollout and of scoring one group, in seconds.
         require_tokens: token ids and log-probs are needed (training).
+        generation: how turns are sent: "auto" as token ids from the second turn on where the server can, "tokens" as
+            token ids always, "messages" never.
+        group_policy: what becomes of rollouts that fail and of groups that teach nothing.
+        drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
+            up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
 
     Use as a context manager, or call `start` and `close`. Thread-safe.
     """
@@ -68,6 +79,9 @@ class AsyncBatchGenerator:
         grading_timeout_s: float = 120.0,
         retry: RetryPolicy | None = None,
         require_tokens: bool = True,
+        generation: str = "auto",
+        group_policy: GroupPolicy | None = None,
+        drop_stragglers_after_s: float | None = None,
     ) -> None:
         if num_batches_ahead < 0:
             raise ConfigError(f"num_batches_ahead is {num_batches_ahead}; give 0 (on policy) or more.")
@@ -83,12 +97,18 @@ class AsyncBatchGenerator:
             "rollout_timeout_s": rollout_timeout_s,
             "grading_timeout_s": grading_timeout_s,
             "require_tokens": require_tokens,
+            "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
+        self._group_policy = group_policy
+        self._drop_after_s = drop_stragglers_after_s
         self._changed = threading.Condition()
-        self._pending: set[int] = set()
+        self._pending: dict[int, BlockRun | None] = {}
+        self._settled: dict[int, list[Group]] = {}
+        self._newest_begun: asyncio.Event | None = None
         self._done: dict[int, ScoredBlock] = {}
         self._failure: BaseException | None = None
         self._closed = False
+        self._is_serving = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._limiter = Limiter(max_concurrent, requests_per_second)
@@ -118,10 +138,16 @@ class AsyncBatchGenerator:
             self._changed.notify_all()
         thread, loop = self._thread, self._loop
         if thread is not None and loop is not None and thread.is_alive():
-            loop.call_soon_threadsafe(loop.stop)
+            with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
+                loop.call_soon_threadsafe(self._stop_serving)
             thread.join(timeout=10.0)
             if thread.is_alive():
                 logger.warning("the generator's thread did not end within 10 s: something blocks its event loop")
+
+    def _stop_serving(self) -> None:
+        # a stop that came while the loop is being ended would leave its connections open
+        if self._is_serving and self._loop is not None:
+            self._loop.stop()
 
     def __enter__(self) -> AsyncBatchGenerator:
         return self.start()
@@ -136,10 +162,13 @@ class AsyncBatchGenerator:
         ready.set()
         try:
             try:
+                self._is_serving = True
                 loop.run_forever()
             except (Exception, SystemExit) as error:
                 # SystemExit in a task of the environment's own ends the loop
                 self._fail(error)
+            finally:
+                self._is_serving = False
             while tasks := asyncio.all_tasks(loop):
                 for task in tasks:
                     task.cancel()
@@ -155,10 +184,18 @@ class AsyncBatchGenerator:
 
     # -- submitting and taking ------------------------------------------------------------------------------
 
-    def submit(self, block_id: int, requests: Sequence[RolloutRequest], *, policy_version: int | None = None) -> None:
-        """Begin to generate a block; returns at once.
+    def submit(
+        self,
+        block_id: int,
+        requests: Sequence[RolloutRequest],
+        *,
+        policy_version: int | None = None,
+        spares: Sequence[RolloutRequest] = (),
+    ) -> None:
+        """Begin to generate a block; returns at once. Its rollouts begin after those of blocks submitted before.
 
         Args:
+            spares: rollouts of prompts that replace groups which teach nothing, in the order in which they are used.
             policy_version: version now on the server; stamped on tokens that the server does not stamp itself.
 
         Raises:
@@ -179,10 +216,10 @@ class AsyncBatchGenerator:
                 )
             if policy_version is not None:
                 self.policy_version = policy_version
-            self._pending.add(block_id)
+            self._pending[block_id] = None
             self.launched += len(requests)
             assert self._loop is not None
-            work = self._generate(block_id, list(requests), self.policy_version)
+            work = self._generate(block_id, list(requests), list(spares), self.policy_version)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         future.add_done_callback(self._notice_crash)
 
@@ -201,21 +238,71 @@ class AsyncBatchGenerator:
             GeneratorClosedError: closed meanwhile.
             Error: what made generation fail, with the traceback of where it failed.
         """
-        timeout = self.generation_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout
         with self._changed:
-            if block_id not in self._pending and block_id not in self._done:
-                raise ConfigError(f"block {block_id} was never submitted, or was taken before.")
-            while block_id not in self._done:
-                self._raise_if_broken()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise DeadlineError(self._deadline_message(block_id, timeout))
-                self._changed.wait(left)
-            self._raise_if_broken()
-            return self._done.pop(block_id)
+            block = self._wait_for(block_id, lambda: self._done.get(block_id), timeout_s)
+            del self._done[block_id]
+            self._settled.pop(block_id, None)
+            return block
 
     get_batch = get
+
+    def groups(self, block_id: int, count: int, timeout_s: float | None = None) -> list[Group]:
+        """Wait until a block's first `count` groups are scored, and look at them; the block stays to be taken.
+
+        Returns:
+            The groups in the block's order; fewer than `count` where the whole block has no more.
+        """
+
+        def first() -> list[Group] | None:
+            if block_id in self._done:
+                return self._done[block_id].groups[:count]
+            settled = self._settled.get(block_id, [])
+            return settled[:count] if len(settled) >= count else None
+
+        with self._changed:
+            return self._wait_for(block_id, first, timeout_s)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait until no rollout of any submitted block is running or waiting to begin; the blocks stay to be taken.
+
+        Raises:
+            As `get`.
+        """
+        with self._changed:
+            while self._pending:
+                oldest = next(iter(self._pending))
+                self._wait_for(oldest, functools.partial(self._done.get, oldest), timeout_s)
+
+    def finished_blocks(self) -> list[ScoredBlock]:
+        """The blocks that are generated and were not taken yet, in the order of their ids."""
+        with self._changed:
+            return sorted(self._done.values(), key=lambda block: block.block_id)
+
+    def restore(self, block: ScoredBlock) -> None:
+        """Hold a block that was generated before, as if it had just been; `get` gives it."""
+        with self._changed:
+            self._done[block.block_id] = block
+
+    def _wait_for(self, block_id: int, ready: Callable[[], T | None], timeout_s: float | None) -> T:
+        """Wait, holding the lock, for something of one block; give up its stragglers where that is asked."""
+        timeout = self.generation_timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        drop_at = started + self._drop_after_s if self._drop_after_s is not None else None
+        if block_id not in self._pending and block_id not in self._done:
+            raise ConfigError(f"block {block_id} was never submitted, or was taken before.")
+        while True:
+            found = ready()
+            self._raise_if_broken()
+            if found is not None:
+                return found
+            now = time.monotonic()
+            if now >= started + timeout:
+                raise DeadlineError(self._deadline_message(block_id, timeout))
+            if drop_at is not None and now >= drop_at:
+                drop_at, run = None, self._pending.get(block_id)
+                if run is not None and self._loop is not None:
+                    self._loop.call_soon_threadsafe(run.drop_stragglers)
+            self._changed.wait(min(started + timeout, drop_at or math.inf) - now)
 
     def check(self) -> None:
         """Raise what made generation fail, if anything did. Cheap: call it between micro-steps."""
@@ -249,22 +336,36 @@ class AsyncBatchGenerator:
 
     # -- in the thread ----------------------------------------------------------------------------------------
 
-    async def _generate(self, block_id: int, requests: list[RolloutRequest], version: int) -> None:
-        started = time.perf_counter()
+    async def _generate(
+        self, block_id: int, requests: list[RolloutRequest], spares: list[RolloutRequest], version: int
+    ) -> None:
+        def settled(groups: list[Group]) -> None:
+            with self._changed:
+                self._settled[block_id] = groups
+                self._changed.notify_all()
+
         try:
-            runner = self.runner(on_rollout=self._count)
-            groups: dict[int, list[RolloutRequest]] = {}
-            for request in requests:
-                groups.setdefault(request.key.example_id, []).append(request)
-            scored = await runner.run_groups(groups.values())
-            block = ScoredBlock(block_id, scored, version, time.perf_counter() - started)
-            if not any(rollout.is_scored for rollout in block):
-                raise NothingScoredError(_nothing_scored(block))
+            run = BlockRun(
+                self.runner(on_rollout=self._count),
+                block_id,
+                requests,
+                policy=self._group_policy,
+                spares=spares,
+                on_groups=settled,
+            )
+            with self._changed:
+                self._pending[block_id] = run
+            # the older block is wanted first, so nothing of this one may queue before it
+            before, self._newest_begun = self._newest_begun, run.begun
+            if before is not None:
+                await before.wait()
+            block = await run.run(version)
         except Exception as error:
             self._fail(error)
             return
         with self._changed:
-            self._pending.discard(block_id)
+            self.launched += len(block.launched) - len(requests)
+            del self._pending[block_id]
             self._done[block_id] = block
             self._changed.notify_all()
 
@@ -296,10 +397,3 @@ class AsyncBatchGenerator:
             f"{self.launched} rollouts launched so far have ended, {self._limiter.in_flight} are in flight; is the "
             "rollout server still answering?"
         )
-
-
-def _nothing_scored(block: ScoredBlock) -> str:
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in block.outcomes().most_common())
-    commonest = block.commonest_failure()
-    cause = f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
-    return f"block {block.block_id}: none of {len(block.rollouts)} rollouts got a reward ({counts}){cause}"

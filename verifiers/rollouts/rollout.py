@@ -92,25 +92,32 @@ class ScoredBlock:
     Attributes:
         generation_s: wall-clock seconds from the first rollout's start to the last score.
         policy_version: version that was on the server when the block was submitted.
+        filtered: groups that were generated and scored, and replaced because they teach nothing.
     """
 
     block_id: int
     groups: list[Group]
     policy_version: int = 0
     generation_s: float = 0.0
+    filtered: list[Group] = field(default_factory=list)
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
         return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def launched(self) -> Sequence[Rollout]:
+        """Every rollout that was begun for the block: `rollouts`, and those of filtered groups."""
+        return [rollout for group in (*self.groups, *self.filtered) for rollout in group.rollouts]
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(self.rollouts)
 
     def outcomes(self) -> Counter[Outcome]:
         """How many rollouts ended in each outcome; the sum is the number launched."""
-        return Counter(rollout.outcome for rollout in self)
+        return Counter(rollout.outcome for rollout in self.launched)
 
     def commonest_failure(self) -> tuple[str, int] | None:
         """The failure text seen most often and its count, or None where nothing failed."""
-        texts = Counter(str(rollout.failure) for rollout in self if rollout.failure is not None)
+        texts = Counter(str(rollout.failure) for rollout in self.launched if rollout.failure is not None)
         return texts.most_common(1)[0] if texts else None

@@ -11,16 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Row", "Turn", "VersionSpan", "rows_from_turns"]
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Completion tokens `start` .. `end` - 1 were sampled from the weights of policy version `version`."""
-
-    version: int
-    start: int
-    end: int
+__all__ = ["Row", "Turn", "rows_from_turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +25,8 @@ class Turn:
             (after temperature), in nats; same length as `completion_ids`.
         versions: policy version of each sampled token; same length.
         finish_reason: the server's: "stop", "length", "tool_calls", ...
+        newest_version: the version when the answer ended, where that is another than when it began and the server
+            reports no version of single tokens; `versions` then holds the one at the beginning.
     """
 
     prompt_ids: Sequence[int]
@@ -41,6 +34,7 @@ class Turn:
     logprobs: Sequence[float]
     versions: Sequence[int]
     finish_reason: str | None = None
+    newest_version: int | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +48,8 @@ class Row:
         logprobs: the sampler's log-probs; 0.0 where `loss_mask` is 0; length T.
         versions: policy version of each sampled token; -1 where `loss_mask` is 0; length T.
         is_truncated: the last turn ended for want of room (finish reason "length").
+        unreported_version: the newest version that may have sampled tokens which the server does not stamp (see
+            `Turn.newest_version`); None where there are none.
     """
 
     prompt_ids: list[int]
@@ -62,6 +58,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     is_truncated: bool = False
+    unreported_version: int | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -72,6 +69,11 @@ class Row:
     def oldest_version(self) -> int:
         """The smallest policy version among the sampled tokens; 0 for a row without any."""
         return min((v for v in self.versions if v >= 0), default=0)
+
+    @property
+    def newest_version(self) -> int:
+        """The largest policy version that may have sampled a token; 0 for a row without any."""
+        return max(max(self.versions, default=0), self.unreported_version or 0, 0)
 
     def extended_by(self, prompt_ids: Sequence[int]) -> Sequence[int] | None:
         """The tokens that `prompt_ids` adds to this row, or None where it does not extend it."""
@@ -98,6 +100,8 @@ class Row:
         self.logprobs.extend(turn.logprobs)
         self.versions.extend(turn.versions)
         self.is_truncated = turn.finish_reason == "length"
+        if turn.newest_version is not None:
+            self.unreported_version = max(turn.newest_version, self.unreported_version or 0)
 
 
 def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[Row], int]:
