@@ -6,25 +6,27 @@ SEED ?= 0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CLIENTS := .venv-clients
+VLLM := .venv-vllm
 ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
-PACKAGES := -e .[train,gym,mcp,rg,ta] -e servers/embedded[json] $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
+PACKAGES := -e .[train,gym,mcp,rg,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: help install demo demo-quick test test-slow test-clients check docs docs-test bench clean
+.PHONY: help install demo demo-quick test test-slow test-clients test-vllm check docs docs-test bench clean
 
 help:
 	@echo "make demo        train a small model end to end on this machine (about 10 minutes)"
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks and kills"
 	@echo "make test-clients  other people's clients against the embedded server"
+	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 8 minutes)"
 	@echo "make check       format, lint, types, import directions"
 	@echo "make docs        build the site into site/"
 	@echo "make bench       the benchmarks, one line of JSON each"
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml $(ENVIRONMENTS)
+$(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml servers/dataserver/pyproject.toml $(ENVIRONMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "verifiers needs Python 3.11 or later; $$($(PYTHON) --version) was found. Run: make PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,7 +43,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --ignore tests/clients
+	$(BIN)/python -m pytest -m slow --ignore tests/clients --ignore tests/vllm
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed
 	$(BIN)/python -m pytest tests/clients
@@ -52,11 +54,20 @@ $(CLIENTS)/.installed: requirements-clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-clients.txt
 	@touch $@
 
+test-vllm: $(INSTALLED) $(VLLM)/.installed
+	$(BIN)/python -m pytest tests/vllm
+
+# a venv of their own: vLLM wants other versions of torch's companions and of transformers than the trainer
+$(VLLM)/.installed: servers/vllm/install.sh servers/vllm/pyproject.toml
+	PYTHON=$(PYTHON) servers/vllm/install.sh cpu $(VLLM)
+	@touch $@
+
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy -p verifiers_embedded
+	$(BIN)/mypy -p verifiers_dataserver
 	for file in environments/*/*.py; do $(BIN)/mypy $$file || exit 1; done
 	$(BIN)/mypy examples/demo/run.py examples/demo/warm_start.py
 	$(BIN)/lint-imports
@@ -69,8 +80,10 @@ docs-test: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/rollouts.py
+	$(BIN)/python benchmarks/evaluate.py
+	$(BIN)/python benchmarks/slots.py
 	$(BIN)/python benchmarks/python_tool.py
 	$(BIN)/python benchmarks/embedded_server.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) runs site outputs dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) $(VLLM) .venv-bench-* runs site outputs dist build .mypy_cache .ruff_cache .pytest_cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verifiers.data.curriculum import Curriculum, curriculum_from
     from verifiers.data.sampler import RepeatSampler
     from verifiers.envs.adapters.gym_env import GymEnv
     from verifiers.envs.adapters.mcp_env import MCPEnv as MCPEnv
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from verifiers.envs.loading import load_environment
     from verifiers.envs.multiturn_env import MultiTurnEnv
     from verifiers.envs.python_env import PythonEnv
+    from verifiers.envs.remote_dataset import RemoteRLDataset, remote_reward
+    from verifiers.envs.remote_env import RemoteEnv
     from verifiers.envs.sandbox_env import SandboxEnv
     from verifiers.envs.singleturn_env import SingleTurnEnv
     from verifiers.envs.stateful_tool_env import StatefulToolEnv
@@ -112,6 +115,7 @@ __all__ = [
     "ChatMessage",
     "ClientConfig",
     "ConfigError",
+    "Curriculum",
     "EmptyModelResponseError",
     "EnvGroup",
     "Environment",
@@ -139,6 +143,8 @@ __all__ = [
     "ProviderError",
     "PythonEnv",
     "RankingRubric",
+    "RemoteEnv",
+    "RemoteRLDataset",
     "RepeatSampler",
     "RewardFunc",
     "RolloutInput",
@@ -170,6 +176,7 @@ __all__ = [
     "WorkerTimeoutError",
     "XMLParser",
     "cleanup",
+    "curriculum_from",
     "extract_boxed_answer",
     "extract_hash_answer",
     "load_environment",
@@ -177,6 +184,7 @@ __all__ = [
     "overlong_penalty",
     "print_prompt_completions_sample",
     "r1_zero_reward",
+    "remote_reward",
     "setup_logging",
     "stop",
     "teardown",
@@ -255,6 +263,11 @@ _LAZY_IMPORTS = {
     "ReasoningGymEnv": "verifiers.envs.adapters.reasoning_gym_env:ReasoningGymEnv",
     "GymEnv": "verifiers.envs.adapters.gym_env:GymEnv",
     "MCPEnv": "verifiers.envs.adapters.mcp_env:MCPEnv",
+    "RemoteEnv": "verifiers.envs.remote_env:RemoteEnv",
+    "RemoteRLDataset": "verifiers.envs.remote_dataset:RemoteRLDataset",
+    "remote_reward": "verifiers.envs.remote_dataset:remote_reward",
+    "Curriculum": "verifiers.data.curriculum:Curriculum",
+    "curriculum_from": "verifiers.data.curriculum:curriculum_from",
     "OpenEnvEnv": "verifiers.envs.adapters.openenv_env:OpenEnvEnv",
     "WorkerError": "verifiers.errors:WorkerError",
     "WorkerTimeoutError": "verifiers.errors:WorkerTimeoutError",

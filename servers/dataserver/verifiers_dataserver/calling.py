@@ -1,0 +1,115 @@
+"""What runs in worker processes: graders of the user, and built-in ones that may never end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import os
+import random
+import threading
+import time
+from typing import Any
+
+from verifiers.errors import GradingError
+
+from verifiers_dataserver.scores import BUILTIN, Scorer
+from verifiers_dataserver.tasks import Completion, Row, answer_part
+
+__all__ = ["call_grader", "check_grader", "give_way", "score_in_worker"]
+
+_NICENESS = 10
+_TRIES = 20
+
+
+def give_way() -> None:
+    """Leave scarce cores to the server: a grader that computes for ever must not slow its answers."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    if not _lower_group():
+        threading.Thread(target=_lower_group_later, daemon=True).start()
+
+
+def _lower_group() -> bool:
+    """Whether there is nothing left to do.
+
+    Linux with autogroups weighs whole sessions against each other, and niceness only within one.
+    """
+    try:
+        with open("/proc/self/autogroup", "w") as group:
+            group.write(str(_NICENESS))
+    except BlockingIOError:
+        # the kernel lets the processes of users do this ten times a second, all together
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _lower_group_later() -> None:
+    for _ in range(_TRIES):
+        time.sleep(random.uniform(0.1, 0.5))
+        if _lower_group():
+            return
+
+
+def check_grader(target: str) -> str | None:
+    """Look a user's grader up; None, or the sentence that says why it cannot be called."""
+    try:
+        found = _found(target)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if callable(found) else f"{target!r} is no function"
+
+
+def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Call "module:function" by name, and give back what it returns where that is a number.
+
+    It may name prompt, completion (messages), text, completion_tokens, answer, info, task, parsed (the answer
+    part of the text), and its options; a parameter **kwargs gets all of them. It may be a coroutine function.
+    """
+    give_way()
+    function = _found(target)
+    how = given.pop("answer_from")
+    values = {**given, "parsed": answer_part(given["text"], how), **options}
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        values = {
+            parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values
+        }
+    result = function(**values)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    return result if isinstance(result, (int, float)) else _number(result)
+
+
+def score_in_worker(
+    name: str, options: dict[str, Any], completion: dict[str, Any], row: dict[str, Any]
+) -> dict[str, Any]:
+    """Score by a built-in grader, in a worker process: {"score"}, or {"missing": why it cannot be told}."""
+    give_way()
+    scorer: Scorer = BUILTIN[name](**options)
+    try:
+        return {"score": scorer.score(Completion(**completion), Row(**row))}
+    except GradingError as error:
+        return {"missing": str(error)}
+
+
+def _found(target: str) -> Any:
+    module, _, path = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _number(result: Any) -> float | None:
+    try:
+        return float(result)
+    except (TypeError, ValueError, OverflowError):
+        return None

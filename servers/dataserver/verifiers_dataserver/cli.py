@@ -1,0 +1,158 @@
+"""The command ``vf-dataserver``: arguments, start, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from verifiers.errors import ConfigError, Error
+
+from verifiers_dataserver import __version__
+
+if TYPE_CHECKING:
+    from verifiers_dataserver.serving import Loaded
+
+__all__ = ["main", "parser"]
+
+_PARENT_POLL_S = 0.5
+_ORPHAN_GRACE_S = 5.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(
+        prog="vf-dataserver",
+        description="Serve prompts of a curriculum, and grades, to trainers that never see the answers.",
+    )
+    add = command.add_argument
+    add("config", type=Path, metavar="CONFIG", help="YAML or TOML file")
+    add("--host", help="address to bind (default: the file's, else 127.0.0.1)")
+    add("--port", type=int, help="port to bind; 0 picks a free one (default: the file's, else 9000)")
+    add("--port-file", type=Path, metavar="PATH", help="file to write the port to once the server listens")
+    add(
+        "--token-var",
+        metavar="NAME",
+        help="environment variable that holds the token that requests must bring",
+    )
+    add("--check", action="store_true", help="load and check everything, print the curriculum, and end")
+    add("--parent-pid", type=int, metavar="PID", help="end when this process ends")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
+    add("--version", action="version", version=__version__)
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until SIGTERM (exit code 0) or Ctrl-C (130); a mistake gives 2 and a sentence."""
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(
+        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # Until the server has its own handlers: a SIGTERM while datasets load is a normal end, too.
+    signal.signal(signal.SIGTERM, _leave)
+    if arguments.parent_pid is not None:
+        _follow_parent(arguments.parent_pid)
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        print(f"vf-dataserver: {error}", file=sys.stderr)
+        return 2
+    except Error as error:
+        print(f"vf-dataserver: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from verifiers_dataserver.config import load_configuration
+
+    configuration = load_configuration(arguments.config)
+    server = configuration.server
+    token = _token(arguments.token_var or server.token_var)
+    if arguments.port_file is not None:
+        # A parent that finds the file must be able to trust it.
+        arguments.port_file.unlink(missing_ok=True)
+    from verifiers_dataserver import serving
+
+    if arguments.check:
+        loaded = serving.load(configuration)
+        asyncio.run(loaded.rewards.close())
+        print("\n".join(description(loaded)))
+        return 0
+    host = arguments.host if arguments.host is not None else server.host
+    port = arguments.port if arguments.port is not None else server.port
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is no port; give 1 to 65535, or 0 for a free one.")
+    # taken before anything is loaded: a port in use is found out at once
+    with serving.bind(host, port) as listener:
+        return serving.serve(serving.load(configuration), listener, token, arguments.port_file)
+
+
+def description(loaded: Loaded) -> list[str]:
+    """The datasets and the curriculum, for a person."""
+    lines = [f"{'dataset':<20}{'rows':>10}  graders"]
+    for name, rows in loaded.datasets.items():
+        uses = [
+            f"{use.shown_as} (gate)" if use.gate else f"{use.shown_as} x {use.weight:g}"
+            for use in rows.table.uses()
+        ]
+        lines.append(f"{name:<20}{len(rows):>10,}  {', '.join(uses)}")
+    lines += ["", f"{'stage':<20}{'until step':>10}  datasets"]
+    for stage in loaded.configuration.curriculum.stages:
+        total = sum(dataset.weight for dataset in stage.datasets)
+        mix = ", ".join(f"{dataset.id} {dataset.weight / total:.1%}" for dataset in stage.datasets)
+        until = "the end" if stage.until_step is None else f"{stage.until_step:,}"
+        lines.append(f"{stage.name:<20}{until:>10}  {mix}")
+    return lines
+
+
+def _token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ConfigError(
+            f"the token's variable {variable!r} is not set, or empty; set it to a secret of your own."
+        )
+    return token
+
+
+def _follow_parent(pid: int) -> None:
+    """End this process when process `pid` has ended: by SIGTERM first, and for good 5 s later."""
+
+    def watch() -> None:
+        while _lives(pid):
+            time.sleep(_PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="vf-parent-watch", daemon=True).start()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        # Linux only; elsewhere a process that nobody waits for counts as alive.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return True
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)

@@ -1,0 +1,184 @@
+"""The datasets of a configuration: their rows, loaded and checked once, at the start."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from verifiers.envs.dataset_format import format_prompt, row_fields
+from verifiers.errors import ConfigError
+
+from verifiers_dataserver.config import Configuration, DatasetTable, EnvironmentTable, HubTable
+from verifiers_dataserver.tasks import Row
+
+__all__ = ["TaskRows", "load_datasets"]
+
+log = logging.getLogger(__name__)
+
+_GRADERS_ONLY = frozenset({"metadata", "info", "task", "system_prompt"})
+
+
+class _Table(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+class TaskRows:
+    """A dataset as rows.
+
+    Args:
+        name: its name in the configuration.
+        table: what it is called there.
+        source: the raw rows.
+        environment: the environment whose rows these are; None for others.
+    """
+
+    def __init__(self, name: str, table: DatasetTable, source: _Table, environment: Any = None) -> None:
+        self.name = name
+        self.table = table
+        self.environment = environment
+        self.in_memory = isinstance(source, list)
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def row(self, index: int) -> Row:
+        """Row number `index`.
+
+        Raises:
+            ConfigError: it has no prompt, or one of a wrong kind.
+        """
+        raw = self._source[index]
+        sample_id = f"{self.name}:{index}"
+        if self.environment is not None:
+            prompt, answer, task, info = row_fields(raw)
+            return Row(sample_id, prompt, answer, task, info, self._shown(info))
+        prompt = self._prompt(raw, index)
+        metadata = _mapping(raw.get("metadata"))
+        info = {**metadata, **_mapping(raw.get("info"))}
+        # what is no column that we know is for graders as well
+        known = {self.table.prompt_key, self.table.answer_key, *_GRADERS_ONLY}
+        info = {**{key: value for key, value in raw.items() if key not in known}, **info}
+        answer = raw.get(self.table.answer_key)
+        return Row(
+            sample_id, prompt, "" if answer is None else answer, self.name, info, self._shown(metadata)
+        )
+
+    def _prompt(self, raw: Mapping[str, Any], index: int) -> list[dict[str, Any]] | str:
+        prompt = raw.get(self.table.prompt_key)
+        if isinstance(prompt, str):
+            return format_prompt(prompt, raw.get("system_prompt") or self.table.system_prompt)
+        if (
+            isinstance(prompt, Sequence)
+            and prompt
+            and all(isinstance(message, Mapping) for message in prompt)
+        ):
+            return [dict(message) for message in prompt]
+        raise ConfigError(
+            f"row {index} of dataset {self.name!r} has {prompt!r:.80} as {self.table.prompt_key!r}; "
+            "give a text or a list of messages, or name another column as prompt_key."
+        )
+
+    def _shown(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: metadata[key] for key in self.table.metadata if key in metadata}
+
+
+def load_datasets(configuration: Configuration) -> dict[str, TaskRows]:
+    """Load all datasets.
+
+    Raises:
+        ConfigError: one cannot be loaded, has no rows, or rows without prompts.
+    """
+    loaded = {}
+    for name, table in configuration.datasets.items():
+        environment = None
+        source: _Table
+        if table.jsonl is not None:
+            source = _read_jsonl(configuration.resolve(table.jsonl), name)
+        elif table.hf is not None:
+            source = _read_hub(table.hf, configuration, name)
+        else:
+            assert table.environment is not None
+            environment, source = _read_environment(table.environment, name)
+        if not len(source):
+            raise ConfigError(f"dataset {name!r} has no rows; give it at least one.")
+        rows = TaskRows(name, table, source, environment)
+        # a file is checked as a whole, for it is in memory; of others the first row shows the columns
+        for index in range(len(source) if table.jsonl is not None else 1):
+            rows.row(index)
+        loaded[name] = rows
+    return loaded
+
+
+def _read_jsonl(path: Path, name: str) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(
+                        f"line {number} of {path} (dataset {name!r}) is no JSON: {error}."
+                    ) from None
+                if not isinstance(row, dict):
+                    raise ConfigError(
+                        f"line {number} of {path} (dataset {name!r}) is no object: {line[:60]!r}."
+                    )
+                rows.append(row)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"dataset {name!r}: {path} cannot be read: {error}.") from None
+    return rows
+
+
+def _read_hub(table: HubTable, configuration: Configuration, name: str) -> _Table:
+    import datasets
+
+    directory = configuration.resolve(table.path)
+    try:
+        if (directory / "state.json").exists() or (directory / "dataset_dict.json").exists():
+            found: Any = datasets.load_from_disk(str(directory))
+            if isinstance(found, datasets.DatasetDict):
+                found = found[table.split]
+        else:
+            place = str(directory) if directory.exists() else table.path
+            found = datasets.load_dataset(place, table.name, split=table.split, revision=table.revision)
+    except Exception as error:
+        # the libraries below raise of every kind, down to KeyError for a split
+        raise ConfigError(
+            f"dataset {name!r}: {table.path!r} (split {table.split!r}) cannot be loaded: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    loaded: _Table = found
+    return loaded
+
+
+def _read_environment(table: EnvironmentTable, name: str) -> tuple[Any, _Table]:
+    from verifiers.envs.loading import load_environment
+    from verifiers.envs.singleturn_env import SingleTurnEnv
+
+    try:
+        environment = load_environment(table.id, **table.args)
+    except ConfigError as error:
+        raise ConfigError(f"dataset {name!r}: {error}") from error
+    members = list(getattr(environment, "envs", None) or [environment])
+    if not all(isinstance(member, SingleTurnEnv) for member in members):
+        log.warning(
+            "dataset %r: the environment %r is more than a prompt and an answer; clients get its prompts "
+            "and its rubric, but not its turns and tools.",
+            name,
+            table.id,
+        )
+    rows: _Table = environment.get_dataset() if table.split == "train" else environment.get_eval_dataset()
+    return environment, rows
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}

@@ -1,0 +1,103 @@
+"""What all routes share: reading a body, and answering every failure with an error object."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+__all__ = ["OPEN_PATHS", "Handler", "RequestError", "answer_errors", "read_request", "token_required"]
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+R = TypeVar("R", bound=BaseModel)
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+"""What is answered without a token: monitors seldom have one, and no prompt is behind it."""
+
+
+class RequestError(ValueError):
+    """A request is refused with an HTTP status and an error object.
+
+    Args:
+        message: a sentence that names the thing, the value and the remedy.
+        status: the HTTP status.
+        code: for machines.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON answer: {"error": {"message", "code"}}."""
+        return {"error": {"message": str(self), "code": self.code}}
+
+
+async def read_request(request: web.Request, kind: type[R]) -> R:
+    """The request's body.
+
+    Raises:
+        RequestError: it is not JSON, or not of this kind.
+    """
+    try:
+        return kind.model_validate_json(await request.read())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["type"] == "json_invalid":
+            raise RequestError(f"the body is not valid JSON: {first['msg']}") from None
+        given = "" if first["type"] == "missing" else f" (given: {_short(first['input'])})"
+        raise RequestError(f"{where or 'the body'}: {first['msg'].lower()}{given}") from None
+
+
+def token_required(token: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    """A middleware that lets in only requests with the header ``Authorization: Bearer TOKEN``."""
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        # in constant time: how long a refusal takes tells nothing about the token
+        if request.path not in OPEN_PATHS and not hmac.compare_digest(given, expected):
+            raise RequestError(
+                "the token is missing or wrong; send the server's as 'Authorization: Bearer TOKEN'",
+                status=401,
+                code="invalid_token",
+            )
+        return await handler(request)
+
+    return check
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns every exception into an error object with the fitting status."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        refusal, headers = error, {}
+        if error.status == 401:
+            headers = {"WWW-Authenticate": "Bearer"}
+    except web.HTTPException as error:
+        refusal = RequestError(
+            f"{request.method} {request.path}: {error.reason}", status=error.status, code="http"
+        )
+        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+    except Exception as error:
+        # Without this the client would get aiohttp's HTML page.
+        log.exception("%s %s failed", request.method, request.path)
+        refusal = RequestError(f"internal error: {type(error).__name__}", status=500, code="internal")
+        headers = {}
+    return web.json_response(refusal.body(), status=refusal.status, headers=headers)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

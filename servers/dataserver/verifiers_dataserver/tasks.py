@@ -1,0 +1,87 @@
+"""Task rows and completions, as graders see them. The standard library alone: workers import this too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from verifiers.parsers.boxed import extract_boxed_answer
+
+__all__ = ["AnswerFrom", "Completion", "Row", "answer_part", "is_answer_from", "part_between"]
+
+AnswerFrom = str
+"""Which part of a completion is its answer: "text", "after_think", "boxed", or "xml:TAG"."""
+
+_PLACES = ("text", "after_think", "boxed")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One task. Only `prompt`, `system_prompt` and `shown` ever leave the server.
+
+    Attributes:
+        sample_id: "<dataset>:<row>".
+        prompt: the whole conversation that the policy goes on with, or a text in completion mode.
+        answer: what graders compare with.
+        info: further data for graders.
+        shown: the part of the row's metadata that the configuration makes public.
+    """
+
+    sample_id: str
+    prompt: list[dict[str, Any]] | str
+    answer: Any = ""
+    task: str = "default"
+    info: Mapping[str, Any] = field(default_factory=dict)
+    shown: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for a worker process."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a policy answered.
+
+    Attributes:
+        text: of all its messages.
+        tokens: how many the policy sampled; None where the client did not say.
+        messages: the answer as messages, where the client sent it so.
+    """
+
+    text: str
+    tokens: int | None = None
+    messages: list[dict[str, Any]] | None = None
+
+    def as_messages(self) -> list[dict[str, Any]]:
+        """The answer as a rubric wants it."""
+        return self.messages if self.messages is not None else [{"role": "assistant", "content": self.text}]
+
+
+def is_answer_from(how: str) -> bool:
+    """Whether `how` names a part of a completion."""
+    return how in _PLACES or (how.startswith("xml:") and how[4:].isidentifier())
+
+
+def answer_part(text: str, how: AnswerFrom) -> str:
+    """The part of a completion that is its answer, without white space around it; "" where there is none.
+
+    "after_think" takes what follows the last `</think>`, or the whole text without one; "boxed" what the last
+    \\boxed{} holds; "xml:TAG" what stands between the last <TAG> and its end.
+    """
+    if how == "text":
+        return text.strip()
+    if how == "boxed":
+        boxed = extract_boxed_answer(text)
+        return "" if boxed is text else boxed.strip()
+    if how == "after_think":
+        return text.rpartition("</think>")[2].strip()
+    return (part_between(text, how.removeprefix("xml:")) or "").strip()
+
+
+def part_between(text: str, tag: str) -> str | None:
+    """What stands between the last <tag> and the first </tag> after it. Always linear in the text."""
+    start = text.rfind(f"<{tag}>")
+    end = text.find(f"</{tag}>", start) if start >= 0 else -1
+    return text[start + len(tag) + 2 : end] if end >= 0 else None

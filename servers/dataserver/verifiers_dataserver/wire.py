@@ -1,0 +1,102 @@
+"""What requests and answers look like: version 1, as kolibrify's clients speak it, and version 2 of our own.
+
+Requests are checked to the letter (a number is no text), and fields that nobody knows are let pass.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "GradeItem",
+    "GradeItem2",
+    "GradeRequest",
+    "GradeRequest2",
+    "RowsRequest",
+    "SampleRequest",
+    "SampleRequest2",
+]
+
+LARGEST = 2**53
+"""Whole numbers up to here are the same for every JSON reader."""
+
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Seed = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class SampleRequest(_Request):
+    """Version 1: prompts for an iteration."""
+
+    iteration: Count = Field(description="Optimizer step; chooses the stage.")
+    batch_size: Positive = Field(description="Prompts wanted.")
+
+
+class GradeItem(_Request):
+    """A completion to grade."""
+
+    sample_id: str
+    completion: str
+    completion_tokens: Count | None = None
+    completion_index: Count | None = Field(default=None, description="Comes back with the reward.")
+
+
+class GradeRequest(_Request):
+    """Version 1: completions of an iteration."""
+
+    iteration: Count
+    items: list[GradeItem]
+
+
+class SampleRequest2(_Request):
+    """Version 2: the prompts of a block. The same request always has the same answer."""
+
+    optimizer_step: Count = Field(
+        description="The step that first trains these prompts; it alone chooses the stage."
+    )
+    generation_step: Count = Field(description="The block's number in the run.")
+    batch_size: Positive = Field(description="Prompts wanted.")
+    seed: Seed | None = Field(default=None, description="In place of the curriculum's.")
+    rank: Count = Field(default=0, description="Who asks; every rank gets the same prompts.")
+    updates_per_block: Positive = Field(default=1, description="Optimizer steps that a block serves.")
+    start: Count | None = Field(
+        default=None, description="Prompts that the run's blocks hold before these; for a part of a block."
+    )
+    prompts_per_block: Positive | None = Field(
+        default=None, description="Prompts of a whole block; beside start."
+    )
+    borders: list[Count] | None = Field(
+        default=None, description="Prompts that the run holds before each stage but the first; beside start."
+    )
+
+
+class RowsRequest(_Request):
+    """Rows of one dataset in their order, for evaluations."""
+
+    dataset: str
+    offset: Count = 0
+    limit: Positive = 256
+
+
+class GradeItem2(_Request):
+    """A completion to grade, as a text or as the messages of the policy and its tools."""
+
+    sample_id: str
+    completion: str | list[dict[str, Any]]
+    completion_tokens: Count | None = None
+    completion_index: Count = Field(description="Comes back with the reward.")
+
+
+class GradeRequest2(_Request):
+    """Version 2: completions; those of one sample_id are a group."""
+
+    items: list[GradeItem2]
+    optimizer_step: Count | None = None
+    generation_step: Count | None = None
+    rank: Count = 0

@@ -1,0 +1,163 @@
+"""The command: one line that a parent can parse, and an end that leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verifiers_dataserver.cli import main
+
+# processes that start in seconds take many on a busy machine
+pytestmark = pytest.mark.timeout(60)
+
+COMMAND = [sys.executable, "-m", "verifiers_dataserver"]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Any]:
+    """Starts servers and makes sure that none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"listening on (http://\S+)$", line.strip())
+        if not found:
+            process.kill()
+            raise AssertionError(line + process.communicate()[1])
+        return process, found[1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def post(url: str, body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=15) as response:
+        return json.load(response)
+
+
+def children_of(pid: int) -> set[int]:
+    """All processes below a process."""
+    found: set[int] = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z" and int(fields[1]) == pid:
+            child = int(stat.parent.name)
+            found |= {child} | children_of(child)
+    return found
+
+
+def gone(pids: set[int]) -> bool:
+    deadline = time.monotonic() + 8
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() and children_or_alive(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def children_or_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def configuration(configure: Any, python: Any, tmp_path: Path) -> str:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "answer": "0.5"}\n')
+    datasets = {
+        "d": {"jsonl": "rows.jsonl", "graders": ["half"]},
+        "hang": {"jsonl": "rows.jsonl", "graders": ["hang"]},
+    }
+    graders = {"half": python("half", timeout_s=10.0), "hang": python("hang", timeout_s=60.0)}
+    return str(configure({"datasets": datasets, "graders": graders}))
+
+
+@pytest.fixture
+def plain(configure: Any, tmp_path: Path) -> str:
+    """A configuration without processes to start."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "answer": "0.5"}\n')
+    return str(configure({"datasets": {"d": {"jsonl": "rows.jsonl", "graders": ["exact"]}}}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+    ],
+)
+def test_it_serves_until_a_signal_and_leaves_no_process_behind(
+    spawn: Any, configuration: str, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    port_file = tmp_path / "port"
+    process, url = spawn(configuration, "--port-file", str(port_file))
+    item = {"sample_id": "d:0", "completion": "x", "completion_index": 0}
+    assert post(f"{url}/v2/grade", {"items": [item]})["results"][0]["reward"] == 0.5
+    assert url.endswith(":" + port_file.read_text().strip())
+    # a grade that never ends must not hold the end up
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as waiting:
+        body = json.dumps({"items": [{**item, "sample_id": "hang:0"}]}).encode()
+        head = f"POST /v2/grade HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        waiting.sendall(head + body)
+        children = children_of(process.pid)
+        assert children
+        started = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(timeout=15) == code
+        assert time.monotonic() - started < 12
+    assert gone(children)
+
+
+def test_it_ends_when_its_parent_has_ended(spawn: Any, plain: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process, _ = spawn(plain, "--parent-pid", str(parent.pid))
+    parent.communicate(b"\n")
+    assert process.wait(timeout=15) == 0
+
+
+def test_a_port_in_use_is_found_out_before_anything_is_loaded(plain: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main([plain, "--port", str(port)]) == 2
+    assert f"port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+def test_another_address_than_loopback_is_warned_of_without_a_token(
+    spawn: Any, plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, _ = spawn(plain, "--host", "0.0.0.0")
+    process.terminate()
+    assert "not only for this machine" in process.communicate(timeout=15)[1]
+    monkeypatch.setenv("A_TOKEN_OF_TESTS", "x")
+    process, _ = spawn(plain, "--host", "0.0.0.0", "--token-var", "A_TOKEN_OF_TESTS")
+    process.terminate()
+    assert process.communicate(timeout=15)[1] == ""
+    assert os.environ["A_TOKEN_OF_TESTS"] == "x"
