@@ -8,8 +8,13 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verifiers.cli.exit_codes import DONE, run_command
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+    from verifiers.train.run_file import RunFile
 
 __all__ = ["main"]
 
@@ -31,22 +36,23 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
 
     run = load_run_file(run_file)
     from verifiers.envs.ending import run_teardown
-    from verifiers.envs.loading import load_environment
     from verifiers.errors import ConfigError
     from verifiers.train.config import GRPOConfig, lora_defaults
+    from verifiers.train.curriculum import planned_run
     from verifiers.train.models import check_model_path
 
     check_model_path(run.model.path)
     # an environment that is not installed may stand beside the run file
     sys.path.insert(0, str(Path(run_file).resolve().parent))
-    env = load_environment(run.environment.id, **run.environment.args)
+    env = load_environments(run)
     try:
-        config = GRPOConfig(**{"output_dir": "outputs/" + run.environment.id, **run.trainer})
+        config = GRPOConfig(**{"output_dir": "outputs/" + run.name, **run.trainer})
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{run_file}: [trainer]: {error}") from error
-    plan = config.batch_plan(len(env.get_dataset()))
+    curriculum = run.curriculum_of(config.seed if config.data_seed is None else config.data_seed)
+    plan = planned_run(config, env, curriculum, warn=dry_run)
     if dry_run:
         print(plan.describe())
         return DONE
@@ -67,12 +73,23 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
         elif run.server.url is not None:
             config.server_url = run.server.url
         peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None
-        trainer = GRPOTrainer(run.model.path, env, config, peft_config=peft_config)
+        trainer = GRPOTrainer(run.model.path, env, config, peft_config=peft_config, curriculum=curriculum)
         stack.callback(lambda: asyncio.run(run_teardown(env)))
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
     print(f"saved to {config.output_dir}")
     return DONE
+
+
+def load_environments(run: RunFile) -> Environment:
+    """The environment of a run file, or its environments as one group under their names there."""
+    from verifiers.envs.env_group import EnvGroup
+    from verifiers.envs.loading import load_environment
+
+    if run.environment is not None:
+        return load_environment(run.environment.id, **run.environment.args)
+    members = [load_environment(table.id, **table.args) for table in run.environments.values()]
+    return EnvGroup(members, list(run.environments))
 
 
 if __name__ == "__main__":

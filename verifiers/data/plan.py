@@ -2,95 +2,32 @@
 
 Everything here is a pure function of the plan and of a block id or an optimizer step, so any rank can compute
 any block, and a resumed run needs no state but its optimizer step. Sizes always say their unit, *prompts* or
-*completions*. The plan does not hold data and does not choose a curriculum: it numbers the rows of one dataset.
+*completions*. The plan holds no data: it numbers the rows of one dataset, or asks a curriculum (a `RowSource`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
+import itertools
 import math
 import random
-from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from verifiers.data.order import epoch_order, epoch_rows, micro_batch_order, rollout_seed
+from verifiers.data.plan_table import plan_table
+from verifiers.data.sizes import check_size
+from verifiers.data.source import BlockPart, GivesSpares, RowSource
 from verifiers.errors import ConfigError
-from verifiers.types import RolloutKey
 
-__all__ = ["BatchPlan", "Position", "epoch_order", "make_plan", "micro_batch_order", "rollout_seed"]
-
-
-def check_size(name: str, value: object, minimum: int) -> int:
-    """Return `value` where it is a whole number of at least `minimum`.
-
-    Raises:
-        ConfigError: it is not; the message names the setting, the value and the bound.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least {minimum}.")
-    return value
-
-
-def rollout_seed(seed: int, key: RolloutKey) -> int:
-    """The sampling seed sent to the server for one rollout.
-
-    It depends on nothing but its arguments, so a retried or resumed rollout samples what it would have sampled,
-    and no two rollouts of a group share a seed.
-
-    Args:
-        seed: the run's seed.
-        key: block, example and generation of the rollout.
-
-    Returns:
-        An integer in 1 .. 2**63 - 1 (what signed 64-bit seed fields take), from BLAKE2b (RFC 7693) over the
-        four numbers.
-    """
-    text = f"{seed}:{key.block_id}:{key.example_id}:{key.generation}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"vf-rollout").digest()
-    return int.from_bytes(digest, "big") >> 1 or 1
-
-
-@functools.lru_cache(maxsize=4)
-def _shuffled_epoch(num_items: int, seed: int, epoch: int) -> array[int]:
-    order = array("q", range(num_items))
-    # A text key is hashed with SHA-512, so neighbouring seeds and epochs give unrelated permutations.
-    random.Random(f"{seed}:{epoch}").shuffle(order)
-    return order
-
-
-def epoch_order(num_items: int, seed: int, epoch: int) -> array[int]:
-    """The order in which epoch number `epoch` (from 0) visits rows 0 .. `num_items` - 1, by `seed` alone."""
-    return array("q", _shuffled_epoch(num_items, seed, epoch))
-
-
-def micro_batch_order(
-    num_micro_batches: int, micro_batches_per_block: int, num_iterations: int = 1
-) -> tuple[list[int], list[int]]:
-    """The order in which micro-batches are trained: each full block is passed over `num_iterations` times.
-
-    Args:
-        num_micro_batches: micro-batches of data there are.
-        micro_batches_per_block: K, micro-batches in a block.
-        num_iterations: mu, passes over each block, default 1.
-
-    Returns:
-        The trained order, and the micro-batches at the end that make no full block and are not trained.
-
-    Raises:
-        ConfigError: a size is not a whole number, or too small.
-    """
-    check_size("num_micro_batches", num_micro_batches, 0)
-    check_size("micro_batches_per_block", micro_batches_per_block, 1)
-    check_size("num_iterations", num_iterations, 1)
-    whole = num_micro_batches - num_micro_batches % micro_batches_per_block
-    order = [
-        start + micro_batch
-        for start in range(0, whole, micro_batches_per_block)
-        for _ in range(num_iterations)
-        for micro_batch in range(micro_batches_per_block)
-    ]
-    return order, list(range(whole, num_micro_batches))
+__all__ = [
+    "BatchPlan",
+    "Position",
+    "check_size",
+    "epoch_order",
+    "make_plan",
+    "micro_batch_order",
+    "rollout_seed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +62,11 @@ class BatchPlan:
         num_prompts: rows of the dataset.
         seed: orders prompts and rows, and seeds rollouts.
         shuffle: visit the dataset in a new order each epoch; otherwise in its own order.
+        source: chooses the rows in place of that order, such as a curriculum.
 
     Raises:
-        ConfigError: sizes that do not divide; the message names both and the nearest that do.
+        ConfigError: sizes that do not divide, a stage that would end inside a pass that is made again; the message
+            names both numbers and the nearest that do.
     """
 
     per_device_train_batch_size: int
@@ -140,11 +79,12 @@ class BatchPlan:
     num_iterations: int = 1
     seed: int = 0
     shuffle: bool = True
+    source: RowSource | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name not in ("num_generations", "seed", "shuffle"):
-                check_size(field.name, getattr(self, field.name), 1)
+        for size in dataclasses.fields(self):
+            if size.name not in ("num_generations", "seed", "shuffle", "source"):
+                check_size(size.name, getattr(self, size.name), 1)
         if self.num_generations == 1:
             raise ConfigError(
                 "num_generations is 1, but an advantage compares rollouts of one prompt: use at least 2."
@@ -152,7 +92,11 @@ class BatchPlan:
         check_size("num_generations", self.num_generations, 2)
         self._check_updates()
         self._check_groups()
-        self._check_dataset()
+        if self.source is None:
+            self._check_dataset()
+        else:
+            for step in self.source.until_steps:
+                self._check_border(step)
 
     @property
     def completions_per_micro_step(self) -> int:
@@ -205,14 +149,41 @@ class BatchPlan:
         return self.blocks / self.blocks_per_epoch
 
     def example_ids(self, block_id: int) -> list[int]:
-        """The prompts of a block as dataset rows, each once, in order; a function of (seed, block_id) alone."""
+        """The prompts of a block as dataset rows, each once, in order, by seed, block and source alone."""
         check_size("block_id", block_id, 0)
+        if self.source is not None:
+            return [row for part in self.parts(block_id) for row in self.source.example_ids(part)]
         epoch, block_in_epoch = divmod(block_id, self.blocks_per_epoch)
         start = block_in_epoch * self.prompts_per_block
         stop = start + self.prompts_per_block
         if not self.shuffle:
             return list(range(start, stop))
-        return list(_shuffled_epoch(self.num_prompts, self.seed, epoch)[start:stop])
+        return list(epoch_rows(self.num_prompts, self.seed, epoch)[start:stop])
+
+    def parts(self, block_id: int) -> list[BlockPart]:
+        """The parts of a block that are trained in different stages of the source; one part without a source."""
+        until = self.source.until_steps if self.source is not None else ()
+        borders = tuple(self.prompts_before(step) for step in until)
+        first, step = block_id * self.prompts_per_block, block_id * self.updates_per_block
+        last = first + self.prompts_per_block
+        cuts = [(at, border) for at, border in zip(until, borders, strict=True) if first < border < last]
+        begins = [(step, first), *cuts]
+        ends = [border for _, border in cuts] + [last]
+        return [
+            BlockPart(block_id, at, start, end - start, self.prompts_per_block, self.updates_per_block, borders)
+            for (at, start), end in zip(begins, ends, strict=True)
+        ]
+
+    def prompts_before(self, optimizer_step: int) -> int:
+        """Prompts of the run that are first trained before an optimizer step.
+
+        Where a block is passed over several times, those of the whole block that the step lies in, if it is not the
+        block's first.
+        """
+        blocks, inside = divmod(optimizer_step, self.updates_per_block)
+        if self.num_iterations > 1:
+            return (blocks + bool(inside)) * self.prompts_per_block
+        return blocks * self.prompts_per_block + inside * self.completions_per_update // self.num_generations
 
     def requests(self, block_id: int) -> list[tuple[int, int]]:
         """The rollouts of a block as (example id, generation), all generations of a prompt in a row."""
@@ -221,6 +192,20 @@ class BatchPlan:
             for example_id in self.example_ids(block_id)
             for generation in range(self.num_generations)
         ]
+
+    def spare_ids(self, block_id: int, count: int) -> list[int]:
+        """Up to `count` other rows that may take the place of a block's prompts, by seed, block and source alone.
+
+        They are of the block's stage; a block in which a stage ends has none.
+        """
+        if self.source is not None:
+            parts = self.parts(block_id)
+            if len(parts) > 1 or not isinstance(self.source, GivesSpares):
+                return []
+            return list(self.source.spares(parts[0], count))
+        planned = set(self.example_ids(block_id))
+        others = [example_id for example_id in range(self.num_prompts) if example_id not in planned]
+        return random.Random(f"{self.seed}:spares:{block_id}").sample(others, min(count, len(others)))
 
     def micro_step_rows(self, block_id: int) -> list[list[list[int]]]:
         """Example ids of a block's completions before rows are shuffled, as [micro-step][device][row].
@@ -237,12 +222,19 @@ class BatchPlan:
     def shuffle_order(self, block_id: int, num_rows: int) -> list[int]:
         """The permutation of 0 .. `num_rows` - 1 in which a block's rows are trained, by (seed, block_id) alone.
 
-        It is independent of `shuffle`, which is about the dataset, and of any other random state.
+        It is independent of `shuffle`, which is about the dataset, and of any other random state. Where a stage ends
+        inside the block, rows stay on their side of that border.
         """
         check_size("block_id", block_id, 0)
         check_size("num_rows", num_rows, 0)
-        order = list(range(num_rows))
-        random.Random(f"{self.seed}:rows:{block_id}").shuffle(order)
+        chance = random.Random(f"{self.seed}:rows:{block_id}")
+        sizes = [part.prompts * self.num_generations for part in self.parts(block_id)][:-1]
+        edges = [min(edge, num_rows) for edge in itertools.accumulate(sizes, initial=0)] + [num_rows]
+        order: list[int] = []
+        for start, stop in itertools.pairwise(edges):
+            rows = list(range(start, stop))
+            chance.shuffle(rows)
+            order += rows
         return order
 
     def position(self, optimizer_step: int, micro_step: int = 0) -> Position:
@@ -285,36 +277,7 @@ class BatchPlan:
 
     def describe(self) -> str:
         """The plan as a table for a person, without a trailing newline."""
-        sizes = [
-            ("per block", self.completions_per_block),
-            ("per update", self.completions_per_update),
-            ("per micro-step", self.completions_per_micro_step),
-            ("per device", self.per_device_train_batch_size),
-        ]
-        lines = [f"{'batch plan':<18}{'prompts':>12}{'completions':>14}"]
-        lines += [f"{name:<18}{size / self.num_generations:>12,.6g}{size:>14,}" for name, size in sizes]
-        lines += [f"{name:<18}{text}" for name, text in self._notes()]
-        return "\n".join(lines)
-
-    def _notes(self) -> list[tuple[str, str]]:
-        passes = f"{_count(self.num_iterations, 'pass', 'passes')} over "
-        passes += _count(self.steps_per_generation, "micro-batch", "micro-batches")
-        run = f"{self.blocks:,} for {_count(self.max_steps, 'optimizer step', 'optimizer steps')}"
-        if unused := self.blocks * self.updates_per_block - self.max_steps:
-            run += f"; the last serves {self.updates_per_block - unused} of {self.updates_per_block} updates"
-        epochs = f"{self.epochs:.4g} over {_count(self.num_prompts, 'prompt', 'prompts')}"
-        if left_out := self.prompts_left_out_per_epoch:
-            epochs += f"; {left_out:,} left out of each, too few for a block"
-        return [
-            ("group", f"{self.num_generations} completions of each prompt"),
-            (
-                "updates per block",
-                f"{self.updates_per_block:,} ({passes}, {self.gradient_accumulation_steps:,} per update)",
-            ),
-            ("blocks in the run", run),
-            ("epochs", epochs),
-            ("devices", f"{self.num_processes:,}"),
-        ]
+        return plan_table(self)
 
     def _check_updates(self) -> None:
         held, step = self.steps_per_generation, self.gradient_accumulation_steps
@@ -335,6 +298,23 @@ class BatchPlan:
                 f"divide into groups of num_generations={group}: the nearest per_device_train_batch_size are "
                 f"{_nearest_multiples(device, step)}, the nearest num_generations {_nearest_divisors(block, group)}."
             )
+
+    def _check_border(self, step: int) -> None:
+        """A new stage may begin with a block, and between two updates of its only pass where no group is cut."""
+        inside = step % self.updates_per_block
+        if step >= self.max_steps or not inside:
+            return
+        if self.num_iterations > 1:
+            every, why = self.updates_per_block, f"num_iterations={self.num_iterations} trains a block's rows again"
+        elif cut := inside * self.completions_per_update % self.num_generations:
+            every = self.num_generations // math.gcd(self.num_generations, self.completions_per_update)
+            why = f"it would cut a group of num_generations={self.num_generations} after {cut} completions"
+        else:
+            return
+        raise ConfigError(
+            f"a stage of the curriculum ends at optimizer step {step}, inside block {step // self.updates_per_block} "
+            f"of {self.updates_per_block} updates, and {why}: end it at step {_nearest_multiples(step, every)}."
+        )
 
     def _check_dataset(self) -> None:
         if self.num_prompts < self.prompts_per_block:
@@ -357,6 +337,7 @@ def make_plan(
     num_iterations: int = 1,
     seed: int = 0,
     shuffle: bool = True,
+    source: RowSource | None = None,
 ) -> BatchPlan:
     """Build the plan of a run from the trainer's settings, which keep TRL's names and meanings.
 
@@ -379,11 +360,8 @@ def make_plan(
         num_iterations=num_iterations,
         seed=seed,
         shuffle=shuffle,
+        source=source,
     )
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
 
 
 def _nearest_multiples(size: int, step: int) -> str:

@@ -6,7 +6,8 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence, Sized
 
-from verifiers.data.plan import check_size, epoch_order
+from verifiers.data.order import epoch_order
+from verifiers.data.sizes import check_size
 from verifiers.errors import ConfigError
 
 __all__ = ["RepeatSampler"]
@@ -27,7 +28,7 @@ class RepeatSampler:
         batch_size: distinct rows in a chunk, default 1.
         repeat_count: times each chunk is repeated (passes times micro-steps), default 1.
         shuffle: visit rows in an order drawn from (seed, epoch), default True. The permutation is that of
-            `data.plan`, not torch's: the structure is TRL's, the random order is not.
+            `data.order`, not torch's: the structure is TRL's, the random order is not.
         seed: default None draws one, which `seed` then holds.
 
     Raises:

@@ -1,0 +1,126 @@
+"""vf-train with a curriculum: the file's stages over its environments, checked before anything is started."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from verifiers.cli.train import main
+
+RUN = """
+[environments.short]
+id = "toy-sums-env"
+
+[environments.long]
+id = "toy-sums-env"
+
+[curriculum]
+stages = [
+    { name = "warm", until_step = 2, datasets = ["short"] },
+    { name = "main", until_step = 4, datasets = ["short", { id = "long", weight = 3 }] },
+]
+
+[model]
+path = "start"
+
+[trainer]
+per_device_train_batch_size = 4
+gradient_accumulation_steps = 2
+num_generations = 4
+max_steps = 4
+bf16 = false
+use_cpu = true
+"""
+
+
+@pytest.fixture
+def run_file(env_name: str) -> Path:
+    Path("start").mkdir()
+    Path("start/config.json").write_text("{}")
+    path = Path("run.toml")
+    path.write_text(RUN)
+    return path
+
+
+def replaced(old: str, new: str) -> str:
+    assert old in RUN
+    return RUN.replace(old, new)
+
+
+def test_a_dry_run_prints_which_stage_holds_at_which_steps(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run_file), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"\nstage warm +steps 0 to 1: short 1 of prompts, \d+ rows\n", shown.out)
+    assert re.search(r"\nstage main +steps 2 to 3: short 0\.25 of prompts, .* long 0\.75 of prompts, ", shown.out)
+    assert "epochs" not in shown.out
+    assert shown.err == ""
+
+
+def test_a_run_longer_than_its_curriculum_is_a_warning_that_names_both(
+    run_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_file.write_text(replaced("max_steps = 4", "max_steps = 9"))
+    assert main([str(run_file), "--dry-run"]) == 0
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verifiers.data"]
+    assert warning == "the curriculum ends at step 4, the run at step 9: stage 'main' holds for the steps between."
+
+
+def test_datasets_are_the_tasks_of_a_single_environment(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "[{'question': str(n), 'answer': '', 'task': 'short' if n < 9 else 'long'} for n in range(30)]"
+    Path("by_task.py").write_text(
+        f"import verifiers as vf\n\ndef load_environment():\n    return vf.SingleTurnEnv(dataset={rows})\n"
+    )
+    one = '[environment]\nid = "by_task"\n' + RUN[RUN.index("[curriculum]") :]
+    run_file.write_text(one)
+    assert main([str(run_file), "--dry-run"]) == 0
+    assert "short 0.25 of prompts, 9 rows; long 0.75 of prompts, 21 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("table", ['levels = { datasets = ["short", "long"], window = 4 }', "pools = {}"])
+def test_a_rule_that_adapts_is_shown_with_its_settings(
+    run_file: Path, table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin, end = RUN.index("stages = ["), RUN.index("[model]")
+    run_file.write_text(RUN[:begin] + table + "\n\n" + RUN[end:])
+    assert main([str(run_file), "--dry-run"]) == 0
+    assert re.search(
+        r"\ncurriculum +(levels short < long|datasets ).*; decides by blocks up to 2 before\n",
+        capsys.readouterr().out,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            replaced('["short"] }', '["shrt"] }'),
+            "stage 'warm' names dataset 'shrt', which is not there; there are: lo",
+        ),
+        (replaced("until_step = 4", "until_step = 2"), r"run\.toml: stage 'main' ends at step 2, and stage 'warm'"),
+        (replaced("weight = 3", "wait = 3"), r"run\.toml: a dataset of stage 1 of the curriculum has an unknown key"),
+        (replaced("[curriculum]", "[curriculum]\nlevels = {}"), "has stages and levels; give one of"),
+        (
+            replaced("[environments.long]\nid", "[environments.long]\nidd"),
+            r"\[environments\.long\] has an unknown key",
+        ),
+        (replaced("[environments.short]", "[environment]"), r"has both \[environment\] and \[environments\]"),
+        (RUN[RUN.index("[curriculum]") :], r"environment: Field required \(give \[environment\], or"),
+        (
+            replaced("max_steps = 4", "max_steps = 4\nnum_iterations = 4"),
+            "a stage of the curriculum ends at optimizer step 2, inside block 0 .* end it at step 4 and 8",
+        ),
+    ],
+)
+def test_a_mistake_in_the_curriculum_is_one_sentence_and_exit_code_2(
+    run_file: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file.write_text(text)
+    assert main([str(run_file), "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (sentence,) = shown.err.strip().splitlines()
+    assert re.match(f"vf-train: .*{message}", sentence), sentence

@@ -1,0 +1,176 @@
+"""Curricula that follow how well the policy does: a row source around a rule that learns from scored blocks.
+
+What block k draws depends on blocks 0 .. k - 1 - lag alone, where lag is the number of blocks generated ahead: those
+are scored whenever block k is submitted. So a run that is resumed, or slower, draws what another would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from verifiers.data.sizes import check_size
+from verifiers.data.source import BlockPart
+from verifiers.errors import CheckpointError, ConfigError, GenerationError
+
+__all__ = ["AdaptiveRows", "Adapts", "Prompt", "number_between"]
+
+Prompt = tuple[str, int]
+"""A dataset's name and one of its rows."""
+
+
+class Adapts(Protocol):
+    """A rule that chooses prompts by how earlier ones went. Called in the order of blocks, never from two threads."""
+
+    passes_at: float
+    """A rollout passes when its reward is at least this."""
+
+    @property
+    def name(self) -> str:
+        """What is in force now, in a word."""
+        ...
+
+    def begin(self, sizes: Mapping[str, int]) -> None:
+        """Start afresh on datasets with so many rows; raises ConfigError where it names one that is not there."""
+        ...
+
+    def draw(self, block_id: int, count: int) -> list[Prompt]:
+        """`count` different prompts for a block, by seed, block and what was learned."""
+        ...
+
+    def learn(self, rates: Mapping[Prompt, float]) -> None:
+        """Take the part of each prompt's scored rollouts that passed."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What was learned and drawn, as JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """The rule's own settings, as JSON."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Where it stands, for the log."""
+        ...
+
+
+class AdaptiveRows:
+    """The row source of a rule that adapts.
+
+    Args:
+        rule: chooses prompts.
+        datasets: example ids of each dataset, by name.
+        lag: blocks that are generated ahead of the one being trained.
+
+    Raises:
+        ConfigError: the rule names a dataset that is not there.
+    """
+
+    def __init__(self, rule: Adapts, datasets: Mapping[str, Sequence[int]], *, lag: int) -> None:
+        self.rule = rule
+        self.lag = check_size("lag", lag, 0)
+        self.datasets = {name: list(rows) for name, rows in datasets.items()}
+        self._prompts = {row: (name, n) for name, rows in self.datasets.items() for n, row in enumerate(rows)}
+        self._observed = -1
+        self._waiting: list[tuple[int, dict[int, float]]] = []
+        self._drawn: dict[int, list[int]] = {}
+        self._names: dict[int, str] = {}
+        rule.begin({name: len(rows) for name, rows in self.datasets.items()})
+
+    @property
+    def until_steps(self) -> tuple[int, ...]:
+        return ()
+
+    def example_ids(self, part: BlockPart) -> list[int]:
+        known = self._drawn.get(part.block_id)
+        if known is None:
+            self._learn_before(part.block_id)
+            known = [self.datasets[name][row] for name, row in self.rule.draw(part.block_id, part.prompts)]
+            self._drawn[part.block_id], self._names[part.block_id] = known, self.rule.name
+        return list(known)
+
+    def observe(self, block_id: int, rewards: Mapping[int, Sequence[float]]) -> None:
+        if block_id != self._observed + 1:
+            raise GenerationError(f"block {block_id} was observed after block {self._observed}: they come in order.")
+        # a prompt of which nothing was scored says nothing
+        rates = {
+            example_id: sum(reward >= self.rule.passes_at for reward in given) / len(given)
+            for example_id, given in rewards.items()
+            if given
+        }
+        self._waiting.append((block_id, rates))
+        self._observed = block_id
+        self._drawn = {block: rows for block, rows in self._drawn.items() if block >= block_id}
+        self._names = {block: name for block, name in self._names.items() if block >= block_id}
+
+    def state(self) -> dict[str, Any]:
+        ahead = {str(block): rows for block, rows in self._drawn.items() if block > self._observed}
+        return {
+            "observed": self._observed,
+            "waiting": [[block, list(rates.items())] for block, rates in self._waiting],
+            # blocks in flight were drawn by an older state; they are drawn again as they were
+            "drawn": ahead,
+            "names": {block: self._names[int(block)] for block in ahead},
+            "rule": self.rule.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._observed = int(state["observed"])
+            self._waiting = [
+                (int(block), {int(row): float(r) for row, r in rates}) for block, rates in state["waiting"]
+            ]
+            self._drawn = {int(block): [int(row) for row in rows] for block, rows in state["drawn"].items()}
+            self._names = {int(block): str(name) for block, name in state["names"].items()}
+            self.rule.restore(state["rule"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state of the curriculum in the checkpoint cannot be read ({type(error).__name__}: {error})."
+            ) from error
+
+    def stage_name(self, optimizer_step: int) -> str:
+        return self._names.get(self._observed, self.rule.name)
+
+    def describe(self, max_steps: int) -> list[tuple[str, str]]:
+        settings = ", ".join(f"{name} {_shown(value)}" for name, value in self.rule.settings().items())
+        seen = f"blocks up to {self.lag + 1} before" if self.lag else "the block before"
+        return [("curriculum", f"{settings}; decides by {seen}")]
+
+    def fingerprint(self, optimizer_step: int) -> dict[str, Any]:
+        sizes = {name: len(rows) for name, rows in self.datasets.items()}
+        return {"rule": self.rule.settings(), "sizes": sizes}
+
+    def metrics(self) -> dict[str, float]:
+        return self.rule.metrics()
+
+    def _learn_before(self, block_id: int) -> None:
+        """Let the rule learn from every block that block `block_id` may depend on, and from no later one."""
+        last = block_id - 1 - self.lag
+        if last > self._observed:
+            raise GenerationError(
+                f"block {block_id} was asked for before block {last} was observed; at most {self.lag} blocks are "
+                "generated ahead."
+            )
+        while self._waiting and self._waiting[0][0] <= last:
+            _, rates = self._waiting.pop(0)
+            self.rule.learn({self._prompts[row]: rate for row, rate in rates.items()})
+
+
+def number_between(name: str, value: object, low: float, high: float) -> float:
+    """Return `value` where it is a number from `low` to `high`.
+
+    Raises:
+        ConfigError: it is not; the message names the setting, the value and the bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; give a number from {low:g} to {high:g}.")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    return " < ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

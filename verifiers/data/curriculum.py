@@ -1,0 +1,306 @@
+"""The curriculum: stages of datasets with weights, in force from one optimizer step to another.
+
+A block's rows are a pure function of (seed, block id, stage): any process can compute any block, and a run that is
+resumed draws what it would have drawn. Only the order of each dataset's rows is left to chance: how many draws a
+dataset gets follows its weight as closely as whole numbers can.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.data.draws import row_in_turn, rows_at_random, shares, turns, whole_weights
+from verifiers.data.sizes import check_size
+from verifiers.errors import ConfigError
+
+__all__ = ["Curriculum", "Stage", "WeightedDataset", "check_rows", "curriculum_from"]
+
+logger = logging.getLogger("verifiers.data")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedDataset:
+    """A dataset of a stage.
+
+    Attributes:
+        id: its name.
+        weight: its part of the stage's prompts is its weight over the sum of the stage's weights.
+    """
+
+    id: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise ConfigError(f"a dataset of a curriculum has the id {self.id!r}; give it a name.")
+        number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
+        if not number or not math.isfinite(self.weight) or self.weight < 0:
+            raise ConfigError(f"dataset {self.id!r} has the weight {self.weight!r}; give a number of at least 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the run with one mix of datasets.
+
+    Attributes:
+        name: for messages and metrics.
+        until_step: the optimizer step at which the next stage begins; None for the end of the run.
+        datasets: what prompts are drawn from.
+    """
+
+    name: str
+    until_step: int | None
+    datasets: tuple[WeightedDataset, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "datasets", tuple(self.datasets))
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"a stage of the curriculum has the name {self.name!r}; give it one.")
+        if self.until_step is not None:
+            check_size(f"until_step of stage {self.name!r}", self.until_step, 1)
+        if not self.datasets:
+            raise ConfigError(f"stage {self.name!r} has no datasets; give it at least one.")
+        if twice := _repeated([dataset.id for dataset in self.datasets]):
+            raise ConfigError(f"stage {self.name!r} names dataset {twice!r} twice; give it once, with one weight.")
+        if not any(dataset.weight for dataset in self.datasets):
+            raise ConfigError(f"the weights of stage {self.name!r} sum to 0; give one dataset a weight above 0.")
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Whole numbers in the proportions of the datasets' weights."""
+        return whole_weights(tuple(dataset.weight for dataset in self.datasets))
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """Stages in the order in which they are trained.
+
+    Attributes:
+        stages: each but the last has an `until_step`, and they rise.
+        seed: of the order of each dataset's rows.
+        replacement: draw each row from the whole dataset, whether or not an earlier block had it. Otherwise every row
+            of a dataset is drawn once before any is drawn twice, over all stages. In both, a block's prompts differ.
+
+    Raises:
+        ConfigError: no stages, stages out of order, two of one name.
+    """
+
+    stages: tuple[Stage, ...]
+    seed: int = 0
+    replacement: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if not self.stages:
+            raise ConfigError("a curriculum has no stages; give it at least one.")
+        if twice := _repeated([stage.name for stage in self.stages]):
+            raise ConfigError(f"two stages of the curriculum are called {twice!r}; give each a name of its own.")
+        for before, after in itertools.pairwise(self.stages):
+            if before.until_step is None:
+                raise ConfigError(
+                    f"stage {before.name!r} has no until_step, so stage {after.name!r} cannot begin; give it one."
+                )
+            if after.until_step is not None and after.until_step <= before.until_step:
+                raise ConfigError(
+                    f"stage {after.name!r} ends at step {after.until_step}, and stage {before.name!r} before it at "
+                    f"{before.until_step}; put stages in the order in which they are trained."
+                )
+
+    @property
+    def until_steps(self) -> tuple[int, ...]:
+        """The optimizer steps at which a new stage begins."""
+        return tuple(stage.until_step for stage in self.stages[:-1] if stage.until_step is not None)
+
+    def stage_at(self, optimizer_step: int) -> Stage:
+        """The stage in force at an optimizer step, from 0; the last one holds for every later step."""
+        check_size("optimizer_step", optimizer_step, 0)
+        return self.stages[sum(step <= optimizer_step for step in self.until_steps)]
+
+    def draw(
+        self, sizes: Mapping[str, int], block_id: int, optimizer_step: int, count: int, *, updates_per_block: int = 1
+    ) -> list[tuple[str, int]]:
+        """The prompts of a block as (dataset id, row), for a caller whose blocks all hold `count` prompts.
+
+        Args:
+            sizes: rows of each dataset.
+            block_id: the block, from 0.
+            optimizer_step: the step at which the block's rows are trained; it alone chooses the stage.
+            count: prompts in a block, different from each other.
+            updates_per_block: optimizer steps that a block serves; tells how much earlier stages drew. Where it does
+                not fit the two numbers above, the stage is right all the same, but coverage starts anew with it.
+
+        Raises:
+            ConfigError: a dataset that is not in `sizes`, or has fewer rows than the block would take from it.
+        """
+        check_size("block_id", block_id, 0)
+        check_size("count", count, 1)
+        check_size("updates_per_block", updates_per_block, 1)
+        stage = self.stage_at(optimizer_step)
+        borders = [-(-step // updates_per_block) for step in self.until_steps]
+        curriculum = self
+        if self.stages[sum(border <= block_id for border in borders)] != stage:
+            curriculum, borders = Curriculum((stage,), self.seed, self.replacement), []
+        return curriculum.rows(sizes, [border * count for border in borders], block_id * count, count, count)
+
+    def rows(
+        self, sizes: Mapping[str, int], borders: Sequence[int], start: int, count: int, prompts_per_block: int
+    ) -> list[tuple[str, int]]:
+        """Prompts `start` .. `start` + `count` - 1 of the whole run, all of one block, as (dataset id, row).
+
+        Args:
+            sizes: rows of each dataset.
+            borders: how many prompts the run has drawn when each stage after the first begins.
+            start: prompts that the run has drawn before.
+            count: prompts to draw; they stay inside one block.
+            prompts_per_block: prompts that are different from each other.
+        """
+        block_id, inside = divmod(start, prompts_per_block)
+        names = self._turns(borders, start, count)
+        before, at_block = self.drawn(borders, start), self.drawn(borders, start - inside)
+        waiting: dict[str, Iterator[int]] = {}
+        for name, wanted in Counter(names).items():
+            size, used = _size(sizes, name), before[name] - at_block[name]
+            check_rows(block_id, name, used + wanted, size, prompts_per_block)
+            if self.replacement:
+                drawn = rows_at_random(size, f"{self.seed}:{block_id}:{name}", used + wanted)[used:]
+            else:
+                places = range(before[name], before[name] + wanted)
+                drawn = [row_in_turn(size, f"{self.seed}:{name}", place, prompts_per_block) for place in places]
+            waiting[name] = iter(drawn)
+        return [(name, next(waiting[name])) for name in names]
+
+    def check(self, sizes: Mapping[str, int], max_steps: int | None) -> None:
+        """Compare the curriculum with the datasets and the run; a horizon shorter than the run is a warning.
+
+        Args:
+            sizes: rows of each dataset there is.
+            max_steps: optimizer steps in the run; None where it is not known.
+
+        Raises:
+            ConfigError: a stage names a dataset that is not there, or one without rows.
+        """
+        for stage in self.stages:
+            for dataset in stage.datasets:
+                if dataset.id not in sizes:
+                    raise ConfigError(
+                        f"stage {stage.name!r} names dataset {dataset.id!r}, which is not there; there are: "
+                        f"{', '.join(sorted(sizes)) or 'none'}."
+                    )
+                if dataset.weight and _size(sizes, dataset.id) < 1:
+                    raise ConfigError(f"dataset {dataset.id!r} of stage {stage.name!r} has no rows.")
+        last = self.stages[-1]
+        if max_steps is not None and last.until_step is not None and last.until_step < max_steps:
+            logger.warning(
+                "the curriculum ends at step %d, the run at step %d: stage %r holds for the steps between.",
+                last.until_step,
+                max_steps,
+                last.name,
+            )
+
+    def drawn(self, borders: Sequence[int], start: int) -> Counter[str]:
+        """How often each dataset was drawn from before prompt `start` of the run; `borders` as in `rows`."""
+        drawn: Counter[str] = Counter()
+        for stage, first, last in self._pieces(borders, 0, start):
+            for dataset, share in zip(stage.datasets, shares(stage.weights, last - first), strict=True):
+                drawn[dataset.id] += share
+        return drawn
+
+    def _turns(self, borders: Sequence[int], start: int, count: int) -> list[str]:
+        """The dataset of each prompt; a stage counts its draws from its own beginning."""
+        begins = [0, *borders]
+        names: list[str] = []
+        for stage, first, last in self._pieces(borders, start, start + count):
+            begin = begins[self.stages.index(stage)]
+            names += [stage.datasets[turn].id for turn in turns(stage.weights, first - begin, last - begin)]
+        return names
+
+    def _pieces(self, borders: Sequence[int], start: int, stop: int) -> list[tuple[Stage, int, int]]:
+        """The stages that prompts `start` .. `stop` - 1 belong to, with the first and the end of each one's."""
+        edges = [0, *borders, max([stop, *borders])]
+        pieces = []
+        for stage, begin, end in zip(self.stages, edges, edges[1:], strict=False):
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                pieces.append((stage, first, last))
+        return pieces
+
+
+def check_rows(block_id: int, name: str, wanted: int, size: int, prompts_per_block: int) -> None:
+    """Refuse a block that takes more rows of a dataset than there are.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    if wanted > size:
+        raise ConfigError(
+            f"block {block_id} takes {wanted} different rows of dataset {name!r}, which has {size}; "
+            f"make blocks smaller than {prompts_per_block} prompts, or give that dataset less weight."
+        )
+
+
+def curriculum_from(mapping: Any) -> Curriculum:
+    """The curriculum that a table of a file describes.
+
+    Args:
+        mapping: {"stages": [{"name", "until_step", "datasets": [{"id", "weight"}]}], "seed", "replacement"};
+            only stages are needed, and in place of {"id": NAME} a plain NAME will do.
+
+    Raises:
+        ConfigError: a key that is missing or unknown, or a value that cannot be; the message says where.
+    """
+    given = _table(mapping, "the curriculum", {"stages"}, {"seed", "replacement"})
+    seed, replacement = given.get("seed", 0), given.get("replacement", False)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed of the curriculum is {seed!r}; give a whole number.")
+    if not isinstance(replacement, bool):
+        raise ConfigError(f"replacement of the curriculum is {replacement!r}; give true or false.")
+    stages = [_stage_from(stage, index) for index, stage in enumerate(_list(given["stages"], "stages"))]
+    return Curriculum(tuple(stages), seed, replacement)
+
+
+def _stage_from(mapping: Any, index: int) -> Stage:
+    where = f"stage {index} of the curriculum"
+    given = _table(mapping, where, {"name", "datasets"}, {"until_step"})
+    found = []
+    for dataset in _list(given["datasets"], f"datasets of {where}"):
+        if isinstance(dataset, str):
+            found.append(WeightedDataset(dataset))
+        else:
+            row = _table(dataset, f"a dataset of {where}", {"id"}, {"weight"})
+            found.append(WeightedDataset(row["id"], row.get("weight", 1.0)))
+    return Stage(given["name"], given.get("until_step"), tuple(found))
+
+
+def _table(value: Any, where: str, needed: set[str], optional: set[str]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} is {value!r}; give a table with {', '.join(sorted(needed))}.")
+    for key in value:
+        if key not in needed | optional:
+            raise ConfigError(f"{where} has an unknown key {key!r}; it takes {', '.join(sorted(needed | optional))}.")
+    if missing := needed - set(value):
+        raise ConfigError(f"{where} has no {sorted(missing)[0]!r}; it takes {', '.join(sorted(needed | optional))}.")
+    return value
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{where} is {value!r}; give a list.")
+    return value
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def _size(sizes: Mapping[str, int], name: str) -> int:
+    if name not in sizes:
+        raise ConfigError(
+            f"the curriculum names dataset {name!r}, which is not there; there are: {', '.join(sizes)}."
+        )
+    return sizes[name]
