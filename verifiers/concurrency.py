@@ -1,12 +1,13 @@
-"""Awaiting several coroutines without leaving any of them behind."""
+"""Awaiting several coroutines without leaving any of them behind, and ending what an event loop holds with it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["gather_owned"]
+__all__ = ["at_loop_end", "gather_owned"]
 
 T = TypeVar("T")
 
@@ -25,3 +26,23 @@ async def gather_owned(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [task.result() for task in running]
     # out here, where raising it leaves its own cause and context alone
     raise first
+
+
+def at_loop_end(end: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+    """Have `end` awaited when the running event loop ends, or when what this returns is awaited, whichever is first.
+
+    A loop's end is that of `asyncio.run`, or its `shutdown_asyncgens`. Keep what is returned: when it is forgotten,
+    `end` runs soon after.
+    """
+
+    async def wait() -> AsyncGenerator[None]:
+        try:
+            yield
+        finally:
+            await end()
+
+    # a loop knows no other thing that it ends itself than asynchronous generators which have begun
+    generator = wait()
+    with contextlib.suppress(StopIteration):
+        generator.__anext__().__await__().send(None)
+    return generator.aclose

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verifiers.concurrency import at_loop_end
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
 from verifiers.rollouts.overflow import is_context_overflow
 from verifiers.rollouts.proxies import proxy_for
@@ -117,6 +119,7 @@ class HttpBackend:
         # takes the place of aiohttp's own, for whoever must know of each new connection
         self.new_connector: Callable[..., aiohttp.TCPConnector] | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._close_session: Callable[[], Awaitable[None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -137,6 +140,8 @@ class HttpBackend:
             # asked once: aiohttp's trust_env asks for every request, and would put .netrc's password over our key
             proxy = proxy_for(self.base_url)
             self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector, proxy=proxy)
+            # rubrics, and programs of several asyncio.run, have no place of their own to close it
+            self._close_session = at_loop_end(functools.partial(_close, self._session))
             self._loop = loop
         return self._session
 
@@ -198,11 +203,15 @@ class HttpBackend:
         return text.replace(self.api_key, "***") if len(self.api_key) >= _SHORTEST_SECRET else text
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None and self._loop is asyncio.get_running_loop():
-            await session.close()
-            # sockets are let go one turn of the loop later, and the loop may end with this call
-            await asyncio.sleep(0)
+        close, self._session, self._close_session = self._close_session, None, None
+        if close is not None and self._loop is asyncio.get_running_loop():
+            await close()
+
+
+async def _close(session: aiohttp.ClientSession) -> None:
+    await session.close()
+    # sockets are let go one turn of the loop later, and the loop may end with this call
+    await asyncio.sleep(0)
 
 
 class ClientBackend:
