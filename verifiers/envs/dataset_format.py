@@ -59,10 +59,10 @@ def format_dataset(
         added["answer"] = answer_key
     if added:
 
-        def with_added(row: dict[str, Any]) -> dict[str, Any]:
-            values = {name: row[source] for name, source in added.items()}
+        def with_added(rows: Mapping[str, Any]) -> dict[str, Any]:
+            values = {name: rows[source] for name, source in added.items()}
             if "prompt" in values and message_type == "chat":
-                values["prompt"] = format_prompt(values["prompt"], system_prompt, few_shot)
+                values["prompt"] = [format_prompt(text, system_prompt, few_shot) for text in values["prompt"]]
             return values
 
         table = _map(table, with_added)
@@ -154,7 +154,7 @@ def _map(table: Dataset, function: Any) -> Dataset:
     shown = datasets.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
     try:
-        return table.map(function)
+        return table.map(function, batched=True)
     finally:
         if shown:
             datasets.enable_progress_bars()

@@ -12,6 +12,7 @@ __all__ = ["cleanup", "marked_methods", "stop", "teardown"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARKS = "_verifiers_marks"
+_FUNCTIONS = frozenset({FunctionType, MethodType})
 
 
 @overload
@@ -68,7 +69,7 @@ def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
     found = dict(_marked_names(cls, kind))
     for name, value in getattr(obj, "__dict__", {}).items():
         # other callables may answer to any attribute (mocks do), and would seem marked
-        if isinstance(value, (FunctionType, MethodType)):
+        if type(value) in _FUNCTIONS:
             priority = getattr(value, _MARKS, {}).get(kind)
             if priority is not None:
                 found[name] = priority
