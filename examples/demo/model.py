@@ -60,8 +60,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of some 0.3 million parameters with seeded random weights, in float32."""
+def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int, head_dim: int = 16) -> Qwen3ForCausalLM:
+    """A Qwen3 of some 0.3 million parameters with seeded random weights, in float32.
+
+    Args:
+        head_dim: width of an attention head; vLLM on the CPU takes no less than 32.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -70,9 +74,9 @@ def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCa
         hidden_size=96,
         intermediate_size=192,
         num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        head_dim=16,
+        num_attention_heads=96 // head_dim,
+        num_key_value_heads=96 // head_dim,
+        head_dim=head_dim,
         max_position_embeddings=512,
         # Prompts have some hundred characters: the usual base of 10,000 would leave most frequencies unused.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
@@ -87,9 +91,9 @@ def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCa
         return Qwen3ForCausalLM(config)
 
 
-def make_model(directory: str | Path, *, seed: int) -> None:
+def make_model(directory: str | Path, *, seed: int, head_dim: int = 16) -> None:
     """Write tokenizer and model to `directory`, in the layout that `from_pretrained` and rollout servers read."""
     tokenizer = make_tokenizer()
-    network = make_network(tokenizer, seed=seed)
+    network = make_network(tokenizer, seed=seed, head_dim=head_dim)
     network.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -1,6 +1,6 @@
 """The whole way once, on a laptop: make a small model, warm it up, and train it with GRPO through a server.
 
-    python examples/demo/run.py [--seed 0] [--quick]
+    python examples/demo/run.py [--seed 0] [--quick] [--server embedded|vllm]
 
 What happens: a character-level Qwen3 model is made from nothing; TRL's SFTTrainer gives it a short start on
 reasoning-gym's `spell_backward`, until it solves about a third of held-out words; an OpenAI-compatible server is
@@ -35,6 +35,11 @@ TASK = {"min_word_len": 3, "max_word_len": 5}
 HELD_OUT = 400
 TRAIN = 8000
 SHOWN = 200
+SERVER_ARGUMENTS = {
+    "embedded": ["--threads", "1"],
+    # from an environment of its own, which VERIFIERS_VLLM_PYTHON names
+    "vllm": ["--threads", "1", "--dtype", "float32", "--max-model-len", "256"],
+}
 
 
 def main() -> int:
@@ -42,6 +47,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything works")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps of GRPO")
+    parser.add_argument("--server", choices=sorted(SERVER_ARGUMENTS), default="embedded", help="who samples")
     parser.add_argument("--learning-rate", type=float, default=None)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"))
     args = parser.parse_args()
@@ -70,14 +76,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     print("1/4  making a model and warming it up with supervised steps (about a minute)", flush=True)
     env, shown, held_out = environment_and_pairs()
-    make_model(out / "model", seed=args.seed)
+    make_model(out / "model", seed=args.seed, head_dim=32 if args.server == "vllm" else 16)
     start = warm_start(out / "model", out / "start", shown=shown, held_out=held_out, seed=args.seed)
     print(
         f"     {start.steps} supervised steps, {start.seconds:.0f} s: {start.accuracy:.3f} of words it was not shown"
     )
     config = grpo_config(args)
     print("2/4  starting the rollout server", flush=True)
-    with launched_server("embedded", str(out / "start"), args=["--threads", "1"], log_path=out / "server.log") as url:
+    arguments = SERVER_ARGUMENTS[args.server]
+    with launched_server(args.server, str(out / "start"), args=arguments, log_path=out / "server.log") as url:
         config.server_url = url
         progress = ProgressLines(config.batch_plan(len(env.get_dataset())))
         trainer = vf.GRPOTrainer(str(out / "start"), env, config, callbacks=[progress])

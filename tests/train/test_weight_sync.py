@@ -21,7 +21,13 @@ from verifiers.errors import WeightProbeError, WeightSyncError
 from verifiers.rollouts.sync import WeightSync
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.config import lora_defaults
-from verifiers.train.weight_sync import DirectorySync, ServerControl, policy_tensors, probe_server
+from verifiers.train.weight_sync import (
+    DirectorySync,
+    ServerControl,
+    has_tied_tensors,
+    policy_tensors,
+    probe_server,
+)
 
 SOME = {"model.weight": torch.arange(4.0)}
 
@@ -127,29 +133,32 @@ def test_the_protocol_is_kept() -> None:
     assert isinstance(DirectorySync("http://127.0.0.1:9/v1"), WeightSync)
 
 
-def test_a_push_pauses_loads_names_and_resumes_in_this_order_and_cleans_up(tmp_path: Path) -> None:
+def test_a_push_pauses_loads_forgets_names_and_resumes_in_this_order_and_cleans_up(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
-    class Looking(DirectorySync):
-        def _write(self, tensors: Any, version: int) -> Path:
-            directory = super()._write(tensors, version)
-            with safe_open(directory / "model.safetensors", "pt") as file:
-                seen.update(keys=list(file.keys()), metadata=file.metadata())
-            return directory
-
     with FakeOpenAIServer() as server:
-        sync = Looking(server.url, str(tmp_path))
+        sync = DirectorySync(server.url, str(tmp_path))
         sync.connect(5.0)
         sync.push(SOME.items(), 7)
         calls = [call for call in server.weight_calls if call.path != "/weight_info"]
-        assert [call.path for call in calls] == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
+        assert [call.path for call in calls] == [
+            "/pause",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/resume",
+        ]
         assert calls[0].query == {"mode": "keep"}
         assert calls[1].body["method"] == "reload_weights"
         path = Path(calls[1].body["kwargs"]["weights_path"])
         assert path.name == "version-7"
-        assert not path.exists()
+        with safe_open(path / "model.safetensors", "pt") as file:
+            seen.update(keys=list(file.keys()), metadata=file.metadata())
+        assert calls[2].query == {"reset_running_requests": "true"}
         assert server.weight_version == 7
         assert not server.paused
+        sync.push(SOME.items(), 8)
+        assert [kept.name for kept in path.parent.iterdir()] == ["version-8"]
     assert seen == {"keys": ["model.weight"], "metadata": {"format": "pt", "version": "7"}}
     sync.close()
     sync.close()
@@ -204,8 +213,10 @@ def test_a_directory_without_room_is_refused_before_anything_is_written(
 
 
 def test_a_server_that_is_gone_is_said(tmp_path: Path) -> None:
-    with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/pause.* got no answer: .*refused"):
-        DirectorySync("http://127.0.0.1:9/v1", str(tmp_path)).push(SOME.items(), 1)
+    with pytest.raises(
+        WeightSyncError, match=r"step 1 did not reach.*127\.0\.0\.1:9/pause.* got no answer: .*refused"
+    ):
+        DirectorySync("http://127.0.0.1:9/v1", str(tmp_path), timeout_s=0.4).push(SOME.items(), 1)
 
 
 def test_waiting_for_a_server_ends_when_it_answers() -> None:
@@ -241,3 +252,26 @@ def test_the_probe_compares_every_sampled_token(prompt: Any) -> None:
         with pytest.raises(WeightProbeError, match="version 3 was pushed, but the server samples from version 0"):
             probe(server, right, version=3, prompt=prompt)
         assert json.dumps(server.requests[0].body)
+
+
+def test_tied_weights_are_sent_once_or_under_each_name(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(4, 3)
+            self.head = torch.nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    assert has_tied_tensors(model)
+    assert not has_tied_tensors(torch.nn.Linear(2, 2))
+    with policy_tensors(model) as once, policy_tensors(model, tied=True) as both:
+        assert (list(once), list(both)) == (["embed.weight"], ["embed.weight", "head.weight"])
+        with FakeOpenAIServer() as server:
+            sync = DirectorySync(server.url, str(tmp_path))
+            sync.push(both.items(), 1)
+            (written,) = tmp_path.glob("*/version-1/model.safetensors")
+            with safe_open(written, "pt") as file:
+                assert torch.equal(file.get_tensor("head.weight"), model.embed.weight)
+                assert torch.equal(file.get_tensor("embed.weight"), model.embed.weight)
+            sync.close()

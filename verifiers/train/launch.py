@@ -18,6 +18,16 @@ from verifiers.errors import ConfigError, WeightSyncError
 
 __all__ = ["installed_servers", "launched_server"]
 
+# run by another interpreter, which may have no verifiers
+_START = """
+import sys
+from importlib.metadata import entry_points
+found = [point for point in entry_points(group="verifiers.servers") if point.name == {name!r}]
+if not found:
+    sys.exit("no rollout server named {name} is installed for " + sys.executable)
+sys.exit(found[0].load()())
+"""
+
 
 def installed_servers() -> dict[str, str]:
     """Installed rollout servers by name, with what starts them ("module:function")."""
@@ -32,33 +42,29 @@ def launched_server(
     args: Sequence[str] = (),
     start_timeout_s: float = 180.0,
     log_path: str | Path | None = None,
+    python: str | None = None,
 ) -> Iterator[str]:
     """Start a server on a free loopback port, give its base URL, and stop it on the way out.
 
     Args:
-        name: of an installed server, e.g. "embedded".
+        name: of an installed server, e.g. "embedded" or "vllm".
         model: directory or hub name that it serves.
         args: further command-line arguments.
         start_timeout_s: how long it may take until it listens, in seconds.
         log_path: where its output goes; a temporary file when left out.
+        python: the interpreter that has the server installed, where that is another environment than this one;
+            the environment variable VERIFIERS_<NAME>_PYTHON when left out, else this interpreter.
 
     Raises:
         ConfigError: no such server is installed.
         WeightSyncError: it ended, or did not listen in time; the message has the end of its output.
     """
-    servers = installed_servers()
-    if name not in servers:
-        raise ConfigError(
-            f"no rollout server named {name!r} is installed (there are: {', '.join(sorted(servers)) or 'none'}); "
-            f"install one, for example with: pip install ./servers/{name}"
-        )
-    module, function = servers[name].split(":")
-    start = f"import sys; from {module} import {function}; sys.exit({function}())"
+    interpreter = _interpreter_for(name, python)
     with tempfile.TemporaryDirectory(prefix="verifiers-server-") as scratch, contextlib.ExitStack() as stack:
         port_file = Path(scratch) / "port"
         log = stack.enter_context(open(log_path or Path(scratch) / "log", "wb+"))
-        command = [sys.executable, "-c", start, "--model", model, "--port", "0", "--port-file", str(port_file)]
-        command += ["--parent-pid", str(os.getpid()), *args]
+        command = [interpreter, "-c", _START.format(name=name), "--model", model]
+        command += ["--port", "0", "--port-file", str(port_file), "--parent-pid", str(os.getpid()), *args]
         # idle threads of the server must not spin on the trainer's cores: a training step took several times as long
         environment = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", **os.environ}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -67,6 +73,23 @@ def launched_server(
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             _stop(process)
+
+
+def _interpreter_for(name: str, python: str | None) -> str:
+    variable = f"VERIFIERS_{name.upper()}_PYTHON"
+    given = python or os.environ.get(variable)
+    if given is not None:
+        if not Path(given).is_file():
+            raise ConfigError(f"the interpreter of the {name} server, {given!r}, does not exist ({variable}).")
+        return given
+    servers = installed_servers()
+    if name not in servers:
+        raise ConfigError(
+            f"no rollout server named {name!r} is installed (there are: {', '.join(sorted(servers)) or 'none'}); "
+            f"install one, for example with: pip install ./servers/{name}; or set {variable} to the interpreter of "
+            "the environment that has it"
+        )
+    return sys.executable
 
 
 def _wait_for_port(
@@ -88,8 +111,9 @@ def _tail(log: IO[bytes]) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    for attempt in (signal.SIGTERM, signal.SIGKILL):
+    # longer than a server takes to end what it started itself
+    for attempt, wait_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
         if process.poll() is None:
             process.send_signal(attempt)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10.0)
+                process.wait(timeout=wait_s)

@@ -1,58 +1,211 @@
-"""The trainer's pushes: new weights to the rollout server, and the proof that it samples from them."""
+"""The trainer's pushes: new weights to the rollout servers, and the proof that they sample from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verifiers.envs.dataset_format import row_fields
+from verifiers.errors import WeightProbeError
+from verifiers.rollouts.balancing import BalancedBackend, server_pool
+from verifiers.rollouts.endpoint import HttpBackend
 from verifiers.rollouts.sync import WeightSync
+from verifiers.train.capabilities import check_capabilities, log_probs_are_raw, read_capabilities
 from verifiers.train.loss import CorrectedLoss
 from verifiers.train.old_log_probs import log_probs_of_copy
-from verifiers.train.weight_sync import DirectorySync, HeldSync, ServerControl, policy_tensors, probe_server
+from verifiers.train.weight_sync import (
+    DirectorySync,
+    Fleet,
+    HeldSync,
+    LoraSync,
+    NcclSync,
+    ServerControl,
+    choose_sync,
+    has_tied_tensors,
+    policy_tensors,
+    probe_server,
+)
+from verifiers.train.weight_sync.guard import ConnectionGuard
 
 __all__ = ["PushingTrainer"]
 
+logger = logging.getLogger("verifiers.train")
+
+_PROMPTS_MEASURED = 256
+
 
 class PushingTrainer(CorrectedLoss):
-    """The part of the trainer that owns the weights on the rollout server."""
+    """The part of the trainer that owns the weights on the rollout servers."""
 
     weight_sync: WeightSync
     _client: Any
     _rows: Any
     _pushes: int = 0
+    _server_is_half: bool = False
+
+    # -- before the first push ------------------------------------------------------------------------------------
+
+    def _default_client(self) -> Any:
+        """Routes rollouts to the servers of `server_urls`, or the one of `server_url`; each may restart."""
+        urls = [url.rstrip("/") for url in self.args.server_urls or [self.args.server_url]]
+        return server_pool(urls, managed=True, up_timeout_s=self.args.server_restart_timeout)
+
+    def _default_sync(self) -> WeightSync:
+        args = self.args
+        if args.rollout_device is not None:
+            return HeldSync(
+                lambda: self.accelerator.unwrap_model(self.model),
+                self.processing_class,
+                args.rollout_device,
+                slots=args.rollout_chunk_size,
+                timeout_s=args.weight_sync_timeout,
+            )
+        if isinstance(self._client, BalancedBackend):
+            urls = list(self._client.urls)
+        else:
+            urls = [str(getattr(self._client, "base_url", args.server_url))]
+        return choose_sync(
+            args.weight_sync,
+            urls,
+            directory=args.weight_sync_dir,
+            timeout_s=args.weight_sync_timeout,
+            api_key=getattr(self._client, "api_key", "EMPTY"),
+        )
+
+    def _connect_servers(self) -> None:
+        """Wait for the servers, check what they can do, and let no rollout reach weights that were not pushed."""
+        self.weight_sync.connect(self.args.server_wait)
+        fleet = getattr(self.weight_sync, "fleet", None)
+        if not isinstance(fleet, Fleet):
+            return
+        fleet.restart_timeout_s = self.args.server_restart_timeout
+        needed = self._needed_tokens()
+        for server in fleet.servers:
+            found = read_capabilities(server)
+            self._server_is_half = self._server_is_half or found.dtype in ("bfloat16", "float16")
+            check_capabilities(
+                found,
+                weight_sync=_kind_of(self.weight_sync),
+                model=self.args.server_model,
+                encode=lambda text: self._tokenizer.encode(text, add_special_tokens=False),
+                needed_tokens=needed,
+                adapter_rank=_adapter_rank(self.accelerator.unwrap_model(self.model)),
+            )
+        if isinstance(self._client, BalancedBackend) and self._client.managed:
+            fleet.route_through(self._client)
+        fleet.on_version = self._note_version
+        for backend in _http_backends(self._client):
+            guard = ConnectionGuard(backend.base_url, _question(fleet, backend.base_url))
+            backend.new_connector = guard.connector
+
+    def _policy_name(self) -> str:
+        """The policy's name in requests."""
+        name = getattr(self.weight_sync, "policy_name", None) or self.args.server_model
+        return str(name or self._server().model_name())
+
+    def _note_version(self, version: int) -> None:
+        """Requests that go on after a push know at once which weights they go on under."""
+        generator = getattr(self, "generator", None)
+        if generator is not None:
+            generator.policy_version = version
+
+    def _needed_tokens(self) -> int | None:
+        """The longest of the first prompts and `max_completion_length` together; later turns add to it."""
+        longest = 0
+        for index in range(min(_PROMPTS_MEASURED, len(self._rows))):
+            prompt = row_fields(self._rows[index])[0]
+            if isinstance(prompt, str):
+                longest = max(longest, len(self._tokenizer.encode(prompt)))
+            elif getattr(self._tokenizer, "chat_template", None):
+                rendered = self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+                longest = max(longest, len(self._tokenizer.encode(rendered, add_special_tokens=False)))
+        return longest + (self.args.max_completion_length or 0) if longest else None
 
     def _server(self) -> ServerControl:
         server = getattr(self.weight_sync, "server", None)
         if isinstance(server, ServerControl):
             return server
-        return DirectorySync(str(getattr(self._client, "base_url", self.args.server_url))).server
+        return ServerControl(str(getattr(self._client, "base_url", self.args.server_url)))
+
+    # -- pushing --------------------------------------------------------------------------------------------------
 
     def _push_weights(self, version: int) -> None:
-        with policy_tensors(self.accelerator.unwrap_model(self.model)) as tensors:
-            self.weight_sync.push(tensors.items(), version)
-        due = self._pushes == 0 or (self.args.probe_every > 0 and self._pushes % self.args.probe_every == 0)
+        self._push_once(version)
+        # the second push is the first that changes anything: until then a head that stays old is right
+        due = self._pushes < 2 or (self.args.probe_every > 0 and self._pushes % self.args.probe_every == 0)
         self._pushes += 1
-        if due:
+        if not due:
+            return
+        try:
             self._probe(version)
+        except WeightProbeError as error:
+            if not self._may_mend_by_untying():
+                raise
+            logger.warning("%s Sending tied weights under each of their names from now on.", error)
+            self.weight_sync.sends_tied = True  # type: ignore[attr-defined]
+            self._push_once(version)
+            try:
+                self._probe(version)
+            except WeightProbeError as again:
+                raise WeightProbeError(
+                    f"{again} The model has tied embeddings, and sending the head by itself did not help; train a "
+                    "model with tie_word_embeddings=False, or use another server."
+                ) from error
+
+    def _push_once(self, version: int) -> None:
+        with self._pushed_tensors() as tensors:
+            self.weight_sync.push(tensors.items(), version)
+
+    @contextlib.contextmanager
+    def _pushed_tensors(self) -> Iterator[Mapping[str, Any]]:
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(self.weight_sync, LoraSync):
+            with self.weight_sync.tensors_of(model) as adapter:
+                yield adapter
+            return
+        with policy_tensors(model, tied=bool(getattr(self.weight_sync, "sends_tied", False))) as tensors:
+            yield tensors
+
+    def _may_mend_by_untying(self) -> bool:
+        sync = self.weight_sync
+        return (
+            isinstance(sync, (DirectorySync, NcclSync))
+            and not sync.sends_tied
+            and has_tied_tensors(self.accelerator.unwrap_model(self.model))
+        )
 
     def _probe(self, version: int) -> None:
-        """Compare the server's log-probs with ours on a few tokens; see `weight_sync.probe`."""
+        """Compare the servers' log-probs with ours on a few tokens; see `weight_sync.probe`."""
         half = self.model.dtype in (torch.bfloat16, torch.float16) or self.args.bf16 or self.args.fp16
+        half = half or self._server_is_half
         tolerance = self.args.probe_tolerance
-        result = probe_server(
-            self._server(),
-            str(self.args.server_model),
-            row_fields(self._rows[0])[0],
-            self._score_ids,
-            temperature=self.temperature,
-            version=version,
-            tolerance=tolerance if tolerance is not None else (0.1 if half else 1e-3),
-        )
-        self._metrics["train"]["sampling/probe_difference"].append(result.largest_difference)
+        fleet = getattr(self.weight_sync, "fleet", None)
+        servers = fleet.servers if isinstance(fleet, Fleet) else [self._server()]
+        model, prompt = str(self.args.server_model), row_fields(self._rows[0])[0]
+        for server in servers:
+            try:
+                result = probe_server(
+                    server,
+                    model,
+                    prompt,
+                    self._score_ids,
+                    temperature=self.temperature,
+                    version=version,
+                    tolerance=tolerance if tolerance is not None else (0.1 if half else 1e-3),
+                )
+            except WeightProbeError as error:
+                if log_probs_are_raw(server, model, prompt):
+                    raise WeightProbeError(
+                        f"the log-probs of {server.root} are those before temperature, so they are not of the "
+                        "distribution it samples from; start it with --logprobs-mode processed_logprobs."
+                    ) from error
+                raise
+            self._metrics["train"]["sampling/probe_difference"].append(result.largest_difference)
 
     def _score_ids(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         batch = {
@@ -73,3 +226,24 @@ class PushingTrainer(CorrectedLoss):
             return self._logps(self.model, batch)
         size = self.args.old_logprobs_batch_size or self.args.per_device_train_batch_size
         return log_probs_of_copy(copy, batch, self.temperature, size).to(self.accelerator.device)
+
+
+def _kind_of(sync: WeightSync) -> str:
+    if isinstance(sync, LoraSync):
+        return "lora"
+    return "nccl" if isinstance(sync, NcclSync) else "directory"
+
+
+def _adapter_rank(model: Any) -> int:
+    configs = getattr(model, "peft_config", None) or {}
+    return max((int(getattr(config, "r", 0) or 0) for config in configs.values()), default=0)
+
+
+def _http_backends(client: Any) -> list[HttpBackend]:
+    """The connections that rollouts use, where they are ours."""
+    backends = client.backends if isinstance(client, BalancedBackend) else [client]
+    return [backend for backend in backends if isinstance(backend, HttpBackend)]
+
+
+def _question(fleet: Fleet, url: str) -> Any:
+    return lambda: fleet.holds_pushed_weights(url)

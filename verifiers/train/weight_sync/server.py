@@ -11,9 +11,35 @@ from typing import Any
 
 from verifiers.errors import WeightSyncError
 
-__all__ = ["ServerControl"]
+__all__ = ["NoAnswerError", "RefusedError", "ServerControl"]
 
 logger = logging.getLogger("verifiers.train")
+
+_POLL_S = 0.25
+
+
+class NoAnswerError(WeightSyncError):
+    """The server could not be reached, or did not answer in time; it may be starting again.
+
+    Attributes:
+        timed_out: it was reached, but too slow.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+class RefusedError(WeightSyncError):
+    """The server answered with an error.
+
+    Attributes:
+        status: the HTTP status.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ServerControl:
@@ -32,6 +58,11 @@ class ServerControl:
         # a proxy from the environment must not stand between two processes of one run
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
+    @property
+    def url(self) -> str:
+        """Base URL of the OpenAI surface, with /v1."""
+        return self.root + "/v1"
+
     def request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """The parsed JSON of a 2xx answer (None for an empty one).
 
@@ -44,11 +75,15 @@ class ServerControl:
             with self._opener.open(request, timeout=timeout_s or self.timeout_s) as response:
                 content = response.read()
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:1000]
-            raise WeightSyncError(f"{method} {self.root}{path} was answered {error.code}: {text}") from error
-        except (OSError, TimeoutError) as error:
+            with error:
+                text = error.read().decode(errors="replace")[:1000]
+            raise RefusedError(f"{method} {self.root}{path} was answered {error.code}: {text}", error.code) from error
+        except OSError as error:
             reason = getattr(error, "reason", error)
-            raise WeightSyncError(f"{method} {self.root}{path} got no answer: {reason}") from error
+            late = isinstance(error, TimeoutError) or isinstance(reason, TimeoutError)
+            raise NoAnswerError(f"{method} {self.root}{path} got no answer: {reason}", timed_out=late) from error
+        except (urllib.error.URLError, ConnectionError, ValueError) as error:
+            raise NoAnswerError(f"{method} {self.root}{path} got no answer: {error}") from error
         try:
             return json.loads(content) if content else None
         except ValueError:
@@ -69,13 +104,18 @@ class ServerControl:
             except WeightSyncError as error:
                 if time.monotonic() >= deadline:
                     raise WeightSyncError(
-                        f"the rollout server at {self.root} did not answer within {deadline_s:g} s (server_wait): "
-                        f"{error}; start it first, for example with: vf-serve --model DIR"
+                        f"the rollout server at {self.root} did not answer within {deadline_s:.3g} s (server_wait): "
+                        f"{error}; start it first, for example with: vf-serve --model DIR, or vf-vllm --model NAME"
                     ) from error
             if not told:
                 logger.warning("waiting up to %g s for the rollout server at %s", deadline_s, self.root)
                 told = True
-            time.sleep(min(0.25, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+
+    def weight_version(self, timeout_s: float | None = None) -> str:
+        """What the server calls the weights it holds; a server that was never pushed to says "default"."""
+        answer = self.request("GET", "/weight_info", timeout_s=timeout_s)
+        return str((answer or {}).get("weight_version"))
 
     def model_name(self) -> str:
         """The first model that the server offers."""

@@ -1,0 +1,7 @@
+"""vLLM's OpenAI server, started the way training needs it. Imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,180 @@
+"""The command ``vf-vllm``: arguments, start, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from verifiers_vllm import __version__
+from verifiers_vllm.command import environment_for, is_cpu_build, vllm_arguments
+from verifiers_vllm.errors import StartError
+from verifiers_vllm.supervision import ServerGroup, answers, process_lives
+from verifiers_vllm.versions import installed_version, known_minor
+
+__all__ = ["main", "parser"]
+
+EXPOSED = (
+    "whoever reaches this port can replace the weights, pause the server and call worker methods by name, "
+    "for vLLM's --api-key does not cover the weight routes"
+)
+_POLL_S = 0.1
+# a server that was just killed lets go of its port a moment later
+_PORT_WAIT_S = 5.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of its own; all others are vLLM's."""
+    command = argparse.ArgumentParser(
+        prog="vf-vllm",
+        description="Start vLLM's OpenAI-compatible server with what training needs: processed log-probs, "
+        "token ids, weight routes. Options that are not listed here go to vLLM unchanged "
+        "(see: vllm serve --help=all).",
+        epilog=f"It binds to 127.0.0.1, since {EXPOSED}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    add("--model", required=True, metavar="NAME", help="model directory or hub name")
+    add("--host", default="127.0.0.1", help="address to bind")
+    add("--port", type=int, default=8000, help="port to bind; 0 picks a free one")
+    add("--port-file", type=Path, metavar="PATH", help="file to write the port to once the server answers")
+    add("--threads", type=_positive, metavar="N", help="CPU threads of each process (default: vLLM's choice)")
+    add("--api-key-var", metavar="NAME", help="environment variable that holds the key for the /v1 routes")
+    add("--parent-pid", type=_positive, metavar="PID", help="end when this process ends")
+    add("--version", action="version", version=f"vf-vllm {__version__}")
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until SIGTERM (exit code 0) or Ctrl-C (130); a start that fails gives 1 or 2 and a
+    sentence.
+    """
+    options, given = parser().parse_known_args(argv)
+    stop = _Stop()
+    try:
+        return _serve(options, given, stop)
+    except StartError as error:
+        print(f"vf-vllm: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+class _Stop:
+    """Remembers the signal that asked for an end."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+
+
+def _serve(options: argparse.Namespace, given: Sequence[str], stop: _Stop) -> int:
+    if options.model.startswith(("/", ".", "~")) and not Path(options.model).expanduser().is_dir():
+        raise StartError(f"--model {options.model!r} is not a directory; give the folder with config.json")
+    version = installed_version()
+    minor, warning = known_minor(version)
+    on_cpu = is_cpu_build(version)
+    environment = environment_for(given, on_cpu=on_cpu, threads=options.threads)
+    if options.api_key_var is not None:
+        environment["VLLM_API_KEY"] = _api_key(options.api_key_var)
+    if options.port_file is not None:
+        # a parent that finds the file must be able to trust it
+        options.port_file.unlink(missing_ok=True)
+    held = _hold_port(options.host, options.port)
+    port = int(held.getsockname()[1])
+    if not sys.platform.startswith("linux"):
+        # only Linux lets a second socket listen where the first is merely bound
+        held.close()
+    for sentence in (warning, None if _is_loopback(options.host) else f"bound to {options.host}: {EXPOSED}"):
+        if sentence is not None:
+            print(f"vf-vllm: {sentence}.", file=sys.stderr, flush=True)
+    arguments = vllm_arguments(options.model, options.host, port, given, minor, on_cpu=on_cpu)
+    group = ServerGroup(arguments, environment)
+    try:
+        return _watch(group, options, f"{options.model} by vLLM {version}", port, held, stop)
+    finally:
+        group.end()
+
+
+def _watch(
+    group: ServerGroup, options: argparse.Namespace, what: str, port: int, held: socket.socket, stop: _Stop
+) -> int:
+    local = "127.0.0.1" if options.host in ("0.0.0.0", "") else options.host.replace("::", "::1")
+    root = f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
+    ready = False
+    while stop.signal is None:
+        if (code := group.exit_code) is not None:
+            state = "ended" if ready else "could not be started; its last lines say why"
+            raise StartError(f"vLLM {state} (exit code {code})", exit_code=1)
+        if options.parent_pid is not None and not process_lives(options.parent_pid):
+            return 1
+        if not ready and answers(f"{root}/health"):
+            ready = True
+            held.close()
+            if options.port_file is not None:
+                _write_whole(options.port_file, f"{port}\n")
+            print(f"{what}, listening on {root}", flush=True)
+        time.sleep(_POLL_S)
+    return 0 if stop.signal == signal.SIGTERM else 130
+
+
+def _hold_port(host: str, port: int) -> socket.socket:
+    """A socket bound to the port but not listening, so that nobody else is given it until vLLM listens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    deadline = time.monotonic() + _PORT_WAIT_S
+    while True:
+        try:
+            held.bind((host, port))
+            return held
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            held.close()
+            raise StartError(
+                f"cannot bind {host}:{port}: {error.strerror or error}; give another --port, or 0 for a free "
+                "one",
+                exit_code=1,
+            ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _api_key(variable: str) -> str:
+    key = os.environ.get(variable, "")
+    if not key:
+        raise StartError(
+            f"--api-key-var {variable}: the environment has no such variable, or it is empty; set it"
+        )
+    return key
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a whole number of at least 1")
+    return value

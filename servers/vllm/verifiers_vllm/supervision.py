@@ -1,0 +1,115 @@
+"""vLLM as a process group of its own, and the certainty that all of it ends.
+
+vLLM's server starts engine processes. They share its process group, so that one signal reaches all of them;
+the group is ended by SIGTERM first, and for good after a grace. In the other direction the server's process
+watches for the end of this one (see `served`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["SUPERVISOR_VARIABLE", "ServerGroup", "answers", "process_lives"]
+
+SUPERVISOR_VARIABLE = "VERIFIERS_VLLM_SUPERVISOR"
+_GRACE_S = 8.0
+
+
+class ServerGroup:
+    """A started vLLM with everything it started.
+
+    Args:
+        arguments: what follows ``vllm serve``.
+        environment: all of it.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", "verifiers_vllm.served", *arguments]
+        environment = {**environment, SUPERVISOR_VARIABLE: str(os.getpid())}
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the server's first process; None while it runs."""
+        return self._process.poll()
+
+    def end(self, grace_s: float = _GRACE_S) -> None:
+        """SIGTERM to the whole group, and SIGKILL to what is left of it after the grace."""
+        if self.exit_code is not None:
+            # whoever would have ended the engines in order is gone
+            grace_s = min(grace_s, 1.0)
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and self._is_left():
+            time.sleep(0.05)
+        self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and self._is_left():
+            time.sleep(0.02)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def _is_left(self) -> bool:
+        self._process.poll()
+        try:
+            os.killpg(self._process.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            # macOS says so of a group that has only processes nobody waited for
+            return False
+        return _group_has_live_member(self._process.pid)
+
+
+def answers(url: str, timeout_s: float = 2.0) -> bool:
+    """Whether a GET is answered 200."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=timeout_s) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def process_lives(pid: int) -> bool:
+    """Whether process `pid` runs. One that has ended but was not waited for (a zombie) does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _state(Path(f"/proc/{pid}/stat"))[0] not in ("Z", "X")
+
+
+def _group_has_live_member(group: int) -> bool:
+    """A group of zombies alone is over; without /proc every group counts as alive."""
+    proc = Path("/proc")
+    if not (proc / "self/stat").is_file():
+        return True
+    for entry in proc.iterdir():
+        if entry.name.isdigit():
+            state, its_group = _state(entry / "stat")
+            if its_group == group and state not in ("Z", "X"):
+                return True
+    return False
+
+
+def _state(stat: Path) -> tuple[str, int]:
+    """State letter and process group from a stat file; ("?", -1) where it cannot be read."""
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[2])
+    except (OSError, IndexError, ValueError):
+        return "?", -1

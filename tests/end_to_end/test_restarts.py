@@ -1,0 +1,145 @@
+"""A rollout server that is killed and started again: training goes on, and stale weights train nothing unmarked."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+from transformers import TrainerCallback
+
+from verifiers.train.weight_sync import ServerControl
+
+
+class Process:
+    """The embedded server as a process on one port."""
+
+    def __init__(self, model: Path, port_file: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._command = [sys.executable, "-m", "verifiers_embedded", "--model", str(model), "--threads", "1"]
+        self._command += ["--port", str(self.port), "--port-file", str(port_file)]
+        self._port_file = port_file
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._running = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        until = time.monotonic() + 40
+        while not self._port_file.exists():
+            assert self._running.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._running is not None:
+            self._running.send_signal(signal.SIGKILL)
+            self._running.wait()
+        self._port_file.unlink(missing_ok=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+
+@pytest.fixture
+def process(model_dir: Path, tmp_path: Path) -> Iterator[Process]:
+    made = Process(model_dir, tmp_path / "port")
+    made.start()
+    yield made
+    made.kill()
+
+
+class Witness(TrainerCallback):
+    """Keeps what was pushed and what was trained, and calls a function after one step."""
+
+    def __init__(self, trainer: tiny_world.ObservedTrainer, step: int = -1, call: Any = None) -> None:
+        self.held: dict[int, dict[str, torch.Tensor]] = {}
+        self.blocks: list[Any] = []
+        self._trainer, self._step, self._call = trainer, step, call
+        push = trainer.weight_sync.push
+
+        def keeping(named: Any, version: int) -> None:
+            tensors = dict(named)
+            self.held[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+            push(tensors.items(), version)
+
+        trainer.weight_sync.push = keeping  # type: ignore[method-assign]
+        trainer.add_callback(self)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.blocks.append(self._trainer.last_block)
+        if state.global_step == self._step:
+            self._call()
+
+    def check(self, model: Path) -> None:
+        """Every trained token has the log-prob of the weights that it is stamped with."""
+        tokens = 0
+        for row in (row for block in self.blocks for rollout in block for row in rollout.rows):
+            ids = row.prompt_ids + row.completion_ids
+            for version in set(row.versions) - {-1}:
+                plain = tiny_world.plain_log_probs(self.held[version], model, ids, 1.0)[len(row.prompt_ids) - 1 :]
+                places = [place for place, of in enumerate(row.versions) if of == version]
+                assert [row.logprobs[p] for p in places] == pytest.approx([plain[p] for p in places], abs=1e-4)
+                tokens += len(places)
+        assert tokens > 8 * len(self.blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_training_goes_on_after_the_server_was_killed_with_rollouts_in_flight(
+    process: Process, model_dir: Path, tmp_path: Path
+) -> None:
+    restarting: list[threading.Thread] = []
+
+    class Killing(tiny_world.Dialogue):
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            if not restarting and trainer.state.global_step >= 2:
+                process.kill()
+                restarting.append(threading.Thread(target=process.start))
+                restarting[0].start()
+            return await super().env_response(messages, state, **kwargs)
+
+    args = tiny_world.config(tmp_path / "run", process.url, max_steps=5, num_batches_ahead=1, learning_rate=1e-2)
+    trainer = tiny_world.ObservedTrainer(str(model_dir), Killing(), args)
+    witness = Witness(trainer)
+    trainer.train()
+    restarting[0].join()
+    assert trainer.state.global_step == 5
+    assert trainer.weight_sync.fleet.restarts == 1  # type: ignore[attr-defined]
+    assert sum(trainer.logged("outcomes/provider_error")) == 0
+    witness.check(model_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_restart_that_no_request_met_is_mended_while_the_trainer_computes(
+    process: Process, model_dir: Path, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    def restart() -> None:
+        process.kill()
+        process.start()
+        control = ServerControl(process.url)
+        until = time.monotonic() + 10
+        while control.weight_version() == "default" and time.monotonic() < until:
+            time.sleep(0.02)
+        seen.append(control.weight_version())
+
+    args = tiny_world.config(tmp_path / "run", process.url, max_steps=3, learning_rate=1e-2)
+    trainer = tiny_world.ObservedTrainer(str(model_dir), tiny_world.single_turn(), args)
+    witness = Witness(trainer, 1, restart)
+    trainer.train()
+    assert seen == ["0"]
+    assert trainer.weight_sync.fleet.restarts == 1  # type: ignore[attr-defined]
+    witness.check(model_dir)

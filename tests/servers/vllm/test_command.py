@@ -1,0 +1,186 @@
+"""What vLLM is started with, and what stops a start, each without vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verifiers_vllm import alias, cli
+from verifiers_vllm.command import environment_for, is_cpu_build, vllm_arguments
+from verifiers_vllm.errors import StartError
+from verifiers_vllm.versions import MINORS, installed_version, known_minor
+
+NEWEST = MINORS[max(MINORS)]
+
+
+def arguments(*given: str, minor: Any = NEWEST, on_cpu: bool = False) -> list[str]:
+    return vllm_arguments("m", "127.0.0.1", 8000, given, minor, on_cpu=on_cpu)
+
+
+def test_what_training_needs_is_filled_in() -> None:
+    assert arguments()[:5] == ["m", "--host", "127.0.0.1", "--port", "8000"]
+    text = " ".join(arguments())
+    for flag in ("--logprobs-mode processed_logprobs", "--generation-config vllm", "--enable-scale-out"):
+        assert flag in text
+    assert "--enforce-eager" not in text
+    assert {"--enforce-eager", "--no-enable-chunked-prefill", "--no-async-scheduling"} <= set(arguments(on_cpu=True))
+    assert "--no-enable-chunked-prefill" not in arguments("--enable-chunked-prefill", on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "given", [["--logprobs-mode", "raw_logprobs"], ["--logprobs-mode=raw_logprobs"], ["--logprobs_mode=raw_logprobs"]]
+)
+def test_a_flag_that_is_given_wins_in_each_way_of_writing_it(given: list[str]) -> None:
+    built = arguments(*given)
+    assert "processed_logprobs" not in built
+    assert built[5 : 5 + len(given)] == given
+
+
+def test_other_flags_go_through_unchanged_and_in_order() -> None:
+    given = ["--tensor-parallel-size", "2", "--hf-overrides", '{"a": [1, 2]}', "-O3", "--no-enforce-eager"]
+    built = arguments(*given, on_cpu=True)
+    assert built[5 : 5 + len(given)] == given
+    assert "--enforce-eager" not in built
+
+
+def test_an_older_minor_is_not_given_a_flag_it_does_not_know() -> None:
+    assert "--enable-scale-out" not in arguments(minor=MINORS[(0, 28)])
+
+
+def test_the_weight_routes_are_always_on_and_adapters_where_asked_for() -> None:
+    plain = environment_for([], {"VLLM_SERVER_DEV_MODE": "0", "KMP_BLOCKTIME": "5"}, on_cpu=False, threads=3)
+    assert plain["VLLM_SERVER_DEV_MODE"] == "1"
+    assert plain["KMP_BLOCKTIME"] == "5"
+    assert plain["OMP_NUM_THREADS"] == "3"
+    assert plain["VLLM_NO_USAGE_STATS"] == "1"
+    assert plain["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == "0"
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain
+    assert "VLLM_CPU_KVCACHE_SPACE" not in plain
+    with_adapters = environment_for(["--enable-lora"], {}, on_cpu=True)
+    assert with_adapters["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert with_adapters["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert is_cpu_build("0.32.0+cpu")
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.9.2", "nightly"])
+def test_an_unsupported_version_gets_a_sentence(version: str) -> None:
+    with pytest.raises(StartError, match=r"0\.28 to 0\.\d+"):
+        known_minor(version)
+
+
+@pytest.mark.parametrize("minor", MINORS)
+def test_each_known_minor_is_started_without_a_word(minor: tuple[int, int]) -> None:
+    assert known_minor(f"{minor[0]}.{minor[1]}.1+cpu") == (MINORS[minor], None)
+
+
+def test_a_newer_version_is_started_with_a_sentence() -> None:
+    newest = max(MINORS)
+    found, warning = known_minor(f"{newest[0]}.{newest[1] + 1}.0")
+    assert found == MINORS[newest]
+    assert warning is not None
+    assert "newer than" in warning
+
+
+class Metadata:
+    """Stands in for importlib.metadata."""
+
+    PackageNotFoundError = importlib.metadata.PackageNotFoundError
+
+    def __init__(self, versions: dict[str, str], root: Path) -> None:
+        self.versions, self.root = versions, root
+
+    def version(self, name: str) -> str:
+        for directory in self.root.glob(f"{name}-*.dist-info"):
+            return directory.name.removeprefix(f"{name}-").removesuffix(".dist-info")
+        if name not in self.versions:
+            raise self.PackageNotFoundError(name)
+        return self.versions[name]
+
+    def distribution(self, name: str) -> Any:
+        found, root = self.version(name), self.root
+
+        class Found:
+            version = found
+
+            def locate_file(self, path: str) -> Path:
+                return root / path
+
+        return Found()
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Metadata:
+    from verifiers_vllm import versions
+
+    stand_in = Metadata({}, tmp_path)
+    monkeypatch.setattr(versions.importlib, "metadata", stand_in)
+    return stand_in
+
+
+def test_a_missing_vllm_and_a_nameless_cpu_build_are_told_apart(metadata: Metadata) -> None:
+    with pytest.raises(StartError, match=r"not installed.*install\.sh"):
+        installed_version()
+    metadata.versions["vllm-cpu"] = "0.32.0"
+    with pytest.raises(StartError, match=r"python -m verifiers_vllm\.alias"):
+        installed_version()
+
+
+def test_the_cpu_build_gets_its_name_once(metadata: Metadata, capsys: pytest.CaptureFixture[str]) -> None:
+    assert alias.main() == 1
+    metadata.versions["vllm-cpu"] = "0.31.0"
+    assert alias.main() == 0
+    assert installed_version() == "0.31.0+cpu"
+    assert alias.write_alias() is None
+    # an upgrade of the build takes its name along
+    metadata.versions["vllm-cpu"] = "0.32.0"
+    alias.write_alias()
+    assert [path.name for path in metadata.root.iterdir()] == ["vllm-0.32.0+cpu.dist-info"]
+
+
+@pytest.fixture
+def newest_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "installed_version", lambda: "0.32.0+cpu")
+
+
+def test_a_wrong_start_ends_with_a_sentence_and_a_code(
+    newest_installed: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["--model", "/nowhere/at/all"]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    assert cli.main(["--model", str(tmp_path), "--api-key-var", "NO_SUCH_KEY"]) == 2
+    assert "NO_SUCH_KEY" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_PORT_WAIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["--model", str(tmp_path), "--port", str(port)]) == 1
+    assert f"cannot bind 127.0.0.1:{port}" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--port", "0"])
+    assert ended.value.code == 2
+
+
+def test_a_port_that_a_killed_server_lets_go_of_a_moment_later_is_waited_for() -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    letting_go = threading.Timer(0.3, taken.close)
+    letting_go.start()
+    held = cli._hold_port("127.0.0.1", port)
+    assert held.getsockname()[1] == port
+    held.close()
+    letting_go.join()
+
+
+def test_opening_up_says_what_it_exposes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._is_loopback("127.0.0.1")
+    assert cli._is_loopback("localhost")
+    assert cli._is_loopback("::1")
+    assert not cli._is_loopback("0.0.0.0")
+    assert not cli._is_loopback("gpu-7")
+    assert "replace the weights" in cli.EXPOSED
+    assert "--api-key does not cover" in cli.EXPOSED
+    assert cli.EXPOSED.split()[0] in cli.parser().format_help()

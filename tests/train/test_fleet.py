@@ -1,0 +1,255 @@
+"""Several rollout servers: all get every push, one that is away is left out, one that comes back gets it first."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verifiers.errors import WeightSyncError
+from verifiers.rollouts.balancing import BalancedBackend, server_pool
+from verifiers.rollouts.retries import RetryableError
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.weight_sync import DirectorySync, Fleet, ServerControl
+from verifiers.train.weight_sync import fleet as fleet_module
+from verifiers.train.weight_sync.fleet import Held
+from verifiers.train.weight_sync.guard import ConnectionGuard
+
+SOME = {"w": torch.ones(2, 2)}
+NEVER_PUSHED = "default"
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "WATCH_INTERVAL_S", 0.02)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeOpenAIServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeOpenAIServer(weight_version=NEVER_PUSHED)) for _ in range(2)]
+
+
+@pytest.fixture
+def sync(servers: list[FakeOpenAIServer], tmp_path: Path) -> Iterator[DirectorySync]:
+    made = DirectorySync([server.url for server in servers], str(tmp_path), timeout_s=5.0)
+    made.connect(5.0)
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def restarted(server: FakeOpenAIServer) -> None:
+    """What a restart leaves: weights that nobody pushed, and no pause."""
+    server.weight_version = NEVER_PUSHED
+    server.paused = False
+
+
+def loads(server: FakeOpenAIServer) -> int:
+    return sum(call.path == "/collective_rpc" for call in server.weight_calls)
+
+
+def test_a_push_reaches_all_servers_and_each_stage_ends_on_all_first(
+    servers: list[FakeOpenAIServer], sync: DirectorySync
+) -> None:
+    paused: list[list[bool]] = []
+    named: list[list[Any]] = []
+    ask = ServerControl.request
+
+    def watching(self: ServerControl, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path == "/collective_rpc":
+            paused.append([server.paused for server in servers])
+        if path == "/resume":
+            named.append([server.weight_version for server in servers])
+        return ask(self, method, path, *args, **kwargs)
+
+    for server in sync.fleet._members:
+        server.control.request = watching.__get__(server.control)  # type: ignore[method-assign]
+    told: list[int] = []
+    sync.fleet.on_version = told.append
+    sync.push(SOME.items(), 4)
+    assert paused == [[True, True]] * 2
+    assert named == [[4, 4]] * 2
+    assert told == [4]
+    assert not any(server.paused for server in servers)
+
+
+def test_a_server_that_is_away_is_left_out_and_gets_the_newest_push_when_it_is_back(
+    servers: list[FakeOpenAIServer], sync: DirectorySync
+) -> None:
+    pool = server_pool([server.url for server in servers], managed=True)
+    sync.fleet.route_through(pool)
+    sync.push(SOME.items(), 1)
+    servers[1].stop()
+    sync.push(SOME.items(), 2)
+    sync.push(SOME.items(), 3)
+    assert servers[0].weight_version == 3
+    assert list(pool.down()) == [servers[1].url]
+    assert [server.root for server in sync.fleet.servers] == [servers[0].url.removesuffix("/v1")]
+    restarted(servers[1])
+    servers[1].start()
+    until(lambda: not pool.down())
+    assert servers[1].weight_version == 3
+    assert sync.fleet.restarts == 1
+    # what was asked again was there: the newest version is kept
+    path = next(c for c in reversed(servers[1].weight_calls) if c.path == "/collective_rpc").body["kwargs"]
+    assert path["weights_path"].endswith("version-3")
+    assert Path(path["weights_path"]).is_dir()
+
+
+def test_a_restart_that_no_request_met_is_noticed_by_the_version_and_mended(
+    servers: list[FakeOpenAIServer], sync: DirectorySync
+) -> None:
+    pool = server_pool([server.url for server in servers], managed=True)
+    sync.fleet.route_through(pool)
+    sync.push(SOME.items(), 5)
+    downs: list[str] = []
+    mark_down = pool.mark_down
+    pool.mark_down = lambda url, reason: (downs.append(url), mark_down(url, reason))[1]  # type: ignore
+    before = loads(servers[0])
+    restarted(servers[0])
+    until(lambda: servers[0].weight_version == 5 and not pool.down())
+    assert downs == [servers[0].url]
+    assert loads(servers[0]) == before + 1
+    assert loads(servers[1]) == 1
+
+
+def test_a_server_that_only_dropped_a_request_is_used_again_without_a_push(
+    servers: list[FakeOpenAIServer], sync: DirectorySync
+) -> None:
+    pool = server_pool([server.url for server in servers], managed=True)
+    sync.fleet.route_through(pool)
+    sync.push(SOME.items(), 5)
+    pool.mark_down(servers[1].url, "it broke off an answer")
+    until(lambda: not pool.down())
+    assert loads(servers[1]) == 1
+    assert sync.fleet.restarts == 0
+
+
+def test_a_push_waits_for_a_single_server_that_starts_again(tmp_path: Path) -> None:
+    with FakeOpenAIServer(weight_version=NEVER_PUSHED) as server:
+        sync = DirectorySync(server.url, str(tmp_path), timeout_s=5.0)
+        sync.connect(5.0)
+        sync.push(SOME.items(), 1)
+        server.stop()
+        starting = threading.Timer(0.4, server.start)
+        restarted(server)
+        starting.start()
+        sync.push(SOME.items(), 2)
+        starting.join()
+        assert server.weight_version == 2
+        assert not server.paused
+        sync.close()
+
+
+def test_where_no_server_comes_back_the_push_ends_and_says_which(tmp_path: Path) -> None:
+    sync = DirectorySync(["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"], str(tmp_path), timeout_s=60.0)
+    sync.fleet.restart_timeout_s = 0.3
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"step 3 did not reach the rollout server: .*127\.0\.0\.1:9"):
+        sync.push(SOME.items(), 3)
+    assert time.monotonic() - started < 3.0
+    assert list(tmp_path.glob("*/version-*")) == []
+
+
+def test_what_a_server_refused_is_not_given_to_one_that_comes_back(tmp_path: Path) -> None:
+    faults = {"/collective_rpc": [None, Fault(400, body="no tensor of that name")]}
+    with FakeOpenAIServer(weight_version=NEVER_PUSHED, route_faults=faults) as server:
+        sync = DirectorySync(server.url, str(tmp_path), timeout_s=5.0)
+        sync.connect(5.0)
+        sync.push(SOME.items(), 1)
+        with pytest.raises(WeightSyncError, match="no tensor of that name"):
+            sync.push(SOME.items(), 2)
+        assert not server.paused
+        restarted(server)
+        until(lambda: server.weight_version == 1)
+        last = [call for call in server.weight_calls if call.path == "/collective_rpc"][-1]
+        assert last.body["kwargs"]["weights_path"].endswith("version-1")
+        sync.close()
+
+
+def test_a_server_that_is_not_vllm_need_not_forget_prefixes(tmp_path: Path) -> None:
+    with FakeOpenAIServer(route_faults={"/reset_prefix_cache": Fault(404, times=1)}) as server:
+        sync = DirectorySync(server.url, str(tmp_path))
+        sync.push(SOME.items(), 1)
+        sync.push(SOME.items(), 2)
+        assert sum(call.path == "/reset_prefix_cache" for call in server.weight_calls) == 1
+        sync.close()
+
+
+def test_no_request_gets_through_to_weights_that_were_not_pushed(
+    servers: list[FakeOpenAIServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each new connection asks which weights are there; the fleet's own watch is off."""
+    server = servers[0]
+    fleet = Fleet([server.url], timeout_s=5.0)
+    fleet.push(Held(7, lambda control, timeout_s: None))
+    pool = server_pool([server.url], managed=True, up_timeout_s=0.3)
+    fleet.pool = pool
+    guard = ConnectionGuard(server.url, lambda: fleet.holds_pushed_weights(server.url))
+    for backend in pool.backends:
+        backend.new_connector = guard.connector  # type: ignore[attr-defined]
+
+    async def ask(pool: BalancedBackend) -> Any:
+        return await pool.call("/chat/completions", {"model": "fake", "messages": []})
+
+    async def both() -> tuple[int, str]:
+        await asyncio.gather(*(ask(pool) for _ in range(20)))
+        answered = server.request_count
+        server.stop()
+        restarted(server)
+        server.start()
+        refusals = []
+        # the first may find a connection of before, which is broken
+        for _ in range(2):
+            pool.mark_up(server.url)
+            try:
+                await ask(pool)
+            except RetryableError as error:
+                refusals.append(str(error))
+        await pool.close()
+        return answered, " ".join(refusals)
+
+    answered, refusal = asyncio.run(both())
+    assert "started again" in refusal
+    assert server.request_count == answered == 20
+    checks = sum(call.path == "/weight_info" for call in server.weight_calls)
+    # connections that are made together share a question
+    assert 1 <= checks < 20
+
+
+def test_a_version_that_is_being_loaded_counts_as_pushed(servers: list[FakeOpenAIServer]) -> None:
+    server = servers[0]
+    fleet = Fleet([server.url], timeout_s=5.0)
+    assert fleet.holds_pushed_weights(server.url)
+    fleet.push(Held(1, lambda control, timeout_s: None))
+    seen = []
+
+    def load(control: ServerControl, timeout_s: float) -> None:
+        for name in ("1", "1+reload", "2", NEVER_PUSHED):
+            server.weight_version = name
+            seen.append(fleet.holds_pushed_weights(server.url))
+
+    fleet.push(Held(2, load))
+    assert seen == [True, True, True, False]
+    server.weight_version = 1
+    assert not fleet.holds_pushed_weights(server.url)
+
+
+def test_closing_ends_the_watch(sync: DirectorySync) -> None:
+    sync.close()
+    sync.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "verifiers-fleet"]

@@ -1,0 +1,89 @@
+"""Starting a server from another environment: which interpreter, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from verifiers.errors import ConfigError, WeightSyncError
+from verifiers.train.launch import launched_server
+
+SERVER = """
+import argparse, http.server, os, pathlib, threading, time
+
+def main():
+    command = argparse.ArgumentParser()
+    for name in ("--model", "--port", "--port-file", "--parent-pid", "--extra"):
+        command.add_argument(name)
+    given = command.parse_args()
+    if given.extra == "fail":
+        raise SystemExit("the model is too large")
+    pathlib.Path(given.model, "started").write_text(str(os.getpid()))
+    server = http.server.HTTPServer(("127.0.0.1", int(given.port)), http.server.SimpleHTTPRequestHandler)
+    partial = pathlib.Path(given.port_file + ".partial")
+    partial.write_text(str(server.server_port))
+    partial.rename(given.port_file)
+    server.serve_forever()
+"""
+
+
+@pytest.fixture
+def other_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter with a server named "odd" that this one does not have."""
+    packages = tmp_path / "packages"
+    (packages / "odd-1.dist-info").mkdir(parents=True)
+    (packages / "odd-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
+    (packages / "odd-1.dist-info/entry_points.txt").write_text("[verifiers.servers]\nodd = odd_server:main\n")
+    (packages / "odd_server.py").write_text(SERVER)
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH="{packages}" exec "{sys.executable}" "$@"\n')
+    interpreter.chmod(0o755)
+    return interpreter
+
+
+def test_a_server_of_another_environment_is_started_and_ended(other_environment: Path, tmp_path: Path) -> None:
+    with launched_server("odd", str(tmp_path), python=str(other_environment)) as url:
+        with urllib.request.urlopen(url.removesuffix("/v1"), timeout=5) as response:
+            assert response.status == 200
+        pid = int((tmp_path / "started").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_interpreter_may_stand_in_the_environment(
+    other_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERIFIERS_ODD_PYTHON", str(other_environment))
+    with (
+        pytest.raises(WeightSyncError, match=r"the odd server ended with code 1: .*too large"),
+        launched_server("odd", str(tmp_path), args=["--extra", "fail"]),
+    ):
+        pass
+
+
+def test_an_unknown_server_is_refused_with_how_to_name_its_interpreter(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"named 'odd' is installed .*VERIFIERS_ODD_PYTHON"),
+        launched_server("odd", str(tmp_path)),
+    ):
+        pass
+
+
+def test_an_interpreter_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"'/no/such/python', does not exist \(VERIFIERS_ODD_PYTHON\)"),
+        launched_server("odd", str(tmp_path), python="/no/such/python"),
+    ):
+        pass
+
+
+def test_an_environment_without_the_server_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(WeightSyncError, match="no rollout server named odd is installed for"),
+        launched_server("odd", str(tmp_path), python=sys.executable),
+    ):
+        pass

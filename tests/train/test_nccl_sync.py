@@ -1,0 +1,206 @@
+"""The NCCL kind against a stand-in for vLLM's workers, which unpack as vLLM's own consumer does."""
+
+from __future__ import annotations
+
+import base64
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from verifiers.errors import WeightSyncError
+from verifiers.rollouts.sync import WeightSync
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.weight_sync import NcclSync, nccl
+from verifiers.train.weight_sync.fleet import Fleet
+from verifiers.train.weight_sync.nccl import packed
+
+WEIGHTS = {
+    "embed": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "norm": torch.ones(5, dtype=torch.bfloat16),
+    "head": torch.arange(6, dtype=torch.float16).reshape(2, 3).t(),
+}
+
+
+class Recorded:
+    """A group that keeps what is broadcast."""
+
+    def __init__(self) -> None:
+        self.joined: tuple[bytes, int] | None = None
+        self.buffers: list[torch.Tensor] = []
+
+    def unique_id(self) -> bytes:
+        return bytes(range(128))
+
+    def join(self, unique_id: bytes, world_size: int) -> None:
+        self.joined = (unique_id, world_size)
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        self.buffers.append(buffer.clone())
+
+    def wait(self, deadline: float) -> None:
+        return
+
+
+def received(update: dict[str, Any], buffers: list[torch.Tensor], buffer_bytes: int) -> dict[str, torch.Tensor]:
+    """What vLLM's workers make of the buffers: they cut by the sizes that the update names."""
+    left, out = list(buffers), {}
+    group: list[tuple[str, list[int], torch.dtype]] = []
+    size = 0
+
+    def flush() -> None:
+        nonlocal size
+        buffer, place = left.pop(0), 0
+        assert buffer.numel() == size
+        for name, shape, dtype in group:
+            count = math.prod(shape) * dtype.itemsize
+            out[name] = buffer[place : place + count].clone().view(dtype).view(shape)
+            place += count
+        group.clear()
+        size = 0
+
+    for name, dtype_name, shape in zip(update["names"], update["dtype_names"], update["shapes"], strict=True):
+        dtype = getattr(torch, dtype_name)
+        group.append((name, shape, dtype))
+        size += math.prod(shape) * dtype.itemsize
+        if size > buffer_bytes:
+            flush()
+    if group:
+        flush()
+    assert not left
+    return out
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeOpenAIServer]:
+    ask = nccl.ServerControl.request
+
+    def with_world_size(self: Any, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        # the fake has no such route
+        return {"world_size": 4} if path == "/get_world_size" else ask(self, method, path, *args, **kwargs)
+
+    monkeypatch.setattr(nccl.ServerControl, "request", with_world_size)
+    with FakeOpenAIServer(weight_version="default") as fake:
+        yield fake
+
+
+def calls(server: FakeOpenAIServer, path: str) -> list[Any]:
+    return [call.body for call in server.weight_calls if call.path == path]
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 20, 48, 60, 10**6])
+def test_the_workers_get_every_tensor_whatever_the_size_of_a_buffer(
+    server: FakeOpenAIServer, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+) -> None:
+    monkeypatch.setattr(nccl, "BUFFER_BYTES", buffer_bytes)
+    group = Recorded()
+    sync = NcclSync(server.url, make_group=lambda: group)
+    sync.push(WEIGHTS.items(), 3)
+    (update,) = calls(server, "/update_weights")
+    found = received(update["update_info"], group.buffers, buffer_bytes)
+    assert list(found) == list(WEIGHTS)
+    assert all(torch.equal(found[name], tensor) for name, tensor in WEIGHTS.items())
+    (init,) = calls(server, "/init_weight_transfer_engine")
+    assert base64.b64decode(init["init_info"].pop("nccl_unique_id_b64")) == bytes(range(128))
+    assert init["init_info"] == {
+        "rank_offset": 1,
+        "world_size": 5,
+        "packed": True,
+        "packed_buffer_size_bytes": buffer_bytes,
+        "packed_num_buffers": 2,
+    }
+    assert group.joined == (bytes(range(128)), 5)
+    sync.close()
+
+
+def test_few_broadcasts_carry_many_parameters() -> None:
+    tensors = [torch.zeros(10, dtype=torch.float32) for _ in range(100)]
+    buffers = list(packed(tensors, 1000))
+    assert len(buffers) == 4
+    assert sum(buffer.numel() for buffer in buffers) == 4000
+
+
+def test_the_order_of_routes_is_vllms_and_the_group_is_made_once(server: FakeOpenAIServer) -> None:
+    made: list[Recorded] = []
+
+    def make() -> Recorded:
+        made.append(Recorded())
+        return made[-1]
+
+    sync = NcclSync(server.url, make_group=make)
+    assert isinstance(sync, WeightSync)
+    sync.push(WEIGHTS.items(), 1)
+    sync.push(WEIGHTS.items(), 2)
+    paths = [call.path for call in server.weight_calls if call.path != "/weight_info"]
+    first = ["/pause", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"]
+    rest = ["/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    assert paths == [*first, *rest, *(path for path in [*first, *rest] if path != first[1])]
+    assert len(made) == 1
+    assert server.weight_version == 2
+    sync.close()
+
+
+def test_a_server_that_was_started_again_joins_anew_and_gets_the_kept_copy(server: FakeOpenAIServer) -> None:
+    made: list[Recorded] = []
+
+    def make() -> Recorded:
+        made.append(Recorded())
+        return made[-1]
+
+    sync = NcclSync(server.url, make_group=make)
+    live = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    sync.push(live.items(), 1)
+    for tensor in live.values():
+        tensor.zero_()
+    server.weight_version = "default"
+    assert isinstance(sync.fleet, Fleet)
+    sync.fleet._look_after(sync.fleet._members[0])
+    assert len(made) == 2
+    again = received(calls(server, "/update_weights")[1]["update_info"], made[1].buffers, nccl.BUFFER_BYTES)
+    assert all(torch.equal(again[name], tensor) for name, tensor in WEIGHTS.items())
+    sync.close()
+
+
+def test_a_refusal_is_raised_while_the_broadcast_hangs(server: FakeOpenAIServer) -> None:
+    never = threading.Event()
+
+    class Hanging(Recorded):
+        def wait(self, deadline: float) -> None:
+            never.wait(10)
+
+    with FakeOpenAIServer(route_faults={"/update_weights": Fault(500, body="out of memory", times=9)}) as broken:
+        sync = NcclSync(broken.url, make_group=Hanging, timeout_s=5.0)
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match=r"step 1 did not reach .*update_weights.*out of memory"):
+            sync.push(WEIGHTS.items(), 1)
+        assert time.monotonic() - started < 3.0
+        assert not broken.paused
+        never.set()
+        sync.close()
+
+
+def test_a_collective_that_never_ends_is_given_up_at_the_deadline(server: FakeOpenAIServer) -> None:
+    never = threading.Event()
+
+    class Hanging(Recorded):
+        def join(self, unique_id: bytes, world_size: int) -> None:
+            never.wait(10)
+
+    sync = NcclSync(server.url, make_group=Hanging, timeout_s=0.4)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="weight_sync_timeout"):
+        sync.push(WEIGHTS.items(), 1)
+    assert time.monotonic() - started < 4.0
+    never.set()
+    sync.close()
+
+
+def test_without_a_gpu_the_kind_is_refused_with_the_one_that_works(server: FakeOpenAIServer) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(WeightSyncError, match=r"needs a CUDA device.*'directory'"):
+        NcclSync(server.url, timeout_s=2.0).push(WEIGHTS.items(), 1)

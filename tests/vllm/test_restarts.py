@@ -1,0 +1,205 @@
+"""Servers that are killed: training goes on, and every trained token has the log-prob of its stamped weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+import vllm_world
+from transformers import TrainerCallback
+
+from verifiers.train.launch import launched_server
+
+
+@pytest.fixture(scope="module")
+def mortal(launch: Callable[..., Any], models: dict[str, Path]) -> Any:
+    """A server that tests may kill; each leaves it running."""
+    return launch(models["policy"])
+
+
+class AfterStep(TrainerCallback):
+    """Calls a function at the end of one optimizer step."""
+
+    def __init__(self, step: int, call: Callable[[], Any]) -> None:
+        self._step, self._call = step, call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._call()
+
+
+class Witness:
+    """Keeps what was pushed and what was trained, and compares them token by token."""
+
+    def __init__(self, trainer: tiny_world.ObservedTrainer) -> None:
+        self.held: dict[int, dict[str, torch.Tensor]] = {}
+        self.blocks: list[Any] = []
+        push = trainer.weight_sync.push
+
+        def keeping(named: Any, version: int) -> None:
+            tensors = dict(named)
+            self.held[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+            push(tensors.items(), version)
+
+        trainer.weight_sync.push = keeping
+
+        class Keeping(TrainerCallback):
+            def on_step_end(_, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: N805
+                self.blocks.append(trainer.last_block)
+
+        trainer.add_callback(Keeping())
+
+    def check(self, model: Path) -> int:
+        """Compare every trained token; gives how many there were."""
+        tokens = 0
+        for block in self.blocks:
+            for row in (row for rollout in block for row in rollout.rows):
+                ids = row.prompt_ids + row.completion_ids
+                for version in set(row.versions) - {-1}:
+                    plain = tiny_world.plain_log_probs(self.held[version], model, ids, 1.0)[len(row.prompt_ids) - 1 :]
+                    places = [place for place, of in enumerate(row.versions) if of == version]
+                    assert [row.logprobs[p] for p in places] == pytest.approx([plain[p] for p in places], abs=2e-3)
+                    tokens += len(places)
+        return tokens
+
+
+def test_training_goes_on_after_kill_dash_nine_and_no_row_is_of_other_weights(
+    mortal: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """Killed while rollouts are in flight, and once more while nothing is asked of it."""
+
+    def kill_and_begin() -> None:
+        mortal.kill()
+        mortal.begin()
+
+    class Killing(tiny_world.Dialogue):
+        killed = False
+
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            if not self.killed and trainer.state.global_step >= 2:
+                self.killed = True
+                kill_and_begin()
+            return await super().env_response(messages, state, **kwargs)
+
+    env = Killing()
+    trainer = make_trainer(
+        models["policy"],
+        env,
+        mortal.url,
+        max_steps=5,
+        learning_rate=2e-2,
+        num_batches_ahead=1,
+        max_completion_length=16,
+        generation="tokens",
+    )
+    witness = Witness(trainer)
+    trainer.train()
+    assert env.killed
+    assert trainer.weight_sync.fleet.restarts >= 1
+    assert trainer.state.global_step == 5
+    assert witness.check(models["policy"]) > 5 * 8
+    assert sum(trainer.logged("outcomes/provider_error")) == 0
+    mortal.until_ready()
+
+
+def test_a_restart_that_no_request_met_is_noticed_while_the_trainer_computes(
+    mortal: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def restart() -> None:
+        mortal.kill()
+        mortal.begin()
+        mortal.until_ready()
+        until = time.monotonic() + 15
+        while mortal.ask("/weight_info")["weight_version"] == "default" and time.monotonic() < until:
+            time.sleep(0.1)
+        seen["version"] = mortal.ask("/weight_info")["weight_version"]
+
+    trainer = make_trainer(
+        models["policy"], tiny_world.single_turn(), mortal.url, max_steps=3, learning_rate=2e-2, num_batches_ahead=0
+    )
+    witness = Witness(trainer)
+    trainer.add_callback(AfterStep(1, restart))
+    trainer.train()
+    assert seen["version"] == "0"
+    assert trainer.weight_sync.fleet.restarts == 1
+    assert witness.check(models["policy"]) > 3 * 8
+
+
+def test_of_two_servers_one_is_killed_and_comes_back(
+    server: vllm_world.Server, mortal: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    mortal.until_ready()
+    seen: dict[str, Any] = {}
+
+    def kill() -> None:
+        mortal.kill()
+
+    def come_back() -> None:
+        seen["down"] = dict(trainer._client.down())
+        mortal.begin()
+        mortal.until_ready()
+        until = time.monotonic() + 15
+        while trainer._client.down() and time.monotonic() < until:
+            time.sleep(0.1)
+        seen["up"] = dict(trainer._client.down())
+
+    trainer = make_trainer(
+        models["policy"],
+        tiny_world.Dialogue(),
+        [server.url, mortal.url],
+        max_steps=6,
+        learning_rate=2e-2,
+        num_batches_ahead=1,
+        generation="tokens",
+    )
+    witness = Witness(trainer)
+    trainer.add_callback(AfterStep(2, kill))
+    trainer.add_callback(AfterStep(4, come_back))
+    trainer.train()
+    assert list(seen["down"]) == [mortal.url]
+    assert seen["up"] == {}
+    assert witness.check(models["policy"]) > 6 * 8
+    assert sum(trainer.logged("outcomes/provider_error")) == 0
+    # both ended with the newest weights
+    assert server.ask("/weight_info") == mortal.ask("/weight_info")
+
+
+def test_all_processes_end_within_seconds(mortal: vllm_world.Server) -> None:
+    mortal.until_ready()
+    started = vllm_world.members(mortal.pid)
+    assert len(started) >= 2
+    assert mortal.stop() < 8.0
+    until = time.monotonic() + 3
+    while any(map(vllm_world.is_running, started)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [pid for pid in started if vllm_world.is_running(pid)]
+
+
+def test_a_launched_server_ends_with_all_it_started_also_by_kill_dash_nine(models: dict[str, Path]) -> None:
+    with launched_server("vllm", str(models["policy"]), args=["--max-model-len", "64", "--threads", "1"]) as url:
+        assert url.startswith("http://127.0.0.1:")
+        found = vllm_world.members(os.getpid())
+        command = next(pid for pid in found if b"verifiers.servers" in _command_line(pid))
+        started = vllm_world.members(command)
+        assert len(started) >= 2
+        os.kill(command, signal.SIGKILL)
+        until = time.monotonic() + 5
+        while any(map(vllm_world.is_running, started)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not [pid for pid in started if vllm_world.is_running(pid)]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,44 @@
+"""Which kind of weight sync a run uses."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from verifiers.errors import ConfigError
+from verifiers.train.weight_sync.directory import DirectorySync
+from verifiers.train.weight_sync.lora import LoraSync
+from verifiers.train.weight_sync.nccl import NcclSync
+
+__all__ = ["WEIGHT_SYNCS", "choose_sync"]
+
+WEIGHT_SYNCS = ("auto", "directory", "nccl", "lora")
+
+
+def choose_sync(
+    kind: str, urls: Sequence[str], *, directory: str | None, timeout_s: float, api_key: str
+) -> DirectorySync | LoraSync | NcclSync:
+    """The sync that `weight_sync` names.
+
+    "auto" is a shared directory where every server is on this host, or `directory` is given (a file system that
+    both sides mount); else NCCL.
+
+    Raises:
+        ConfigError: no kind has that name.
+    """
+    if kind not in WEIGHT_SYNCS:
+        raise ConfigError(f"weight_sync is {kind!r}; choose one of {', '.join(WEIGHT_SYNCS)}.")
+    if kind == "lora":
+        return LoraSync(urls, directory, timeout_s, api_key)
+    if kind == "nccl" or (kind == "auto" and directory is None and not all(map(_is_local, urls))):
+        return NcclSync(urls, timeout_s, api_key)
+    return DirectorySync(urls, directory, timeout_s, api_key)
+
+
+def _is_local(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
