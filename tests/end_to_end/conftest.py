@@ -65,7 +65,8 @@ def make_fake_trainer(wide_model_dir: Path, tmp_path: Path) -> Iterator[Callable
     made: list[tiny_world.ObservedTrainer] = []
 
     def make(env: Any, url: str, **overrides: Any) -> tiny_world.ObservedTrainer:
-        args = tiny_world.config(tmp_path / f"fake-{len(made)}", url, **{"probe_tolerance": 1e9, **overrides})
+        output_dir = overrides.pop("output_dir", tmp_path / f"fake-{len(made)}")
+        args = tiny_world.config(output_dir, url, **{"probe_tolerance": 1e9, **overrides})
         client = tiny_world.RecordingBackend(url)
         trainer = tiny_world.ObservedTrainer(str(wide_model_dir), env, args, client=client)
         made.append(trainer)

@@ -3,6 +3,7 @@
     python run_training.py '{"model": DIR, "url": URL, "output_dir": DIR, "env": "single", "settings": {}}'
 
 Each rank writes final-RANK.pt with its weights and rows; or, where it fails, failure-RANK.json with what it saw.
+Rank 0 appends what it trained in each optimizer step to trained.jsonl, so that a killed process has said it too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_world
 import torch
 import torch.distributed
+from transformers import TrainerCallback
 
 import verifiers as vf
+
+
+class WritesDown(TrainerCallback):
+    """A line a step: which process, which step, the rows' token ids."""
+
+    def __init__(self, trainer: tiny_world.ObservedTrainer, path: Path) -> None:
+        self._trainer, self._path = trainer, path
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step = state.global_step - 1
+        rows = [row[:2] for row in self._trainer.rows() if row[4]["step"] == step]
+        with open(self._path, "a") as file:
+            file.write(json.dumps({"process": os.getpid(), "step": step, "rows": rows}) + "\n")
 
 
 class BreaksInTheSecondBlock(tiny_world.Dialogue):
@@ -54,6 +69,8 @@ def main() -> None:
     }
     args = tiny_world.config(output_dir, given["url"], **given["settings"])
     trainer = tiny_world.ObservedTrainer(given["model"], envs[given["env"]](), args)
+    if rank == 0:
+        trainer.add_callback(WritesDown(trainer, output_dir / "trained.jsonl"))
     start = tiny_world.weights(trainer)
     try:
         trainer.train(resume_from_checkpoint=given.get("resume"))
@@ -61,7 +78,10 @@ def main() -> None:
         failure = {"type": type(error).__name__, "text": str(error), "time": time.time()}
         (output_dir / f"failure-{rank}.json").write_text(json.dumps(failure))
         raise
-    rows = [(prompt, ids, mask, logps, batch["step"]) for prompt, ids, mask, logps, batch, _ in trainer.rows()]
+    rows = [
+        (prompt, ids, mask, logps, batch["step"], batch["advantages"][place].tolist())
+        for prompt, ids, mask, logps, batch, place in trainer.rows()
+    ]
     final = {"start": start, "weights": tiny_world.weights(trainer), "rows": rows, "log": trainer.state.log_history}
     torch.save(final, output_dir / f"final-{rank}.pt")
     if torch.distributed.is_initialized():

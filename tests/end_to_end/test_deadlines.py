@@ -184,7 +184,9 @@ def test_a_server_killed_in_mid_block_ends_the_run_within_seconds(
                     process.send_signal(signal.SIGKILL)
                 return await super().env_response(messages, state, **kwargs)
 
-        args = tiny_world.config(tmp_path / "run", url, max_steps=100, num_batches_ahead=ahead)
+        args = tiny_world.config(
+            tmp_path / "run", url, max_steps=100, num_batches_ahead=ahead, server_restart_timeout=2.0
+        )
         trainer = tiny_world.ObservedTrainer(str(model_dir), Killing(), args)
         with pytest.raises(VerifiersError, match=r"could not be reached|got no answer") as raised:
             trainer.train()

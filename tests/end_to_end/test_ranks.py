@@ -49,32 +49,50 @@ def failures(output_dir: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads((output_dir / f"failure-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("env", ["single", "forking"])
-def test_two_ranks_train_the_rows_and_reach_the_weights_of_one(launch: Launch, env: str) -> None:
+@pytest.mark.parametrize(
+    ("env", "ranks", "settings"),
+    [
+        ("single", (1, 2, 4), {"loss_type": "dapo"}),
+        ("forking", (1, 2), {"loss_type": "dapo"}),
+        ("single", (1, 2), {"loss_type": "dapo", "streaming": True}),
+    ],
+    ids=["1, 2 and 4", "forking", "streaming"],
+)
+def test_any_number_of_ranks_trains_the_rows_and_reaches_the_loss_and_weights_of_one(
+    launch: Launch, env: str, ranks: tuple[int, ...], settings: dict[str, Any]
+) -> None:
     # Adam would blow rounding of gradients near 0 up to whole steps
     plain_descent = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 1.0}
     results = {}
-    for ranks in (1, 2):
-        code, output_dir, printed = launch(ranks, env, max_steps=3, **plain_descent)
+    for count in ranks:
+        code, output_dir, printed = launch(count, env, max_steps=3, **plain_descent, **settings)
         assert code == 0, printed
-        results[ranks] = [torch.load(output_dir / f"final-{rank}.pt") for rank in range(ranks)]
-    one, (first, second) = results[1][0], results[2]
-    for name, tensor in first["weights"].items():
-        assert torch.equal(tensor, second["weights"][name])
-        assert torch.allclose(tensor, one["weights"][name], atol=1e-5), name
-
+        results[count] = [torch.load(output_dir / f"final-{rank}.pt") for rank in range(count)]
+    one = results[1][0]
     moved = max(float((one["weights"][name] - tensor).abs().max()) for name, tensor in one["start"].items())
     assert moved > 1e-3
+    for several in (results[count] for count in ranks[1:]):
+        for name, tensor in several[0]["weights"].items():
+            assert all(torch.equal(tensor, other["weights"][name]) for other in several[1:])
+            assert torch.allclose(tensor, one["weights"][name], atol=1e-5), name
+        compare_rows([result["rows"] for result in several], one["rows"])
+        for name in ("reward", "loss", "rollouts/launched", "rows/trained", "mismatch_kl"):
+            logged = [[entry[name] for entry in result["log"] if name in entry] for result in (one, several[0])]
+            assert logged[0] == pytest.approx(logged[1], abs=1e-4), name
 
-    def identity(row: Any) -> tuple[Any, ...]:
-        prompt, ids, mask, _, step = row
-        return step, prompt, ids, mask
 
-    assert sorted(map(identity, first["rows"] + second["rows"])) == sorted(map(identity, one["rows"]))
-    assert not {str(identity(row)) for row in first["rows"]} & {str(identity(row)) for row in second["rows"]}
-    for name in ("reward", "rollouts/launched", "rows/trained"):
-        logged = [[entry[name] for entry in result["log"] if name in entry] for result in (one, first)]
-        assert logged[0] == pytest.approx(logged[1], abs=1e-4)
+def compare_rows(by_rank: list[list[Any]], whole: list[Any]) -> None:
+    """Together the ranks hold each row of the whole once, with the same advantage."""
+
+    def identity(row: Any) -> str:
+        prompt, ids, mask, _, step, _ = row
+        return str((step, prompt, ids, mask))
+
+    together = [row for rows in by_rank for row in rows]
+    assert sorted(map(identity, together)) == sorted(map(identity, whole))
+    assert [row[5] for row in sorted(together, key=identity)] == pytest.approx(
+        [row[5] for row in sorted(whole, key=identity)], abs=1e-5
+    )
 
 
 def test_a_failure_of_rank_0s_generator_ends_rank_1_within_5_seconds_and_says_why(launch: Launch) -> None:

@@ -98,7 +98,7 @@ def test_a_server_that_is_down_is_named_with_how_to_start_it(tmp_path: Path, mod
 def test_a_server_without_weight_routes_is_refused(make_fake_trainer: Callable[..., Any]) -> None:
     with FakeOpenAIServer("ok", route_faults={"/weight_info": Fault(404, times=9)}) as fake:
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
-        with pytest.raises(WeightSyncError, match=r"has no weight routes.*use vf-serve, or vLLM"):
+        with pytest.raises(WeightSyncError, match=r"has no weight routes.*use vf-serve, vf-vllm, or vLLM"):
             trainer.train()
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_world
 import torch
+from transformers import TrainerCallback
 
 from verifiers.errors import CheckpointError
+from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint import MARKER, newest_complete
+from verifiers.train.ledger import read_ledger
+from verifiers.train.saved_blocks import load_blocks
 
 SCRIPT = Path(__file__).parent / "run_training.py"
 
@@ -61,25 +69,114 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     assert same(tiny_world.weights(whole), tiny_world.weights(second))
 
 
-def test_every_planned_rollout_ends_once_in_the_lineage(model_dir: Path, server: Any, tmp_path: Path) -> None:
-    keys = []
+class Dies(TrainerCallback):
+    """Raises at the end of an optimizer step: a run that is stopped with work in flight."""
 
-    class Keeping(tiny_world.ObservedTrainer):
-        def _produce(self, block_id: int, step: int) -> Any:
-            result = super()._produce(block_id, step)
-            assert self.last_block is not None
-            dropped = [item.key for item in result[0].dropped if item.row is None]
-            indices = {i for cells in result[0].batches for c in cells for i in c["rollout_index"].tolist() if i >= 0}
-            keys.extend([self.last_block.rollouts[i].key for i in indices] + dropped)
-            return result
+    def __init__(self, at_step: int) -> None:
+        self._at_step = at_step
 
-    env = tiny_world.single_turn()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._at_step:
+            raise InterruptedError("the run is stopped here")
+
+
+def stop(trainer: tiny_world.ObservedTrainer, at_step: int, resume: bool = False) -> None:
+    trainer.add_callback(Dies(at_step))
+    with pytest.raises(InterruptedError):
+        trainer.train(resume_from_checkpoint=resume)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_batches_ahead": 1},
+        {"num_batches_ahead": 2},
+        {"num_batches_ahead": 2, "num_iterations": 2},
+        {"num_batches_ahead": 1, "streaming": True},
+        {"num_batches_ahead": 1, "dynamic_sampling": True},
+    ],
+    ids=str,
+)
+def test_a_resumed_run_trains_on_the_blocks_that_were_in_flight(
+    model_dir: Path, server: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Drained pushes, so that a block is sampled from one version: the runs are equal to the last bit of rounding."""
+    settings = {"drain_before_sync": True, "max_steps": 8, **settings}
+    whole = trainer_for(model_dir, server, tmp_path / "whole", **settings)
+    whole.train()
+    parts = [trainer_for(model_dir, server, tmp_path / "cut", **settings) for _ in range(3)]
+    stop(parts[0], 3)
+    stop(parts[1], 7, resume=True)
+    parts[2].train(resume_from_checkpoint=True)
+    assert [part.seen[0]["step"] for part in parts] == [0, 2, 6]
+    lineage = [*parts[0].seen[:4], *parts[1].seen[:8], *parts[2].seen]
+    for one, other in zip(whole.seen, lineage, strict=True):
+        assert one.keys() == other.keys()
+        for name in ("step", "prompt_ids", "completion_ids", "tool_mask", "policy_versions"):
+            assert torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])), name
+        assert torch.allclose(one["sampling_per_token_logps"], other["sampling_per_token_logps"], atol=1e-6)
+        assert torch.allclose(one["advantages"], other["advantages"], atol=1e-6)
+    assert max(whole.logged("staleness")) == settings["num_batches_ahead"] * settings.get("num_iterations", 1)
+    assert same(tiny_world.weights(whole), tiny_world.weights(parts[2]))
+    assert without_clocks(read_ledger(tmp_path / "whole")) == without_clocks(read_ledger(tmp_path / "cut"))
+
+
+def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**record, "dropped": [{**item, "seconds": 0.0} for item in record["dropped"]]} for record in records]
+
+
+def test_a_run_without_drained_pushes_keeps_what_is_finished_and_generates_the_rest_again(
+    make_fake_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    held, let_go, asked = set[str](), threading.Event(), list[str]()
+
+    async def answer(body: dict[str, Any]) -> str:
+        asked.append(body["messages"][-1]["content"])
+        if asked[-1] in held:
+            await asyncio.to_thread(let_go.wait, 15)
+        return "".join(random.Random(body["seed"]).choice("aeiou") for _ in range(4))
+
+    class UntilBlock2IsFinished(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                first.generator.groups(2, 99)
+
+    with FakeOpenAIServer(answer) as fake:
+        settings = {"num_batches_ahead": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+        first = make_fake_trainer(tiny_world.single_turn(), fake.url, output_dir=tmp_path, **settings)
+        texts = [row["prompt"][-1]["content"] for row in first.env.get_dataset()]
+        of_block = [{texts[example] for example in first.plan.example_ids(block)} for block in range(5)]
+        held |= of_block[3]
+        first.add_callback(UntilBlock2IsFinished())
+        try:
+            stop(first, 3)
+        finally:
+            let_go.set()
+        assert [block.block_id for block in load_blocks(tmp_path / "checkpoint-2")] == [2]
+        asked.clear()
+        second = make_fake_trainer(tiny_world.single_turn(), fake.url, output_dir=tmp_path, **settings)
+        second.train(resume_from_checkpoint=True)
+    assert [text for text in asked if text in of_block[2]] == []
+    assert all(asked.count(text) == 4 for block in (3, 4) for text in of_block[block])
+    assert_ledger_is_whole(tmp_path, second.plan)
+
+
+def test_the_ledger_holds_every_planned_rollout_once_and_in_order(
+    model_dir: Path, server: Any, tmp_path: Path
+) -> None:
     for max_steps in (2, 4):
-        args = tiny_world.config(tmp_path, server.url, save_strategy="steps", save_steps=2, max_steps=max_steps)
-        trainer = Keeping(str(model_dir), env, args)
+        trainer = trainer_for(model_dir, server, tmp_path, max_steps=max_steps)
         trainer.train(resume_from_checkpoint=True)
-    planned = [(block, *request) for block in range(4) for request in trainer.plan.requests(block)]
-    assert sorted((k.block_id, k.example_id, k.generation) for k in keys) == sorted(planned)
+    assert_ledger_is_whole(tmp_path, trainer.plan)
+
+
+def assert_ledger_is_whole(directory: Path, plan: Any) -> None:
+    records = read_ledger(directory)
+    assert [record["block_id"] for record in records] == list(range(plan.blocks))
+    for record in records:
+        ended = [tuple(pair) for pair in record["trained"]]
+        ended += [(item["example_id"], item["generation"]) for item in record["dropped"]]
+        assert sorted(ended) == sorted(plan.requests(record["block_id"]))
 
 
 def test_an_incomplete_checkpoint_is_ignored_and_refused(model_dir: Path, server: Any, tmp_path: Path) -> None:
@@ -166,3 +263,77 @@ def test_a_run_killed_at_any_moment_goes_on_by_the_same_command(model_dir: Path,
     last = start("killed")
     assert last.wait(60) == 0, (tmp_path / "killed.log").read_text()
     assert same(result("whole"), result("killed"))
+
+
+def lineage(directory: Path) -> list[dict[str, Any]]:
+    """What the final weights were trained on: a later process overrides the steps that it trained again."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in (directory / "trained.jsonl").read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            # torn by the kill: no checkpoint can have followed
+            continue
+        steps = {step: kept for step, kept in steps.items() if step < record["step"]}
+        steps[record["step"]] = record
+    return [steps[step] for step in sorted(steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ahead", "drains"), [(1, True), (2, False)], ids=["one ahead, drained", "two ahead, not drained"]
+)
+def test_a_run_killed_at_random_moments_trains_every_planned_row_once_and_in_order(
+    model_dir: Path, server: Any, tmp_path: Path, ahead: int, drains: bool
+) -> None:
+    """Five kills; as many as VERIFIERS_TEST_KILLS says where it is set."""
+    kills, steps = int(os.environ.get("VERIFIERS_TEST_KILLS", "5")), 30
+    chance = random.Random(os.environ.get("VERIFIERS_TEST_SEED", "0"))
+    settings = {
+        "max_steps": steps,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "save_total_limit": 2,
+        "num_batches_ahead": ahead,
+        "drain_before_sync": drains,
+        "max_completion_length": 6,
+    }
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        given = {"model": str(model_dir), "url": server.url, "output_dir": str(tmp_path / name), "settings": settings}
+        command = [sys.executable, str(SCRIPT), json.dumps({**given, "resume": True, "env": "single"})]
+        with open(tmp_path / f"{name}.log", "ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def trained() -> int:
+        path = tmp_path / "killed" / "trained.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    whole = start("whole")
+    assert whole.wait(120) == 0, (tmp_path / "whole.log").read_text()
+    killed = 0
+    while killed < kills:
+        process, wanted = start("killed"), trained() + chance.randint(0, 7)
+        while trained() < wanted and process.poll() is None:
+            time.sleep(0.005)
+        # anywhere in a step, a save or a push; also while it starts
+        time.sleep(chance.random() * 0.4)
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        killed += 1
+    last = start("killed")
+    assert last.wait(120) == 0, (tmp_path / "killed.log").read_text()
+    assert killed > 0
+    one, other = lineage(tmp_path / "whole"), lineage(tmp_path / "killed")
+    assert [record["step"] for record in other] == list(range(steps))
+    for expected, record in zip(one, other, strict=True):
+        columns = slice(0, 2 if drains else 1)
+        assert [row[columns] for row in record["rows"]] == [row[columns] for row in expected["rows"]]
+    plan = trainer_for(model_dir, server, tmp_path / "plan", **settings).plan
+    assert_ledger_is_whole(tmp_path / "killed", plan)
+    if drains:
+        finals = [torch.load(tmp_path / name / "final-0.pt")["weights"] for name in ("whole", "killed")]
+        assert same(*finals)

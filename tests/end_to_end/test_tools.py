@@ -52,7 +52,7 @@ def largest_difference(trainer: tiny_world.ObservedTrainer) -> float:
 
 
 def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(train: Callable[..., Any]) -> None:
-    trainer = train(tool_world.TEMPLATE, TURNS)
+    trainer = train(tool_world.TEMPLATE, TURNS, generation="messages")
     answers = sorted(trainer._client.sampled())
     assert len(answers) == 2 * 8 * TURNS
     assert sampled_spans(trainer) == [(prompt, ids, logps) for prompt, ids, logps in answers]
@@ -67,7 +67,7 @@ def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(train: Ca
 
 def test_a_template_that_forgets_makes_forks_and_no_crash(train: Callable[..., Any]) -> None:
     turns = 12
-    trainer = train(tool_world.FORGETFUL_TEMPLATE, turns)
+    trainer = train(tool_world.FORGETFUL_TEMPLATE, turns, generation="messages")
     answers = sorted(trainer._client.sampled())
     assert len(answers) == 2 * 8 * turns
     assert sampled_spans(trainer) == [(prompt, ids, logps) for prompt, ids, logps in answers]

@@ -160,11 +160,14 @@ class RecordingBackend(HttpBackend):
     def sampled(self) -> list[tuple[list[int], list[int], list[float]]]:
         """(prompt ids, sampled ids, log-probs) of each answer with token ids."""
         found = []
-        for _, answer in self.answers:
-            choice = answer["choices"][0]
-            if choice.get("token_ids"):
+        for body, answer in self.answers:
+            choice = (answer.get("choices") or [{}])[0]
+            # one token without a seed is how a client finds out whether the server takes ids
+            asked_what_it_can = "sampling_params" in body and "seed" not in body["sampling_params"]
+            if choice.get("token_ids") and choice.get("logprobs") and not asked_what_it_can:
                 log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-                found.append((answer["prompt_token_ids"], choice["token_ids"], log_probs))
+                prompt_ids = answer.get("prompt_token_ids") or body["token_ids"]
+                found.append((prompt_ids, choice["token_ids"], log_probs))
         return found
 
 

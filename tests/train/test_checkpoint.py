@@ -12,7 +12,15 @@ import pytest
 
 from verifiers.data.plan import BatchPlan, make_plan
 from verifiers.errors import CheckpointError, ConfigError
-from verifiers.train.checkpoint import MARKER, check_resumable, mark_complete, mark_incomplete, newest_complete
+from verifiers.train.checkpoint import (
+    MARKER,
+    check_resumable,
+    extra_state,
+    mark_complete,
+    mark_incomplete,
+    newest_complete,
+    resume_step,
+)
 
 
 @pytest.fixture
@@ -122,3 +130,12 @@ def test_the_same_blocks_on_more_ranks_are_the_same_plan(tmp_path: Path, plan: B
 def test_a_checkpoint_without_a_marker_is_refused(tmp_path: Path, plan: BatchPlan) -> None:
     with pytest.raises(CheckpointError, match=rf"has no {MARKER}.*resume_from_checkpoint=True"):
         check_resumable(checkpoint(tmp_path, 2), plan)
+
+
+def test_a_checkpoint_gives_back_its_step_and_what_else_it_was_given(tmp_path: Path, plan: BatchPlan) -> None:
+    plain, full = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    mark_complete(plain, plan, 2)
+    mark_complete(full, plan, 4, {"policy_version": 2, "curriculum": {"stage": "warm"}})
+    assert (resume_step(plain), extra_state(plain)) == (2, {})
+    assert (resume_step(full), extra_state(full)) == (4, {"policy_version": 2, "curriculum": {"stage": "warm"}})
+    check_resumable(full, plan)

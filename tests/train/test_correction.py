@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from verifiers.train.config import CORRECTION_MODES
-from verifiers.train.correction import correction_weights, measure_mismatch
+from verifiers.train.correction import (
+    correction_weights,
+    join_mismatches,
+    measure_mismatch,
+    mismatch_metrics,
+)
 
 RATIOS = [[2.0, 0.5, 4.0], [0.25, 8.0, 1.0]]
 """pi_old / mu of each token; the third of row one and the second of row two are the environment's."""
@@ -89,3 +94,29 @@ def test_the_estimated_divergence_is_never_negative_and_zero_only_where_they_agr
 
 def test_padding_alone_has_no_mismatch() -> None:
     assert measure_mismatch(OLD, SAMPLING, torch.zeros(2, 3), None) is None
+
+
+def test_a_sequences_ratio_is_what_sequence_modes_measure_and_clip() -> None:
+    old = torch.log(torch.tensor([[2.0, 3.0, 9.0], [0.5, 1.0, 1.0]]))
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    weights = correction_weights(old, torch.zeros(2, 3), mask, mode="sequence_truncate", clip_max=5.0, clip_min=None)
+    mismatch = measure_mismatch(old, torch.zeros(2, 3), mask, weights, "sequence_truncate")
+    assert mismatch is not None
+    assert (mismatch.ratio_min, mismatch.ratio_max) == pytest.approx((0.5, 6.0))
+    assert mismatch.ratio_sum == pytest.approx(2 * 6.0 + 3 * 0.5)
+    # the first row's two tokens; the ratios of single tokens, of which none is above the bound, do not matter
+    assert mismatch.clipped == 2
+    assert mismatch.difference_max == pytest.approx(math.log(3))
+
+
+def test_micro_batches_and_ranks_of_unequal_size_join_into_the_mismatch_of_all_their_tokens() -> None:
+    torch.manual_seed(0)
+    old, sampling = torch.randn(5, 7), torch.randn(5, 7)
+    mask = (torch.rand(5, 7) < 0.6).long()
+    whole = measure_mismatch(old, sampling, mask, None)
+    parts = [measure_mismatch(old[rows], sampling[rows], mask[rows], None) for rows in ([0], [1, 2, 3], [4])]
+    joined = join_mismatches([part for part in parts if part is not None])
+    assert whole is not None
+    assert joined is not None
+    assert mismatch_metrics(joined) == pytest.approx(mismatch_metrics(whole))
+    assert join_mismatches([]) is None

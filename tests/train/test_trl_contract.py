@@ -17,6 +17,7 @@ import trl
 from packaging.requirements import Requirement
 
 from verifiers.train.collate import COMPLETION_COLUMNS, PROMPT_COLUMNS
+from verifiers.train.data_plane import DataPlane
 from verifiers.train.loss import CorrectedLoss
 from verifiers.train.pushes import PushingTrainer
 from verifiers.train.row_weights import LOSS_TYPES
@@ -66,7 +67,7 @@ def test_a_private_name_still_exists(name: str) -> None:
 
 
 def test_no_other_private_name_of_trl_is_used() -> None:
-    classes = (GRPOTrainer, PushingTrainer, CorrectedLoss)
+    classes = (GRPOTrainer, DataPlane, PushingTrainer, CorrectedLoss)
     ours = {name for owner in classes for name in {*self_attributes(owner, written=True), *vars(owner)}}
     read = {name for owner in classes for name in self_attributes(owner, written=False)}
     foreign = {name for name in read if name.startswith("_") and not name.startswith("__")} - ours

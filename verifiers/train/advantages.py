@@ -12,13 +12,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import Rollout, ScoredBlock
+from verifiers.rollouts.block_run import STRAGGLER
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.types import RolloutKey
 
-__all__ = ["AdvantageResult", "BlockAdvantages", "ScaleRewards", "group_advantages", "rollout_advantages"]
+__all__ = [
+    "AdvantageResult",
+    "BlockAdvantages",
+    "ScaleRewards",
+    "group_advantages",
+    "group_is_flat",
+    "plain_advantage",
+    "rollout_advantages",
+]
 
 ScaleRewards = Literal["group", "batch", "none"]
 
@@ -54,7 +63,7 @@ class BlockAdvantages(dict[RolloutKey, float | list[float]]):
 
     Attributes:
         left_out: why each other rollout of the block is not trained on: the outcome of a failed one
-            ("provider_error", ...), "masked_truncated", "no_baseline" or "group_incomplete".
+            ("provider_error", ...), "straggler", "masked_truncated", "no_baseline" or "group_incomplete".
         result: the group statistics behind the advantages, groups in the block's order.
     """
 
@@ -167,7 +176,7 @@ def rollout_advantages(
     for group, values, std in zip(block.groups, result.advantages, result.group_stds, strict=True):
         for rollout, value in zip(group.rollouts, values, strict=True):
             if reward_of(rollout) is None:
-                left_out[rollout.key] = rollout.outcome.value if rollout.outcome.is_failure else "no_reward"
+                left_out[rollout.key] = _why_unscored(rollout)
             elif value is None:
                 left_out[rollout.key] = "group_incomplete"
             elif mask_truncated_completions and rollout.is_truncated:
@@ -181,15 +190,30 @@ def rollout_advantages(
     return BlockAdvantages(advantages, left_out, result)
 
 
+def _why_unscored(rollout: Rollout) -> str:
+    if rollout.failure is not None and rollout.failure.kind == STRAGGLER:
+        return "straggler"
+    return rollout.outcome.value if rollout.outcome.is_failure else "no_reward"
+
+
+def plain_advantage(given: Any) -> float | list[float] | None:
+    """An environment's advantage as a float or a list of them: it may be given as a tensor or an array."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if given is None:
+        return None
+    return [float(value) for value in given] if isinstance(given, Sequence) else float(given)
+
+
 def _given_advantage(rollout: Rollout) -> float | list[float]:
     """The environment's advantage of a rollout, checked against its sampled tokens."""
-    given = rollout.advantage
-    values = [float(value) for value in given] if isinstance(given, Sequence) else [float(given or 0.0)]
+    given = plain_advantage(rollout.advantage)
+    values = given if isinstance(given, list) else [given or 0.0]
     if not all(math.isfinite(value) for value in values):
         raise ConfigError(
             f"the environment gave {rollout.key} an advantage that is not finite: {given!r}; give finite numbers"
         )
-    if not isinstance(given, Sequence):
+    if not isinstance(given, list):
         return values[0]
     sampled = sum(row.sampled_tokens for row in rollout.rows)
     if len(values) != sampled:
@@ -198,6 +222,21 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
             "give one float, or one value per sampled token over its rows in order"
         )
     return values
+
+
+def group_is_flat(group: Group, *, zero_truncated_completions: bool = False) -> bool:
+    """True for a group that was scored and has no gradient: its rewards are all equal, and no advantage was given.
+
+    A group with fewer than two scored rollouts is not flat: failures of the machinery are no reason to ask for other
+    prompts, which would fail as well.
+    """
+    if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
+        return False
+    rewards = [
+        0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward or 0.0)
+        for rollout in group.scored
+    ]
+    return _is_flat(rewards)
 
 
 def _floats(group: Sequence[float | None]) -> list[float | None]:

@@ -9,14 +9,30 @@ import torch
 from torch import Tensor
 
 from verifiers.data.plan import BatchPlan
-from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.rollouts.rollout import Rollout, ScoredBlock
 from verifiers.train.advantages import BlockAdvantages, ScaleRewards, rollout_advantages
 from verifiers.train.buffers import shuffle_tensor_dict, split_tensor_dict
-from verifiers.train.collate import Dropped, TrainingRow, block_rows, pad_rows, rows_to_tensors, trim_columns
+from verifiers.train.collate import (
+    Dropped,
+    TrainingRow,
+    block_rows,
+    pad_rows,
+    rollout_tokens,
+    rows_to_tensors,
+    trim_columns,
+)
 from verifiers.train.config import GRPOConfig
 from verifiers.train.row_weights import num_items_in_batch, row_weights, weight_advantages
 
-__all__ = ["TrainingBlock", "build_training_block"]
+__all__ = [
+    "TrainingBlock",
+    "block_advantages",
+    "build_training_block",
+    "flat_rollouts",
+    "replaced_rollouts",
+    "weighted_cells",
+    "zero_advantage",
+]
 
 
 @dataclass(slots=True)
@@ -41,7 +57,13 @@ class TrainingBlock:
 
 
 def build_training_block(
-    block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_token_id: int, *, skip_flat: bool = False
+    block: ScoredBlock,
+    plan: BatchPlan,
+    args: GRPOConfig,
+    pad_token_id: int,
+    *,
+    skip_flat: bool = False,
+    oldest_version: int | None = None,
 ) -> TrainingBlock:
     """Compute advantages, pick rows, and deal them over updates, micro-batches and ranks.
 
@@ -52,25 +74,52 @@ def build_training_block(
     Args:
         skip_flat: leave out rollouts whose advantage is 0 on every token. They count in every denominator as before,
             so loss and gradient are the same; only right where nothing but the advantages reaches the loss.
+        oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
     """
-    advantages = rollout_advantages(
+    advantages = block_advantages(block, args)
+    rows, dropped = block_rows(block, advantages, args.max_seq_len, oldest_version)
+    batches: list[list[dict[str, Tensor]]] = []
+    flat = flat_rollouts(rows) if skip_flat else set()
+    for update_rows in _rows_by_update(rows, plan, block.block_id):
+        kept = [row for row in update_rows if row.rollout_index not in flat]
+        skipped = [row for row in update_rows if row.rollout_index in flat]
+        batches += weighted_cells(
+            kept,
+            plan,
+            args,
+            pad_token_id,
+            micro_batches=range(plan.gradient_accumulation_steps),
+            rollouts_elsewhere=len({row.rollout_index for row in skipped}),
+            tokens_elsewhere=sum(row.row.sampled_tokens for row in skipped),
+        )
+    dropped += [zero_advantage(block.rollouts[index]) for index in sorted(flat)]
+    dropped += replaced_rollouts(block)
+    return TrainingBlock(block.block_id, batches, advantages, dropped)
+
+
+def block_advantages(block: ScoredBlock, args: GRPOConfig) -> BlockAdvantages:
+    """The advantages of a block's rollouts under the run's settings."""
+    return rollout_advantages(
         block,
         scale_rewards=cast("ScaleRewards", args.scale_rewards),
         require_full_groups=args.require_full_groups,
         mask_truncated_completions=args.mask_truncated_completions,
         zero_truncated_completions=args.zero_truncated_completions,
     )
-    rows, dropped = block_rows(block, advantages, args.max_seq_len)
-    batches: list[list[dict[str, Tensor]]] = []
-    flat = _flat_rollouts(rows) if skip_flat else set()
-    for update_rows in _rows_by_update(rows, plan, block.block_id):
-        batches += _micro_batches(update_rows, flat, plan, args, pad_token_id)
-    rollouts = block.rollouts
-    dropped += [Dropped(rollouts[index].key, "zero_advantage") for index in sorted(flat)]
-    return TrainingBlock(block.block_id, batches, advantages, dropped)
 
 
-def _flat_rollouts(rows: list[TrainingRow]) -> set[int]:
+def zero_advantage(rollout: Rollout) -> Dropped:
+    """What is recorded of a rollout that counts in the denominators and has no gradient."""
+    return Dropped(rollout.key, "zero_advantage", tokens=rollout_tokens(rollout))
+
+
+def replaced_rollouts(block: ScoredBlock) -> list[Dropped]:
+    """What is recorded of groups that were replaced by others."""
+    rollouts = [rollout for group in block.filtered for rollout in group.rollouts]
+    return [Dropped(rollout.key, "zero_variance", tokens=rollout_tokens(rollout)) for rollout in rollouts]
+
+
+def flat_rollouts(rows: list[TrainingRow]) -> set[int]:
     """Rollouts whose advantage is 0 on every sampled token: their gradient is 0."""
     steep = {
         row.rollout_index
@@ -91,14 +140,25 @@ def _rows_by_update(rows: list[TrainingRow], plan: BatchPlan, block_id: int) -> 
     return by_update
 
 
-def _micro_batches(
-    all_rows: list[TrainingRow], flat: set[int], plan: BatchPlan, args: GRPOConfig, pad_token_id: int
+def weighted_cells(
+    rows: list[TrainingRow],
+    plan: BatchPlan,
+    args: GRPOConfig,
+    pad_token_id: int,
+    *,
+    micro_batches: range,
+    rollouts_elsewhere: int,
+    tokens_elsewhere: float,
 ) -> list[list[dict[str, Tensor]]]:
-    """The micro-batches of one update, by [micro-batch][rank]; rollouts in `flat` count, but have no row."""
-    rows = [row for row in all_rows if row.rollout_index not in flat]
-    skipped = [row for row in all_rows if row.rollout_index in flat]
-    micro_batches, ranks = plan.gradient_accumulation_steps, plan.num_processes
-    cells = micro_batches * ranks
+    """Tensors by [micro-batch][rank] of some micro-batches of an update, weighted as parts of the whole update.
+
+    Args:
+        rows: what is trained in these micro-batches.
+        micro_batches: their numbers within the update.
+        rollouts_elsewhere, tokens_elsewhere: rollouts and sampled tokens of the update that are in none of `rows`.
+    """
+    ranks = plan.num_processes
+    cells = len(micro_batches) * ranks
     padded = pad_rows(rows, cells, pad_token_id)
     # dealt like cards, so that padding rows, which stand at the end, do not fill one micro-batch alone
     dealt = [row for cell in range(cells) for row in range(cell, len(padded), cells)]
@@ -109,19 +169,19 @@ def _micro_batches(
         rollout_index_R=_given(tensors, "rollout_index"),
         sampled_tokens_R=_given(tensors, "sampled_tokens"),
         rollout_sampled_tokens_R=_given(tensors, "rollout_sampled_tokens"),
-        micro_batch_R=cell_R // ranks,
+        micro_batch_R=micro_batches.start + cell_R // ranks,
         rank_R=cell_R % ranks,
-        num_micro_batches=micro_batches,
+        num_micro_batches=plan.gradient_accumulation_steps,
         num_ranks=ranks,
-        rollouts_without_rows=len({row.rollout_index for row in skipped}),
+        rollouts_without_rows=rollouts_elsewhere,
     )
     tensors["row_weights"] = weights_R
     tensors["advantages"] = weight_advantages(_given(tensors, "advantages"), weights_R)
     tensors["num_items_in_batch"] = num_items_in_batch(
         _given(tensors, "sampled_tokens"),
-        num_micro_batches=micro_batches,
+        num_micro_batches=plan.gradient_accumulation_steps,
         steps_per_generation=plan.steps_per_generation,
-        tokens_without_rows=sum(row.row.sampled_tokens for row in skipped),
+        tokens_without_rows=tokens_elsewhere,
     )
     parts = [
         trim_columns({k: v for k, v in part.items() if v is not None}) for part in split_tensor_dict(tensors, cells)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verifiers.data.plan import BatchPlan
 from verifiers.errors import CheckpointError
 
-__all__ = ["MARKER", "check_resumable", "mark_complete", "mark_incomplete", "newest_complete"]
+__all__ = [
+    "MARKER",
+    "check_resumable",
+    "extra_state",
+    "mark_complete",
+    "mark_incomplete",
+    "newest_complete",
+    "resume_step",
+]
 
 MARKER = "verifiers_state.json"
 
@@ -20,15 +29,22 @@ def mark_incomplete(directory: Path) -> None:
     (directory / MARKER).unlink(missing_ok=True)
 
 
-def mark_complete(directory: Path, plan: BatchPlan, optimizer_step: int) -> None:
-    """Sync the files of a checkpoint to disk, then write the marker that says it is whole."""
+def mark_complete(
+    directory: Path, plan: BatchPlan, optimizer_step: int, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Sync the files of a checkpoint to disk, then write the marker that says it is whole.
+
+    Args:
+        extra: further state by the name of what it belongs to, as JSON; `extra_state` gives it back.
+    """
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             _sync(path)
     state = {
         "optimizer_step": optimizer_step,
         "block_id": plan.first_block_after(optimizer_step),
-        **_fingerprint(plan),
+        **_fingerprint(plan, optimizer_step),
+        "extra": dict(extra or {}),
     }
     partial = directory / f".{MARKER}.partial"
     partial.write_text(json.dumps(state, indent=2) + "\n")
@@ -59,8 +75,14 @@ def check_resumable(directory: str | Path, plan: BatchPlan) -> None:
             f"{directory} has no {MARKER}, so it was not finished or is not ours; give the path of a complete "
             "checkpoint, or resume_from_checkpoint=True for the newest one."
         )
-    saved: dict[str, Any] = json.loads(marker.read_text())
-    for name, value in _fingerprint(plan).items():
+    saved = _marker(directory)
+    for name, value in _fingerprint(plan, int(saved["optimizer_step"])).items():
+        if name == "curriculum" and saved.get(name) != value:
+            raise CheckpointError(
+                f"{directory} was written under another curriculum than this run has up to step "
+                f"{saved['optimizer_step']} ({_difference(saved.get(name), value)}), so its rows would be others; "
+                "change only what comes later, or start a new output_dir."
+            )
         if saved.get(name) != value:
             raise CheckpointError(
                 f"{directory} was written with {name}={saved.get(name)!r}, and this run has {value!r}: its blocks "
@@ -68,8 +90,26 @@ def check_resumable(directory: str | Path, plan: BatchPlan) -> None:
             )
 
 
-def _fingerprint(plan: BatchPlan) -> dict[str, Any]:
-    # what decides which prompts a block holds and where blocks begin; max_steps may grow
+def resume_step(directory: str | Path) -> int:
+    """The optimizer step of a complete checkpoint, from its marker."""
+    return int(_marker(directory)["optimizer_step"])
+
+
+def extra_state(directory: str | Path) -> dict[str, Any]:
+    """What `mark_complete` was given as `extra`; empty for a checkpoint without any."""
+    extra: dict[str, Any] = _marker(directory).get("extra") or {}
+    return extra
+
+
+def _marker(directory: str | Path) -> dict[str, Any]:
+    marker: dict[str, Any] = json.loads((Path(directory) / MARKER).read_text())
+    return marker
+
+
+def _fingerprint(plan: BatchPlan, optimizer_step: int) -> dict[str, Any]:
+    # what decides which prompts a block holds and where blocks begin; max_steps may grow, and so may what a
+    # curriculum says of later steps
+    drawn_by = plan.source.fingerprint(optimizer_step) if plan.source is not None else None
     return {
         "seed": plan.seed,
         "shuffle": plan.shuffle,
@@ -77,7 +117,21 @@ def _fingerprint(plan: BatchPlan) -> dict[str, Any]:
         "num_generations": plan.num_generations,
         "completions_per_block": plan.completions_per_block,
         "updates_per_block": plan.updates_per_block,
+        "curriculum": json.loads(json.dumps(drawn_by)),
     }
+
+
+def _difference(saved: Any, now: Any, where: str = "curriculum") -> str:
+    """The first place where two values of JSON differ, in words."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for key in [*saved, *now]:
+            if saved.get(key) != now.get(key):
+                return _difference(saved.get(key), now.get(key), f"{where}.{key}")
+    if isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for index, (one, other) in enumerate(zip(saved, now, strict=True)):
+            if one != other:
+                return _difference(one, other, f"{where}[{index}]")
+    return f"{where} was {saved!r} and is {now!r}"
 
 
 def _sync(path: Path) -> None:

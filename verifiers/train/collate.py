@@ -29,6 +29,7 @@ __all__ = [
     "TrainingRow",
     "block_rows",
     "pad_rows",
+    "rollout_tokens",
     "rows_to_tensors",
     "trim_columns",
 ]
@@ -79,8 +80,8 @@ class Dropped:
 
     Attributes:
         key: the rollout.
-        reason: why it got no advantage (see `BlockAdvantages.left_out`), "no_sampled_tokens",
-            "longer_than_max_seq_len" or "empty_prompt".
+        reason: why it got no advantage (see `BlockAdvantages.left_out`), "no_sampled_tokens", "stale",
+            "longer_than_max_seq_len", "empty_prompt", "zero_advantage", "zero_variance" or "run_ended".
         row: place of the row in `Rollout.rows`; None where the whole rollout is meant.
         tokens: prompt and completion tokens of what is dropped.
     """
@@ -95,6 +96,7 @@ def block_rows(
     block: ScoredBlock,
     advantages: Mapping[RolloutKey, float | list[float]],
     max_seq_len: int | None = None,
+    oldest_version: int | None = None,
 ) -> tuple[list[TrainingRow], list[Dropped]]:
     """Pick the rows of a block that are trained on, in plan order.
 
@@ -102,6 +104,7 @@ def block_rows(
         block: the scored block.
         advantages: of the rollouts to train on, from `rollout_advantages`.
         max_seq_len: most prompt and completion tokens of a row together; None for no limit.
+        oldest_version: rollouts with a token of an older policy version are dropped whole; None for no limit.
 
     Returns:
         The rows, and what was dropped: whole rollouts (one entry each), and rows that are too long. Rows of a
@@ -117,14 +120,17 @@ def block_rows(
     for index, rollout in enumerate(block.rollouts):
         if rollout.key not in advantages:
             default = rollout.outcome.value if rollout.outcome.is_failure else "no_advantage"
-            tokens = sum(_length(row) for row in rollout.rows)
+            tokens = rollout_tokens(rollout)
             dropped.append(Dropped(rollout.key, reasons.get(rollout.key, default), tokens=tokens))
+            continue
+        if oldest_version is not None and any(row.oldest_version < oldest_version for row in rollout.rows):
+            dropped.append(Dropped(rollout.key, "stale", tokens=rollout_tokens(rollout)))
             continue
         kept, lost = _split_rollout(rollout, advantages[rollout.key], max_seq_len)
         sampled = sum(row.sampled_tokens for row, _ in kept)
         rows += [TrainingRow(row, advantage, index, sampled) for row, advantage in kept]
         if not kept and not lost:
-            lost = [Dropped(rollout.key, "no_sampled_tokens", tokens=sum(map(_length, rollout.rows)))]
+            lost = [Dropped(rollout.key, "no_sampled_tokens", tokens=rollout_tokens(rollout))]
         dropped += lost
     return rows, dropped
 
@@ -258,6 +264,11 @@ def trim_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _leading_false(flags: Tensor) -> int:
     """Number of False entries before the first True."""
     return int((flags.cumsum(0) == 0).sum())
+
+
+def rollout_tokens(rollout: Rollout) -> int:
+    """Prompt and completion tokens of a rollout, over its rows."""
+    return sum(map(_length, rollout.rows))
 
 
 def _length(row: Row) -> int:

@@ -15,6 +15,7 @@ import trl
 
 from verifiers.data.plan import BatchPlan, make_plan
 from verifiers.errors import ConfigError
+from verifiers.train.weight_sync.choice import WEIGHT_SYNCS
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -34,6 +35,14 @@ class GRPOConfig(trl.GRPOConfig):
 
     Args:
         num_batches_ahead: blocks generated ahead of the one being trained; 0 is strictly on policy.
+        max_staleness: optimizer steps that a block's oldest token may be behind at the block's first update. Blocks
+            that would be older are not begun; rollouts that are all the same are dropped and counted. None for
+            num_batches_ahead x updates per block.
+        drain_before_sync: every rollout in flight ends before weights are pushed, so that each block is sampled from
+            one version and a run can be repeated bit for bit; stragglers then leave the server idle. Left out, only
+            where the server cannot keep requests in flight during a push.
+        streaming: train a micro-batch as soon as its groups are scored, in plan order, while the rest of the block is
+            generated; otherwise a block is shuffled and trained when it is whole.
         async_generation_timeout: deadline for one block, in seconds.
         rollout_timeout: deadline for one rollout, in seconds.
         grading_timeout: deadline for scoring one group, in seconds.
@@ -43,6 +52,12 @@ class GRPOConfig(trl.GRPOConfig):
         mask_env_responses: kept for the classic name; tokens of the environment never carry loss.
         zero_truncated_completions: a truncated rollout's reward counts as 0.
         require_full_groups: a group with a failed rollout gives no gradient at all.
+        rollout_retries: how often a rollout that failed before it was scored is run again, with another seed.
+        drop_stragglers_after: once the trainer has waited this long for a block, in seconds, its rollouts that still
+            run are given up, at the earliest when half of the block has ended. Long ones go first, so this biases
+            what is trained: see `rows/dropped_tokens` and `time/straggler_mean_s`. None waits for all.
+        dynamic_sampling: replace groups whose rewards are all equal by groups of other prompts.
+        dynamic_sampling_max_groups: at most so many replacements a block; twice the prompts of a block when left out.
         skip_zero_advantage_rows: leave out rollouts whose advantage is 0, which saves their forward and backward pass
             and changes neither loss nor gradient. Off where anything else reaches the loss: beta, an entropy term,
             loss_type "bnpo". What TRL measures in the loss (entropy, clipping) is then over the rest.
@@ -55,23 +70,34 @@ class GRPOConfig(trl.GRPOConfig):
         rollout_chunk_size: sequences generated at once there.
         old_logprobs_on_rollout_device: compute old log-probs on that copy, micro-batch by micro-batch, while it has
             the weights that the block's first update starts from.
+        weight_sync: how weights reach the rollout servers: "directory" (servers on this host, or a file system that
+            both sides mount), "nccl" (vLLM on other GPUs or hosts), "lora" (the adapter alone, vLLM with
+            --enable-lora), or "auto": "directory" where it can work, else "nccl".
         weight_sync_dir: where pushed weights are written; /dev/shm or the temporary directory when left out.
         weight_sync_timeout: deadline for one push, in seconds.
-        probe_every: every so many pushes the server's log-probs are compared with the trainer's; the first push
-            always is. 0 never again after the first.
+        probe_every: every so many pushes the server's log-probs are compared with the trainer's; the first push and
+            the first that changes anything always are. 0 never again after these.
         probe_tolerance: largest difference accepted, in nats; 1e-3 in float32, 0.1 in half precision when left out.
         eval_temperature: 0 evaluates greedily.
         num_eval_prompts: held-out prompts in an evaluation during training; -1 for all.
         server_url: base URL of the rollout server, with "/v1"; made of TRL's `vllm_server_base_url`, or
             `vllm_server_host` and `vllm_server_port`, when left out.
+        server_urls: several rollout servers of the same model, instead of `server_url`.
         server_model: the policy's name on the server; asked of the server when left out.
         server_wait: how long to wait for the server at the start, in seconds.
+        server_restart_timeout: how long all servers may be away before the run ends, in seconds. One that comes back
+            gets the present weights before it samples.
+        generation: how turns are sent: "auto" as token ids from the second turn on where the server can, so that chat
+            templates that strip earlier reasoning make no forks; "tokens" as token ids always; "messages" never.
         report_to: logging integrations, as in transformers; none unless asked for.
 
     Where there is no accelerator, `use_cpu` is set, and `bf16` and activation checkpointing are off unless given.
     """
 
     num_batches_ahead: int = field(default=1, metadata={"help": "Blocks generated ahead; 0 is on policy."})
+    max_staleness: int | None = field(default=None, metadata={"help": "Oldest token, in optimizer steps."})
+    drain_before_sync: bool | None = field(default=None, metadata={"help": "End rollouts before each push."})
+    streaming: bool = field(default=False, metadata={"help": "Train micro-batches as their groups are scored."})
     async_generation_timeout: float = field(default=600.0, metadata={"help": "Deadline for one block (s)."})
     rollout_timeout: float = field(default=600.0, metadata={"help": "Deadline for one rollout (s)."})
     grading_timeout: float = field(default=120.0, metadata={"help": "Deadline for scoring one group (s)."})
@@ -81,6 +107,10 @@ class GRPOConfig(trl.GRPOConfig):
     mask_env_responses: bool = field(default=True, metadata={"help": "Classic name; always in force."})
     zero_truncated_completions: bool = field(default=False, metadata={"help": "Truncated rollouts score 0."})
     require_full_groups: bool = field(default=False, metadata={"help": "Drop groups with a failed rollout."})
+    rollout_retries: int = field(default=0, metadata={"help": "Further tries of a failed rollout."})
+    drop_stragglers_after: float | None = field(default=None, metadata={"help": "Wait for a block's last (s)."})
+    dynamic_sampling: bool = field(default=False, metadata={"help": "Replace groups without variance."})
+    dynamic_sampling_max_groups: int | None = field(default=None, metadata={"help": "Replacements per block."})
     skip_zero_advantage_rows: bool = field(default=True, metadata={"help": "Save passes that have no gradient."})
     importance_correction: bool = field(default=True, metadata={"help": "Correct sampler against trainer."})
     vllm_importance_sampling_mode: str = field(
@@ -90,6 +120,7 @@ class GRPOConfig(trl.GRPOConfig):
     rollout_device: str | None = field(default=None, metadata={"help": "Hold the rollout server here."})
     rollout_chunk_size: int = field(default=64, metadata={"help": "Sequences at once on rollout_device."})
     old_logprobs_on_rollout_device: bool = field(default=False, metadata={"help": "Old log-probs on the copy."})
+    weight_sync: str = field(default="auto", metadata={"help": "auto, directory, nccl or lora."})
     weight_sync_dir: str | None = field(default=None, metadata={"help": "Where pushed weights are written."})
     weight_sync_timeout: float = field(default=120.0, metadata={"help": "Deadline for one push (s)."})
     probe_every: int = field(default=1, metadata={"help": "Pushes between two log-prob probes."})
@@ -98,8 +129,11 @@ class GRPOConfig(trl.GRPOConfig):
     eval_temperature: float = field(default=0.0, metadata={"help": "0 evaluates greedily."})
     num_eval_prompts: int = field(default=-1, metadata={"help": "Held-out prompts; -1 for all."})
     server_url: str = field(default="", metadata={"help": "Rollout server; from vllm_server_* when left out."})
+    server_urls: list[str] | None = field(default=None, metadata={"help": "Several rollout servers."})
     server_model: str | None = field(default=None, metadata={"help": "The policy's name on the server."})
     server_wait: float = field(default=300.0, metadata={"help": "How long to wait for the server (s)."})
+    server_restart_timeout: float = field(default=300.0, metadata={"help": "How long servers may be away (s)."})
+    generation: str = field(default="auto", metadata={"help": "Turns as 'messages', as 'tokens', or 'auto'."})
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
         default=None, metadata={"help": "Recompute activations; on where there is an accelerator."}
     )
@@ -117,6 +151,8 @@ class GRPOConfig(trl.GRPOConfig):
         self._refuse_biased_sampling()
         if self.old_logprobs_on_rollout_device and self.rollout_device is None:
             raise ConfigError("old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.")
+        if self.server_urls:
+            self.server_url = self.server_urls[0]
         if not self.server_url:
             # TRL's default host is the one a server listens on; a client reaches it through loopback
             host = "127.0.0.1" if self.vllm_server_host == "0.0.0.0" else self.vllm_server_host
@@ -144,6 +180,7 @@ class GRPOConfig(trl.GRPOConfig):
             raise ConfigError(f"loss_type is {self.loss_type!r}; choose one of {', '.join(LOSS_TYPES)}.")
         if self.num_batches_ahead < 0:
             raise ConfigError(f"num_batches_ahead is {self.num_batches_ahead}; give 0 (on policy) or more.")
+        self._refuse_bad_asynchrony()
         if self.vllm_importance_sampling_mode not in CORRECTION_MODES:
             raise ConfigError(
                 f"vllm_importance_sampling_mode is {self.vllm_importance_sampling_mode!r}; choose one of "
@@ -154,9 +191,55 @@ class GRPOConfig(trl.GRPOConfig):
                 f"loss_type='vespo' multiplies the tokens' ratios itself, so vllm_importance_sampling_mode="
                 f"{self.vllm_importance_sampling_mode!r} counts a row's ratio once a token; use 'token_truncate'."
             )
+        if self.weight_sync not in WEIGHT_SYNCS:
+            raise ConfigError(f"weight_sync is {self.weight_sync!r}; choose one of {', '.join(WEIGHT_SYNCS)}.")
         if self.use_vllm:
             # TRL would start an engine or a client of its own; ours is the rollout server's
             self.use_vllm = False
+
+    def _refuse_bad_asynchrony(self) -> None:
+        for name in ("max_staleness", "rollout_retries", "dynamic_sampling_max_groups"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} is {value}; give 0 or more.")
+        if self.drop_stragglers_after is not None and self.drop_stragglers_after <= 0:
+            raise ConfigError(
+                f"drop_stragglers_after is {self.drop_stragglers_after:g}; give seconds above 0, or None to wait."
+            )
+
+        if self.streaming:
+            self._refuse_unstreamable()
+
+    def _refuse_unstreamable(self) -> None:
+        """Refuse what needs the whole block, or the whole update, before its first micro-batch."""
+        if self.scale_rewards == "batch":
+            raise ConfigError(
+                "scale_rewards='batch' needs the rewards of the whole block before its first micro-batch is trained; "
+                "use 'group' or 'none', or streaming=False."
+            )
+        if self.loss_type == "bnpo":
+            raise ConfigError(
+                "loss_type='bnpo' divides by each micro-batch's own tokens, which streaming cannot weigh; use "
+                "'dapo', or streaming=False."
+            )
+        if self.entropy_coef != 0.0 or self.use_adaptive_entropy:
+            raise ConfigError(
+                "an entropy bonus is a mean over each micro-batch, which streaming would rescale with the loss; set "
+                "entropy_coef=0.0, or streaming=False."
+            )
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether tokens may come from older weights than those that they are first trained under."""
+        several = (self.steps_per_generation or 1) > self.gradient_accumulation_steps
+        return self.num_batches_ahead > 0 or (self.streaming and several)
+
+    def spare_groups(self, prompts_per_block: int) -> int:
+        """Prompts that may stand in for a block's flat groups."""
+        if not self.dynamic_sampling:
+            return 0
+        most = self.dynamic_sampling_max_groups
+        return 2 * prompts_per_block if most is None else most
 
     def _refuse_indivisible_sizes(self) -> None:
         """Ask the plan before TRL does: its message names the nearest sizes that do divide."""
@@ -187,7 +270,7 @@ class GRPOConfig(trl.GRPOConfig):
                 f"temperature is 0 with num_generations={self.num_generations}: the rollouts of a group would be the "
                 "same and no advantage could differ from 0; give a temperature above 0, such as 1.0."
             )
-        if not self.importance_correction:
+        if not self.importance_correction and not self.may_be_stale:
             return
         biased = {
             "top_p": self.top_p if self.top_p < 1.0 else None,
@@ -196,6 +279,13 @@ class GRPOConfig(trl.GRPOConfig):
             "repetition_penalty": self.repetition_penalty if self.repetition_penalty != 1.0 else None,
         }
         for name, value in biased.items():
+            if value is not None and not self.importance_correction:
+                raise ConfigError(
+                    f"{name}={value:g} with num_batches_ahead={self.num_batches_ahead} and without "
+                    "importance_correction: the ratio to the sampler's log-probs is then all that tells stale tokens "
+                    f"from fresh ones, and they are those of a cut distribution; leave {name} out, or set "
+                    "num_batches_ahead=0."
+                )
             if value is not None:
                 raise ConfigError(
                     f"{name}={value:g} with importance_correction would bias the correction, for the sampler's "

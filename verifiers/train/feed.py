@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from verifiers.data.plan import BatchPlan, rollout_seed
 from verifiers.envs.dataset_format import row_fields
 from verifiers.errors import GenerationError
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import RolloutRequest, ScoredBlock
+from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.types import RolloutKey
 
 __all__ = ["BlockFeed"]
@@ -20,80 +20,166 @@ logger = logging.getLogger("verifiers.train")
 
 
 class BlockFeed:
-    """Keeps `num_batches_ahead` blocks in flight and hands them out in order.
+    """Keeps blocks in flight ahead of the trainer and hands them out in order.
 
     Args:
         dataset: training rows.
         plan: says which prompts a block has.
-        generator: produces blocks.
+        generator: produces blocks; its `num_batches_ahead` bounds what is in flight.
         push: sends the present weights to the server, stamped with the optimizer step given.
+        drains: every rollout in flight ends before weights are pushed. Otherwise they go on under the new weights,
+            and each token is stamped with its own version.
+        max_staleness: optimizer steps that a block's oldest token may be behind at the block's first update; None
+            for what `num_batches_ahead` gives.
+        spare_groups: prompts held ready for a block's flat groups.
 
     Attributes:
         server_version: optimizer step whose weights the server holds; None before the first push.
-        seconds: time spent in the newest `next` on "sync" and "wait".
+        seconds: time spent on "sync" and "wait" for the newest block.
     """
 
     def __init__(
-        self, dataset: Any, plan: BatchPlan, generator: AsyncBatchGenerator, push: Callable[[int], None]
+        self,
+        dataset: Any,
+        plan: BatchPlan,
+        generator: AsyncBatchGenerator,
+        push: Callable[[int], None],
+        *,
+        drains: bool = False,
+        max_staleness: int | None = None,
+        spare_groups: int = 0,
     ) -> None:
         self._dataset = dataset
         self._plan = plan
         self._generator = generator
         self._push = push
+        self.drains = drains
+        self._max_staleness = max_staleness
+        self._spare_groups = spare_groups
         self._submitted: set[int] = set()
         self.server_version: int | None = None
         self.seconds: dict[str, float] = {}
 
+    @property
+    def blocks_ahead(self) -> int:
+        """Blocks in flight beyond the one that is wanted: none is begun that would be too stale when it is wanted."""
+        ahead = self._generator.num_batches_ahead
+        if self._max_staleness is not None:
+            ahead = min(ahead, self._max_staleness // self._plan.updates_per_block)
+        return ahead
+
     def sync(self, optimizer_step: int) -> None:
         """Bring the server to the weights of `optimizer_step`; does nothing where it has them."""
-        if self.server_version != optimizer_step:
-            started = time.perf_counter()
-            self._push(optimizer_step)
-            self.server_version = optimizer_step
-            self._generator.policy_version = optimizer_step
-            self.seconds["sync"] = self.seconds.get("sync", 0.0) + time.perf_counter() - started
+        if self.server_version == optimizer_step:
+            return
+        if self.drains:
+            self._timed("wait", self._generator.drain)
+        self._timed("sync", lambda: self._push(optimizer_step))
+        self.server_version = optimizer_step
+        self._generator.policy_version = optimizer_step
 
-    def next(self, block_id: int, optimizer_step: int) -> ScoredBlock:
-        """The block to train from `optimizer_step` on.
+    def begin(self, block_id: int, optimizer_step: int) -> None:
+        """Push the weights that the block is trained from on, and submit what may be in flight while it is trained.
 
-        The block is finished before weights are pushed, so with `num_batches_ahead` 1 no rollout spans the push;
-        with more, and where an evaluation pushes, rollouts in flight go on under the new weights, and each token is
-        stamped with its own version. Then the next blocks are submitted, no further ahead than the plan allows.
+        The push comes before the block is waited for: its stragglers, and blocks after it, run on meanwhile.
         """
         self.seconds = {}
-        ready = self._take(block_id) if block_id in self._submitted else None
         self.sync(optimizer_step)
-        last = min(block_id + self._generator.num_batches_ahead, self._plan.blocks - 1)
+        last = min(block_id + self.blocks_ahead, self._plan.blocks - 1)
         for ahead in range(block_id, last + 1):
             if ahead not in self._submitted:
-                self._generator.submit(ahead, self.requests(ahead), policy_version=optimizer_step)
-                self._submitted.add(ahead)
-        block = ready if ready is not None else self._take(block_id)
-        self._check_staleness(block, optimizer_step)
+                self._submit(ahead, optimizer_step)
+
+    def take(self, block_id: int, optimizer_step: int) -> ScoredBlock:
+        """The block, once all of it is scored.
+
+        Raises:
+            GenerationError: it holds tokens of weights that no push of this run can explain.
+        """
+        block: ScoredBlock = self._timed("wait", lambda: self._generator.get(block_id))
+        self._submitted.discard(block_id)
+        self._check_staleness(block.groups, block_id, optimizer_step)
         return block
+
+    def groups(self, block_id: int, start: int, stop: int, optimizer_step: int) -> list[Group]:
+        """The block's groups `start` .. `stop` - 1, once all up to there are scored; the block stays to be taken."""
+        groups = self._timed("wait", lambda: self._generator.groups(block_id, stop))[start:]
+        self._check_staleness(groups, block_id, optimizer_step)
+        return list(groups)
+
+    def oldest_version(self, optimizer_step: int) -> int | None:
+        """The oldest policy version whose tokens are trained from `optimizer_step` on; None for any."""
+        return None if self._max_staleness is None else optimizer_step - self._max_staleness
+
+    def finished_blocks(self) -> list[ScoredBlock]:
+        """What a checkpoint keeps of the blocks in flight.
+
+        Where pushes wait for rollouts in flight, that is all of them: the push that follows would wait as long. Where
+        they do not, it is what is finished; the rest is generated again after a resume.
+        """
+        if self.drains:
+            self._generator.drain()
+        return self._generator.finished_blocks()
+
+    def restore(self, blocks: Iterable[ScoredBlock]) -> list[int]:
+        """Hold blocks of a checkpoint instead of generating them; those too stale for these settings are left out.
+
+        Returns:
+            The ids of the blocks held.
+        """
+        allowed = self.blocks_ahead * self._plan.updates_per_block
+        held = []
+        for block in blocks:
+            first_update = block.block_id * self._plan.updates_per_block
+            if first_update - _oldest(block.groups, first_update) <= allowed:
+                self._generator.restore(block)
+                self._submitted.add(block.block_id)
+                held.append(block.block_id)
+        return held
 
     def requests(self, block_id: int) -> list[RolloutRequest]:
         """The rollouts of a block, each with the sampling seed that (seed, block, example, generation) gives."""
-        requests = []
-        for example_id, generation in self._plan.requests(block_id):
-            prompt, answer, task, info = row_fields(self._dataset[example_id])
-            key = RolloutKey(block_id, example_id, generation)
-            seed = rollout_seed(self._plan.seed, key)
-            requests.append(RolloutRequest(key, prompt, answer, task, info, seed))
-        return requests
+        return [self._request(block_id, *planned) for planned in self._plan.requests(block_id)]
 
-    def _take(self, block_id: int) -> ScoredBlock:
+    def spares(self, block_id: int) -> list[RolloutRequest]:
+        """Rollouts of the prompts that replace the block's flat groups, by (seed, block) alone."""
+        if not self._spare_groups:
+            return []
+        chosen = self._plan.spare_ids(block_id, self._spare_groups)
+        generations = range(self._plan.num_generations)
+        return [
+            self._request(block_id, example_id, generation) for example_id in chosen for generation in generations
+        ]
+
+    def _submit(self, block_id: int, optimizer_step: int) -> None:
+        spares = self.spares(block_id)
+        self._generator.submit(block_id, self.requests(block_id), policy_version=optimizer_step, spares=spares)
+        self._submitted.add(block_id)
+
+    def _request(self, block_id: int, example_id: int, generation: int) -> RolloutRequest:
+        prompt, answer, task, info = row_fields(self._dataset[example_id])
+        key = RolloutKey(block_id, example_id, generation)
+        return RolloutRequest(key, prompt, answer, task, info, rollout_seed(self._plan.seed, key))
+
+    def _timed(self, stage: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()
-        block = self._generator.get(block_id)
-        self.seconds["wait"] = self.seconds.get("wait", 0.0) + time.perf_counter() - started
-        return block
+        try:
+            return work()
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
-    def _check_staleness(self, block: ScoredBlock, optimizer_step: int) -> None:
+    def _check_staleness(self, groups: list[Group], block_id: int, optimizer_step: int) -> None:
         allowed = self._generator.num_batches_ahead * self._plan.updates_per_block
-        oldest = min((row.oldest_version for rollout in block for row in rollout.rows), default=optimizer_step)
-        if not 0 <= optimizer_step - oldest <= allowed:
+        first_update = block_id * self._plan.updates_per_block
+        oldest = _oldest(groups, first_update)
+        if oldest > optimizer_step or first_update - oldest > allowed:
             raise GenerationError(
-                f"block {block.block_id} holds tokens of policy version {oldest} at optimizer step {optimizer_step}, "
+                f"block {block_id} holds tokens of policy version {oldest} at optimizer step {optimizer_step}, "
                 f"and num_batches_ahead={self._generator.num_batches_ahead} allows a staleness of {allowed}: the "
                 "server's weight version and the trainer's disagree."
             )
+
+
+def _oldest(groups: Iterable[Group], default: int) -> int:
+    rows = (row for group in groups for rollout in group.rollouts for row in rollout.rows)
+    return min((row.oldest_version for row in rows), default=default)

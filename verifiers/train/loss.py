@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from verifiers.train.config import GRPOConfig
-from verifiers.train.correction import Mismatch, correction_weights, measure_mismatch
+from verifiers.train.correction import (
+    Mismatch,
+    correction_weights,
+    join_mismatches,
+    measure_mismatch,
+    mismatch_metrics,
+)
 from verifiers.train.row_weights import WeightedBeta
 
 __all__ = ["CorrectedLoss"]
@@ -41,7 +48,6 @@ class CorrectedLoss(trl.GRPOTrainer):
             loss: Tensor = super()._compute_loss(model, inputs)
         finally:
             self.beta, self._correcting = beta, None
-        self._log_mismatch()
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -73,20 +79,25 @@ class CorrectedLoss(trl.GRPOTrainer):
             else:
                 advantages = inputs["advantages"]
                 inputs["advantages"] = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages) * weights_RC
-        mismatch = measure_mismatch(old_RC, sampling_RC, mask_RC, weights_RC)
-        if mismatch is not None:
+        # without the correction the old log-probs may be the sampler's own
+        proximal_RC = old_RC if self.args.importance_correction else current_logps_RC
+        mismatch = measure_mismatch(
+            proximal_RC, sampling_RC, mask_RC, weights_RC, self.args.vllm_importance_sampling_mode
+        )
+        if mismatch is not None and self.model.training:
             self._mismatch.append(mismatch)
 
-    def _log_mismatch(self) -> None:
-        parts, self._mismatch = self._mismatch, []
-        for part in parts:
-            log = self._metrics["train" if self.model.training else "eval"]
-            log["mismatch_kl"].append(part.kl_sum / part.tokens)
-            log["sampling/importance_sampling_ratio/mean"].append(part.ratio_sum / part.tokens)
-            log["sampling/importance_sampling_ratio/min"].append(part.ratio_min)
-            log["sampling/importance_sampling_ratio/max"].append(part.ratio_max)
-            log["sampling/sampling_logp_difference/max"].append(part.difference_max)
-            log["sampling/clipped_share"].append(part.clipped / part.tokens)
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL's; how far sampler and trainer are apart is summed up over micro-batches and ranks first."""
+        if self.model.training:
+            parts, self._mismatch = self._mismatch, []
+            mismatch = join_mismatches(parts)
+            if self.accelerator.num_processes > 1:
+                mismatch = join_mismatches([part for part in gather_object([mismatch]) if part is not None])
+            if mismatch is not None:
+                for name, value in mismatch_metrics(mismatch).items():
+                    self._metrics["train"][name].append(value)
+        super().log(logs, start_time)
 
     @torch.no_grad()
     def _logps(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev, stdev
 
 from verifiers.data.plan import BatchPlan
-from verifiers.rollouts.rollout import Rollout, ScoredBlock
+from verifiers.rollouts.block_run import STRAGGLER
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.block import TrainingBlock
 from verifiers.types import Outcome
 
@@ -36,7 +37,8 @@ def reward_summary(rewards_by_rank: Sequence[Sequence[float]], rank: int) -> dic
 
 def block_metrics(block: ScoredBlock, trained: TrainingBlock, plan: BatchPlan, rank: int = 0) -> dict[str, float]:
     """Every metric of one block, from its rollouts and what is trained of them."""
-    rollouts = list(block)
+    # those of filtered groups too: a mean over what is kept would show the filter, not the policy
+    rollouts = list(block.launched)
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     by_rank = _rewards_by_rank(rollouts, plan.num_processes)
     metrics = reward_summary(by_rank, rank)
@@ -46,9 +48,12 @@ def block_metrics(block: ScoredBlock, trained: TrainingBlock, plan: BatchPlan, r
     metrics["frac_reward_zero_std"] = trained.advantages.result.frac_reward_zero_std
     metrics.update(_reward_functions(scored))
     metrics.update(_outcomes(rollouts))
+    metrics.update(_drops(rollouts, trained))
+    metrics.update(_tasks(block))
     metrics.update(_lengths(block))
     metrics.update(_rows(rollouts, trained))
     metrics.update(_timing(block))
+    metrics["rollouts/groups_replaced"] = float(len(block.filtered))
     metrics["rollouts/completions_per_prompt"] = float(plan.num_generations)
     metrics["rollouts/chunk_size"] = float(plan.completions_per_block)
     metrics["rollouts/total_per_process"] = plan.completions_per_block / plan.num_processes
@@ -116,15 +121,51 @@ def _rows(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, floa
     cells = [cell for cells in trained.batches for cell in cells]
     real = sum(int((cell["sampled_tokens"] > 0).sum()) for cell in cells)
     total = sum(len(cell["sampled_tokens"]) for cell in cells)
-    metrics = {
+    return {
         "rollouts/turns": turns / max(1, len(rollouts)),
         "rollouts/fork_rate": sum(rollout.forks for rollout in rollouts) / max(1, turns),
         "rows/trained": float(real),
         "rows/padding": float(total - real),
         "rows/dropped": float(len(trained.dropped)),
     }
+
+
+def _drops(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, float]:
+    """What is not trained on, by reason, with its mean length: what is dropped is seldom of the usual length."""
+    metrics: dict[str, float] = {}
     for reason in sorted({item.reason for item in trained.dropped}):
-        metrics[f"rows/dropped/{reason}"] = float(sum(item.reason == reason for item in trained.dropped))
+        tokens = [item.tokens for item in trained.dropped if item.reason == reason]
+        metrics[f"rows/dropped/{reason}"] = float(len(tokens))
+        metrics[f"rows/dropped_tokens/{reason}"] = fmean(tokens)
+    stragglers = [r.timing.generation_s for r in rollouts if r.failure is not None and r.failure.kind == STRAGGLER]
+    if stragglers:
+        # nobody knows how long they would have become, so theirs is told in seconds
+        metrics["time/straggler_mean_s"] = fmean(stragglers)
+    return metrics
+
+
+def _tasks(block: ScoredBlock) -> dict[str, float]:
+    """The main figures of each environment of a mixture, by the rollouts' `task`."""
+    by_task: dict[str, list[Group]] = {}
+    for group in (*block.groups, *block.filtered):
+        by_task.setdefault(group.rollouts[0].task, []).append(group)
+    if set(by_task) == {"default"}:
+        return {}
+    metrics: dict[str, float] = {}
+    for task, groups in sorted(by_task.items()):
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        lengths = [_sampled(rollout) for rollout in rollouts if rollout.rows]
+        compared = [group.scored for group in groups if len(group.scored) > 1]
+        metrics[f"tasks/{task}/prompts"] = float(len(groups))
+        metrics[f"tasks/{task}/failed"] = float(sum(rollout.outcome.is_failure for rollout in rollouts))
+        if rewards:
+            metrics[f"tasks/{task}/reward"] = fmean(rewards)
+        if lengths:
+            metrics[f"tasks/{task}/mean_length"] = fmean(lengths)
+        if compared:
+            flat = [max(r.reward or 0.0 for r in group) == min(r.reward or 0.0 for r in group) for group in compared]
+            metrics[f"tasks/{task}/frac_reward_zero_std"] = fmean(map(float, flat))
     return metrics
 
 

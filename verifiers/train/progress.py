@@ -62,9 +62,11 @@ class ProgressLines(TrainerCallback):
         blocks = self._steps_since_last() / self.plan.updates_per_block
         self._failed += logs.get("rollouts/failed", 0.0) * blocks
         self._tokens += logs.get("rollouts/sampled_tokens", 0.0) * blocks
+        stage = self.plan.source.stage_name(state.global_step - 1) if self.plan.source is not None else ""
         return (
             f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
-            f"  reward {logs['reward']:.3f}"
+            + (f"  stage {stage}" if stage else "")
+            + f"  reward {logs['reward']:.3f}"
             f"  loss {logs.get('loss', 0.0):+.4f}"
             f"  errors {self._failed:.0f}"
             f"  tok/s {self._tokens / max(elapsed, 1e-9):,.0f}"

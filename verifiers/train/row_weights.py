@@ -100,7 +100,7 @@ def row_weights(
 
 
 def num_items_in_batch(
-    sampled_tokens_R: Tensor, *, num_micro_batches: int, steps_per_generation: int, tokens_without_rows: int = 0
+    sampled_tokens_R: Tensor, *, num_micro_batches: int, steps_per_generation: int, tokens_without_rows: float = 0
 ) -> Tensor:
     """What to pass to TRL so that dapo, cispo and vespo divide by the sampled tokens of this update.
 

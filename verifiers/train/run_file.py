@@ -13,6 +13,12 @@
     [trainer]              # any field of GRPOConfig under its own name
     num_generations = 8
 
+    [environments.short]   # several by name, in place of [environment]: the datasets of a curriculum
+    id = "reasoning-gym-env"
+
+    [curriculum]           # what is drawn when
+    stages = [{ name = "warm", until_step = 20, datasets = ["short"] }, ...]
+
 Unknown keys are errors that name the nearest known one.
 """
 
@@ -27,6 +33,9 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from verifiers.data.adaptive import Adapts
+from verifiers.data.curriculum import Curriculum
+from verifiers.data.curriculum_table import curriculum_or_rule_from
 from verifiers.errors import ConfigError
 
 __all__ = ["EnvironmentTable", "LoraTable", "ModelTable", "RunFile", "ServerTable", "load_run_file"]
@@ -66,13 +75,28 @@ class LoraTable(_Table):
 
 
 class RunFile(_Table):
-    """A whole run."""
+    """A whole run. Give `environment`, or `environments` by name: they are trained as one group."""
 
-    environment: EnvironmentTable
+    environment: EnvironmentTable | None = Field(default=None)
+    environments: dict[str, EnvironmentTable] = Field(default_factory=dict)
     model: ModelTable
     server: ServerTable = Field(default_factory=ServerTable)
     trainer: dict[str, Any] = Field(default_factory=dict, description="Fields of verifiers.GRPOConfig.")
     lora: LoraTable | None = Field(default=None)
+    curriculum: dict[str, Any] | None = Field(default=None, description="Stages, levels or pools of datasets.")
+
+    @property
+    def name(self) -> str:
+        """What is trained on, for the name of the output directory."""
+        return self.environment.id if self.environment is not None else "-".join(self.environments)
+
+    def curriculum_of(self, seed: int) -> Curriculum | Adapts | None:
+        """The curriculum, if the file has one; `seed` where it gives none of its own.
+
+        Raises:
+            ConfigError: it cannot be; one sentence.
+        """
+        return None if self.curriculum is None else curriculum_or_rule_from(self.curriculum, seed)
 
 
 def load_run_file(path: str | Path) -> RunFile:
@@ -98,6 +122,10 @@ def load_run_file(path: str | Path) -> RunFile:
     ):
         if isinstance(data.get(name), dict):
             _check_keys(path, name, data[name], table.model_fields)
+    if isinstance(data.get("environments"), dict):
+        for name, table in data["environments"].items():
+            if isinstance(table, dict):
+                _check_keys(path, f"environments.{name}", table, EnvironmentTable.model_fields)
     if isinstance(data.get("trainer"), dict):
         _check_keys(path, "trainer", data["trainer"], trainer_fields())
         data["trainer"] = _checked_values(path, data["trainer"])
@@ -109,6 +137,16 @@ def load_run_file(path: str | Path) -> RunFile:
         raise ConfigError(f"{path}: {where}: {first['msg']} (given: {first['input']!r}).") from None
     if run.server.url is not None and run.server.launch is not None:
         raise ConfigError(f"{path}: [server] has both url and launch; give url for a running server, else launch.")
+    if run.environment is None and not run.environments:
+        raise ConfigError(f"{path}: environment: Field required (give [environment], or [environments.NAME] tables).")
+    if run.environment is not None and run.environments:
+        raise ConfigError(
+            f"{path} has both [environment] and [environments]; give one environment, or several by name."
+        )
+    try:
+        run.curriculum_of(0)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return run
 
 

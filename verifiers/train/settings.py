@@ -64,7 +64,7 @@ def training_sampling_args(env: Any, args: GRPOConfig) -> dict[str, Any]:
             "the ratio between them would be wrong; set both to the same."
         )
     extra = dict(given.pop("extra_body", None) or {})
-    if args.importance_correction:
+    if args.importance_correction or args.may_be_stale:
         _refuse_biased_sampling({**given, **extra})
     if args.top_k and args.top_k > 0:
         extra["top_k"] = args.top_k

@@ -7,33 +7,44 @@ metrics. The private names of TRL that we rely on are listed in `TRL_PRIVATE_NAM
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, ProgressCallback
 
+from verifiers.data.adaptive import Adapts
+from verifiers.data.curriculum import Curriculum
 from verifiers.envs.ending import teardown_at_exit
-from verifiers.errors import GenerationError
+from verifiers.errors import ConfigError, Error
+from verifiers.rollouts.block_run import GroupPolicy
 from verifiers.rollouts.endpoint import Endpoint
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.rollouts.sync import WeightSync
-from verifiers.train.block import TrainingBlock, build_training_block
-from verifiers.train.checkpoint import check_resumable, mark_complete, mark_incomplete, newest_complete
+from verifiers.train.advantages import group_is_flat
+from verifiers.train.checkpoint import (
+    check_resumable,
+    extra_state,
+    mark_complete,
+    mark_incomplete,
+    newest_complete,
+    resume_step,
+)
 from verifiers.train.config import GRPOConfig
+from verifiers.train.curriculum import curriculum_state, planned_run, restore_curriculum, still_planned
+from verifiers.train.data_plane import DataPlane
 from verifiers.train.evaluation import evaluate_policy, evaluation_metrics
 from verifiers.train.feed import BlockFeed
-from verifiers.train.metrics import block_metrics
+from verifiers.train.ledger import Ledger
 from verifiers.train.models import check_model_path, get_tokenizer
 from verifiers.train.progress import ProgressLines
-from verifiers.train.pushes import PushingTrainer
+from verifiers.train.saved_blocks import load_blocks, save_blocks
 from verifiers.train.settings import refuse_mid_block_saves, training_sampling_args
-from verifiers.train.weight_sync import DirectorySync, HeldSync
+from verifiers.train.weight_sync import HeldSync
 
 __all__ = ["TRL_PRIVATE_NAMES", "GRPOTrainer"]
 
@@ -49,8 +60,10 @@ TRL_PRIVATE_NAMES = (
 )
 """What we override or read of `trl.GRPOTrainer` beyond its documented surface."""
 
+logger = logging.getLogger("verifiers.train")
 
-class GRPOTrainer(PushingTrainer):
+
+class GRPOTrainer(DataPlane):
     """Trains a policy on an environment through a rollout server.
 
     Args:
@@ -58,9 +71,11 @@ class GRPOTrainer(PushingTrainer):
         env: the environment: its training rows are the prompts, its rubric gives the rewards.
         args: settings; `grpo_defaults()` gives the classic ones.
         processing_class: the tokenizer; loaded beside the model when left out.
-        client: an openai client or Endpoint for the rollouts; made from `args.server_url` when left out.
-        weight_sync: how weights reach the server; `DirectorySync` when left out.
+        client: an openai client or Endpoint for the rollouts; routes to `args.server_urls` when left out.
+        weight_sync: how weights reach the servers; the kind that `args.weight_sync` names when left out.
         callbacks, optimizers, peft_config: as in TRL.
+        curriculum: stages of datasets, or a rule that follows how well the policy does; the datasets are the
+            environments of a group, or the values of the column `task`.
 
     Raises:
         ConfigError: sizes that do not divide, settings that contradict each other or the environment.
@@ -78,6 +93,7 @@ class GRPOTrainer(PushingTrainer):
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
+        curriculum: Curriculum | Adapts | None = None,
     ) -> None:
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
         if isinstance(model, str):
@@ -85,7 +101,7 @@ class GRPOTrainer(PushingTrainer):
             processing_class = processing_class or get_tokenizer(model, padding_side="left")
         self.env = env
         dataset = env.get_dataset()
-        self.plan = args.batch_plan(len(dataset))
+        self.plan = planned_run(args, env, curriculum)
         args.max_steps = self.plan.max_steps
         refuse_mid_block_saves(args, self.plan.updates_per_block)
         self.sampling_args = training_sampling_args(env, args)
@@ -102,17 +118,27 @@ class GRPOTrainer(PushingTrainer):
         )
         self._rows = dataset
         self._client_given = client is not None
-        self._client = client if client is not None else Endpoint(args.server_url)
-        self.weight_sync = weight_sync or self._default_sync(args)
-        self.generator: AsyncBatchGenerator | None = None
-        self.feed: BlockFeed | None = None
-        self.last_block: ScoredBlock | None = None
-        self._block: TrainingBlock | None = None
+        self._client = client if client is not None else self._default_client()
+        self.weight_sync = weight_sync or self._default_sync()
+        if args.streaming:
+            self._refuse_unstreamable()
         # lines of our own replace the bar and the raw dicts of transformers
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         if not any(isinstance(callback, ProgressLines) for callback in callbacks or []):
             self.add_callback(ProgressLines(self.plan))
+
+    def _refuse_unstreamable(self) -> None:
+        if self.aux_loss_enabled:
+            raise ConfigError(
+                "the router loss of a mixture-of-experts model is a mean over each micro-batch, which streaming "
+                "would rescale; set streaming=False."
+            )
+        if self.is_deepspeed_enabled:
+            raise ConfigError(
+                "DeepSpeed keeps gradients to itself, and streaming has to rescale them; set streaming=False, or use "
+                "FSDP."
+            )
 
     # -- a run --------------------------------------------------------------------------------------------
 
@@ -138,10 +164,19 @@ class GRPOTrainer(PushingTrainer):
         if resume_from_checkpoint:
             check_resumable(resume_from_checkpoint, self.plan)
         try:
-            self._on_rank_0(self.open)
+            self._on_rank_0(lambda: self._open_run(resume_from_checkpoint or None))
             return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         finally:
             self.close()
+
+    def _open_run(self, checkpoint: str | bool | None) -> None:
+        self.open()
+        assert self.feed is not None
+        step = resume_step(str(checkpoint)) if checkpoint else 0
+        self.ledger = Ledger(str(self.args.output_dir), self.plan.first_block_after(step))
+        if checkpoint:
+            restore_curriculum(self.plan, extra_state(str(checkpoint)))
+            self.feed.restore(still_planned(self.plan, load_blocks(str(checkpoint))))
 
     def open(self) -> None:
         """Wait for the rollout server and start the generator (rank 0); `train` and `evaluate` do it."""
@@ -149,10 +184,10 @@ class GRPOTrainer(PushingTrainer):
             return
         # not in close: an evaluation may follow the training
         teardown_at_exit(self.env)
-        self.weight_sync.connect(self.args.server_wait)
+        self._connect_servers()
         if isinstance(self.weight_sync, HeldSync) and not self._client_given:
             self._client = Endpoint(self.weight_sync.url)
-        model = self.args.server_model or self._server().model_name()
+        model = self._policy_name()
         self.args.server_model = model
         self.generator = AsyncBatchGenerator(
             self.env,
@@ -165,138 +200,53 @@ class GRPOTrainer(PushingTrainer):
             generation_timeout_s=self.args.async_generation_timeout,
             rollout_timeout_s=self.args.rollout_timeout,
             grading_timeout_s=self.args.grading_timeout,
+            generation=self.args.generation,
+            group_policy=self._group_policy(),
+            drop_stragglers_after_s=self.args.drop_stragglers_after,
         ).start()
-        self.feed = BlockFeed(self._rows, self.plan, self.generator, self._push_weights)
+        self.feed = BlockFeed(
+            self._rows,
+            self.plan,
+            self.generator,
+            self._push_weights,
+            drains=self._drains(),
+            max_staleness=self.args.max_staleness,
+            spare_groups=self.args.spare_groups(self.plan.prompts_per_block),
+        )
 
     def close(self) -> None:
         """End the generator's thread and give back what weight pushes used. May be called twice."""
         generator, self.generator, self.feed = self.generator, None, None
+        self.ledger = None
         if generator is not None:
             generator.close()
         self.weight_sync.close()
 
-    def _default_sync(self, args: GRPOConfig) -> WeightSync:
-        if args.rollout_device is not None:
-            return HeldSync(
-                lambda: self.accelerator.unwrap_model(self.model),
-                self.processing_class,
-                args.rollout_device,
-                slots=args.rollout_chunk_size,
-                timeout_s=args.weight_sync_timeout,
+    def _group_policy(self) -> GroupPolicy:
+        args = self.args
+
+        def is_flat(group: Group) -> bool:
+            return group_is_flat(group, zero_truncated_completions=args.zero_truncated_completions)
+
+        return GroupPolicy(retries=args.rollout_retries, is_flat=is_flat if args.dynamic_sampling else None)
+
+    def _drains(self) -> bool:
+        """Whether rollouts in flight end before a push: as asked for, or because the server would lose them."""
+        if self.args.drain_before_sync is not None:
+            return self.args.drain_before_sync
+        keeps = bool(getattr(self.weight_sync, "keeps_requests", True))
+        if not keeps and self.args.num_batches_ahead:
+            logger.warning(
+                "%s cannot keep requests in flight while it loads weights, so every push waits for the rollouts in "
+                "flight to end; stragglers then leave the server idle (drain_before_sync).",
+                type(self.weight_sync).__name__,
             )
-        url = str(getattr(self._client, "base_url", args.server_url))
-        key = getattr(self._client, "api_key", "EMPTY")
-        return DirectorySync(url, args.weight_sync_dir, args.weight_sync_timeout, key)
+        return not keeps
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One empty item a micro-step: the trainer feeds itself, so nothing is read and skipped on resume."""
         steps = self.plan.max_steps * self.plan.gradient_accumulation_steps
         return DataLoader(_EmptySteps(steps), batch_size=1, collate_fn=_first)
-
-    # -- batches ------------------------------------------------------------------------------------------
-
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        # the block follows the optimizer step: micro-step counters start at 0 again after a resume
-        step = self.state.global_step
-        position = self.plan.position(step, self._step % self.plan.gradient_accumulation_steps)
-        # raised on every rank before the next micro-step
-        self._on_rank_0(self._stop_if_broken)
-        if self._block is None or self._block.block_id != position.block_id:
-            self._block = self._next_block(position.block_id, step)
-            self._score_block(self._block)
-        batch = self._block.batches[position.micro_batch][self.accelerator.process_index]
-        return {name: value.to(self.accelerator.device) for name, value in batch.items()}
-
-    def _stop_if_broken(self) -> None:
-        if self.generator is not None:
-            self.generator.check()
-
-    def _next_block(self, block_id: int, step: int) -> TrainingBlock:
-        block, metrics = self._on_rank_0(lambda: self._produce(block_id, step))
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-        trained: TrainingBlock = block
-        return trained
-
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """Do something on rank 0 and give its result to all ranks, or raise its failure on all of them."""
-        payload: Any = None
-        failure: Exception | None = None
-        if self.accelerator.is_main_process:
-            try:
-                payload = work()
-            except Exception as error:
-                failure = error
-        if self.accelerator.num_processes > 1:
-            text = f"{type(failure).__name__}: {failure}" if failure is not None else None
-            payload, text = broadcast_object_list([(payload, text)], from_process=0)[0]
-            if failure is None and text is not None:
-                raise GenerationError(f"rank 0 stopped: {text}")
-        if failure is not None:
-            raise failure
-        return payload
-
-    def _produce(self, block_id: int, step: int) -> tuple[TrainingBlock, dict[str, float]]:
-        self.open()
-        assert self.feed is not None
-        block = self.feed.next(block_id, step)
-        self.last_block = block
-        trained = build_training_block(
-            block, self.plan, self.args, self._tokenizer.pad_token_id, skip_flat=self._only_advantages_matter()
-        )
-        metrics = block_metrics(block, trained, self.plan)
-        oldest = trained.oldest_version()
-        metrics["staleness"] = float(step - oldest) if oldest is not None else 0.0
-        for stage, seconds in self.feed.seconds.items():
-            metrics[f"time/{stage}_s"] = seconds
-        metrics["num_tokens"] = self._total_tokens(block)
-        if self.log_completions:
-            self._keep_for_table(block, trained)
-        return trained, metrics
-
-    def _keep_for_table(self, block: ScoredBlock, trained: TrainingBlock) -> None:
-        """Fill the table that TRL shows and saves with `log_completions`: the scored rollouts of the newest block."""
-        table: Any = self._logs
-        for rollout in block:
-            if not rollout.is_scored:
-                continue
-            given = trained.advantages.get(rollout.key, 0.0)
-            table["prompt"].append(rollout.prompt)
-            table["completion"].append(rollout.completion)
-            table["advantages"].append(fmean(given) if isinstance(given, list) else given)
-            for name, value in rollout.metrics.items():
-                table["rewards"][name].append(value)
-
-    def _only_advantages_matter(self) -> bool:
-        """True where a row whose advantage is 0 adds nothing to the loss, so that its forward pass can be saved."""
-        args = self.args
-        return (
-            args.skip_zero_advantage_rows
-            and self.beta == 0.0
-            and args.entropy_coef == 0.0
-            and not args.use_adaptive_entropy
-            and args.top_entropy_quantile >= 1.0
-            and not self.aux_loss_enabled
-            # bnpo divides by the tokens of each micro-batch, so every row of it matters
-            and self.loss_type != "bnpo"
-        )
-
-    def _total_tokens(self, block: ScoredBlock) -> float:
-        tokens = sum(r.usage.prompt_tokens + r.usage.completion_tokens for r in block)
-        self.state.num_input_tokens_seen += tokens
-        return float(self.state.num_input_tokens_seen)
-
-    def _score_block(self, block: TrainingBlock) -> None:
-        """Old log-probs before the block's first update where later updates need them, and the reference's."""
-        started = time.perf_counter()
-        needs_old = self.plan.updates_per_block > 1
-        for cells in block.batches:
-            batch = cells[self.accelerator.process_index]
-            if needs_old:
-                batch["old_per_token_logps"] = self._old_logps(batch, self.state.global_step)
-            if self.beta != 0.0:
-                batch["ref_per_token_logps"] = self._reference_logps(batch)
-        self._metrics["train"]["time/old_logprobs_s"].append(time.perf_counter() - started)
 
     # -- evaluation, logging, checkpoints -----------------------------------------------------------------
 
@@ -348,7 +298,23 @@ class GRPOTrainer(PushingTrainer):
         self.accelerator.wait_for_everyone()
         # the last checkpoint of a run may stand inside a block; no run can go on from there
         if self.args.should_save and self.state.global_step % self.plan.updates_per_block == 0:
-            mark_complete(directory, self.plan, self.state.global_step)
+            self._keep_blocks_in_flight(directory)
+            mark_complete(directory, self.plan, self.state.global_step, self.checkpoint_extra())
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        """Further state for a checkpoint's marker, as JSON, by the name of what it belongs to."""
+        version = self.feed.server_version if self.feed is not None else None
+        kept = {"policy_version": version, "num_batches_ahead": self.args.num_batches_ahead}
+        return {**kept, **curriculum_state(self.plan)}
+
+    def _keep_blocks_in_flight(self, directory: Path) -> None:
+        if self.feed is None:
+            return
+        # a block that cannot be finished ends the run when it is wanted; the weights are worth keeping all the same
+        with contextlib.suppress(Error):
+            save_blocks(directory, self.feed.finished_blocks())
+        if self.ledger is not None:
+            self.ledger.sync()
 
 
 class _EmptySteps(Dataset[Any]):

@@ -1,0 +1,83 @@
+"""What both trainers are given: the task, the sizes, and how they tell the benchmark of their steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+__all__ = ["SETTINGS", "Told", "environment"]
+
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 3e-4,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 10,
+    "per_device_train_batch_size": 128,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 16,
+    "max_completion_length": 12,
+    "temperature": 1.0,
+    "beta": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""16 prompts x 16 completions a step, one update each: the demo's, but for the schedule, which knows no last step."""
+
+
+def environment() -> Any:
+    """The words of the demo, each right or wrong."""
+    import verifiers as vf
+
+    return vf.load_environment(
+        "reasoning-gym-env",
+        task="spell_backward",
+        task_config={"min_word_len": 3, "max_word_len": 5},
+        question_pattern=": [a-z]+$",
+        num_train=8000,
+        num_eval=1,
+        reward="exact",
+    )
+
+
+class Told(TrainerCallback):
+    """Prints a line of JSON a step; ends the run once the mean reward of the last `window` steps is `target`."""
+
+    def __init__(self, target: float, window: int) -> None:
+        self._target, self._window = target, window
+        self._rewards: list[float] = []
+        self._started = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if not logs or "reward" not in logs:
+            return
+        self._rewards.append(logs["reward"])
+        line = {
+            "step": state.global_step,
+            "seconds": time.perf_counter() - self._started,
+            "reward": logs["reward"],
+            "tokens": logs.get("completions/mean_length", 0.0) * 256,
+        }
+        print(json.dumps(line), flush=True)
+        newest = self._rewards[-self._window :]
+        if len(newest) == self._window and sum(newest) / self._window >= self._target:
+            control.should_training_stop = True
+
+
+def arguments() -> dict[str, Any]:
+    """What the benchmark asks of a side, as JSON in the first argument."""
+    asked: dict[str, Any] = json.loads(sys.argv[1])
+    Path(asked["output_dir"]).mkdir(parents=True, exist_ok=True)
+    return asked

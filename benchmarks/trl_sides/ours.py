@@ -1,0 +1,60 @@
+"""Our trainer, with the embedded server as a process of its own; on one thread each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SETTINGS, Told, arguments, environment
+
+import verifiers as vf
+
+
+@contextlib.contextmanager
+def served(asked: dict[str, Any]) -> Iterator[str]:
+    """A rollout server that answers late."""
+    out = Path(asked["output_dir"])
+    port_file = out / "port"
+    port_file.unlink(missing_ok=True)
+    command = [sys.executable, str(Path(__file__).with_name("server.py")), "--model", asked["model"]]
+    command += ["--port", "0", "--port-file", str(port_file), "--threads", str(asked["server_threads"])]
+    command += ["--parent-pid", str(os.getpid())]
+    environ = {**os.environ, "VERIFIERS_BENCHMARK_LATENCY_S": str(asked["latency_s"])}
+    with open(out / "server.log", "wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
+        try:
+            while not port_file.exists():
+                if server.poll() is not None:
+                    sys.exit(f"the server ended: {(out / 'server.log').read_text()[-2000:]}")
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port_file.read_text().strip()}/v1"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def main() -> None:
+    asked = arguments()
+    torch.set_num_threads(asked["threads"])
+    with served(asked) as url:
+        args = vf.GRPOConfig(
+            output_dir=asked["output_dir"],
+            seed=asked["seed"],
+            max_steps=asked["max_steps"],
+            server_url=url,
+            num_batches_ahead=asked["num_batches_ahead"],
+            **SETTINGS,
+        )
+        told = Told(asked["target"], asked["window"])
+        vf.GRPOTrainer(asked["model"], environment(), args, callbacks=[told]).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Makes the model that both sides begin with: the demo's, after its supervised warm start."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from common import arguments
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+
+
+def main() -> None:
+    sys.path.insert(0, str(DEMO))
+    import torch
+    from model import make_model
+    from run import environment_and_pairs
+    from warm_start import warm_start
+
+    asked = arguments()
+    out = Path(asked["output_dir"])
+    torch.set_num_threads(asked["threads"])
+    _, shown, held_out = environment_and_pairs()
+    make_model(out / "model", seed=asked["seed"])
+    warm_start(out / "model", out / "start", shown=shown, held_out=held_out, seed=asked["seed"])
+
+
+if __name__ == "__main__":
+    main()

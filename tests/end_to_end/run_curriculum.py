@@ -1,0 +1,102 @@
+"""A run over three stages as a process: what the tests that kill it, or give it several ranks, start.
+
+    python run_curriculum.py '{"model": DIR, "url": URL, "output_dir": DIR, "resume": true, "settings": {}}'
+
+Each rank writes trained-RANK.json: (optimizer step, question) of every row that it trained.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_world
+import torch.distributed
+
+import verifiers as vf
+from verifiers.data.curriculum import Curriculum, curriculum_from
+from verifiers.data.levels import Levels
+from verifiers.testing import Fault
+
+ROWS = 24
+"""Rows of each of the datasets d0, d1 and d2."""
+
+
+def environment() -> vf.SingleTurnEnv:
+    """Three datasets told apart by their task; a question names its dataset and its row."""
+    rows = [
+        {"question": f"d{number} r{row}", "answer": "", "task": f"d{number}"}
+        for number in range(3)
+        for row in range(ROWS)
+    ]
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows[:4], rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+
+
+def three_stages(first: int, second: int) -> Curriculum:
+    """d0, then d0 and d1 with weights 1 and 3, then d2."""
+    return curriculum_from(
+        {
+            "stages": [
+                {"name": "warm", "until_step": first, "datasets": ["d0"]},
+                {"name": "main", "until_step": second, "datasets": ["d0", {"id": "d1", "weight": 3}]},
+                {"name": "late", "datasets": ["d2"]},
+            ],
+            "seed": 5,
+        }
+    )
+
+
+def levels() -> Levels:
+    """Up after nearly every block: a rollout passes when it has some vowel."""
+    return Levels(("d0", "d1", "d2"), window=2, raise_at=0.6, lower_at=0.1, passes_at=1.0, seed=5)
+
+
+def answer(body: dict[str, Any]) -> Any:
+    """An answer that its request alone decides, as a seeded sampler's does; some rollouts fail for good."""
+    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
+    if draw.random() < 0.05 and body["seed"] > 1000:
+        return Fault(400)
+    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(2, 8)))
+
+
+def trained(trainer: tiny_world.ObservedTrainer) -> list[tuple[int, str]]:
+    """(optimizer step, question) of every row that was trained, in order."""
+    # the fake server's token ids are the code points of what it was sent
+    found = [(batch["step"], "".join(map(chr, prompt))) for prompt, _, _, _, batch, _ in trainer.rows()]
+    return [(step, re.findall(r"d\d r\d+", text)[0]) for step, text in found]
+
+
+def stage_names(step: int, ends: Sequence[int]) -> set[str]:
+    """Datasets that `three_stages` may train at a step."""
+    return ({"d0"}, {"d0", "d1"}, {"d2"})[sum(end <= step for end in ends)]
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    rank = int(os.environ.get("RANK", "0"))
+    output_dir = Path(given["output_dir"])
+    output_dir.mkdir(parents=True, exist_ok=True)
+    args = tiny_world.config(output_dir, given["url"], probe_tolerance=1e9, **given["settings"])
+    curriculum = levels() if given.get("adaptive") else three_stages(*given["ends"])
+    trainer = tiny_world.ObservedTrainer(given["model"], environment(), args, curriculum=curriculum)
+    trainer.train(resume_from_checkpoint=given.get("resume"))
+    (output_dir / f"trained-{rank}.json").write_text(json.dumps(trained(trainer)))
+    if torch.distributed.is_initialized():
+        # a model that outlives its process group can hang while it is freed
+        torch.distributed.barrier()
+        del trainer
+        gc.collect()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

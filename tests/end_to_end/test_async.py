@@ -1,0 +1,334 @@
+"""Generation and training at the same time: what runs when, how stale it may be, and how stale tokens are trained."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+
+import verifiers as vf
+from verifiers.errors import GenerationError
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.correction import correction_weights
+from verifiers.train.ledger import read_ledger
+from verifiers.train.weight_sync import DirectorySync
+
+
+def letters(body: dict[str, Any]) -> str:
+    """An answer that its request alone decides."""
+    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
+    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, 8)))
+
+
+def texts_of_blocks(trainer: Any) -> list[list[str]]:
+    rows = trainer.env.get_dataset()
+    plan = trainer.plan
+    return [[rows[e]["prompt"][-1]["content"] for e in plan.example_ids(block)] for block in range(plan.blocks)]
+
+
+class Holding:
+    """Holds the answers to some prompts until it is told to let go."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.let_go = threading.Event()
+        self.asked: list[str] = []
+        self.on_ask: Callable[[str], None] = lambda text: None
+
+    async def __call__(self, body: dict[str, Any]) -> str:
+        text = body["messages"][-1]["content"]
+        self.asked.append(text)
+        self.on_ask(text)
+        if text in self.held:
+            await asyncio.to_thread(self.let_go.wait, 15)
+        return letters(body)
+
+
+@pytest.fixture
+def holding() -> Iterator[Holding]:
+    answers = Holding()
+    yield answers
+    answers.let_go.set()
+
+
+# -- what runs when ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_the_next_block_is_begun_while_stragglers_of_the_one_before_still_run(
+    make_fake_trainer: Callable[..., Any], holding: Holding, ahead: int
+) -> None:
+    """A prompt of block 1 is answered only when block 1 + ahead is asked for: waiting for it first would hang."""
+    with FakeOpenAIServer(holding) as fake:
+        trainer = make_fake_trainer(
+            tiny_world.single_turn(),
+            fake.url,
+            num_batches_ahead=ahead,
+            max_steps=4,
+            async_generation_timeout=10.0,
+        )
+        blocks = texts_of_blocks(trainer)
+        holding.held = {blocks[1][0]}
+        holding.on_ask = lambda text: holding.let_go.set() if text in blocks[1 + ahead] else None
+        trainer.train()
+    assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_rollouts_in_flight_end_before_a_push_only_where_pushes_drain(
+    make_fake_trainer: Callable[..., Any], drains: bool
+) -> None:
+    latency = random.Random(3)
+    with FakeOpenAIServer(letters, latency_s=lambda _: 0.02 + latency.random() * 0.1) as fake:
+        trainer = make_fake_trainer(
+            tiny_world.single_turn(), fake.url, num_batches_ahead=2, max_steps=5, drain_before_sync=drains
+        )
+        in_flight: list[int] = []
+        push = trainer._push_weights
+
+        def watched(version: int) -> None:
+            in_flight.append(fake.in_flight)
+            push(version)
+
+        trainer._push_weights = watched
+        trainer.train()
+    assert len(in_flight) == 5
+    assert (max(in_flight) == 0) == drains
+
+
+def test_a_server_that_loses_requests_while_it_loads_weights_is_drained_and_the_reason_is_said(
+    make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Loses(DirectorySync):
+        keeps_requests = False
+
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, num_batches_ahead=1, max_steps=1)
+        trainer.weight_sync = Loses(fake.url)
+        trainer.open()
+    assert trainer.feed.drains
+    assert "Loses cannot keep requests in flight while it loads weights" in caplog.text
+
+
+def test_a_streamed_micro_batch_trains_while_the_rest_of_its_block_is_generated(
+    make_fake_trainer: Callable[..., Any], holding: Holding
+) -> None:
+    """The block's last group is answered only when its first micro-batch is trained."""
+    with FakeOpenAIServer(holding) as fake:
+        trainer = make_fake_trainer(
+            tiny_world.single_turn(), fake.url, streaming=True, max_steps=1, async_generation_timeout=10.0
+        )
+        holding.held = {texts_of_blocks(trainer)[0][-1]}
+        compute = trainer._compute_loss
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            loss = compute(*args, **kwargs)
+            holding.let_go.set()
+            return loss
+
+        trainer._compute_loss = watched
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert [batch["step"] for batch in trainer.seen] == [0, 0]
+
+
+@pytest.mark.parametrize("make_env", [tiny_world.single_turn, tiny_world.Rewriting])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_streaming_reaches_the_weights_and_the_loss_of_whole_blocks(
+    make_fake_trainer: Callable[..., Any], make_env: Any, loss_type: str
+) -> None:
+    plain = {"optim": "sgd", "learning_rate": 0.3, "loss_type": loss_type, "max_steps": 3, "beta": 0.02}
+    results = []
+
+    def some_fail(body: dict[str, Any]) -> Any:
+        # so that fewer rollouts count than were planned
+        return Fault(400) if body["seed"] > 1000 and body["seed"] % 5 == 0 else letters(body)
+
+    with FakeOpenAIServer(some_fail) as fake:
+        for streaming in (False, True):
+            trainer = make_fake_trainer(make_env(), fake.url, streaming=streaming, **plain)
+            before = tiny_world.weights(trainer)
+            trainer.train()
+            results.append((trainer, tiny_world.weights(trainer)))
+    (one, whole), (other, streamed) = results
+    moved = max(float((whole[name] - tensor).abs().max()) for name, tensor in before.items())
+    assert moved > 1e-3
+    assert all(torch.allclose(whole[name], streamed[name], atol=1e-5) for name in whole)
+    assert sum(one.logged("rollouts/failed")) > 0
+    for name in ("loss", "grad_norm", "reward", "rows/trained"):
+        assert one.logged(name) == pytest.approx(other.logged(name), rel=1e-3, abs=1e-5), name
+
+
+# -- how stale ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_staleness", "expected"), [(None, 3), (2, 2), (1, 1), (0, 0)])
+def test_nothing_is_begun_that_would_be_too_stale_when_it_is_wanted(
+    make_fake_trainer: Callable[..., Any], max_staleness: int | None, expected: int
+) -> None:
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(
+            tiny_world.single_turn(),
+            fake.url,
+            num_batches_ahead=3,
+            max_staleness=max_staleness,
+            drain_before_sync=True,
+            max_steps=6,
+        )
+        trainer.train()
+    assert max(trainer.logged("staleness")) == expected
+
+
+def test_rollouts_of_a_server_that_lags_are_dropped_and_counted_by_length(
+    make_fake_trainer: Callable[..., Any], tmp_path: Any
+) -> None:
+    class Lags(DirectorySync):
+        """The second push does not arrive, and nobody says so."""
+
+        def push(self, named_parameters: Any, version: int) -> None:
+            if version != 1:
+                super().push(named_parameters, version)
+
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(
+            tiny_world.single_turn(),
+            fake.url,
+            output_dir=tmp_path,
+            num_batches_ahead=2,
+            max_staleness=1,
+            drain_before_sync=True,
+            max_steps=4,
+        )
+        trainer.weight_sync = Lags(fake.url)
+        trainer._probe = lambda version: None
+        trainer.train()
+    # block 2 was begun at step 1, whose weights the server never had
+    assert trainer.logged("rows/dropped/stale") == [8.0]
+    assert trainer.logged("rows/dropped_tokens/stale")[0] > 10
+    stale = [record for record in read_ledger(tmp_path) if record["dropped"]]
+    assert [(record["block_id"], record["trained"]) for record in stale] == [(2, [])]
+    assert {item["reason"] for item in stale[0]["dropped"]} == {"stale"}
+
+
+def test_a_server_that_is_further_behind_than_any_push_explains_stops_the_run(
+    make_fake_trainer: Callable[..., Any],
+) -> None:
+    class Never(DirectorySync):
+        def push(self, named_parameters: Any, version: int) -> None:
+            if version == 0:
+                super().push(named_parameters, version)
+
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(
+            tiny_world.single_turn(), fake.url, num_batches_ahead=1, max_steps=4, drain_before_sync=True
+        )
+        trainer.weight_sync = Never(fake.url)
+        trainer._probe = lambda version: None
+        with pytest.raises(GenerationError, match=r"policy version 0 at optimizer step 2, .* a staleness of 1"):
+            trainer.train()
+
+
+STORED = ("two passes", "two updates a pass", "streaming, two passes")
+"""Paths on which rows are trained under several versions, so that the proximal log-probs have to be kept."""
+
+PATHS = {
+    "one update": {},
+    "two passes": {"num_iterations": 2},
+    "two updates a pass": {"steps_per_generation": 4},
+    "streaming": {"streaming": True},
+    "streaming, two updates": {"streaming": True, "steps_per_generation": 4},
+    "streaming, two passes": {"streaming": True, "num_iterations": 2},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
+    make_fake_trainer: Callable[..., Any], path: str
+) -> None:
+    """The fake server's log-probs are no model's: every sampled token is off policy."""
+    corrected = []
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(
+            tiny_world.single_turn(), fake.url, num_batches_ahead=1, max_steps=4, **PATHS[path]
+        )
+        correct = trainer._correct
+
+        def watched(inputs: dict[str, Any], current: torch.Tensor) -> None:
+            before = {**inputs, "current": current}
+            correct(inputs, current)
+            corrected.append((before, inputs["advantages"]))
+
+        trainer._correct = watched
+        trainer.train()
+    first_seen: dict[str, torch.Tensor] = {}
+    for inputs, weighted in corrected:
+        mask = inputs["tool_mask"].bool()
+        # the proximal policy of a micro-batch stays what it was when it was first trained, or its block was
+        identity = str(inputs["completion_ids"].tolist())
+        assert ("old_per_token_logps" in inputs) == (path in STORED)
+        proximal = inputs.get("old_per_token_logps", inputs["current"])
+        if identity not in first_seen and path != "two updates a pass":
+            assert torch.allclose(proximal[mask], inputs["current"][mask], atol=1e-5)
+        assert torch.equal(first_seen.setdefault(identity, proximal), proximal)
+        ratio = (proximal - inputs["sampling_per_token_logps"]).exp()
+        expected = torch.where(mask, ratio.clamp(max=trainer.args.vllm_importance_sampling_clip_max), 1.0)
+        assert torch.allclose(weighted, inputs["advantages"].unsqueeze(1) * expected, atol=1e-6)
+        assert ((ratio - 1)[mask].abs() > 1e-3).all()
+    assert len(corrected) == 8
+    assert min(trainer.logged("mismatch_kl")) > 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_the_correction_stale_tokens_are_clipped_against_the_samplers_log_probs(
+    make_fake_trainer: Callable[..., Any], path: str
+) -> None:
+    with FakeOpenAIServer(letters) as fake:
+        options = {"importance_correction": False, "max_steps": 4, **PATHS[path]}
+        stale = make_fake_trainer(tiny_world.single_turn(), fake.url, num_batches_ahead=1, **options)
+        stale.train()
+    assert stale.args.may_be_stale
+    for batch in stale.seen:
+        assert torch.equal(batch["old_per_token_logps"], batch["sampling_per_token_logps"])
+    assert min(stale.logged("mismatch_kl")) > 0
+
+
+def test_a_cut_distribution_cannot_be_trained_stale_without_the_correction(tmp_path: Any) -> None:
+    with pytest.raises(
+        vf.ConfigError, match=r"top_p=0\.9 with num_batches_ahead=1 and without importance_correction"
+    ):
+        tiny_world.config(tmp_path, "http://x/v1", importance_correction=False, top_p=0.9, num_batches_ahead=1)
+    tiny_world.config(tmp_path, "http://x/v1", importance_correction=False, top_p=0.9, num_batches_ahead=0)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_the_share_that_the_correction_clips_is_measured_as_its_mode_sees_it(
+    make_fake_trainer: Callable[..., Any], mode: str
+) -> None:
+    inside = []
+    with FakeOpenAIServer(letters) as fake:
+        options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 2.0}
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, max_steps=1, **options)
+        trainer.train()
+    ratios, clipped, kl = [], [], []
+    for batch in trainer.seen:
+        mask = batch["tool_mask"].bool()
+        arguments = (batch["current_logps"], batch["sampling_per_token_logps"], batch["tool_mask"])
+        free = correction_weights(*arguments, mode=mode, clip_max=None, clip_min=None)
+        bound = correction_weights(*arguments, mode=mode, clip_max=2.0, clip_min=None)
+        ratios += free[mask].tolist()
+        clipped += ((free - bound).abs() > 1e-5)[mask].tolist()
+        difference = (arguments[0] - arguments[1])[mask]
+        kl += (difference.exp() - 1 - difference).tolist()
+    inside = trainer.logged("sampling/clipped_share")
+    assert inside == pytest.approx([sum(clipped) / len(clipped)], abs=1e-6)
+    name = "sampling/importance_sampling_ratio"
+    assert trainer.logged(f"{name}/mean") == pytest.approx([sum(ratios) / len(ratios)], rel=1e-4)
+    assert trainer.logged(f"{name}/min") == pytest.approx([min(ratios)], rel=1e-4)
+    assert trainer.logged(f"{name}/max") == pytest.approx([max(ratios)], rel=1e-4)
+    assert trainer.logged("mismatch_kl") == pytest.approx([sum(kl) / len(kl)], rel=1e-4)

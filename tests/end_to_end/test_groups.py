@@ -1,0 +1,208 @@
+"""Groups that lag, fail or teach nothing: what is trained of them, and why the rest is not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+
+import verifiers as vf
+from verifiers.testing import FakeOpenAIServer
+from verifiers.train.ledger import read_ledger
+
+
+def letters(body: dict[str, Any]) -> str:
+    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
+    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, 8)))
+
+
+def reasons(directory: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for record in read_ledger(directory):
+        for item in record["dropped"]:
+            found[item["reason"]] = found.get(item["reason"], 0) + 1
+    return found
+
+
+def of_every_third_prompt(completion: Any, prompt: Any = None, **kwargs: Any) -> float:
+    """A reward without variance for the other prompts."""
+    index = sum(map(ord, prompt[-1]["content"]))
+    return tiny_world.vowels(completion) if index % 3 == 0 else 1.0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_flat_groups_are_replaced_by_other_prompts_and_recorded(
+    make_fake_trainer: Callable[..., Any], tmp_path: Path, streaming: bool
+) -> None:
+    env = tiny_world.single_turn(count=40, reward=of_every_third_prompt)
+    with FakeOpenAIServer(letters) as fake:
+        options = {"dynamic_sampling": True, "dynamic_sampling_max_groups": 30, "max_steps": 3, "beta": 0.01}
+        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, streaming=streaming, **options)
+        trainer.train()
+    assert trainer.logged("rows/trained") == [8.0, 8.0, 8.0]
+    assert trainer.logged("frac_reward_zero_std") == [0.0, 0.0, 0.0]
+    replaced = trainer.logged("rollouts/groups_replaced")
+    assert sum(replaced) > 0
+    assert reasons(tmp_path) == {"zero_variance": 4 * sum(replaced)}
+    assert trainer.logged("rollouts/launched") == [8 + 4 * count for count in replaced]
+    for record in read_ledger(tmp_path):
+        ended = [tuple(pair) for pair in record["trained"]]
+        ended += [(item["example_id"], item["generation"]) for item in record["dropped"]]
+        assert len(set(ended)) == len(ended)
+        assert set(trainer.plan.requests(record["block_id"])) <= set(ended)
+
+
+def test_a_block_of_flat_groups_alone_trains_as_planned(
+    make_fake_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    env = tiny_world.single_turn(reward=lambda completion: 1.0)
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, dynamic_sampling=True, max_steps=1)
+        trainer.train()
+    assert trainer.logged("frac_reward_zero_std") == [1.0]
+    # at most twice the prompts of a block are tried in their place
+    assert trainer.logged("rollouts/groups_replaced") == [4.0]
+
+
+def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
+    make_fake_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    let_go = threading.Event()
+
+    async def answer(body: dict[str, Any]) -> str:
+        if random.Random(body["seed"]).random() < 0.25 and body["seed"] > 1000:
+            await asyncio.to_thread(let_go.wait, 15)
+        return letters(body)
+
+    with FakeOpenAIServer(answer) as fake:
+        trainer = make_fake_trainer(
+            tiny_world.single_turn(), fake.url, output_dir=tmp_path, drop_stragglers_after=0.2, max_steps=2
+        )
+        try:
+            trainer.train()
+        finally:
+            let_go.set()
+    dropped = reasons(tmp_path)
+    # a group of which one rollout is left has nothing to compare it with
+    assert "straggler" in dropped
+    assert set(dropped) <= {"straggler", "no_baseline"}
+    assert sum(trainer.logged("rows/dropped/straggler")) == dropped["straggler"]
+    assert sum(trainer.logged("outcomes/cancelled")) == dropped["straggler"]
+    assert min(trainer.logged("time/straggler_mean_s")) >= 0.19
+    items = [item for record in read_ledger(tmp_path) for item in record["dropped"]]
+    assert min(item["seconds"] for item in items if item["reason"] == "straggler") >= 0.19
+
+
+@pytest.mark.parametrize(("retries", "failed"), [(0, 2.0), (2, 0.0)])
+def test_a_failed_rollout_is_run_again_as_often_as_asked(
+    make_fake_trainer: Callable[..., Any], tmp_path: Path, retries: int, failed: float
+) -> None:
+    class FailsAtFirst(vf.SingleTurnEnv):
+        begun = 0
+
+        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+            FailsAtFirst.begun += 1
+            if FailsAtFirst.begun <= 2:
+                raise LookupError("not yet")
+            return await super().rollout(*args, **kwargs)
+
+    env = FailsAtFirst(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+    with FakeOpenAIServer(letters) as fake:
+        options = {"rollout_retries": retries, "max_steps": 1}
+        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, **options)
+        trainer.train()
+    assert trainer.logged("rollouts/failed") == [failed]
+    assert reasons(tmp_path) == ({"environment_error": 2} if failed else {})
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_group_with_a_failure_is_dropped_whole_only_where_full_groups_are_required(
+    make_fake_trainer: Callable[..., Any], tmp_path: Path, full: bool
+) -> None:
+    class FailsOnce(vf.SingleTurnEnv):
+        begun = 0
+
+        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+            FailsOnce.begun += 1
+            if FailsOnce.begun == 1:
+                raise LookupError("once")
+            return await super().rollout(*args, **kwargs)
+
+    env = FailsOnce(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(
+            env, fake.url, output_dir=tmp_path, max_steps=1, require_full_groups=full, num_iterations=1
+        )
+        trainer.train()
+    expected = {"environment_error": 1, **({"group_incomplete": 3} if full else {})}
+    assert reasons(tmp_path) == expected
+    assert trainer.logged("rows/trained") == [4.0 if full else 7.0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_an_environments_own_advantages_reach_the_loss(
+    make_fake_trainer: Callable[..., Any], per_token: bool, streaming: bool
+) -> None:
+    class Judges(vf.SingleTurnEnv):
+        """The advantage of a token is its place; of a rollout, 7."""
+
+        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+            completion, state = await super().rollout(*args, **kwargs)
+            sampled = len(state["responses"][0].choices[0].token_ids)
+            state["advantage"] = [float(place) for place in range(sampled)] if per_token else 7.0
+            return completion, state
+
+    env = Judges(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
+    with FakeOpenAIServer(letters) as fake:
+        options = {"importance_correction": False, "loss_type": "dapo", "max_steps": 1, "streaming": streaming}
+        trainer = make_fake_trainer(env, fake.url, dynamic_sampling=True, **options)
+        trainer.train()
+    # a given advantage is a signal though the rewards are all equal
+    assert trainer.logged("rollouts/groups_replaced") == [0.0]
+    for batch in trainer.seen:
+        mask = batch["tool_mask"].bool()
+        places = (mask.cumsum(1) - 1).float()
+        expected = torch.where(mask, places, 0.0) if per_token else torch.full((len(mask),), 7.0)
+        assert torch.equal(batch["advantages"], expected)
+
+
+def test_each_environment_of_a_mixture_has_metrics_of_its_own(make_fake_trainer: Callable[..., Any]) -> None:
+    members = [
+        vf.SingleTurnEnv(dataset=tiny_world.rows(8), rubric=vf.Rubric(funcs=[reward]))
+        for reward in (tiny_world.vowels, lambda completion: 3.0)
+    ]
+    env = vf.EnvGroup(envs=members, env_names=["vowels", "threes"])
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(env, fake.url, max_steps=4, per_device_train_batch_size=8)
+        trainer.train()
+    assert set(trainer.logged("tasks/threes/reward")) == {3.0}
+    assert set(trainer.logged("tasks/threes/frac_reward_zero_std")) == {1.0}
+    assert set(trainer.logged("tasks/vowels/frac_reward_zero_std")) == {0.0}
+    prompts = sum(trainer.logged("tasks/threes/prompts")) + sum(trainer.logged("tasks/vowels/prompts"))
+    assert prompts == 16
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_the_run_ends_before_is_recorded_too(
+    make_fake_trainer: Callable[..., Any], tmp_path: Path, streaming: bool
+) -> None:
+    """The last block has two updates, and the run one."""
+    with FakeOpenAIServer(letters) as fake:
+        options = {"max_steps": 3, "steps_per_generation": 4, "streaming": streaming}
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, output_dir=tmp_path, **options)
+        trainer.train()
+    whole, half = read_ledger(tmp_path)
+    assert (len(whole["trained"]), whole["dropped"]) == (16, [])
+    assert {item["reason"] for item in half["dropped"]} == {"run_ended"}
+    ended = [tuple(pair) for pair in half["trained"]]
+    assert len(ended) == 8
+    ended += [(item["example_id"], item["generation"]) for item in half["dropped"]]
+    assert sorted(ended) == sorted(trainer.plan.requests(1))

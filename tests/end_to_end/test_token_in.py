@@ -1,0 +1,134 @@
+"""Training on turns that were sent as token ids: one row a rollout, and the trainer computes what the server did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import tool_world
+
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.token_in import token_in_for
+from verifiers.types import RolloutKey
+
+TURNS = 50
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{% set said = m.content or '' %}"
+    # a turn's first word is its thought, which later prompts leave out
+    "{% if m.role == 'assistant' and ' ' in said %}{% set said = said.split(' ', 1)[1] %}{% endif %}"
+    "{{ m.role[0] + ':' + said + '<end>' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
+    """Trains a policy against a server of its own, and gives the trainer."""
+    made: list[tiny_world.ObservedTrainer] = []
+
+    def run(directory: Path, env: Any, **overrides: Any) -> tiny_world.ObservedTrainer:
+        with tiny_world.EmbeddedServer(directory) as server:
+            args = tiny_world.config(tmp_path / f"run-{len(made)}", server.url, **overrides)
+            client = tiny_world.RecordingBackend(server.url)
+            trainer = tiny_world.ObservedTrainer(str(directory), env, args, client=client)
+            made.append(trainer)
+            trainer.train()
+            trainer.close()
+        return trainer
+
+    yield run
+    for trainer in made:
+        trainer.close()
+
+
+def trained_spans(trainer: tiny_world.ObservedTrainer) -> list[tuple[list[int], list[int], list[float]]]:
+    return sorted(span for row in trainer.rows() for span in tiny_world.spans(row))
+
+
+def largest_difference(trainer: tiny_world.ObservedTrainer) -> float:
+    """Between the trainer's log-probs and the sampler's, over trained tokens of on-policy micro-steps."""
+    worst = 0.0
+    for batch in trainer.seen:
+        trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
+        gap = (batch["current_logps"] - batch["sampling_per_token_logps"]).abs()[trained]
+        if gap.numel():
+            worst = max(worst, gap.max().item())
+    return worst
+
+
+@pytest.mark.parametrize("template", [tool_world.TEMPLATE, tool_world.FORGETFUL_TEMPLATE])
+def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets(
+    train: Callable[..., Any], tmp_path: Path, template: str
+) -> None:
+    directory = tool_world.make_model(tmp_path / "policy", template)
+    trainer = train(directory, tool_world.environment(TURNS), max_steps=1)
+    said = sorted(trainer._client.sampled())
+    assert len(said) == 8 * TURNS
+    # byte for byte: every trained span is an answer of the server, behind exactly the ids that it was sent
+    assert trained_spans(trainer) == said
+    assert len(list(trainer.rows())) == 8
+    assert trainer.logged("rollouts/fork_rate") == [0.0]
+    assert trainer.logged("rollouts/turns") == [float(TURNS)]
+    assert largest_difference(trainer) < 1e-4
+    sent = [body for body, _ in trainer._client.answers if "sampling_params" in body and "seed" in str(body)]
+    assert len(sent) == 8 * (TURNS - 1)
+
+
+@pytest.mark.parametrize("generation", ["messages", "auto", "tokens"])
+def test_a_template_that_strips_thoughts_forks_with_messages_alone(
+    train: Callable[..., Any], tmp_path: Path, generation: str
+) -> None:
+    directory = tiny_world.make_model(tmp_path / "policy")
+    tokenizer = tiny_world.make_tokenizer()
+    tokenizer.chat_template = THINKING_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    trainer = train(directory, tiny_world.Dialogue(), max_steps=2, generation=generation, max_completion_length=20)
+    rates = trainer.logged("rollouts/fork_rate")
+    if generation == "messages":
+        assert min(rates) > 0.1
+    else:
+        assert rates == [0.0, 0.0]
+        assert len(list(trainer.rows())) == 16
+    assert trained_spans(trainer) == sorted(trainer._client.sampled())
+    assert largest_difference(trainer) < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_seeds_give_the_same_tokens_by_messages_and_by_ids(
+    server: tiny_world.EmbeddedServer, temperature: float
+) -> None:
+    by_way = {way: asyncio.run(_rollouts(server.url, way, temperature)) for way in ("messages", "auto", "tokens")}
+    for one, two, three in zip(*by_way.values(), strict=True):
+        assert one.failure is None
+        assert [row.completion_ids for row in one.rows] == [row.completion_ids for row in two.rows]
+        assert [row.completion_ids for row in one.rows] == [row.completion_ids for row in three.rows]
+        assert one.completion == two.completion == three.completion
+        assert [two.forks, three.forks] == [0, 0]
+        assert one.rows[0].logprobs == pytest.approx(three.rows[0].logprobs, abs=1e-4)
+        assert three.rows[0].versions == one.rows[0].versions
+
+
+async def _rollouts(url: str, way: str, temperature: float) -> list[Rollout]:
+    backend = tiny_world.RecordingBackend(url)
+    token_in = token_in_for(way, backend, "policy", require_tokens=True)
+    runner = RolloutRunner(
+        tiny_world.Dialogue(),
+        backend,
+        "policy",
+        {"temperature": temperature, "max_tokens": 12},
+        require_tokens=True,
+        token_in=token_in,
+    )
+    try:
+        requests = [
+            RolloutRequest(RolloutKey(0, n, 0), prompt=[{"role": "user", "content": row["question"]}], seed=n)
+            for n, row in enumerate(tiny_world.rows(8))
+        ]
+        return [await runner.run_one(request) for request in requests]
+    finally:
+        await backend.close()

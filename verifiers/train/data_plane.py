@@ -1,0 +1,251 @@
+"""The trainer's data plane: which micro-batch is trained now, and how it comes from rank 0 to every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from verifiers.data.plan import BatchPlan, Position
+from verifiers.rollouts.generator import AsyncBatchGenerator
+from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.block import TrainingBlock, build_training_block
+from verifiers.train.collate import Dropped, rollout_tokens
+from verifiers.train.curriculum import curriculum_metrics
+from verifiers.train.feed import BlockFeed
+from verifiers.train.ledger import Ledger, block_record
+from verifiers.train.metrics import block_metrics
+from verifiers.train.pushes import PushingTrainer
+from verifiers.train.ranks import on_rank_0
+from verifiers.train.streaming import BlockStream, StreamedPart
+
+__all__ = ["DataPlane"]
+
+Batches = list[list[dict[str, Tensor]]]
+
+
+class DataPlane(PushingTrainer):
+    """The part of the trainer that turns blocks into micro-batches on each rank.
+
+    Attributes:
+        last_block: the block trained newest, on rank 0.
+        ledger: where the fate of every rollout is written, on rank 0; None outside `train`.
+    """
+
+    plan: BatchPlan
+    generator: AsyncBatchGenerator | None = None
+    feed: BlockFeed | None = None
+    last_block: ScoredBlock | None = None
+    ledger: Ledger | None = None
+    _block_id: int | None = None
+    _batches: Batches
+    _rescales: dict[int, float]
+    _stream: BlockStream | None = None
+    _rescale_now: float | None = None
+    _update_loss: Any = 0.0
+    _scoring_s: float = 0.0
+
+    def open(self) -> None:
+        """Wait for the rollout server and start the generator (rank 0)."""
+        raise NotImplementedError
+
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        return on_rank_0(self.accelerator, work)
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        # the block follows the optimizer step: micro-step counters start at 0 again after a resume
+        step = self.state.global_step
+        position = self.plan.position(step, self._step % self.plan.gradient_accumulation_steps)
+        # raised on every rank before the next micro-step
+        self._on_rank_0(self._stop_if_broken)
+        if self._block_id != position.block_id:
+            self._begin_block(position.block_id, step)
+        if position.micro_batch == len(self._batches):
+            self._next_part(position)
+        self._rescale_now = self._rescales.get(position.micro_batch)
+        batch = self._batches[position.micro_batch][self.accelerator.process_index]
+        return {name: value.to(self.accelerator.device) for name, value in batch.items()}
+
+    def _stop_if_broken(self) -> None:
+        if self.generator is not None:
+            self.generator.check()
+
+    # -- whole blocks ---------------------------------------------------------------------------------------
+
+    def _begin_block(self, block_id: int, step: int) -> None:
+        self._batches, self._rescales, self._scoring_s = [], {}, 0.0
+        if self.args.streaming:
+            self._on_rank_0(lambda: self._begin_stream(block_id, step))
+        else:
+            batches, metrics = self._on_rank_0(lambda: self._produce(block_id, step))
+            self._batches = batches
+            self._log_values(metrics)
+            self._log_values({"time/old_logprobs_s": self._score(self._batches)})
+        self._block_id = block_id
+
+    def _produce(self, block_id: int, step: int) -> tuple[Batches, dict[str, float]]:
+        self.open()
+        assert self.feed is not None
+        self.feed.begin(block_id, step)
+        block = self.feed.take(block_id, step)
+        trained = build_training_block(
+            block,
+            self.plan,
+            self.args,
+            self._tokenizer.pad_token_id,
+            skip_flat=self._only_advantages_matter(),
+            oldest_version=self.feed.oldest_version(step),
+        )
+        return trained.batches, self._finish_block(block, trained, step)
+
+    def _finish_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
+        """Record what became of a block; gives its metrics."""
+        assert self.feed is not None
+        self.last_block = block
+        trained.dropped += self._not_reached(block, trained, step)
+        if self.ledger is not None:
+            self.ledger.write(block_record(block, step, trained.dropped))
+        metrics = block_metrics(block, trained, self.plan)
+        metrics.update(curriculum_metrics(self.plan, block))
+        oldest = trained.oldest_version()
+        metrics["staleness"] = float(step - oldest) if oldest is not None else 0.0
+        for stage, seconds in self.feed.seconds.items():
+            metrics[f"time/{stage}_s"] = seconds
+        metrics["num_tokens"] = self._total_tokens(block)
+        if self.log_completions:
+            self._keep_for_table(block, trained)
+        return metrics
+
+    def _micro_batches_reached(self, step: int) -> int:
+        """Micro-batches of a block's first pass that are trained before the run ends; all but in its last block."""
+        left = (self.plan.max_steps - step) * self.plan.gradient_accumulation_steps
+        return min(self.plan.steps_per_generation, left)
+
+    def _not_reached(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> list[Dropped]:
+        reached, rollouts = self._micro_batches_reached(step), block.rollouts
+        if reached == self.plan.steps_per_generation:
+            return []
+        if self.args.streaming:
+            beyond = set(range(reached * self.plan.completions_per_micro_step, len(rollouts)))
+        else:
+            rest = [cell["rollout_index"].tolist() for cells in trained.batches[reached:] for cell in cells]
+            beyond = {index for indices in rest for index in indices if index >= 0}
+        return [
+            Dropped(rollouts[index].key, "run_ended", tokens=rollout_tokens(rollouts[index]))
+            for index in sorted(beyond)
+        ]
+
+    # -- streaming ------------------------------------------------------------------------------------------
+
+    def _begin_stream(self, block_id: int, step: int) -> None:
+        self.open()
+        assert self.feed is not None
+        self.feed.begin(block_id, step)
+        self._stream = BlockStream(
+            self.feed,
+            self.plan,
+            self.args,
+            self._tokenizer.pad_token_id,
+            block_id,
+            step,
+            skip_flat=self._only_advantages_matter(),
+        )
+
+    def _next_part(self, position: Position) -> None:
+        """Take the next micro-batch of the block that is being generated; only in the first pass over it."""
+        step = position.block_id * self.plan.updates_per_block
+        last = position.micro_batch == self._micro_batches_reached(step) - 1
+        part, metrics = self._on_rank_0(lambda: self._produce_part(last))
+        self._batches.append(part.cells)
+        if part.rescale is not None:
+            self._rescales[position.micro_batch] = part.rescale
+        self._scoring_s += self._score([part.cells])
+        if last:
+            self._log_values({**metrics, "time/old_logprobs_s": self._scoring_s})
+
+    def _produce_part(self, last: bool) -> tuple[StreamedPart, dict[str, float]]:
+        stream = self._stream
+        assert stream is not None
+        part = stream.next()
+        metrics = self._finish_block(*stream.finish(), stream.optimizer_step) if last else {}
+        return part, metrics
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As transformers'; at the end of a streamed update its gradient gets the right denominator."""
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if not self.args.streaming:
+            return loss
+        self._update_loss = self._update_loss + loss.detach()
+        if self._rescale_now is None:
+            return loss
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._rescale_now)
+        # transformers adds up what this returns: the sum over the update is to be the loss
+        total, self._update_loss = self._update_loss, 0.0
+        return loss + total * (self._rescale_now - 1.0)
+
+    # -- old and reference log-probs --------------------------------------------------------------------------
+
+    def _score(self, batches: Batches) -> float:
+        """Old log-probs before these micro-batches are first trained, where they are needed, and the reference's.
+
+        Returns:
+            The seconds that it took.
+        """
+        started = time.perf_counter()
+        for cells in batches:
+            batch = cells[self.accelerator.process_index]
+            if not self.args.importance_correction and self.args.may_be_stale:
+                # nothing else tells stale tokens from fresh ones: the clipping then acts on current / sampler
+                batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+            elif self._trained_more_than_once():
+                batch["old_per_token_logps"] = self._old_logps(batch, self.state.global_step)
+            if self.beta != 0.0:
+                batch["ref_per_token_logps"] = self._reference_logps(batch)
+        return time.perf_counter() - started
+
+    def _trained_more_than_once(self) -> bool:
+        # a whole block's proximal policy is that of its first update, a streamed micro-batch's that of its own
+        return self.plan.num_iterations > 1 if self.args.streaming else self.plan.updates_per_block > 1
+
+    def _only_advantages_matter(self) -> bool:
+        """True where a row whose advantage is 0 adds nothing to the loss, so that its forward pass can be saved."""
+        args = self.args
+        return (
+            args.skip_zero_advantage_rows
+            and self.beta == 0.0
+            and args.entropy_coef == 0.0
+            and not args.use_adaptive_entropy
+            and args.top_entropy_quantile >= 1.0
+            and not self.aux_loss_enabled
+            # bnpo divides by the tokens of each micro-batch, so every row of it matters
+            and self.loss_type != "bnpo"
+        )
+
+    # -- what is shown ----------------------------------------------------------------------------------------
+
+    def _log_values(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _keep_for_table(self, block: ScoredBlock, trained: TrainingBlock) -> None:
+        """Fill the table that TRL shows and saves with `log_completions`: the scored rollouts of the newest block."""
+        table: Any = self._logs
+        for rollout in block:
+            if not rollout.is_scored:
+                continue
+            given = trained.advantages.get(rollout.key, 0.0)
+            table["prompt"].append(rollout.prompt)
+            table["completion"].append(rollout.completion)
+            table["advantages"].append(fmean(given) if isinstance(given, list) else given)
+            for name, value in rollout.metrics.items():
+                table["rewards"][name].append(value)
+
+    def _total_tokens(self, block: ScoredBlock) -> float:
+        tokens = sum(r.usage.prompt_tokens + r.usage.completion_tokens for r in block.launched)
+        self.state.num_input_tokens_seen += tokens
+        return float(self.state.num_input_tokens_seen)

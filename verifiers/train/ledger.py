@@ -1,0 +1,97 @@
+"""blocks.jsonl in the run directory: what became of every planned rollout, a line a block.
+
+    {"block_id": 3, "optimizer_step": 3, "trained": [[17, 0], ...],
+     "dropped": [{"example_id": 9, "generation": 2, "reason": "timed_out", "row": null, "tokens": 0, "seconds": 9.5}]}
+
+`trained` holds (example id, generation). A run that goes on from a checkpoint takes out the lines of blocks that it
+will train again, so the file always tells the lineage of the weights, each block once and in order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.collate import Dropped
+
+__all__ = ["LEDGER", "Ledger", "block_record", "read_ledger"]
+
+LEDGER = "blocks.jsonl"
+
+
+def block_record(block: ScoredBlock, optimizer_step: int, dropped: Sequence[Dropped]) -> dict[str, Any]:
+    """The line of one block: every rollout begun for it is trained, or dropped with its reason, or in part both."""
+    whole = {item.key for item in dropped if item.row is None}
+    seconds = {rollout.key: rollout.timing.generation_s for rollout in block.launched}
+    lost_rows: dict[Any, int] = {}
+    for item in dropped:
+        if item.row is not None:
+            lost_rows[item.key] = lost_rows.get(item.key, 0) + 1
+    sampled_rows = {r.key: sum(row.sampled_tokens > 0 for row in r.rows) for r in block.launched}
+    trained = [
+        [rollout.key.example_id, rollout.key.generation]
+        for rollout in block.launched
+        if rollout.key not in whole and lost_rows.get(rollout.key, 0) < sampled_rows[rollout.key]
+    ]
+    return {
+        "block_id": block.block_id,
+        "optimizer_step": optimizer_step,
+        "trained": trained,
+        "dropped": [
+            {
+                "example_id": item.key.example_id,
+                "generation": item.key.generation,
+                "reason": item.reason,
+                "row": item.row,
+                "tokens": item.tokens,
+                "seconds": round(seconds.get(item.key, 0.0), 3),
+            }
+            for item in dropped
+        ],
+    }
+
+
+def read_ledger(directory: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's ledger, in order; a line that was cut off while it was written is left out."""
+    path = Path(directory) / LEDGER
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            # only the last can be torn: the process was killed while it wrote
+            break
+    return records
+
+
+class Ledger:
+    """Appends to a run's blocks.jsonl.
+
+    Args:
+        directory: of the run.
+        first_block: the block that this process trains first; lines from there on are taken out.
+    """
+
+    def __init__(self, directory: str | Path, first_block: int) -> None:
+        self.path = Path(directory) / LEDGER
+        kept = [record for record in read_ledger(directory) if record["block_id"] < first_block]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f".{LEDGER}.partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(partial, self.path)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one block's line."""
+        with open(self.path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def sync(self) -> None:
+        """Have what was written reach the disk; before a checkpoint is marked complete."""
+        with open(self.path, "a") as file:
+            os.fsync(file.fileno())
