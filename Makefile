@@ -19,7 +19,7 @@ help:
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks and kills"
 	@echo "make test-clients  other people's clients against the embedded server"
-	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 8 minutes)"
+	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 15 minutes)"
 	@echo "make check       format, lint, types, import directions"
 	@echo "make docs        build the site into site/"
 	@echo "make bench       the benchmarks, one line of JSON each"
