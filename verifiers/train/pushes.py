@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from verifiers.train.weight_sync import (
     probe_server,
 )
 from verifiers.train.weight_sync.guard import ConnectionGuard
+from verifiers.train.weight_sync.probe import ProbeResult
+from verifiers.train.weight_sync.server import NoAnswerError
 
 __all__ = ["PushingTrainer"]
 
@@ -188,16 +192,18 @@ class PushingTrainer(CorrectedLoss):
         servers = fleet.servers if isinstance(fleet, Fleet) else [self._server()]
         model, prompt = str(self.args.server_model), row_fields(self._rows[0])[0]
         for server in servers:
+            probe = functools.partial(
+                probe_server,
+                server,
+                model,
+                prompt,
+                self._score_ids,
+                temperature=self.temperature,
+                version=version,
+                tolerance=tolerance if tolerance is not None else (0.1 if half else 1e-3),
+            )
             try:
-                result = probe_server(
-                    server,
-                    model,
-                    prompt,
-                    self._score_ids,
-                    temperature=self.temperature,
-                    version=version,
-                    tolerance=tolerance if tolerance is not None else (0.1 if half else 1e-3),
-                )
+                result = _outlasting_restarts(probe, fleet, server) if isinstance(fleet, Fleet) else probe()
             except WeightProbeError as error:
                 if log_probs_are_raw(server, model, prompt):
                     raise WeightProbeError(
@@ -226,6 +232,21 @@ class PushingTrainer(CorrectedLoss):
             return self._logps(self.model, batch)
         size = self.args.old_logprobs_batch_size or self.args.per_device_train_batch_size
         return log_probs_of_copy(copy, batch, self.temperature, size).to(self.accelerator.device)
+
+
+def _outlasting_restarts(probe: Callable[[], ProbeResult], fleet: Fleet, server: ServerControl) -> ProbeResult:
+    """Probe a server; one that was killed since the push is probed again once it has these weights again."""
+    deadline = time.monotonic() + fleet.restart_timeout_s
+    while True:
+        try:
+            return probe()
+        except (NoAnswerError, WeightProbeError) as error:
+            if isinstance(error, NoAnswerError):
+                restarted = not error.timed_out
+            else:
+                restarted = not fleet.holds_pushed_weights(server.url)
+            if not restarted or not fleet.wait_until_held(server.url, deadline - time.monotonic()):
+                raise
 
 
 def _kind_of(sync: WeightSync) -> str:

@@ -253,6 +253,16 @@ class Fleet:
                     return False
         return True
 
+    def wait_until_held(self, url: str, timeout_s: float) -> bool:
+        """Wait until the server at `url` is back with weights that were pushed; False where it was not in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not self._closing.is_set():
+            self.look()
+            if self.holds_pushed_weights(url):
+                return True
+            self._closing.wait(_RETRY_S)
+        return False
+
     def _watch(self) -> None:
         while not self._closing.is_set():
             self._wake.wait(WATCH_INTERVAL_S)
