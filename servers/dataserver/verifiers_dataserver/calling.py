@@ -17,14 +17,17 @@ from verifiers.errors import GradingError
 from verifiers_dataserver.scores import BUILTIN, Scorer
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
-__all__ = ["call_grader", "check_grader", "give_way", "score_in_worker"]
+__all__ = ["call_grader", "check_grader", "give_way", "score_builtin", "score_in_worker"]
 
 _NICENESS = 10
 _TRIES = 20
 
 
 def give_way() -> None:
-    """Leave scarce cores to the server: a grader that computes for ever must not slow its answers."""
+    """Leave scarce cores to the server: a grader that computes for ever must not slow its answers.
+
+    For a process in a session of its own: the rest of its session gives way too.
+    """
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     if not _lower_group():
@@ -87,8 +90,15 @@ def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> 
 def score_in_worker(
     name: str, options: dict[str, Any], completion: dict[str, Any], row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Score by a built-in grader, in a worker process: {"score"}, or {"missing": why it cannot be told}."""
+    """`score_builtin`, in a process that is made for it."""
     give_way()
+    return score_builtin(name, options, completion, row)
+
+
+def score_builtin(
+    name: str, options: dict[str, Any], completion: dict[str, Any], row: dict[str, Any]
+) -> dict[str, Any]:
+    """Score by a built-in grader: {"score"}, or {"missing": why it cannot be told}."""
     scorer: Scorer = BUILTIN[name](**options)
     try:
         return {"score": scorer.score(Completion(**completion), Row(**row))}

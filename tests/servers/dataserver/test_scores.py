@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verifiers_dataserver.calling import score_in_worker
+from verifiers_dataserver.calling import score_builtin
 from verifiers_dataserver.scores import BUILTIN
 from verifiers_dataserver.tasks import Completion, Row, answer_part, is_answer_from
 
@@ -66,15 +66,12 @@ def test_a_built_in_grader_scores(name: str, text: str, answer: Any, options: An
     assert score(name, text, answer, **options) == pytest.approx(expected)
 
 
-def test_length_in_tokens_is_the_clients_and_one_that_is_missing_is_nobodys_zero(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_length_in_tokens_is_the_clients_and_one_that_is_missing_is_nobodys_zero() -> None:
     assert score("length_cap", "x", tokens=15, max_tokens=10, zero_at=20) == pytest.approx(0.5)
     with pytest.raises(GradingError, match="completion_tokens is missing"):
         score("length_cap", "x", max_tokens=10)
     row = Row("d:0", "?").as_json()
-    monkeypatch.setattr("os.nice", lambda by: by)
-    answer = score_in_worker("length_cap", {"max_tokens": 10}, {"text": "x"}, row)
+    answer = score_builtin("length_cap", {"max_tokens": 10}, {"text": "x"}, row)
     assert "completion_tokens" in answer["missing"]
 
 
