@@ -24,7 +24,8 @@
     ├── GeneratorClosedError (RuntimeError)   a block was asked of a generator that is closed
     ├── WeightSyncError (RuntimeError)        new weights did not reach the rollout server
     │   └── WeightProbeError                  they were acknowledged, but the server samples from other weights
-    └── CheckpointError (RuntimeError)        a checkpoint is missing, incomplete or of another plan
+    ├── CheckpointError (RuntimeError)        a checkpoint is missing, incomplete or of another plan
+    └── RankError (RuntimeError)              another process of the run failed, was stopped or vanished
 
 Each class also inherits the standard exception that a caller would expect, so `except ValueError` works where
 it always did. `asyncio.CancelledError` is none of these and always passes.
@@ -48,6 +49,7 @@ __all__ = [
     "NothingScoredError",
     "OverlongPromptError",
     "ProviderError",
+    "RankError",
     "SandboxError",
     "ToolCallError",
     "ToolError",
@@ -180,3 +182,7 @@ class WeightProbeError(WeightSyncError):
 
 class CheckpointError(Error, RuntimeError):
     """A checkpoint is missing, incomplete, or was written under another batch plan."""
+
+
+class RankError(Error, RuntimeError):
+    """Another process of the run failed, was stopped, or vanished; the message has its rank and what it said."""

@@ -13,7 +13,9 @@ import tiny_world
 import torch
 
 from verifiers.errors import WeightProbeError
+from verifiers.train.pushes import BeforeUpdates
 from verifiers.train.weight_sync import DirectorySync
+from verifiers.train.weight_sync.server import RefusedError
 
 TOLERANCE = 1e-4
 
@@ -100,6 +102,93 @@ def test_a_server_that_keeps_old_weights_stops_the_run(make_trainer: Callable[..
     with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 1, but its log-probs differ"):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+class LateDeafSync(DeafSync):
+    """A server that takes the first three versions, and of later ones only their numbers."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._whole = DirectorySync(url)
+
+    def push(self, named_parameters: Any, version: int) -> None:
+        if version < 3:
+            self._whole.push(named_parameters, version)
+        else:
+            self._whole.close()
+            super().push(named_parameters, version)
+
+
+def test_a_server_that_goes_deaf_later_is_found_before_the_weights_change_again(
+    make_trainer: Callable[..., Any], server: Any
+) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(), max_steps=6, learning_rate=1e-2, weight_sync=LateDeafSync(server.url)
+    )
+    with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 3, but its log-probs differ"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def watched_probes(trainer: Any) -> list[str]:
+    """In order: "asked" for each probe that is on its way, "trained" for each micro-step, "judged"."""
+    seen: list[str] = []
+    settle, step, push = trainer._settle_probe, trainer.training_step, trainer._push_weights
+
+    def pushing(version: int) -> None:
+        push(version)
+        seen.extend(["asked"] * (trainer._asked is not None))
+
+    def training(*args: Any) -> Any:
+        loss = step(*args)
+        seen.append("trained")
+        return loss
+
+    def settling() -> None:
+        seen.extend(["judged"] * (trainer._asked is not None))
+        settle()
+
+    trainer._push_weights, trainer.training_step = pushing, training
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, BeforeUpdates):
+            callback._work = settling
+    return seen
+
+
+def test_later_probes_are_answered_while_the_trainer_computes(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
+    seen = watched_probes(trainer)
+    trainer.train()
+    first, later = ["trained", "trained"], ["asked", "trained", "trained", "judged"]
+    assert seen == [*first, *first, *later, *later]
+    assert len(trainer.logged("sampling/probe_difference")) == 4
+    assert max(trainer.logged("sampling/probe_difference")) < TOLERANCE
+
+
+def test_nothing_runs_beside_a_probe_where_pushes_drain(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=4, drain_before_sync=True)
+    seen = watched_probes(trainer)
+    trainer.train()
+    assert seen == ["trained"] * 8
+    assert len(trainer.logged("sampling/probe_difference")) == 4
+
+
+def test_a_probe_that_met_a_passing_trouble_is_asked_again(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
+    ask, refused = type(trainer.weight_sync.server).request, []
+
+    def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # a probe's seed is its version and 1
+        if path.startswith("/v1/chat") and body["seed"] == 4 and not refused:
+            refused.append(path)
+            raise RefusedError("POST was answered 503: come back later", 503)
+        return ask(self, method, path, body, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(trainer.weight_sync.server), "request", request)
+        trainer.train()
+    assert refused
+    assert len(trainer.logged("sampling/probe_difference")) == 4
 
 
 def test_a_server_that_names_another_version_stops_the_run(make_trainer: Callable[..., Any], server: Any) -> None:

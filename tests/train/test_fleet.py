@@ -253,3 +253,27 @@ def test_closing_ends_the_watch(sync: DirectorySync) -> None:
     sync.close()
     sync.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "verifiers-fleet"]
+
+
+def test_a_run_that_is_stopped_in_the_middle_of_a_push_leaves_no_server_paused(
+    servers: list[FakeOpenAIServer], sync: DirectorySync
+) -> None:
+    def interrupted(server: ServerControl, timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sync.fleet.push(Held(1, interrupted))
+    assert all([call.path for call in server.weight_calls].count("/pause") == 1 for server in servers)
+    assert not any(server.paused for server in servers)
+
+
+def test_a_push_that_failed_waits_no_longer_for_a_server_that_hangs(tmp_path: Path) -> None:
+    faults = {"/collective_rpc": [Fault.hang()], "/resume": [Fault.hang()]}
+    with FakeOpenAIServer(weight_version=NEVER_PUSHED, route_faults=faults) as server:
+        sync = DirectorySync(server.url, str(tmp_path), timeout_s=0.3)
+        sync.connect(5.0)
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match="did not reach the rollout server"):
+            sync.push(SOME.items(), 1)
+        sync.close()
+        assert time.monotonic() - started < 3.0

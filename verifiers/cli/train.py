@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.exit_codes import DONE, run_command
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
-    from verifiers.train.run_file import RunFile
+    from verifiers.train.run_file import EnvironmentTable, RunFile
 
 __all__ = ["main"]
 
@@ -35,16 +36,18 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
     from verifiers.train.run_file import load_run_file
 
     run = load_run_file(run_file)
-    from verifiers.envs.ending import run_teardown
     from verifiers.errors import ConfigError
     from verifiers.train.config import GRPOConfig, lora_defaults
     from verifiers.train.curriculum import planned_run
+    from verifiers.train.evaluation_settings import check_held_out
+    from verifiers.train.held_out import held_out_sets
     from verifiers.train.models import check_model_path
 
     check_model_path(run.model.path)
     # an environment that is not installed may stand beside the run file
     sys.path.insert(0, str(Path(run_file).resolve().parent))
     env = load_environments(run)
+    eval_env = load_eval_environments(run)
     try:
         config = GRPOConfig(**{"output_dir": "outputs/" + run.name, **run.trainer})
     except (TypeError, ValueError) as error:
@@ -53,15 +56,20 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
         raise ConfigError(f"{run_file}: [trainer]: {error}") from error
     curriculum = run.curriculum_of(config.seed if config.data_seed is None else config.data_seed)
     plan = planned_run(config, env, curriculum, warn=dry_run)
+    check_held_out(config, held_out_sets(env, None, eval_env))
+    # one of several processes, where a launcher has started them
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
     if dry_run:
-        print(plan.describe())
+        if is_rank_0:
+            print(plan.describe())
         return DONE
 
+    from verifiers.train.evaluation_line import evaluation_lines
     from verifiers.train.launch import launched_server
     from verifiers.train.trainer import GRPOTrainer
 
     with contextlib.ExitStack() as stack:
-        if run.server.launch is not None:
+        if run.server.launch is not None and is_rank_0:
             config.server_url = stack.enter_context(
                 launched_server(
                     run.server.launch,
@@ -73,23 +81,50 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
         elif run.server.url is not None:
             config.server_url = run.server.url
         peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None
-        trainer = GRPOTrainer(run.model.path, env, config, peft_config=peft_config, curriculum=curriculum)
-        stack.callback(lambda: asyncio.run(run_teardown(env)))
+        trainer = GRPOTrainer(
+            run.model.path, env, config, peft_config=peft_config, curriculum=curriculum, eval_env=eval_env
+        )
+        for used in {id(used): used for used in (env, *(part.env for part in trainer.held_out))}.values():
+            stack.callback(_tear_down, used)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
-    print(f"saved to {config.output_dir}")
+    if is_rank_0:
+        for line in evaluation_lines(trainer.state, config):
+            print(line)
+        print(f"saved to {config.output_dir}")
     return DONE
 
 
 def load_environments(run: RunFile) -> Environment:
     """The environment of a run file, or its environments as one group under their names there."""
     from verifiers.envs.env_group import EnvGroup
-    from verifiers.envs.loading import load_environment
 
     if run.environment is not None:
-        return load_environment(run.environment.id, **run.environment.args)
-    members = [load_environment(table.id, **table.args) for table in run.environments.values()]
-    return EnvGroup(members, list(run.environments))
+        return _loaded(run.environment)
+    return EnvGroup([_loaded(table) for table in run.environments.values()], list(run.environments), env_id=run.name)
+
+
+def load_eval_environments(run: RunFile) -> Environment | dict[str, Environment] | None:
+    """What a run file evaluates on instead of the held-out rows of its environment; None for those."""
+    if run.eval_environment is not None:
+        return _loaded(run.eval_environment)
+    return {name: _loaded(table) for name, table in run.eval_environments.items()} or None
+
+
+def _tear_down(env: Environment) -> None:
+    from verifiers.envs.ending import run_teardown
+
+    asyncio.run(run_teardown(env))
+
+
+def _loaded(table: EnvironmentTable) -> Environment:
+    from verifiers.envs.loading import load_environment
+
+    env: Any = load_environment(table.id, **table.args)
+    # stored evaluations say what they are of
+    env.env_id, env.env_args = table.id, dict(table.args)
+    loaded: Environment = env
+    return loaded
 
 
 if __name__ == "__main__":

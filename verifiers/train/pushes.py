@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from verifiers.envs.dataset_format import row_fields
-from verifiers.errors import WeightProbeError
+from verifiers.errors import Error, WeightProbeError
 from verifiers.rollouts.balancing import BalancedBackend, server_pool
 from verifiers.rollouts.endpoint import HttpBackend
 from verifiers.rollouts.sync import WeightSync
 from verifiers.train.capabilities import check_capabilities, log_probs_are_raw, read_capabilities
 from verifiers.train.loss import CorrectedLoss
 from verifiers.train.old_log_probs import log_probs_of_copy
+from verifiers.train.ranks import on_all_ranks
+from verifiers.train.watching.clock import StageClock
 from verifiers.train.weight_sync import (
     DirectorySync,
     Fleet,
@@ -33,10 +36,11 @@ from verifiers.train.weight_sync import (
     probe_server,
 )
 from verifiers.train.weight_sync.guard import ConnectionGuard
-from verifiers.train.weight_sync.probe import ProbeResult
+from verifiers.train.weight_sync.parameters import gathered_tensors, is_sharded, whole_policy
+from verifiers.train.weight_sync.probe import AskedProbe, ProbeResult, ask_server, judge_answer
 from verifiers.train.weight_sync.server import NoAnswerError
 
-__all__ = ["PushingTrainer"]
+__all__ = ["BeforeUpdates", "PushingTrainer"]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -50,6 +54,8 @@ class PushingTrainer(CorrectedLoss):
     _client: Any
     _rows: Any
     _pushes: int = 0
+    _asked: AskedProbe | None = None
+    clock: StageClock
     _server_is_half: bool = False
 
     # -- before the first push ------------------------------------------------------------------------------------
@@ -141,10 +147,38 @@ class PushingTrainer(CorrectedLoss):
     def _push_weights(self, version: int) -> None:
         self._push_once(version)
         # the second push is the first that changes anything: until then a head that stays old is right
-        due = self._pushes < 2 or (self.args.probe_every > 0 and self._pushes % self.args.probe_every == 0)
+        is_first = self._pushes < 2
+        due = is_first or (self.args.probe_every > 0 and self._pushes % self.args.probe_every == 0)
         self._pushes += 1
+        self._asked = None
         if not due:
             return
+        if is_first or not self._may_probe_meanwhile():
+            self._probe_or_mend(version)
+        else:
+            ask = functools.partial(ask_server, version=version, **self._question())
+            self._asked = AskedProbe(version, self._probed_servers(), ask)
+
+    def _may_probe_meanwhile(self) -> bool:
+        """Whether a probe's answer may come while the trainer computes, and rollouts run beside it."""
+        # DeepSpeed takes its optimizer step with the last backward pass, before anything could be judged
+        return not self.is_deepspeed_enabled and not is_sharded(self.accelerator.unwrap_model(self.model))
+
+    def _settle_probe(self) -> None:
+        """Judge the probe that is on its way; the weights must still be those that were pushed."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        with self.clock.stage("sync"):
+            try:
+                for server, answer in asked.answers():
+                    found = judge_answer(server, answer, self._score_ids, **self._measure(asked.version))
+                    self._note_probe(found)
+            except Error:
+                # whatever it is, a probe that waits for its answer tells a passing trouble from a lasting one
+                self._probe_or_mend(asked.version)
+
+    def _probe_or_mend(self, version: int) -> None:
         try:
             self._probe(version)
         except WeightProbeError as error:
@@ -168,12 +202,45 @@ class PushingTrainer(CorrectedLoss):
     @contextlib.contextmanager
     def _pushed_tensors(self) -> Iterator[Mapping[str, Any]]:
         model = self.accelerator.unwrap_model(self.model)
+        tied = bool(getattr(self.weight_sync, "sends_tied", False))
         if isinstance(self.weight_sync, LoraSync):
-            with self.weight_sync.tensors_of(model) as adapter:
+            whole = self._together("gather", tied, True) if is_sharded(model) else None
+            with self.weight_sync.tensors_of(model, whole) as adapter:
                 yield adapter
+        elif is_sharded(model):
+            yield whole_policy(model, self._together("gather", tied, False))
+        else:
+            with policy_tensors(model, tied=tied) as tensors:
+                yield tensors
+
+    # -- what a sharded model needs all ranks for -----------------------------------------------------------------
+
+    def _joint_work(self) -> dict[str, Callable[..., Any]]:
+        """What rank 0 may have all ranks do at once, by name."""
+        return {"gather": self._gather, "score": self._score_on_all}
+
+    def _together(self, name: str, *args: Any) -> Any:
+        return on_all_ranks(self.accelerator, name, self._joint_work()[name], *args)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers'; a sharded policy is saved whole, in whichever form its checkpoints are."""
+        if _internal_call or not is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)
             return
-        with policy_tensors(model, tied=bool(getattr(self.weight_sync, "sends_tied", False))) as tensors:
-            yield tensors
+        self._save(output_dir or self.args.output_dir, state_dict=self._gather(tied=True, adapter_only=False))
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _gather(self, tied: bool, adapter_only: bool) -> dict[str, Tensor]:
+        return gathered_tensors(
+            self.accelerator.unwrap_model(self.model),
+            keep=self.accelerator.is_main_process,
+            tied=tied,
+            only=(lambda name: "lora_" in name) if adapter_only else None,
+        )
+
+    def _score_on_all(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self._logps(self.model, batch)
 
     def _may_mend_by_untying(self) -> bool:
         sync = self.weight_sync
@@ -185,33 +252,39 @@ class PushingTrainer(CorrectedLoss):
 
     def _probe(self, version: int) -> None:
         """Compare the servers' log-probs with ours on a few tokens; see `weight_sync.probe`."""
-        half = self.model.dtype in (torch.bfloat16, torch.float16) or self.args.bf16 or self.args.fp16
-        half = half or self._server_is_half
-        tolerance = self.args.probe_tolerance
         fleet = getattr(self.weight_sync, "fleet", None)
-        servers = fleet.servers if isinstance(fleet, Fleet) else [self._server()]
-        model, prompt = str(self.args.server_model), row_fields(self._rows[0])[0]
-        for server in servers:
-            probe = functools.partial(
-                probe_server,
-                server,
-                model,
-                prompt,
-                self._score_ids,
-                temperature=self.temperature,
-                version=version,
-                tolerance=tolerance if tolerance is not None else (0.1 if half else 1e-3),
-            )
+        question, measure = self._question(), self._measure(version)
+        for server in self._probed_servers():
+            probe = functools.partial(probe_server, server, score=self._score_ids, **question, **measure)
             try:
                 result = _outlasting_restarts(probe, fleet, server) if isinstance(fleet, Fleet) else probe()
             except WeightProbeError as error:
-                if log_probs_are_raw(server, model, prompt):
+                if log_probs_are_raw(server, question["model"], question["prompt"]):
                     raise WeightProbeError(
                         f"the log-probs of {server.root} are those before temperature, so they are not of the "
                         "distribution it samples from; start it with --logprobs-mode processed_logprobs."
                     ) from error
                 raise
-            self._metrics["train"]["sampling/probe_difference"].append(result.largest_difference)
+            self._note_probe(result)
+
+    def _probed_servers(self) -> Sequence[ServerControl]:
+        fleet = getattr(self.weight_sync, "fleet", None)
+        return fleet.servers if isinstance(fleet, Fleet) else [self._server()]
+
+    def _question(self) -> dict[str, Any]:
+        """What a probe asks."""
+        prompt = row_fields(self._rows[0])[0]
+        return {"model": str(self.args.server_model), "prompt": prompt, "temperature": self.temperature}
+
+    def _measure(self, version: int) -> dict[str, Any]:
+        """What a probe's answer is judged by."""
+        half = self.model.dtype in (torch.bfloat16, torch.float16) or self.args.bf16 or self.args.fp16
+        half = half or self._server_is_half
+        tolerance = self.args.probe_tolerance
+        return {"version": version, "tolerance": tolerance if tolerance is not None else (0.1 if half else 1e-3)}
+
+    def _note_probe(self, result: ProbeResult) -> None:
+        self._metrics["train"]["sampling/probe_difference"].append(result.largest_difference)
 
     def _score_ids(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         batch = {
@@ -220,7 +293,9 @@ class PushingTrainer(CorrectedLoss):
             "completion_ids": torch.tensor([list(completion_ids)]),
             "completion_mask": torch.ones(1, len(completion_ids), dtype=torch.int64),
         }
-        logps: list[float] = self._logps(self.accelerator.unwrap_model(self.model), batch)[0].float().tolist()
+        model = self.accelerator.unwrap_model(self.model)
+        scored: Tensor = self._together("score", batch) if is_sharded(model) else self._logps(model, batch)
+        logps: list[float] = scored[0].float().tolist()
         return logps
 
     def _old_logps(self, batch: Mapping[str, Tensor], optimizer_step: int) -> Tensor:
@@ -230,8 +305,18 @@ class PushingTrainer(CorrectedLoss):
             copy = self.weight_sync.copy_of(optimizer_step)
         if copy is None:
             return self._logps(self.model, batch)
-        size = self.args.old_logprobs_batch_size or self.args.per_device_train_batch_size
+        size = self.args.old_logprobs_batch_size or len(batch["completion_ids"])
         return log_probs_of_copy(copy, batch, self.temperature, size).to(self.accelerator.device)
+
+
+class BeforeUpdates(TrainerCallback):
+    """Does something before each optimizer step: the last moment at which the weights are those that were pushed."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._work()
 
 
 def _outlasting_restarts(probe: Callable[[], ProbeResult], fleet: Fleet, server: ServerControl) -> ProbeResult:

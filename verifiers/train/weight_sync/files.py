@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -13,9 +16,15 @@ from verifiers.errors import WeightSyncError
 
 __all__ = ["VersionFiles"]
 
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "verifiers-weights-"
+
 
 class VersionFiles:
     """Writes each version once, whole or not at all, and keeps the newest.
+
+    A process that is killed cannot remove its versions, which in /dev/shm are memory. So each directory is locked for
+    as long as its process lives, and those that no process holds are removed when the next run makes its own.
 
     Args:
         parent: where the directory of versions is made; /dev/shm, or the temporary directory where there is no
@@ -25,6 +34,7 @@ class VersionFiles:
     def __init__(self, parent: str | None = None) -> None:
         self._parent = parent
         self._made: Path | None = None
+        self._lock: int | None = None
 
     def write(
         self, tensors: Mapping[str, Any], version: int, *, name: str, config: Mapping[str, Any] | None = None
@@ -38,6 +48,7 @@ class VersionFiles:
         Raises:
             WeightSyncError: there is no room; nothing was written.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         parent = self.directory()
@@ -52,10 +63,16 @@ class VersionFiles:
         partial = parent / f".version-{version}.partial"
         for old in (directory, partial):
             shutil.rmtree(old, ignore_errors=True)
-        partial.mkdir()
-        save_file(dict(tensors), partial / name, metadata={"format": "pt", "version": str(version)})
-        if config is not None:
-            (partial / "adapter_config.json").write_text(json.dumps(config))
+        try:
+            partial.mkdir()
+            save_file(dict(tensors), partial / name, metadata={"format": "pt", "version": str(version)})
+            if config is not None:
+                (partial / "adapter_config.json").write_text(json.dumps(config))
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise WeightSyncError(
+                f"the weights of step {version} could not be written to {parent}: {error}"
+            ) from error
         # a server must never see half a version
         return partial.rename(directory)
 
@@ -73,18 +90,49 @@ class VersionFiles:
 
     def close(self) -> None:
         """Remove all of it. May be called twice."""
-        made, self._made = self._made, None
+        (made, self._made), (lock, self._lock) = (self._made, None), (self._lock, None)
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
     def directory(self) -> Path:
         """Where the versions are."""
         if self._made is None:
-            shared_memory = Path("/dev/shm")
-            parent = self._parent or (str(shared_memory) if shared_memory.is_dir() else None)
+            parent = self._parent or (str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None)
             if self._parent is not None:
                 Path(self._parent).mkdir(parents=True, exist_ok=True)
-            self._made = Path(tempfile.mkdtemp(prefix="verifiers-weights-", dir=parent))
+            else:
+                # not where file systems of other hosts may be: their locks cannot be relied on
+                _remove_abandoned(Path(parent or tempfile.gettempdir()))
+            self._made, self._lock = _make_locked(parent)
             # the server may run as another user
             self._made.chmod(0o755)
         return self._made
+
+
+def _make_locked(parent: str | None) -> tuple[Path, int]:
+    """A new directory, and the descriptor that holds it; it gets its name when it is locked."""
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getpid()}-", dir=parent))
+    descriptor = os.open(made, os.O_RDONLY)
+    # a file system without locks is one where nothing is removed
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return made.rename(made.with_name(made.name.removeprefix("."))), descriptor
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for directory in parent.glob(f"{_PREFIX}[0-9]*-*"):
+        try:
+            descriptor = os.open(directory, os.O_RDONLY)
+        except OSError:
+            # gone, or somebody else's
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        except OSError:
+            # its process lives
+            continue
+        finally:
+            os.close(descriptor)

@@ -30,6 +30,8 @@ logger = logging.getLogger("verifiers.train")
 WATCH_INTERVAL_S = 1.0
 _LOOK_S = 5.0
 _RETRY_S = 0.25
+# what a run that ends waits for a server that does not answer
+_FAREWELL_S = 1.0
 
 
 class Pool(Protocol):
@@ -141,7 +143,7 @@ class Fleet:
         self._current = None
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2 * _LOOK_S)
+            thread.join(timeout=_FAREWELL_S)
 
     # -- pushing ------------------------------------------------------------------------------------------------
 
@@ -182,19 +184,17 @@ class Fleet:
             WeightSyncError: one refused, or was too slow.
         """
         reached = list(members)
-        paused: list[_Member] = []
         try:
             reached = self._on_each(reached, lambda m: _ask(m, "/pause?mode=keep", deadline))
-            paused = list(reached)
             reached = self._on_each(reached, lambda m: self._load(m, held, deadline))
             if reached and self.on_version is not None:
                 self.on_version(held.version)
             reached = self._on_each(reached, lambda m: _ask(m, "/resume", deadline))
-        except WeightSyncError:
-            for member in paused:
-                # the first failure is the one to report
-                with contextlib.suppress(WeightSyncError):
-                    member.control.request("POST", "/resume", {}, timeout_s=_LOOK_S)
+        except BaseException:
+            # also where the run is stopped: a server that stays paused answers nobody. The first failure is the one
+            # to report
+            farewell = time.monotonic() + _FAREWELL_S
+            list(_at_once(members, lambda m: _ask(m, "/resume", farewell)))
             raise
         for member in reached:
             self._mark_up(member)
@@ -341,7 +341,8 @@ def _at_once(members: Sequence[_Member], work: Callable[[_Member], object]) -> I
 def _locked(member: _Member, deadline: float) -> Iterator[None]:
     if not member.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
         raise WeightSyncError(
-            f"{member.control.root} was being given earlier weights until the deadline (weight_sync_timeout)."
+            f"{member.control.root} was asked for its version, or given earlier weights; that got no answer by the "
+            "deadline (weight_sync_timeout)."
         )
     try:
         yield

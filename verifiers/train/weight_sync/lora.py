@@ -59,13 +59,16 @@ class LoraSync:
         self.fleet.connect(deadline_s)
 
     @contextmanager
-    def tensors_of(self, model: Any) -> Iterator[dict[str, Any]]:
+    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         """The adapter's tensors, to be pushed; its settings are remembered.
+
+        Args:
+            whole: the model's tensors by name, where it is sharded and holds but parts of them.
 
         Raises:
             ConfigError: the model has no adapter, or trains more than one.
         """
-        tensors, self._config = adapter_tensors(model)
+        tensors, self._config = adapter_tensors(model, whole)
         yield tensors
 
     def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
@@ -91,7 +94,7 @@ class LoraSync:
         self._files.close()
 
 
-def adapter_tensors(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def adapter_tensors(model: Any, whole: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """A PEFT model's LoRA tensors under the names of its checkpoint format, and its adapter_config.json.
 
     Raises:
@@ -117,4 +120,4 @@ def adapter_tensors(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         for key, value in config.items()
     }
     plain["inference_mode"] = True
-    return get_peft_model_state_dict(model, adapter_name=adapter), plain
+    return get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter), plain

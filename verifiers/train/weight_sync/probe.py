@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from verifiers.errors import WeightProbeError
 from verifiers.train.weight_sync.server import ServerControl
 
-__all__ = ["ProbeResult", "probe_server"]
+__all__ = ["AskedProbe", "ProbeResult", "ask_server", "judge_answer", "probe_server"]
 
 PROBE_TOKENS = 8
 
@@ -47,6 +48,12 @@ def probe_server(
     Raises:
         WeightProbeError: the difference is larger, or the server names another version than was pushed.
     """
+    answer = ask_server(server, model, prompt, temperature=temperature, version=version)
+    return judge_answer(server, answer, score, version=version, tolerance=tolerance)
+
+
+def ask_server(server: ServerControl, model: str, prompt: Any, *, temperature: float, version: int) -> dict[str, Any]:
+    """The server's answer to a probe's prompt; see `probe_server`."""
     chat = not isinstance(prompt, str)
     body: dict[str, Any] = {
         "model": model,
@@ -57,14 +64,25 @@ def probe_server(
         "return_token_ids": True,
         ("messages" if chat else "prompt"): prompt,
     }
-    answer = server.request("POST", "/v1/chat/completions" if chat else "/v1/completions", body)
+    answer: dict[str, Any] = server.request("POST", "/v1/chat/completions" if chat else "/v1/completions", body)
+    return answer
+
+
+def judge_answer(
+    server: ServerControl,
+    answer: dict[str, Any],
+    score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
+    *,
+    version: int,
+    tolerance: float,
+) -> ProbeResult:
+    """Compare an answer of `ask_server` with the trainer's log-probs; see `probe_server`."""
     choice = answer["choices"][0]
     prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
     ids = choice.get("token_ids")
     logprobs = choice.get("logprobs") or {}
-    sampled = (
-        [entry["logprob"] for entry in logprobs.get("content") or []] if chat else logprobs.get("token_logprobs")
-    )
+    # a chat's, or a text completion's
+    sampled = [entry["logprob"] for entry in logprobs.get("content") or []] or logprobs.get("token_logprobs")
     if not prompt_ids or not ids or not sampled:
         raise WeightProbeError(
             f"the server at {server.root} sends no token ids or log-probs, which training needs; use a server that "
@@ -84,3 +102,50 @@ def probe_server(
             "another distribution (temperature, log-probs before processing, tied embeddings kept old)."
         )
     return ProbeResult(difference, len(ids))
+
+
+class AskedProbe:
+    """Probes of servers that are on their way while the trainer computes.
+
+    Args:
+        version: what was pushed.
+        ask: asks one server; in a thread of its own, which ends with the request.
+    """
+
+    def __init__(
+        self, version: int, servers: Sequence[ServerControl], ask: Callable[[ServerControl], dict[str, Any]]
+    ) -> None:
+        self.version = version
+        self._asked = [_Asked(server, ask) for server in servers]
+
+    def answers(self) -> list[tuple[ServerControl, dict[str, Any]]]:
+        """Each server with its answer, once all have answered.
+
+        Raises:
+            Error: what asking raised, of the first server that did not answer.
+        """
+        return [(asked.server, asked.wait()) for asked in self._asked]
+
+
+class _Asked:
+    def __init__(self, server: ServerControl, ask: Callable[[ServerControl], dict[str, Any]]) -> None:
+        self.server = server
+        self._ask = ask
+        self._answer: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="verifiers-probe", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._ask(self.server)
+        except BaseException as error:  # raised where the answer is wanted
+            self._error = error
+
+    def wait(self) -> dict[str, Any]:
+        # the request has a deadline of its own
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._answer is not None
+        return self._answer
