@@ -222,20 +222,22 @@ class ObservedTrainer(GRPOTrainer):
             for place in range(len(batch["prompt_ids"])):
                 if not batch["sampled_tokens"][place]:
                     continue
-                prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
-                real = batch["completion_mask"][place].bool()
-                yield (
-                    prompt,
-                    batch["completion_ids"][place][real].tolist(),
-                    batch["tool_mask"][place][real].tolist(),
-                    batch["sampling_per_token_logps"][place][real].tolist(),
-                    batch,
-                    place,
-                )
+                yield (*sequence(batch, place), batch, place)
 
     def logged(self, name: str) -> list[float]:
         """Every value that was logged under a name."""
         return [entry[name] for entry in self.state.log_history if name in entry]
+
+
+def sequence(batch: Mapping[str, torch.Tensor], place: int) -> tuple[list[int], list[int], list[int], list[float]]:
+    """Prompt ids, then completion ids, loss mask and sampler log-probs from the first sampled token on."""
+    prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
+    real = batch["completion_mask"][place].bool()
+    names = ("completion_ids", "tool_mask", "sampling_per_token_logps")
+    ids, mask, logps = (batch[name][place][real].tolist() for name in names)
+    # where prompts of a pass differ in length, the end of the longer ones stands before their completions
+    start = mask.index(1)
+    return prompt + ids[:start], ids[start:], mask[start:], logps[start:]
 
 
 def spans(row: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[float]]]:

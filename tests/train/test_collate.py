@@ -11,7 +11,7 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.trace import Row, Turn, rows_from_turns
 from verifiers.train.advantages import rollout_advantages
 from verifiers.train.buffers import shuffle_tensor_dict, split_tensor_dict
-from verifiers.train.collate import Dropped, TrainingRow, block_rows, pad_rows, rows_to_tensors, trim_columns
+from verifiers.train.collate import Dropped, TrainingRow, block_rows, even_prompts, padding_row, rows_to_tensors
 from verifiers.types import Outcome, RolloutKey
 
 PAD = 0
@@ -72,7 +72,7 @@ def test_the_loss_mask_covers_sampled_tokens_alone() -> None:
 
 
 def test_trained_ids_are_the_sampled_ids() -> None:
-    batch = rows_to_tensors(pad_rows(mixed_rows(), 4), PAD)
+    batch = rows_to_tensors([*mixed_rows(), padding_row(PAD)], PAD)
     for index, item in enumerate(mixed_rows()):
         prompt = batch["prompt_ids"][index][batch["prompt_mask"][index].bool()]
         completion = batch["completion_ids"][index][batch["completion_mask"][index].bool()]
@@ -143,15 +143,8 @@ def test_a_row_without_sampled_tokens_is_skipped_beside_one_that_has_them() -> N
     assert dropped == []
 
 
-@pytest.mark.parametrize(("count", "multiple", "expected"), [(3, 4, 4), (3, 3, 3), (3, 2, 4), (0, 4, 4), (1, 6, 6)])
-def test_padding_fills_up_to_the_multiple(count: int, multiple: int, expected: int) -> None:
-    rows = pad_rows(mixed_rows()[:count], multiple)
-    assert len(rows) == expected
-    assert [item.is_padding for item in rows] == [False] * count + [True] * (expected - count)
-
-
 def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
-    batch = rows_to_tensors(pad_rows([], 2, pad_token_id=5), PAD)
+    batch = rows_to_tensors([padding_row(5), padding_row(5)], PAD)
     assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[5], [5]]
     for name, value in (("prompt_mask", 1), ("completion_mask", 1), ("tool_mask", 0)):
         assert (batch[name] == value).all()
@@ -162,7 +155,7 @@ def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
 
 def test_each_tensor_row_stays_one_row_through_shuffle_and_split() -> None:
     # The shuffle is undone by what identifies a row, so any misalignment shows.
-    whole = rows_to_tensors(pad_rows(mixed_rows(), 4), PAD)
+    whole = rows_to_tensors([*mixed_rows(), padding_row(PAD)], PAD)
     chunks = split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), 2)
     for chunk in chunks:
         present = {name: value for name, value in chunk.items() if value is not None}
@@ -176,32 +169,31 @@ def test_each_tensor_row_stays_one_row_through_shuffle_and_split() -> None:
             ]
 
 
-def test_a_micro_batch_loses_the_columns_that_are_padding_in_all_its_rows() -> None:
-    batch = rows_to_tensors(mixed_rows(), PAD)
-    batch["old_per_token_logps"] = torch.arange(15.0).reshape(3, 5)
-    batch["importance_sampling_ratio"] = torch.ones(3, 1)
-    batch["num_items_in_batch"] = torch.tensor(8.0)
-    part = trim_columns({name: value if value.dim() == 0 else value[1:2] for name, value in batch.items()})
-    assert part["prompt_ids"].tolist() == [[1, 2]]
-    assert part["completion_ids"].tolist() == [[3, 4, 5]]
-    assert part["old_per_token_logps"].tolist() == [[5, 6, 7]]
-    assert part["importance_sampling_ratio"].tolist() == [[1]]
-    assert part["num_items_in_batch"] == 8
-    assert {part[name].shape for name in ("completion_mask", "tool_mask", "sampling_per_token_logps")} == {(1, 3)}
-    assert batch["prompt_ids"].shape == (3, 4)
+def test_rows_of_one_pass_stack_to_the_longest_of_them_without_padding_on_the_left() -> None:
+    rows = [row for row in mixed_rows() if row.rollout_index == 2]
+    batch = rows_to_tensors(even_prompts(rows), PAD)
+    assert batch["prompt_ids"].tolist() == [[1, 2], [1, 8]]
+    assert batch["completion_ids"].tolist() == [[3, 4, 5], [2, 7, 6]]
+    assert batch["tool_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert batch["completion_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert batch["sampling_per_token_logps"].tolist() == [[-0.75, -1.0, -1.25], [0.0, 0.0, -1.5]]
+    for name in ("policy_versions", "sampled_tokens", "rollout_sampled_tokens", "advantages"):
+        assert batch[name].tolist() == rows_to_tensors(rows, PAD)[name].tolist()
 
 
-def test_trimming_keeps_what_any_row_needs() -> None:
-    batch = rows_to_tensors(mixed_rows(), PAD)
-    for name, value in trim_columns(batch).items():
-        assert torch.equal(value, batch[name])
+def test_even_prompts_move_no_token_of_a_sequence_and_no_loss() -> None:
+    rows = [*mixed_rows(), padding_row(PAD)]
+    for one, other in zip(rows, even_prompts(rows), strict=True):
+        assert one.row.prompt_ids + one.row.completion_ids == other.row.prompt_ids + other.row.completion_ids
+        for fill, name in ((0, "loss_mask"), (0.0, "logprobs"), (-1, "versions")):
+            moved = [fill] * (len(one.row.prompt_ids) - len(other.row.prompt_ids))
+            assert getattr(other.row, name) == moved + getattr(one.row, name)
+        assert (one.advantage, one.rollout_index) == (other.advantage, other.rollout_index)
 
 
-def test_trimming_refuses_a_tensor_of_another_width() -> None:
-    batch = rows_to_tensors(mixed_rows(), PAD)
-    batch["old_per_token_logps"] = torch.zeros(3, 9)
-    with pytest.raises(ConfigError, match="'old_per_token_logps' has 9 columns"):
-        trim_columns(batch)
+def test_completions_of_one_token_keep_a_second_column() -> None:
+    rows = [TrainingRow(Row([1, 2, 3], [4], [1], [-0.5], [0]), 1.0, 0, 1)] * 2
+    assert rows_to_tensors(even_prompts(rows), PAD)["completion_ids"].tolist() == [[3, 4], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +211,7 @@ def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message
 
 
 def test_no_rows_at_all_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="pad_rows"):
+    with pytest.raises(ConfigError, match="padding_row"):
         rows_to_tensors([], PAD)
 
 

@@ -18,7 +18,7 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.trace import Row, Turn, rows_from_turns
 from verifiers.train.advantages import rollout_advantages
-from verifiers.train.collate import TrainingRow, block_rows, pad_rows, rows_to_tensors, trim_columns
+from verifiers.train.collate import TrainingRow, block_rows, padding_row, rows_to_tensors
 from verifiers.train.row_weights import (
     LOSS_TYPES,
     WeightedBeta,
@@ -192,7 +192,7 @@ def trl_update(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: update.ranks))
         for cell in update.cells:
-            inputs = trim_columns({name: value[cell] for name, value in update.tensors.items()})
+            inputs = {name: value[cell] for name, value in update.tensors.items()}
             inputs["advantages"] = weight_advantages(inputs["advantages"], weights[cell])
             inputs["num_items_in_batch"] = items
             patch.setattr(trainer, "beta", WeightedBeta(beta, weights[cell]) if weighted else beta)
@@ -267,7 +267,8 @@ LAYOUTS = {
 
 def make_update(layout: str, noise: float = 0.4) -> Update:
     ranks, micro_batches, cells = LAYOUTS[layout]
-    rows = pad_rows(training_rows(five_rollouts()), sum(map(len, cells)))
+    rows = training_rows(five_rollouts())
+    rows += [padding_row(PAD)] * (sum(map(len, cells)) - len(rows))
     return Update(rows, cells, ranks, micro_batches, noise)
 
 
@@ -316,6 +317,16 @@ def test_without_weights_padding_and_forks_change_the_gradient(trainer: Any, los
     assert (bare - ideal).norm() > 0.1 * ideal.norm()
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_an_update_of_padding_alone_has_loss_and_gradient_zero(trainer: Any, loss_type: str, beta: float) -> None:
+    update = Update([padding_row(PAD)] * 2, [[0, 1]], 1, 1)
+    with_other_policies(trainer, update)
+    loss, gradient = trl_update(trainer, update, loss_type, beta)
+    assert loss == 0
+    assert (gradient == 0).all()
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_batch_that_needs_no_weights_gets_ones(loss_type: str) -> None:
     update = Update(training_rows(five_rollouts(forked=False)), [[0, 1], [2, 3]], 1, 2)
@@ -324,37 +335,38 @@ def test_a_batch_that_needs_no_weights_gets_ones(loss_type: str) -> None:
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_padding_rows_weigh_nothing_even_alone(loss_type: str) -> None:
-    update = Update(pad_rows([], 4), [[0, 1], [2, 3]], 2, 1)
+    update = Update([padding_row(PAD)] * 4, [[0, 1], [2, 3]], 2, 1)
     assert update.weights(loss_type).tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_an_update_of_padding_alone_has_loss_and_gradient_zero(trainer: Any, loss_type: str, beta: float) -> None:
-    update = Update(pad_rows([], 2), [[0, 1]], 1, 1)
-    with_other_policies(trainer, update)
-    loss, gradient = trl_update(trainer, update, loss_type, beta)
-    assert loss == 0
-    assert (gradient == 0).all()
-
-
-def test_advantages_per_token_are_weighted_row_by_row() -> None:
-    weights = torch.tensor([2.0, 0.5])
-    per_token = weight_advantages(torch.tensor([[1.0, -2.0], [4.0, 6.0]]), weights)
-    assert per_token.tolist() == [[2.0, -4.0], [2.0, 3.0]]
-    assert weight_advantages(torch.tensor([1.0, 4.0]), weights).tolist() == [2.0, 2.0]
-
-
-def test_a_weighted_beta_is_a_float_except_against_a_matrix() -> None:
-    beta = WeightedBeta(0.5, torch.tensor([1.0, 3.0]))
-    assert beta == 0.5
-    assert isinstance(beta, float)
-    assert beta * 2 == 2 * beta == 1.0
-    assert f"{beta:.2f}" == "0.50"
-    expected = [[0.5, 0.5], [1.5, 1.5]]
-    assert (beta * torch.ones(2, 2)).tolist() == expected
-    with pytest.raises(ConfigError, match="2 row weights"):
-        beta * torch.ones(3, 2)
+def test_passes_of_a_micro_batch_weigh_together_what_it_weighs_in_one(loss_type: str) -> None:
+    """TRL divides a pass by its rows, or its tokens; its rows' weights make up for that."""
+    update = make_update("micro-batches of different fill")
+    rows = len(update.rows)
+    places = [torch.zeros(rows).long() for _ in range(3)]
+    for number, cell in enumerate(update.cells):
+        places[0][cell] = number
+        places[2][cell] = torch.arange(len(cell)) % 2
+    sampled = update.tensors["sampled_tokens"]
+    weights = row_weights(
+        loss_type,
+        rollout_index_R=update.tensors["rollout_index"],
+        sampled_tokens_R=sampled,
+        rollout_sampled_tokens_R=update.tensors["rollout_sampled_tokens"],
+        micro_batch_R=places[0],
+        rank_R=places[1],
+        pass_R=places[2],
+        num_micro_batches=3,
+        num_ranks=1,
+    )
+    whole = update.weights(loss_type)
+    for number, cell in enumerate(update.cells):
+        for half in (0, 1):
+            held = [row for row in cell if places[2][row] == half]
+            size = {"bnpo": (sampled[held].sum(), sampled[cell].sum())}.get(loss_type, (len(held), len(cell)))
+            share = 1.0 if loss_type in ("dapo", "cispo", "vespo") else float(size[0] / max(1, size[1]))
+            torch.testing.assert_close(weights[held], whole[held] * share, msg=f"micro-batch {number}")
 
 
 def test_an_unknown_loss_type_is_refused_by_name() -> None:
@@ -366,35 +378,3 @@ def test_a_rollout_spread_over_two_updates_is_refused() -> None:
     rows = training_rows(five_rollouts())[1:]
     with pytest.raises(ConfigError, match=r"rollout 0 has 5 sampled tokens, .* hold 2; keep all rows"):
         Update(rows, [[0, 1, 2, 3]], 1, 1).weights("grpo")
-
-
-def test_a_row_outside_the_update_is_refused() -> None:
-    ones = torch.ones(2).long()
-    arguments: dict[str, Any] = {
-        "rollout_index_R": torch.arange(2),
-        "sampled_tokens_R": ones,
-        "rollout_sampled_tokens_R": ones,
-        "num_ranks": 1,
-    }
-    with pytest.raises(ConfigError, match=r"micro-batch numbers \[1, 1\] must lie in 0 .. 0"):
-        row_weights("grpo", micro_batch_R=ones, rank_R=ones * 0, num_micro_batches=1, **arguments)
-    with pytest.raises(ConfigError, match="rank numbers"):
-        row_weights("grpo", micro_batch_R=ones, rank_R=-ones, num_micro_batches=2, **arguments)
-    with pytest.raises(ConfigError, match="different lengths"):
-        row_weights("grpo", micro_batch_R=ones[:1], rank_R=ones * 0, num_micro_batches=2, **arguments)
-
-
-def test_an_update_larger_than_its_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match="4 micro-batches does not fit a block of 2"):
-        num_items_in_batch(torch.tensor([3, 5]), num_micro_batches=4, steps_per_generation=2)
-
-
-def test_every_loss_type_of_trl_is_known() -> None:
-    import inspect
-    import re
-
-    from trl import GRPOTrainer
-
-    source = inspect.getsource(GRPOTrainer._compute_loss)
-    compared = " ".join(re.findall(r"self\.loss_type (?:==|in) (\[.*?\]|\".*?\")", source))
-    assert set(re.findall(r'"(\w+)"', compared)) == set(LOSS_TYPES)

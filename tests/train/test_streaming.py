@@ -19,6 +19,7 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.trace import Row
 from verifiers.train.block import build_training_block
 from verifiers.train.config import GRPOConfig
+from verifiers.train.passes import MicroBatches, all_passes
 from verifiers.train.row_weights import TOKEN_MEAN
 from verifiers.train.streaming import BlockStream
 from verifiers.types import Failure, Outcome, RolloutKey
@@ -62,6 +63,8 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "zero_truncated_completions": False,
         "max_seq_len": None,
         "max_completion_length": 7,
+        "max_tokens_per_pass": None,
+        "top_entropy_quantile": 1.0,
     }
     return SimpleNamespace(**{**defaults, **values})
 
@@ -82,7 +85,7 @@ class Feed:
         return self._oldest
 
 
-Cells = list[list[dict[str, torch.Tensor]]]
+Cells = MicroBatches
 
 
 def streamed(block: ScoredBlock, plan: BatchPlan, args: Any, **options: Any) -> tuple[Cells, list[float], Any]:
@@ -105,7 +108,7 @@ def influence(cells: Cells, rescales: Sequence[float], plan: BatchPlan, loss_typ
     found: dict[int, float] = {}
     for number, by_rank in enumerate(cells):
         rescale = rescales[number // accumulated]
-        for cell in by_rank:
+        for cell in all_passes([by_rank]):
             for row in range(len(cell["prompt_ids"])):
                 tokens = int(cell["sampled_tokens"][row])
                 if not tokens:
@@ -116,8 +119,13 @@ def influence(cells: Cells, rescales: Sequence[float], plan: BatchPlan, loss_typ
                 else:
                     per_row = tokens if loss_type in ("grpo", "sapo") else 1
                     share /= accumulated * ranks * len(cell["prompt_ids"]) * per_row
-                found[int(cell["completion_ids"][row][0])] = share
+                found[whose(cell, row)] = share
     return found
+
+
+def whose(batch: dict[str, torch.Tensor], row: int) -> int:
+    """The token id that all sampled tokens of a row share."""
+    return int(batch["completion_ids"][row][batch["tool_mask"][row].bool()][0])
 
 
 Sizes = dict[str, int]
@@ -180,10 +188,10 @@ def test_every_rollout_is_in_its_planned_micro_batch_or_dropped_with_a_reason(
     trained = set()
     for number, by_rank in enumerate(cells):
         assert len(by_rank) == plan.num_processes
-        for cell in by_rank:
-            for ids, tokens in zip(cell["completion_ids"], cell["sampled_tokens"], strict=True):
+        for cell in all_passes([by_rank]):
+            for row, tokens in enumerate(cell["sampled_tokens"]):
                 if tokens:
-                    example, generation = int(ids[0]) // 100, int(ids[0]) % 100 // 10
+                    example, generation = whose(cell, row) // 100, whose(cell, row) % 100 // 10
                     assert place[example, generation] // plan.completions_per_micro_step == number
                     trained.add((example, generation))
     gone = [(item.key.example_id, item.key.generation) for item in dropped]
@@ -212,10 +220,9 @@ def test_every_update_of_a_streamed_block_divides_by_what_is_in_it(
         part = cells[update * accumulated : (update + 1) * accumulated]
         shares = influence(part, [rescales[update]], plan, loss_type)
         tokens = {
-            int(ids[0]): int(count)
-            for by_rank in part
-            for cell in by_rank
-            for ids, count in zip(cell["completion_ids"], cell["sampled_tokens"], strict=True)
+            whose(cell, row): int(count)
+            for cell in all_passes(part)
+            for row, count in enumerate(cell["sampled_tokens"])
             if count
         }
         total = sum(share * tokens[name] for name, share in shares.items())

@@ -63,6 +63,7 @@ class BatchPlan:
         seed: orders prompts and rows, and seeds rollouts.
         shuffle: visit the dataset in a new order each epoch; otherwise in its own order.
         source: chooses the rows in place of that order, such as a curriculum.
+        max_tokens_per_pass: what passes over a micro-batch are cut by; None where they are cut by rows.
 
     Raises:
         ConfigError: sizes that do not divide, a stage that would end inside a pass that is made again; the message
@@ -80,10 +81,11 @@ class BatchPlan:
     seed: int = 0
     shuffle: bool = True
     source: RowSource | None = field(default=None, compare=False)
+    max_tokens_per_pass: int | None = None
 
     def __post_init__(self) -> None:
         for size in dataclasses.fields(self):
-            if size.name not in ("num_generations", "seed", "shuffle", "source"):
+            if size.name not in ("num_generations", "seed", "shuffle", "source", "max_tokens_per_pass"):
                 check_size(size.name, getattr(self, size.name), 1)
         if self.num_generations == 1:
             raise ConfigError(
@@ -338,6 +340,7 @@ def make_plan(
     seed: int = 0,
     shuffle: bool = True,
     source: RowSource | None = None,
+    max_tokens_per_pass: int | None = None,
 ) -> BatchPlan:
     """Build the plan of a run from the trainer's settings, which keep TRL's names and meanings.
 
@@ -361,6 +364,7 @@ def make_plan(
         seed=seed,
         shuffle=shuffle,
         source=source,
+        max_tokens_per_pass=max_tokens_per_pass,
     )
 
 

@@ -39,7 +39,14 @@ def _notes(plan: BatchPlan) -> list[tuple[str, str]]:
         ("blocks in the run", run),
         *(plan.source.describe(plan.max_steps) if plan.source is not None else [("epochs", _epochs(plan))]),
         ("devices", f"{plan.num_processes:,}"),
+        *_passes(plan),
     ]
+
+
+def _passes(plan: BatchPlan) -> list[tuple[str, str]]:
+    if plan.max_tokens_per_pass is None:
+        return []
+    return [("passes", f"at most {plan.max_tokens_per_pass:,} tokens each on a device, padding included")]
 
 
 def _epochs(plan: BatchPlan) -> str:

@@ -5,24 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-import torch
-from torch import Tensor
-
 from verifiers.data.plan import BatchPlan
 from verifiers.rollouts.rollout import Rollout, ScoredBlock
 from verifiers.train.advantages import BlockAdvantages, ScaleRewards, rollout_advantages
-from verifiers.train.buffers import shuffle_tensor_dict, split_tensor_dict
-from verifiers.train.collate import (
-    Dropped,
-    TrainingRow,
-    block_rows,
-    pad_rows,
-    rollout_tokens,
-    rows_to_tensors,
-    trim_columns,
-)
+from verifiers.train.collate import Dropped, TrainingRow, block_rows, rollout_tokens, row_length
 from verifiers.train.config import GRPOConfig
-from verifiers.train.row_weights import num_items_in_batch, row_weights, weight_advantages
+from verifiers.train.dealing import Dealt, PassLimit, deal_in_order, deal_longest_first
+from verifiers.train.passes import MicroBatches, all_passes, weighted_passes
 
 __all__ = [
     "TrainingBlock",
@@ -40,19 +29,19 @@ class TrainingBlock:
     """One block, ready to train on.
 
     Attributes:
-        batches: tensors by [micro-batch][rank], under the names that TRL's loss reads, and `row_weights` (R,),
+        batches: tensors by [micro-batch][rank][pass], under the names that TRL's loss reads, and `row_weights` (R,),
             `policy_versions` (R,), `sampled_tokens` (R,).
         dropped: rollouts and rows that are not trained on, with their reasons.
     """
 
     block_id: int
-    batches: list[list[dict[str, Tensor]]]
+    batches: MicroBatches
     advantages: BlockAdvantages
     dropped: list[Dropped]
 
     def oldest_version(self) -> int | None:
         """The oldest policy version among the trained tokens; None where nothing is trained."""
-        versions = [int(v) for cells in self.batches for cell in cells for v in cell["policy_versions"] if v >= 0]
+        versions = [int(v) for batch in all_passes(self.batches) for v in batch["policy_versions"] if v >= 0]
         return min(versions, default=None)
 
 
@@ -65,11 +54,11 @@ def build_training_block(
     skip_flat: bool = False,
     oldest_version: int | None = None,
 ) -> TrainingBlock:
-    """Compute advantages, pick rows, and deal them over updates, micro-batches and ranks.
+    """Compute advantages, pick rows, and deal them over updates, micro-batches, ranks and passes.
 
-    Rollouts are shuffled by (seed, block) and cut into the updates of one pass by their planned place, so that
+    Rollouts are shuffled by (seed, block) and cut into the updates of the block by their planned place, so that
     a failed rollout leaves a gap rather than moving the others; all rows of a rollout stay in one update.
-    Padding rows fill each update up and are spread over its micro-batches.
+    Within an update rows are dealt by length, see `train.dealing`.
 
     Args:
         skip_flat: leave out rollouts whose advantage is 0 on every token. They count in every denominator as before,
@@ -78,7 +67,7 @@ def build_training_block(
     """
     advantages = block_advantages(block, args)
     rows, dropped = block_rows(block, advantages, args.max_seq_len, oldest_version)
-    batches: list[list[dict[str, Tensor]]] = []
+    batches: MicroBatches = []
     flat = flat_rollouts(rows) if skip_flat else set()
     for update_rows in _rows_by_update(rows, plan, block.block_id):
         kept = [row for row in update_rows if row.rollout_index not in flat]
@@ -149,47 +138,37 @@ def weighted_cells(
     micro_batches: range,
     rollouts_elsewhere: int,
     tokens_elsewhere: float,
-) -> list[list[dict[str, Tensor]]]:
-    """Tensors by [micro-batch][rank] of some micro-batches of an update, weighted as parts of the whole update.
+) -> MicroBatches:
+    """Tensors of some micro-batches of an update, weighted as parts of the whole update.
 
     Args:
         rows: what is trained in these micro-batches.
         micro_batches: their numbers within the update.
         rollouts_elsewhere, tokens_elsewhere: rollouts and sampled tokens of the update that are in none of `rows`.
     """
-    ranks = plan.num_processes
-    cells = len(micro_batches) * ranks
-    padded = pad_rows(rows, cells, pad_token_id)
-    # dealt like cards, so that padding rows, which stand at the end, do not fill one micro-batch alone
-    dealt = [row for cell in range(cells) for row in range(cell, len(padded), cells)]
-    tensors = shuffle_tensor_dict(rows_to_tensors(padded, pad_token_id), dealt)
-    cell_R = torch.arange(cells).repeat_interleave(len(padded) // cells)
-    weights_R = row_weights(
-        args.loss_type,
-        rollout_index_R=_given(tensors, "rollout_index"),
-        sampled_tokens_R=_given(tensors, "sampled_tokens"),
-        rollout_sampled_tokens_R=_given(tensors, "rollout_sampled_tokens"),
-        micro_batch_R=micro_batches.start + cell_R // ranks,
-        rank_R=cell_R % ranks,
-        num_micro_batches=plan.gradient_accumulation_steps,
-        num_ranks=ranks,
-        rollouts_without_rows=rollouts_elsewhere,
-    )
-    tensors["row_weights"] = weights_R
-    tensors["advantages"] = weight_advantages(_given(tensors, "advantages"), weights_R)
-    tensors["num_items_in_batch"] = num_items_in_batch(
-        _given(tensors, "sampled_tokens"),
+    return weighted_passes(
+        rows,
+        _dealt(rows, len(micro_batches), plan, args),
+        pad_token_id,
+        loss_type=args.loss_type,
+        micro_batches=micro_batches,
         num_micro_batches=plan.gradient_accumulation_steps,
         steps_per_generation=plan.steps_per_generation,
-        tokens_without_rows=tokens_elsewhere,
+        rollouts_elsewhere=rollouts_elsewhere,
+        tokens_elsewhere=tokens_elsewhere,
     )
-    parts = [
-        trim_columns({k: v for k, v in part.items() if v is not None}) for part in split_tensor_dict(tensors, cells)
-    ]
-    return [parts[start : start + ranks] for start in range(0, cells, ranks)]
 
 
-def _given(tensors: dict[str, Tensor | None], name: str) -> Tensor:
-    value = tensors[name]
-    assert value is not None, name
-    return value
+def _dealt(rows: list[TrainingRow], micro_batches: int, plan: BatchPlan, args: GRPOConfig) -> Dealt:
+    """Which rows share a pass."""
+    lengths = [row_length(row) for row in rows]
+    limit = PassLimit(tokens=args.max_tokens_per_pass)
+    if args.max_tokens_per_pass is None:
+        limit = PassLimit(rows=plan.per_device_train_batch_size)
+    if args.top_entropy_quantile < 1.0:
+        # a quantile over the tokens of a pass: a micro-batch has to stay whole
+        return deal_in_order(lengths, micro_batches, plan.num_processes, PassLimit())
+    if args.loss_type == "bnpo":
+        # each micro-batch counts the same, so by length the tokens of short rows would count more
+        return deal_in_order(lengths, micro_batches, plan.num_processes, limit)
+    return deal_longest_first(lengths, micro_batches, plan.num_processes, limit)

@@ -9,7 +9,7 @@ Not promised here: weights that make each rollout count once (see `train.row_wei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, ScoredBlock
 from verifiers.rollouts.trace import Row
 from verifiers.train.advantages import BlockAdvantages
-from verifiers.train.buffers import num_rows
 from verifiers.types import RolloutKey
 
 __all__ = [
@@ -28,10 +27,11 @@ __all__ = [
     "Dropped",
     "TrainingRow",
     "block_rows",
-    "pad_rows",
+    "even_prompts",
+    "padding_row",
     "rollout_tokens",
+    "row_length",
     "rows_to_tensors",
-    "trim_columns",
 ]
 
 PADDING_INDEX = -1
@@ -162,29 +162,45 @@ def _split_rollout(
     return kept, lost
 
 
-def pad_rows(rows: Sequence[TrainingRow], multiple_of: int, pad_token_id: int = 0) -> list[TrainingRow]:
-    """Append padding rows until the number of rows is a multiple of `multiple_of`, and at least that.
+def padding_row(pad_token_id: int) -> TrainingRow:
+    """What fills up a pass: one prompt and one completion token that attention sees and the loss does not.
 
-    A padding row is one prompt token and one completion token that attention sees (a row masked whole would
-    give NaN in some attention kernels, and an empty completion an IndexError in TRL) and that the loss does not.
+    A row masked whole would give NaN in some attention kernels, and an empty completion an IndexError in TRL.
 
     Args:
-        rows: real rows, perhaps none.
-        multiple_of: micro-batch rows x micro-batches x ranks.
         pad_token_id: token id of both; any id of the vocabulary does.
-
-    Raises:
-        ConfigError: for a `multiple_of` under 1.
     """
-    if multiple_of < 1:
-        raise ConfigError(f"multiple_of is {multiple_of}; it must be at least 1")
-    missing = -len(rows) % multiple_of if rows else multiple_of
-    return [*rows, *(_padding_row(pad_token_id) for _ in range(missing))]
-
-
-def _padding_row(pad_token_id: int) -> TrainingRow:
     row = Row([pad_token_id], [pad_token_id], loss_mask=[0], logprobs=[0.0], versions=[-1])
     return TrainingRow(row, 0.0, PADDING_INDEX, 0)
+
+
+def even_prompts(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+    """The same sequences, cut into prompt and completion at one place, so that they stack to the longest of them.
+
+    TRL pads prompts on the left and completions on the right, to the longest prompt plus the longest completion.
+    Here the prompts' tokens past the shortest prompt stand before the completion, masked out of the loss as an
+    environment's tokens are, and nothing is padded on the left (but a padding row, whose prompt is shorter).
+    """
+    real = [item.row for item in rows if not item.is_padding]
+    if not real:
+        return list(rows)
+    shared = min(len(row.prompt_ids) for row in real)
+    # TRL takes a tensor of one column for values of whole rows
+    if shared > 1 and max(map(_length, real)) == shared + 1:
+        shared -= 1
+    return [item if item.is_padding else replace(item, row=_cut_at(item.row, shared)) for item in rows]
+
+
+def _cut_at(row: Row, place: int) -> Row:
+    moved = row.prompt_ids[place:]
+    return replace(
+        row,
+        prompt_ids=row.prompt_ids[:place],
+        completion_ids=[*moved, *row.completion_ids],
+        loss_mask=[*[0] * len(moved), *row.loss_mask],
+        logprobs=[*[0.0] * len(moved), *row.logprobs],
+        versions=[*[-1] * len(moved), *row.versions],
+    )
 
 
 def rows_to_tensors(rows: Sequence[TrainingRow], pad_token_id: int) -> dict[str, Tensor]:
@@ -210,7 +226,7 @@ def rows_to_tensors(rows: Sequence[TrainingRow], pad_token_id: int) -> dict[str,
             different lengths.
     """
     if not rows:
-        raise ConfigError("no rows to stack; `pad_rows` gives padding rows where a block has nothing to train on")
+        raise ConfigError("no rows to stack; `padding_row` gives what stands where a block has nothing to train on")
     for item in rows:
         _check_row(item)
     prompts = [item.row.prompt_ids for item in rows]
@@ -233,42 +249,14 @@ def rows_to_tensors(rows: Sequence[TrainingRow], pad_token_id: int) -> dict[str,
     }
 
 
-def trim_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Drop the columns that are padding in every row of a micro-batch; at least one of each side stays.
-
-    Args:
-        batch: what `rows_to_tensors` gives, a slice of its rows, with or without further tensors.
-            `COMPLETION_COLUMNS` are cut with the completions; tensors of other names are left alone.
-
-    Raises:
-        ConfigError: where tensors are misaligned, or one of a known name has another width than its ids.
-    """
-    num_rows(batch)
-    prompt_P, completion_C = batch["prompt_mask"].any(dim=0), batch["completion_mask"].any(dim=0)
-    start = min(_leading_false(prompt_P), len(prompt_P) - 1)
-    stop = max(len(completion_C) - _leading_false(completion_C.flip(0)), 1)
-    trimmed = dict(batch)
-    for names, keep in ((PROMPT_COLUMNS, slice(start, None)), (COMPLETION_COLUMNS, slice(0, stop))):
-        width = batch[names[0]].shape[1]
-        for name in names:
-            value = batch.get(name)
-            # Sequence-level ratios are (R, 1): one value for all columns.
-            if value is None or value.dim() < 2 or value.shape[1] == 1:
-                continue
-            if value.shape[1] != width:
-                raise ConfigError(f"{name!r} has {value.shape[1]} columns, {names[0]!r} has {width}")
-            trimmed[name] = value[:, keep]
-    return trimmed
-
-
-def _leading_false(flags: Tensor) -> int:
-    """Number of False entries before the first True."""
-    return int((flags.cumsum(0) == 0).sum())
-
-
 def rollout_tokens(rollout: Rollout) -> int:
     """Prompt and completion tokens of a rollout, over its rows."""
     return sum(map(_length, rollout.rows))
+
+
+def row_length(item: TrainingRow) -> int:
+    """Prompt and completion tokens of a training row."""
+    return _length(item.row)
 
 
 def _length(row: Row) -> int:

@@ -2,22 +2,25 @@
 
 TRL's losses (trl 1.16, `GRPOTrainer._compute_loss`) average over rows, tokens or micro-batches. Without weights
 a rollout split into two rows counts twice, and a padding row dilutes the rest. The gradient of an update is the
-mean over W ranks of the sum over A micro-batches of TRL's loss. With B the rows of a micro-batch (padding
-included), N the rollouts of the update, T the sampled tokens and l the loss of a token:
+mean over W ranks of the sum of TRL's loss over A micro-batches, each of one pass or several. With B the rows of a
+pass (padding included), N the rollouts of the update, T the sampled tokens (T_mb those of a rank's micro-batch) and l
+the loss of a token:
 
-    loss type           TRL's loss of a micro-batch        wanted for the update              weight of a row
+    loss type           TRL's loss of a pass               wanted for the update              weight of a row
     grpo, sapo          1/(A B) sum_row 1/T_row sum l      1/N sum_rollout 1/T_rollout sum l  W A B/N T_row/T_rollout
     dr_grpo             1/(A B L) sum_row sum l            1/(N L) sum_rollout sum l          W A B/N
     luspo               1/(A B) sum_row sum l              1/N sum_rollout sum l              W A B/N
-    bnpo                1/(A T_micro_batch) sum l          mean over M filled micro-batches   W A/M
+    bnpo                1/(A T_pass) sum l                 mean over M filled micro-batches   W A/M T_pass/T_mb
     dapo, cispo, vespo  sum l / (num_items/W x A/S)        1/T_update sum l                   1
 
 The weight multiplies the row's advantages. It is positive, so signs and clipping stay as they are:
 min(w A r, w A clip(r)) = w min(A r, A clip(r)). A KL term does not contain the advantages: see `WeightedBeta`.
 
-Not promised here: TRL's entropy bonus and its router loss of mixture-of-experts models are means over each
-micro-batch that no row weight reaches; a micro-batch of padding alone dilutes them. And what a loss computes from
-a whole sequence (sequence-level ratios, vespo's gamma weight) it computes per row of a rollout.
+TRL's entropy bonus and its router loss of mixture-of-experts models are means over each pass, divided by A, that no
+row weight reaches. Their coefficients are weighted instead, by W A T_pass/T_update: see `WeightedCoefficient`.
+
+Not promised here: what a loss computes from a whole sequence (sequence-level ratios, vespo's gamma weight) it
+computes per row of a rollout.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from torch import Tensor
 
 from verifiers.errors import ConfigError
 
-__all__ = ["LOSS_TYPES", "WeightedBeta", "num_items_in_batch", "row_weights", "weight_advantages"]
+__all__ = [
+    "LOSS_TYPES",
+    "WeightedBeta",
+    "WeightedCoefficient",
+    "num_items_in_batch",
+    "row_weights",
+    "weight_advantages",
+]
 
 LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo")
 """Every loss type of trl 1.16."""
@@ -48,6 +58,7 @@ def row_weights(
     rank_R: Tensor,
     num_micro_batches: int,
     num_ranks: int,
+    pass_R: Tensor | None = None,
     rollouts_without_rows: int = 0,
 ) -> Tensor:
     """Weights of the R rows of one update: those of all its ranks and all its micro-batches.
@@ -61,6 +72,7 @@ def row_weights(
         rank_R: rank that holds the row, 0 .. num_ranks - 1.
         num_micro_batches: A, micro-batches of the update on each rank; 1 in evaluation.
         num_ranks: W, ranks whose gradients are averaged.
+        pass_R: pass of its micro-batch and rank that holds the row, from 0; one pass each when left out.
         rollouts_without_rows: rollouts of the update that count in N though no row of theirs is computed, because
             their advantage is 0. Not for bnpo, whose denominators are the rows' own.
 
@@ -75,7 +87,9 @@ def row_weights(
         raise ConfigError(f"loss_type={loss_type!r} is unknown; use one of {LOSS_TYPES}")
     _check_places(micro_batch_R, num_micro_batches, "micro-batch")
     _check_places(rank_R, num_ranks, "rank")
-    lengths = [len(t) for t in (rollout_index_R, sampled_tokens_R, rollout_sampled_tokens_R, micro_batch_R, rank_R)]
+    pass_R = torch.zeros_like(rank_R) if pass_R is None else pass_R
+    described = (rollout_index_R, sampled_tokens_R, rollout_sampled_tokens_R, micro_batch_R, rank_R, pass_R)
+    lengths = [len(tensor) for tensor in described]
     if len(set(lengths)) > 1:
         raise ConfigError(f"rows of an update are described by tensors of different lengths: {lengths}")
     counted_R = (rollout_index_R >= 0) & (sampled_tokens_R > 0)
@@ -85,18 +99,25 @@ def row_weights(
 
     sums = num_micro_batches * num_ranks
     cell_R = rank_R * num_micro_batches + micro_batch_R
+    pass_R = pass_R * sums + cell_R
     if loss_type in TOKEN_MEAN:
         weights_R = torch.ones(len(cell_R), dtype=torch.float64, device=cell_R.device)
     elif loss_type == "bnpo":
         filled = len(cell_R[counted_R].unique())
-        weights_R = torch.full((len(cell_R),), sums / max(filled, 1), dtype=torch.float64, device=cell_R.device)
+        tokens_R = sampled_tokens_R.double()
+        shares_R = _totals(tokens_R, pass_R) / _totals(tokens_R, cell_R).clamp(min=1)
+        weights_R = shares_R * sums / max(filled, 1)
     else:
         rollouts = len(rollout_index_R[counted_R].unique()) + rollouts_without_rows
-        rows_in_cell_R = torch.bincount(cell_R, minlength=sums)[cell_R]
-        weights_R = rows_in_cell_R.double() * sums / max(rollouts, 1)
+        weights_R = torch.bincount(pass_R)[pass_R].double() * sums / max(rollouts, 1)
         if loss_type in ("grpo", "sapo"):
             weights_R = weights_R * sampled_tokens_R / rollout_sampled_tokens_R.clamp(min=1)
     return torch.where(counted_R, weights_R, 0.0).float()
+
+
+def _totals(values_R: Tensor, part_R: Tensor) -> Tensor:
+    """For each row the sum over the rows of its part."""
+    return torch.bincount(part_R, weights=values_R)[part_R]
 
 
 def num_items_in_batch(
@@ -141,11 +162,11 @@ class WeightedBeta(float):
     mask cannot carry them: the mask is in the denominator too, where a row's weight cancels. This number is
     compared, formatted and logged like the float it is; only the product with a matrix differs, and only with the
     number on the left, as TRL writes it (`tensor * number` is decided by the tensor). Set it as `trainer.beta`
-    around one call of `_compute_loss`, with the weights of that micro-batch's rows.
+    around one call of `_compute_loss`, with the weights of that pass's rows.
 
     Args:
         beta: the KL coefficient.
-        weights_R: weights of the micro-batch's rows, from `row_weights`.
+        weights_R: weights of the pass's rows, from `row_weights`.
     """
 
     weights_R: Tensor  # noqa: N815
@@ -163,6 +184,25 @@ class WeightedBeta(float):
                 f"the KL terms have shape {tuple(other.shape)}, but there are {len(self.weights_R)} row weights"
             )
         return other * (float(self) * self.weights_R.to(other).unsqueeze(1))
+
+
+class WeightedCoefficient(float):
+    """A coefficient that counts `weight` times where it is multiplied with a tensor, and once everywhere else.
+
+    For terms of TRL's loss that are means over a pass, such as the entropy bonus; in place of the trainer's own
+    coefficient around one call of `_compute_loss`, and with the number on the left, as for `WeightedBeta`. What TRL's
+    adaptive control adds to it stays what it is.
+    """
+
+    weight: float
+
+    def __new__(cls, coefficient: float, weight: float) -> WeightedCoefficient:
+        self = super().__new__(cls, coefficient)
+        self.weight = weight
+        return self
+
+    def __mul__(self, other: Any) -> Any:
+        return float(self) * other * (self.weight if isinstance(other, Tensor) else 1.0)
 
 
 def _check_places(places_R: Tensor, count: int, what: str) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from verifiers.data.plan import BatchPlan
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.advantages import BlockAdvantages
@@ -25,6 +23,7 @@ from verifiers.train.block import (
 from verifiers.train.collate import Dropped, block_rows
 from verifiers.train.config import GRPOConfig
 from verifiers.train.feed import BlockFeed
+from verifiers.train.passes import MicroBatches, Pass
 from verifiers.train.row_weights import TOKEN_MEAN
 
 __all__ = ["BlockStream", "StreamedPart"]
@@ -35,11 +34,11 @@ class StreamedPart:
     """One micro-batch.
 
     Attributes:
-        cells: its tensors by rank.
+        cells: its passes by rank.
         rescale: with the last micro-batch of an update, what the update's gradient is multiplied by; else None.
     """
 
-    cells: list[dict[str, Tensor]]
+    cells: list[list[Pass]]
     rescale: float | None
 
 
@@ -59,7 +58,7 @@ class BlockStream:
     block_id: int
     optimizer_step: int
     skip_flat: bool = False
-    _parts: list[list[dict[str, Tensor]]] = field(default_factory=list)
+    _parts: MicroBatches = field(default_factory=list)
     _dropped: list[Dropped] = field(default_factory=list)
     _rollouts: int = 0
     _tokens: int = 0

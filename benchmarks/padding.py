@@ -1,0 +1,213 @@
+"""What sorting by length and a token budget save: padding, time and memory of training one block.
+
+    python benchmarks/padding.py [--completions 128] [--rounds 3] [--budget 4096]
+
+Three ways to cut a block into forward and backward passes, each in a process of its own, on the same rows, the same
+model and one thread:
+
+- shuffled: rows in random order, as many to a pass as `per_device_train_batch_size`; prompts padded on the left to
+  the longest of the pass, completions on the right;
+- sorted: what the trainer does as it comes, as many passes, dealt by length and padded on the right alone;
+- budget: the trainer with `max_tokens_per_pass`.
+
+Two distributions of lengths: log-normal completions from 16 to 512 tokens (median 100, sigma 1) after prompts of 20
+to 60; and answers of 3 to 12 tokens after prompts of 80 to 90, as in the demo. One update a block: every pass through
+the trainer's own loss, forward and backward, and an optimizer step. Seconds are the median over rounds, in which the
+sides take turns; memory is how far the process's peak grew while it trained.
+
+Ends with one line of JSON: share of padding before (shuffled) and after (sorted), speedup and peak_memory_ratio
+against shuffled; `_budget` with the budget, `_demo` for the demo's lengths. Gradients are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# benchmarks/trl.py stands beside this file and would be taken for the library
+sys.path.remove(str(Path(__file__).resolve().parent))
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SIDES = ("shuffled", "sorted", "budget")
+GENERATIONS = 8
+ROWS_PER_PASS = 16
+VOCABULARY = 512
+
+
+def lengths(kind: str, completions: int) -> list[tuple[int, int]]:
+    """(prompt, completion) tokens of each rollout; the prompts of a group are equal."""
+    draw = random.Random(kind)
+    found = []
+    for _ in range(completions // GENERATIONS):
+        prompt = draw.randint(20, 60) if kind == "lognormal" else draw.randint(80, 90)
+        for _ in range(GENERATIONS):
+            tokens = round(100 * math.exp(draw.gauss(0.0, 1.0))) if kind == "lognormal" else draw.randint(3, 12)
+            found.append((prompt, min(512, max(16, tokens)) if kind == "lognormal" else tokens))
+    return found
+
+
+def make_block(kind: str, completions: int) -> Any:
+    from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+    from verifiers.rollouts.trace import Row
+    from verifiers.types import Outcome, RolloutKey
+
+    draw = random.Random(1)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(1, VOCABULARY) for _ in range(count)]
+
+    rollouts = []
+    for index, (prompt, tokens) in enumerate(lengths(kind, completions)):
+        example, generation = divmod(index, GENERATIONS)
+        row = Row(ids(prompt), ids(tokens), [1] * tokens, [-6.0] * tokens, [0] * tokens)
+        key = RolloutKey(0, example, generation)
+        rollouts.append(Rollout(key, Outcome.COMPLETED, "p", "c", reward=draw.random(), rows=[row]))
+    size = GENERATIONS
+    groups = [Group(start // size, rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
+    return ScoredBlock(0, groups)
+
+
+def make_trainer(scratch: str, completions: int, budget: int | None) -> Any:
+    """The trainer around a model of 0.9 million parameters; it never meets a server."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    import verifiers as vf
+    from verifiers.rollouts.endpoint import Endpoint
+    from verifiers.train.config import GRPOConfig
+    from verifiers.train.trainer import GRPOTrainer
+
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    letters = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="w0", eos_token="w0")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    size: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    policy = Qwen3ForCausalLM(Qwen3Config(**size, pad_token_id=0, eos_token_id=0, bos_token_id=None))
+    questions = [{"question": "w1", "answer": "w2"}] * completions
+    args = GRPOConfig(
+        scratch,
+        server_url="http://127.0.0.1:9/v1",
+        max_steps=1,
+        per_device_train_batch_size=ROWS_PER_PASS,
+        gradient_accumulation_steps=completions // ROWS_PER_PASS,
+        num_generations=GENERATIONS,
+        max_completion_length=512,
+        max_tokens_per_pass=budget,
+        use_cpu=True,
+        bf16=False,
+    )
+    env = vf.SingleTurnEnv(dataset=questions, rubric=vf.Rubric(funcs=[]))
+    return GRPOTrainer(policy, env, args, tokenizer, client=Endpoint("http://127.0.0.1:9/v1"))
+
+
+def cut(trainer: Any, block: Any, side: str) -> Any:
+    """A block's passes by micro-batch and rank."""
+    from unittest.mock import patch
+
+    from verifiers.train.block import build_training_block
+    from verifiers.train.dealing import PassLimit, deal_in_order
+
+    def shuffled(rows: list[Any], micro_batches: int, plan: Any, args: Any) -> Any:
+        return deal_in_order([1] * len(rows), micro_batches, 1, PassLimit())
+
+    if side != "shuffled":
+        return build_training_block(block, trainer.plan, trainer.args, 0).batches
+    with patch("verifiers.train.block._dealt", shuffled), patch("verifiers.train.passes.even_prompts", list):
+        return build_training_block(block, trainer.plan, trainer.args, 0).batches
+
+
+def peak_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def train(side: str, kind: str, completions: int, budget: int) -> dict[str, Any]:
+    """Train two updates of a side; the second is timed."""
+    import torch
+
+    from verifiers.train.passes import pass_metrics
+
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = make_trainer(scratch, completions, budget if side == "budget" else None)
+    batches = cut(trainer, make_block(kind, completions), side)
+    trainer.current_gradient_accumulation_steps = len(batches)
+    trainer.model.train()
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    before, seconds = peak_bytes(), []
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        started = time.perf_counter()
+        for (passes,) in batches:
+            trainer.compute_loss(trainer.model, {"passes": passes}).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - started)
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in trainer.model.parameters() if p.grad is not None))
+    return {
+        "seconds": min(seconds),
+        "peak_mib": (peak_bytes() - before) / 2**20,
+        "gradient_norm": norm,
+        **pass_metrics(batches),
+    }
+
+
+def compare(kind: str, completions: int, budget: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians over rounds, by side."""
+    measured: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for number in range(rounds):
+        for side in SIDES[number % 3 :] + SIDES[: number % 3]:
+            command = [sys.executable, __file__, "--side", side, "--kind", kind, "--completions", str(completions)]
+            done = subprocess.run([*command, "--budget", str(budget)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(done.stderr)
+            measured[side].append(json.loads(done.stdout.splitlines()[-1]))
+    found = {
+        side: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        for side, runs in measured.items()
+    }
+    for side, figures in found.items():
+        print(f"{kind:<10}{side:<10}" + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), file=sys.stderr)
+        assert math.isclose(figures["gradient_norm"], found["shuffled"]["gradient_norm"], rel_tol=1e-3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--completions", type=int, default=128, help="Completions of the block.")
+    parser.add_argument("--rounds", type=int, default=3, help="Runs of each side.")
+    parser.add_argument("--budget", type=int, default=4096, help="max_tokens_per_pass of the third side.")
+    parser.add_argument("--side", choices=SIDES, help="Measure this side in this process.")
+    parser.add_argument("--kind", choices=("lognormal", "demo"), default="lognormal", help="Lengths of that side.")
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(train(args.side, args.kind, args.completions, args.budget)))
+        return
+    result: dict[str, float] = {}
+    for kind, suffix in (("lognormal", ""), ("demo", "_demo")):
+        found = compare(kind, args.completions, args.budget, args.rounds)
+        base = found["shuffled"]
+        result[f"padding_before{suffix}"] = base["rows/padding_share"]
+        for side, tail in (("sorted", ""), ("budget", "_budget")):
+            result[f"padding_after{tail}{suffix}"] = found[side]["rows/padding_share"]
+            result[f"speedup{tail}{suffix}"] = base["seconds"] / found[side]["seconds"]
+            result[f"peak_memory_ratio{tail}{suffix}"] = found[side]["peak_mib"] / base["peak_mib"]
+    print(json.dumps({name: round(value, 3) for name, value in result.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""A micro-batch cut into passes trains what it trains in one: loss, gradient, weights and what is logged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+from accelerate.utils import DistributedType
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from verifiers.data.plan import BatchPlan, make_plan
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.rollouts.trace import Row
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.block import build_training_block
+from verifiers.train.passes import MicroBatches, all_passes, padded_tokens
+from verifiers.train.row_weights import LOSS_TYPES
+from verifiers.types import Outcome, RolloutKey
+
+BUDGET = 40
+PROMPTS, GENERATIONS = 4, 6
+
+
+@pytest.fixture(scope="module")
+def trainer(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A trainer that is handed its passes; it has no server."""
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 12, "num_generations": GENERATIONS}
+    args = tiny_world.config(tmp_path_factory.mktemp("run"), "http://127.0.0.1:9/v1", **sizes)
+    made = tiny_world.GRPOTrainer(
+        str(model_dir), tiny_world.single_turn(), args, client=tiny_world.Endpoint("http://127.0.0.1:9/v1")
+    )
+    yield made
+    made.close()
+
+
+def a_block(forked: bool = True, failed: bool = True) -> ScoredBlock:
+    """Rollouts of very unequal length, some of two rows, some failed, one group without variance."""
+    draw = random.Random(3)
+
+    def a_row(most: int) -> Row:
+        count = draw.choice([1, 2, 3, most])
+        ids = [draw.randrange(1, 38) for _ in range(count)]
+        mask = [1 if place in (0, count - 1) or draw.random() < 0.8 else 0 for place in range(count)]
+        logps = [-draw.uniform(0.5, 4.0) if sampled else 0.0 for sampled in mask]
+        prompt = [draw.randrange(1, 38) for _ in range(draw.choice([2, 3, 9]))]
+        return Row(prompt, ids, mask, logps, [0 if sampled else -1 for sampled in mask])
+
+    groups = []
+    for example in range(PROMPTS):
+        rollouts = []
+        for generation in range(GENERATIONS):
+            key = RolloutKey(0, example, generation)
+            rows = [a_row(25) for _ in range(draw.choice([1, 1, 3]) if forked else 1)]
+            rollout = Rollout(key, Outcome.COMPLETED, "p", "c", reward=float(example and generation), rows=rows)
+            if failed and draw.random() < 0.1:
+                rollout = Rollout(key, Outcome.PROVIDER_ERROR, "p", "")
+            rollouts.append(rollout)
+        groups.append(Group(example, rollouts))
+    return ScoredBlock(0, groups)
+
+
+def a_plan(ranks: int) -> BatchPlan:
+    return make_plan(
+        per_device_train_batch_size=12 // ranks,
+        num_processes=ranks,
+        num_generations=GENERATIONS,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        num_prompts=PROMPTS,
+    )
+
+
+def use(trainer: Any, patch: pytest.MonkeyPatch, **values: Any) -> None:
+    """Settings that the loss reads from the trainer, and those that it reads from its config."""
+    for name, value in values.items():
+        if hasattr(trainer.args, name):
+            patch.setattr(trainer.args, name, value)
+        if hasattr(trainer, name):
+            patch.setattr(trainer, name, value)
+    if values.get("loss_type") == "cispo":
+        patch.setattr(trainer, "epsilon_high", 1.2)
+
+
+def noisy(trainer: Any, batches: MicroBatches, names: tuple[str, ...]) -> None:
+    """Stored log-probs near the policy's own, by the token alone."""
+    for batch in all_passes(batches):
+        logps = trainer._logps(trainer.model, batch)
+        for salt, name in enumerate(names):
+            noise = (batch["completion_ids"] * 37 + salt) % 11 / 10 - 0.5
+            # what nobody sampled may have any value
+            batch[name] = torch.where(batch["tool_mask"].bool(), logps + noise, 200.0)
+
+
+def update(
+    trainer: Any, batches: MicroBatches, patch: pytest.MonkeyPatch
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and logged values of an update: the mean over ranks of sums over micro-steps."""
+    ranks = len(batches[0])
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = len(batches)
+    trainer.model.zero_grad()
+    trainer.model.train()
+    patch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: ranks))
+    losses, logged = [], {}
+    for rank in range(ranks):
+        for number, by_rank in enumerate(batches):
+            trainer.accelerator.gradient_state._set_sync_gradients(number == len(batches) - 1)
+            loss = trainer.compute_loss(trainer.model, {"passes": by_rank[rank]})
+            loss.backward()
+            losses.append(float(loss.detach()))
+        assert trainer.accelerator.sync_gradients
+        measured = trainer._loss_metrics.take()
+        if ranks == 1:
+            logged = measured
+    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]) / ranks
+    assert gradient.abs().max() > 1e-4, "a gradient of nothing proves nothing"
+    return sum(losses) / ranks, gradient.clone(), logged
+
+
+def cut(trainer: Any, block: ScoredBlock, plan: BatchPlan, budget: int | None, **options: Any) -> MicroBatches:
+    trainer.args.max_tokens_per_pass = budget
+    try:
+        batches = build_training_block(block, plan, trainer.args, 0, **options).batches
+    finally:
+        trainer.args.max_tokens_per_pass = None
+    if budget is not None:
+        assert all(len(b["prompt_ids"]) == 1 or padded_tokens(b) <= budget for b in all_passes(batches))
+    return batches
+
+
+def assert_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert other[0] == pytest.approx(one[0], abs=1e-5)
+    torch.testing.assert_close(other[1], one[1], atol=2e-5, rtol=2e-3)
+    assert other[2] == pytest.approx(one[2], abs=1e-4)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kl": {"beta": 0.2},
+    "no correction": {"importance_correction": False},
+    "sequence ratios": {"importance_sampling_level": "sequence", "importance_correction": False},
+    "entropy bonus": {"entropy_coef": 0.3, "_entropy_bonus_enabled": True},
+}
+
+
+CASES = [(loss_type, "plain") for loss_type in LOSS_TYPES]
+CASES += [("grpo", name) for name in VARIANTS if name != "plain"]
+CASES += [("bnpo", "kl"), ("bnpo", "entropy bonus"), ("dapo", "kl"), ("luspo", "sequence ratios")]
+
+
+@pytest.mark.parametrize(("loss_type", "variant"), CASES)
+def test_a_budget_changes_neither_loss_nor_gradient_nor_what_is_logged(
+    trainer: Any, loss_type: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(trainer, monkeypatch, loss_type=loss_type, **VARIANTS[variant])
+    names: tuple[str, ...] = ("old_per_token_logps",)
+    if "beta" in VARIANTS[variant]:
+        names = (*names, "ref_per_token_logps")
+    results = []
+    for budget in (None, BUDGET):
+        batches = cut(trainer, a_block(), a_plan(1), budget)
+        noisy(trainer, batches, names)
+        results.append(update(trainer, batches, monkeypatch))
+    assert_same(*results)
+    assert any(name.startswith(("clip_ratio", "cispo", "entropy")) for name in results[0][2])
+
+
+def test_an_entropy_bonus_is_the_mean_over_the_updates_tokens(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(trainer, monkeypatch, loss_type="grpo", **VARIANTS["entropy bonus"])
+    for budget in (None, BUDGET):
+        loss, _, logged = update(trainer, cut(trainer, a_block(), a_plan(1), budget), monkeypatch)
+        assert logged["entropy"] > 0.1
+        assert loss == pytest.approx(logged["policy_loss"] - 0.3 * logged["entropy"], abs=1e-5)
+
+
+def test_the_router_loss_of_experts_counts_once_an_update_however_many_passes_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    size |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    size |= {"moe_intermediate_size": 16, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=39, pad_token_id=0, eos_token_id=0, **size))
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 12, "num_generations": GENERATIONS}
+    args = tiny_world.config(tmp_path, "http://127.0.0.1:9/v1", loss_type="grpo", **sizes)
+    client = tiny_world.Endpoint("http://127.0.0.1:9/v1")
+    trainer = tiny_world.GRPOTrainer(
+        model, tiny_world.single_turn(), args, tiny_world.make_tokenizer(), client=client
+    )
+    with tiny_world.closing(trainer):
+        assert trainer.aux_loss_enabled
+        for budget in (None, BUDGET):
+            batches = cut(trainer, a_block(), a_plan(1), budget)
+            whole, _, logged = update(trainer, batches, monkeypatch)
+            monkeypatch.setattr(trainer, "router_aux_loss_coef", 0.0)
+            without, _, _ = update(trainer, batches, monkeypatch)
+            monkeypatch.setattr(trainer, "router_aux_loss_coef", 0.5)
+            assert logged["aux_loss"] > 0.5
+            assert whole - without == pytest.approx(0.5 * logged["aux_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo"])
+def test_any_number_of_ranks_and_any_budget_give_one_gradient(
+    trainer: Any, loss_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(trainer, monkeypatch, loss_type=loss_type)
+    results = []
+    for ranks, budget in ((1, None), (2, None), (2, BUDGET), (3, 1), (4, 10**6)):
+        batches = cut(trainer, a_block(), a_plan(ranks), budget)
+        noisy(trainer, batches, ("old_per_token_logps",))
+        results.append(update(trainer, batches, monkeypatch)[:2])
+    for other in results[1:]:
+        assert_same((*results[0], {}), (*other, {}))
+
+
+def test_flat_rows_left_out_change_no_gradient_under_a_budget(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(trainer, monkeypatch, loss_type="grpo")
+    whole, without = (cut(trainer, a_block(), a_plan(1), BUDGET, skip_flat=skip) for skip in (False, True))
+    assert len(list(all_passes(without))) < len(list(all_passes(whole)))
+    assert_same(*((*update(trainer, batches, monkeypatch)[:2], {}) for batches in (whole, without)))
+
+
+def test_without_a_budget_no_pass_is_larger_than_the_device_batch_of_the_longest_row(trainer: Any) -> None:
+    block, plan = a_block(forked=True), a_plan(2)
+    batches = cut(trainer, block, plan, None)
+    passes = list(all_passes(batches))
+    longest = max(len(row.prompt_ids) + len(row.completion_ids) for rollout in block for row in rollout.rows)
+    rows = sum(len(rollout.rows) for rollout in block)
+    assert rows > 24
+    assert max(map(padded_tokens, passes)) <= plan.per_device_train_batch_size * longest
+    assert len(passes) == 2 * -(-rows // 12)
+    # without forks a micro-batch is one pass, as the plan says
+    plain = cut(trainer, a_block(forked=False, failed=False), plan, None)
+    assert [[len(passes) for passes in by_rank] for by_rank in plain] == [[1, 1], [1, 1]]
+
+
+def test_passes_before_the_last_free_their_activations_and_put_off_the_end_of_the_update(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = cut(trainer, a_block(), a_plan(1), BUDGET)
+    graphs, synced = [], []
+    inner = trainer._compute_loss
+
+    def watched(model: Any, batch: Any) -> Any:
+        alive = [graph for graph in graphs if graph() is not None]
+        assert not alive, "the graph of a pass outlived it"
+        synced.append(trainer.accelerator.sync_gradients)
+        loss = inner(model, batch)
+        graphs.append(weakref.ref(loss))
+        return loss
+
+    monkeypatch.setattr(trainer, "_compute_loss", watched)
+    update(trainer, batches, monkeypatch)
+    passes = [len(by_rank[0]) for by_rank in batches]
+    assert max(passes) > 1
+    assert synced == [False] * (sum(passes) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plugin", "put_off"),
+    [
+        (DistributedType.MULTI_GPU, {}, True),
+        (DistributedType.MULTI_CPU, {"sync_each_batch": True}, False),
+        (DistributedType.FSDP, {}, False),
+        (DistributedType.DEEPSPEED, {}, False),
+    ],
+)
+def test_replicas_reduce_gradients_once_an_update_and_shards_after_each_pass(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, kind: DistributedType, plugin: dict[str, bool], put_off: bool
+) -> None:
+    batches = cut(trainer, a_block(), a_plan(1), BUDGET)
+    without, scaled = [], []
+
+    @contextlib.contextmanager
+    def no_sync(model: Any) -> Iterator[None]:
+        without.append(model)
+        yield
+
+    def backward(loss: Any, **options: Any) -> None:
+        # at a step's end DeepSpeed would step; every pass before the last must not look like one
+        assert not trainer.accelerator.sync_gradients
+        scaled.append(options)
+        loss.backward()
+
+    monkeypatch.setattr(trainer.accelerator, "no_sync", no_sync)
+    monkeypatch.setattr(trainer.accelerator, "backward", backward)
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", property(lambda self: kind))
+    monkeypatch.setattr(trainer.accelerator.gradient_state, "plugin_kwargs", plugin)
+    update(trainer, batches, monkeypatch)
+    first, last = (len(by_rank[0]) for by_rank in batches)
+    # in a micro-step before the last transformers puts it off itself
+    assert len(without) == (last - 1 if put_off else 0)
+    assert len(scaled) == first + last - 2
+    assert all(options == ({"scale_wrt_gas": False} if "DEEP" in kind else {}) for options in scaled)
+
+
+def answer(body: dict[str, Any]) -> str | Fault:
+    """An answer that its request alone decides, of very unequal length; some requests fail."""
+    draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
+    if draw.random() < 0.1 and body["seed"] > 1000:
+        return Fault(400)
+    return "".join(draw.choice("abcdefgh ") for _ in range(draw.choice([1, 2, 3, 9])))
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "two updates, two passes, a reference": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.1},
+    "streaming": {"streaming": True, "steps_per_generation": 4},
+    "one row at a time": {"max_tokens_per_pass": 1, "old_logprobs_batch_size": 2, "loss_type": "bnpo"},
+    "flat rows skipped": {"skip_zero_advantage_rows": True, "loss_type": "luspo"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_a_budget_reaches_the_weights_and_logs_of_one_without(
+    make_fake_trainer: Callable[..., Any], name: str
+) -> None:
+    # Adam would blow rounding of gradients near 0 up to whole steps
+    steps = 4 if "num_iterations" in RUNS[name] else 2
+    plain_descent = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1.0, "max_steps": steps}
+    trained = []
+    for budget in (None, RUNS[name].get("max_tokens_per_pass", 60)):
+        with FakeOpenAIServer(answer) as fake:
+            options = {**plain_descent, **RUNS[name], "max_tokens_per_pass": budget}
+            trained.append(make_fake_trainer(tiny_world.Rewriting(), fake.url, **options))
+            start = tiny_world.weights(trained[-1])
+            trained[-1].train()
+    without, within = trained
+    assert len(within.seen) > len(without.seen)
+    for batch in within.seen:
+        assert len(batch["prompt_ids"]) == 1 or padded_tokens(batch) <= within.args.max_tokens_per_pass
+    before, after = tiny_world.weights(without), tiny_world.weights(within)
+    assert max(float((before[key] - tensor).abs().max()) for key, tensor in start.items()) > 1e-3
+    for key, tensor in before.items():
+        torch.testing.assert_close(after[key], tensor, atol=1e-5, rtol=1e-4)
+    same = ("loss", "grad_norm", "entropy", "mismatch_kl", "clip_ratio/region_mean", "clip_ratio/high_max", "kl")
+    for key in (*same, "reward", "rows/trained"):
+        assert within.logged(key) == pytest.approx(without.logged(key), rel=1e-3, abs=1e-4), key
+    assert max(within.logged("rows/padding_share")) < 0.5 * min(without.logged("rows/padding_share"))
+
+
+def test_a_row_over_the_budget_is_trained_alone_and_said_once(
+    make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeOpenAIServer(answer) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, max_tokens_per_pass=12)
+        with caplog.at_level("WARNING", logger="verifiers.train"):
+            trainer.train()
+    said = [record.getMessage() for record in caplog.records if "max_tokens_per_pass=12" in record.getMessage()]
+    assert len(said) == 1
+    assert "has a pass of its own" in said[0]
+    assert all(len(batch["prompt_ids"]) == 1 for batch in trainer.seen if padded_tokens(batch) > 12)
+    assert max(trainer.logged("rows/largest_pass_tokens")) > 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_two_ranks_with_a_budget_reach_the_weights_of_one_rank_without(
+    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path, streaming: bool
+) -> None:
+    results = []
+    for ranks, budget in ((1, None), (2, 80)):
+        output_dir = tmp_path / str(ranks)
+        settings = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 1.0, "loss_type": "dapo", "max_steps": 2}
+        settings |= {"per_device_train_batch_size": 4 // ranks, "max_tokens_per_pass": budget, "streaming": streaming}
+        given = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir), "env": "forking"}
+        start = [sys.executable]
+        if ranks > 1:
+            start += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0"]
+            start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+        script = [str(Path(__file__).parent / "run_training.py"), json.dumps({**given, "settings": settings})]
+        done = subprocess.run([*start, *script], capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results.append([torch.load(output_dir / f"final-{rank}.pt") for rank in range(ranks)])
+    (one,), several = results
+    assert max(float((one["weights"][name] - tensor).abs().max()) for name, tensor in one["start"].items()) > 1e-3
+    for name, tensor in one["weights"].items():
+        assert torch.equal(several[0]["weights"][name], several[1]["weights"][name])
+        assert torch.allclose(several[0]["weights"][name], tensor, atol=1e-5), name
+    for name in ("loss", "entropy", "clip_ratio/region_mean", "mismatch_kl"):
+        logged = [[entry[name] for entry in result["log"] if name in entry] for result in (one, several[0])]
+        assert logged[1] == pytest.approx(logged[0], abs=1e-4), name
+    passes = [entry["rows/passes"] for entry in several[0]["log"] if "rows/passes" in entry]
+    assert max(passes) > 1
