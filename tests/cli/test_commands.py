@@ -28,6 +28,7 @@ MODULES = {
     "vf-compare": "verifiers.cli.compare",
     "vf-view": "verifiers.cli.view",
     "vf-train": "verifiers.cli.train",
+    "vf-report": "verifiers.cli.report",
     "python -m verifiers.testing": "verifiers.testing.__main__",
 }
 

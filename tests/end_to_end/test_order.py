@@ -14,9 +14,10 @@ import torch
 from verifiers.data.plan import make_plan, rollout_seed
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.block import TrainingBlock, build_training_block
+from verifiers.train.passes import all_passes
 from verifiers.types import RolloutKey
 
-CLOCKS = ("time/", "_s", "step_time", "runtime", "per_second")
+CLOCKS = ("time/", "_s", "step_time", "runtime", "per_second", "overlap", "busy", "in_flight", "queued", "memory/")
 
 
 def answer(body: dict[str, Any]) -> Any:
@@ -91,16 +92,12 @@ def rows_by_update(block: TrainingBlock, micro_batches_per_update: int) -> list[
     updates: list[list[Row]] = []
     for start in range(0, len(block.batches), micro_batches_per_update):
         found = []
-        for cell in [cell for cells in block.batches[start : start + micro_batches_per_update] for cell in cells]:
+        for cell in all_passes(block.batches[start : start + micro_batches_per_update]):
             for place in range(len(cell["prompt_ids"])):
                 if cell["sampled_tokens"][place]:
-                    prompt = cell["prompt_ids"][place][cell["prompt_mask"][place].bool()]
-                    real = cell["completion_mask"][place].bool()
-                    columns = [cell[n][place][real] for n in ("completion_ids", "tool_mask")]
-                    logps = cell["sampling_per_token_logps"][place][real]
+                    prompt, ids, mask, logps = (tuple(column) for column in tiny_world.sequence(cell, place))
                     advantage = float(cell["advantages"][place] / cell["row_weights"][place])
-                    ids, mask = (tuple(column.tolist()) for column in columns)
-                    found.append((tuple(prompt.tolist()), ids, mask, tuple(logps.tolist()), round(advantage, 5)))
+                    found.append((prompt, ids, mask, logps, round(advantage, 5)))
         updates.append(sorted(found))
     return updates
 
@@ -126,7 +123,7 @@ def test_ranks_together_train_the_rows_that_one_rank_trains(
         assert plan.example_ids(block.block_id) == trainer.plan.example_ids(block.block_id)
         blocks[ranks] = build_training_block(block, plan, trainer.args, pad_token_id=0)
         assert all(len(cells) == ranks for cells in blocks[ranks].batches)
-        rows = [len(cell["prompt_ids"]) for cells in blocks[ranks].batches for cell in cells]
+        rows = [len(batch["prompt_ids"]) for batch in all_passes(blocks[ranks].batches)]
         assert min(rows) > 0
     one = rows_by_update(blocks[1], 2)
     assert [len(rows) for rows in one] != [0, 0]

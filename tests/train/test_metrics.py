@@ -43,7 +43,10 @@ def block_of(groups: list[list[Rollout]]) -> ScoredBlock:
 def metrics_of(block: ScoredBlock, generations: int, ranks: int = 1, rank: int = 0) -> dict[str, float]:
     advantages = rollout_advantages(block)
     sampled = torch.tensor([sum(r.sampled_tokens for r in one.rows) for one in block if one.key in advantages] + [0])
-    trained = TrainingBlock(0, [[{"sampled_tokens": sampled}]], advantages, [])
+    ones = torch.ones(len(sampled), 1)
+    one_pass = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones, "completion_mask": ones}
+    one_pass |= {"sampled_tokens": sampled, "is_padding": sampled == 0}
+    trained = TrainingBlock(0, [[[one_pass]]], advantages, [])
     plan = make_plan(
         per_device_train_batch_size=len(block.rollouts) // ranks,
         num_processes=ranks,

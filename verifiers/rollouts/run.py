@@ -23,6 +23,7 @@ from verifiers.rollouts.client import RolloutClient
 from verifiers.rollouts.endpoint import Backend
 from verifiers.rollouts.garbage import fewer_collections
 from verifiers.rollouts.limits import Limiter, NoMoreSlotsError
+from verifiers.rollouts.meter import RolloutMeter, metered_slot
 from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
 from verifiers.rollouts.token_in import TokenIn
@@ -73,6 +74,7 @@ class RolloutRunner:
         policy_version: policy version now on the server.
         token_in: how turns are sent as token ids; None sends messages.
         on_rollout: called with every finished, scored rollout, on the event loop.
+        meter: counts what waits, runs and is scored.
     """
 
     env: RunsRollouts
@@ -87,6 +89,7 @@ class RolloutRunner:
     policy_version: Callable[[], int] | None = None
     token_in: TokenIn | None = None
     on_rollout: Callable[[Rollout], None] | None = None
+    meter: RolloutMeter = field(default_factory=RolloutMeter)
 
     async def run_group(self, requests: Sequence[RolloutRequest], *, score: bool = True) -> Group:
         """Run the rollouts of one prompt concurrently, then score them together.
@@ -136,7 +139,7 @@ class RolloutRunner:
     async def run_one(self, request: RolloutRequest) -> Rollout:
         """Run one rollout to its end, without a score."""
         submitted = time.perf_counter()
-        async with self.limiter.slot():
+        async with metered_slot(self.limiter, self.meter):
             started = time.perf_counter()
             client = RolloutClient(
                 self.backend,
@@ -207,6 +210,7 @@ class RolloutRunner:
         started = time.perf_counter()
         failure: Failure | None = None
         deadline = asyncio.timeout(self.grading_timeout_s)
+        self.meter.change(scoring=len(finished))
         try:
             async with deadline:
                 await self.env.rubric.score_group([rollout.state for rollout in finished])
@@ -216,6 +220,8 @@ class RolloutRunner:
                 if deadline.expired()
                 else _failure_from(error)
             )
+        finally:
+            self.meter.change(scoring=-len(finished))
         for rollout in finished:
             rollout.timing.scoring_s = time.perf_counter() - started
             _take_score(rollout, failure)

@@ -14,6 +14,7 @@ from verifiers.data.plan import BatchPlan
 from verifiers.rollouts.block_run import STRAGGLER
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.block import TrainingBlock
+from verifiers.train.passes import all_passes, pass_metrics
 from verifiers.types import Outcome
 
 __all__ = ["block_metrics", "reward_summary"]
@@ -118,15 +119,16 @@ def _lengths(block: ScoredBlock) -> dict[str, float]:
 
 def _rows(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, float]:
     turns = sum(rollout.turns for rollout in rollouts)
-    cells = [cell for cells in trained.batches for cell in cells]
-    real = sum(int((cell["sampled_tokens"] > 0).sum()) for cell in cells)
-    total = sum(len(cell["sampled_tokens"]) for cell in cells)
+    passes = list(all_passes(trained.batches))
+    real = sum(int((batch["sampled_tokens"] > 0).sum()) for batch in passes)
+    total = sum(len(batch["sampled_tokens"]) for batch in passes)
     return {
         "rollouts/turns": turns / max(1, len(rollouts)),
         "rollouts/fork_rate": sum(rollout.forks for rollout in rollouts) / max(1, turns),
         "rows/trained": float(real),
         "rows/padding": float(total - real),
         "rows/dropped": float(len(trained.dropped)),
+        **pass_metrics(trained.batches),
     }
 
 

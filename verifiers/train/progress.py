@@ -1,15 +1,21 @@
-"""What a person sees while a run trains: the batch plan first, then a line a log step."""
+"""What a person sees of a run: the batch plan, then a live table on a terminal, a line a log step elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from transformers import TrainerCallback
 
 from verifiers.data.plan import BatchPlan
+from verifiers.train.watching.clock import STAGES
+from verifiers.train.watching.history import HELD_OUT
+from verifiers.train.watching.record import METRICS, read_lines
+from verifiers.train.watching.table import LiveTable, can_draw, run_table
+from verifiers.train.watching.watch import RunWatch
 
 __all__ = ["ProgressLines", "format_seconds"]
 
@@ -23,67 +29,137 @@ def format_seconds(seconds: float) -> str:
 
 
 class ProgressLines(TrainerCallback):
-    """Prints step, mean reward, failed rollouts, tokens per second and time left; rank 0 only.
+    """Shows where a run is and where its time goes; rank 0 only.
+
+    On a terminal a table that is refreshed in place, unless `disable_tqdm` is set; elsewhere a line a log step with
+    mean reward, failed rollouts, tokens per second and time left.
 
     Attributes:
-        history: every logged dict with its step, for reports.
+        watch: what is measured of the run; the trainer sets it.
     """
 
     def __init__(self, plan: BatchPlan, stream: TextIO | None = None) -> None:
         self.plan = plan
-        self.history: list[dict[str, float]] = []
+        self.watch: RunWatch | None = None
         self._stream = stream
+        self._table: LiveTable | None = None
+        self._run_dir: Path | None = None
         self._started = 0.0
         self._first_step = 0
+        self._logged_step = 0
         self._tokens = 0.0
         self._failed = 0.0
+        self._state: Any = None
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Every logged dict of the run with its step, as its directory holds them, also those before a resume."""
+        return list(read_lines(self._run_dir / METRICS)) if self._run_dir is not None else []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started, self._first_step = time.perf_counter(), state.global_step
-        if state.is_world_process_zero:
-            self._print(self.plan.describe() + "\n")
+        self._logged_step, self._tokens, self._failed = state.global_step, 0.0, 0.0
+        self._run_dir, self._state = Path(str(args.output_dir)), state
+        if not state.is_world_process_zero:
+            return
+        self._print(self.plan.describe() + "\n")
+        stream = self._stream or sys.stdout
+        if self.watch is not None and not args.disable_tqdm and can_draw(stream):
+            self._table = LiveTable(self._drawn, stream)
+            self._table.start()
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **kwargs: Any
     ) -> None:
         if not logs or not state.is_world_process_zero:
             return
-        self.history.append({"step": float(state.global_step), **logs})
-        if "eval_reward" in logs:
-            self._print(self._evaluation_line(state, logs))
-        elif "reward" in logs:
-            self._print(self._training_line(state, logs))
+        for prefix in [name.removesuffix("_reward") for name in logs if HELD_OUT.fullmatch(name)]:
+            self._print(self._evaluation_line(state, logs, prefix))
+        if "reward" in logs:
+            self._count(state, logs)
+            if self._table is None:
+                self._print(self._training_line(state, logs))
+
+    def end(self, report: Path | None) -> None:
+        """Leave the last table on the terminal, and say what the run was bound by and where its report is."""
+        self.end_table()
+        verdict = self.watch.verdict() if self.watch is not None and report is not None else None
+        if verdict is not None:
+            self._print(f"{verdict}; try {verdict.advice}")
+        if report is not None:
+            self._print(f"report: {report}")
+
+    def end_table(self) -> None:
+        """Stop drawing. May be called twice."""
+        table, self._table = self._table, None
+        if table is not None:
+            table.stop()
+
+    def _count(self, state: Any, logs: Mapping[str, float]) -> None:
+        # logged values are means over the blocks since the last log
+        blocks = (state.global_step - self._logged_step) / self.plan.updates_per_block
+        self._logged_step = state.global_step
+        self._failed += (logs.get("rollouts/failed") or 0.0) * blocks
+        self._tokens += (logs.get("rollouts/sampled_tokens") or 0.0) * blocks
 
     def _training_line(self, state: Any, logs: Mapping[str, float]) -> str:
-        elapsed = time.perf_counter() - self._started
-        done = state.global_step - self._first_step
-        left = (state.max_steps - state.global_step) * elapsed / max(1, done)
-        # logged values are means over the blocks since the last log
-        blocks = self._steps_since_last() / self.plan.updates_per_block
-        self._failed += logs.get("rollouts/failed", 0.0) * blocks
-        self._tokens += logs.get("rollouts/sampled_tokens", 0.0) * blocks
-        stage = self.plan.source.stage_name(state.global_step - 1) if self.plan.source is not None else ""
+        elapsed, left = self._elapsed_and_left(state)
+        reward = logs["reward"]
         return (
-            f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
-            + (f"  stage {stage}" if stage else "")
-            + f"  reward {logs['reward']:.3f}"
+            f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}{self._stage(state)}"
+            f"  reward {'-' if reward is None else f'{reward:.3f}'}"
             f"  loss {logs.get('loss', 0.0):+.4f}"
             f"  errors {self._failed:.0f}"
             f"  tok/s {self._tokens / max(elapsed, 1e-9):,.0f}"
-            f"  staleness {logs.get('staleness', 0.0):.0f}"
+            f"  staleness {logs.get('staleness') or 0.0:.0f}"
             f"  elapsed {format_seconds(elapsed)}  ETA {format_seconds(left)}"
         )
 
-    def _evaluation_line(self, state: Any, logs: Mapping[str, float]) -> str:
+    def _evaluation_line(self, state: Any, logs: Mapping[str, float], prefix: str) -> str:
+        error = logs.get(f"{prefix}_reward_stderr")
+        name = prefix.removeprefix("eval").removeprefix("_")
         return (
             f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
-            f"  held-out reward {logs['eval_reward']:.3f} ± {logs['eval_reward_stderr']:.3f}"
-            f"  ({logs['eval_prompts']:.0f} prompts, {logs['eval_failed']:.0f} failed, {logs['eval_seconds']:.1f} s)"
+            f"  held-out reward{' of ' + name if name else ''} {logs[f'{prefix}_reward']:.3f}"
+            + (f" ± {error:.3f}" if error is not None else "")
+            + f"  ({logs.get(f'{prefix}_prompts', 0):.0f} prompts, {logs.get(f'{prefix}_failed', 0):.0f} failed,"
+            f" {logs.get(f'{prefix}_seconds', 0.0):.1f} s)"
         )
 
-    def _steps_since_last(self) -> float:
-        steps = [entry["step"] for entry in self.history if "reward" in entry]
-        return steps[-1] - steps[-2] if len(steps) > 1 else float(self.plan.updates_per_block)
+    def _drawn(self, width: int) -> Any:
+        """The table, from the thread that draws it."""
+        assert self.watch is not None
+        state, clock = self._state, self.watch.clock
+        elapsed, left = self._elapsed_and_left(state)
+        known = state.global_step > self._first_step
+        title = (
+            f"step {state.global_step}/{state.max_steps}{self._stage(state)}  elapsed {format_seconds(elapsed)}"
+            f"  ETA {format_seconds(left) if known else '?'}  errors {self._failed:.0f}"
+        )
+        now = f"now {STAGES[clock.current]}, for {format_seconds(clock.now() - clock.since)}"
+        meter = clock.meter
+        if meter is not None:
+            now += f"; rollouts {meter.running} running, {meter.queued} queued, {meter.scoring} being scored"
+        return run_table(
+            width,
+            title=title,
+            now=now,
+            latest=self.watch.latest,
+            total=self.watch.total,
+            verdict=self.watch.verdict(),
+        )
+
+    def _elapsed_and_left(self, state: Any) -> tuple[float, float]:
+        elapsed = time.perf_counter() - self._started
+        done = state.global_step - self._first_step
+        return elapsed, (state.max_steps - state.global_step) * elapsed / max(1, done)
+
+    def _stage(self, state: Any) -> str:
+        stage = self.plan.source.stage_name(max(0, state.global_step - 1)) if self.plan.source is not None else ""
+        return f"  stage {stage}" if stage else ""
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream or sys.stdout, flush=True)
+        if self._table is not None:
+            self._table.print(text)
+        else:
+            print(text, file=self._stream or sys.stdout, flush=True)

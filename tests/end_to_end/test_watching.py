@@ -1,0 +1,194 @@
+"""What is seen of a run: time by stage adds up, one record over kills and resumes, a report however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+from transformers import TrainerCallback
+
+import verifiers as vf
+from verifiers.train.checkpoint import mark_complete
+from verifiers.train.watching.clock import STAGES
+from verifiers.train.watching.history import read_history
+from verifiers.train.watching.record import SAMPLES, read_lines, read_run
+
+METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+
+
+class Reporter(TrainerCallback):
+    """Stands where transformers puts TensorBoard, trackio and W&B: it is given what they are given."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append({**logs, "step": state.global_step})
+
+
+class Interrupts(TrainerCallback):
+    """Ctrl-C after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            raise KeyboardInterrupt
+
+
+def documented() -> list[re.Pattern[str]]:
+    """The names of the page on metrics, as patterns: `<...>` is any text, `...` and `*` too, {a,b} is a choice."""
+    patterns = []
+    for row in METRICS_PAGE.read_text().splitlines():
+        if not row.startswith("| `"):
+            continue
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+            pattern = re.escape(name)
+            pattern = re.sub(r"<[^>]*>|\\\.\\\.\\\.|\\\*", ".+", pattern)
+            pattern = re.sub(r"\\\{([^}]*)\\\}", lambda found: f"({found.group(1).replace(',', '|')})", pattern)
+            patterns.append(re.compile(pattern))
+    return patterns
+
+
+def test_every_step_adds_up_and_one_record_survives_an_interrupt(
+    make_trainer: Callable[..., tiny_world.ObservedTrainer],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_dir = tmp_path / "run"
+    settings: dict[str, Any] = {"num_batches_ahead": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    first = make_trainer(tiny_world.single_turn(), output_dir=str(run_dir), **settings)
+    reporter = Reporter()
+    first.add_callback(reporter)
+    first.add_callback(Interrupts(4))
+    saved_in: list[str] = []
+
+    def mark(*args: Any) -> None:
+        saved_in.append(first.clock.current)
+        mark_complete(*args)
+
+    monkeypatch.setattr("verifiers.train.trainer.mark_complete", mark)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    said = (run_dir / "report.html").read_text()
+    assert "Stopped by Ctrl-C" in said
+    assert "3 of 5" in said
+    assert "report: " in capsys.readouterr().out
+    steps = [log for log in reporter.logs if "reward" in log]
+    assert [log["step"] for log in steps] == [1, 2, 3]
+    for log in steps:
+        assert sum(log[f"time/{stage}_s"] for stage in STAGES) == pytest.approx(log["time/step_s"], rel=1e-6)
+    # a checkpoint's seconds are in the step after it, where nothing else of this size happens
+    assert saved_in == ["save"]
+    assert steps[2]["time/save_s"] > 0.0 == steps[1]["time/save_s"]
+    assert steps[0]["time/wait_s"] > 0.0
+    assert steps[0]["time/train_s"] > 0.0
+    names = documented()
+    unknown = sorted({name for log in steps for name in log if not any(p.fullmatch(name) for p in names)})
+    assert unknown == ["step"]
+
+    second = make_trainer(tiny_world.single_turn(), output_dir=str(run_dir), **settings)
+    second.train(resume_from_checkpoint=True)
+    history = read_history(run_dir)
+    assert list(history.steps) == [1, 2, 3, 4, 5]
+    assert list(history.values("steps")) == [1] * 5
+    assert all(history.values("reward"))
+    run = read_run(run_dir)
+    assert (run["status"], run["stopped_by"]) == ("finished", None)
+    assert [session["step"] for session in run["sessions"]] == [0, 2]
+    samples = list(read_lines(run_dir / SAMPLES))
+    assert sorted({line["step"] for line in samples}) == [1, 2, 3, 4, 5]
+    assert all(rollout["advantage"] is not None for line in samples for rollout in line["rollouts"])
+    assert "finished" in (run_dir / "report.html").read_text()
+    assert len(history.values("memory/train_gib")) in (0, 5)
+
+
+def test_a_run_that_fails_leaves_a_report_that_says_why(
+    make_trainer: Callable[..., tiny_world.ObservedTrainer],
+) -> None:
+    def breaks(completion: Any, **kwargs: Any) -> float:
+        raise RuntimeError("the grader has no licence")
+
+    trainer = make_trainer(tiny_world.single_turn(reward=breaks))
+    with pytest.raises(Exception, match="the grader has no licence"):
+        trainer.train()
+    run_dir = Path(trainer.args.output_dir)
+    assert "the grader has no licence" in read_run(run_dir)["stopped_by"]
+    assert "the grader has no licence" in (run_dir / "report.html").read_text()
+
+
+def test_a_key_in_the_settings_is_in_no_file_of_a_run(
+    make_trainer: Callable[..., tiny_world.ObservedTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "tok-0123456789abcdefghijkl")
+
+    def quotes(completion: Any, **kwargs: Any) -> float:
+        raise RuntimeError("401 for tok-0123456789abcdefghijkl")
+
+    trainer = make_trainer(tiny_world.single_turn(reward=quotes), run_name="tok-0123456789abcdefghijkl")
+    with pytest.raises(Exception, match="401"):
+        trainer.train()
+    for path in Path(trainer.args.output_dir).iterdir():
+        if path.suffix in (".json", ".jsonl", ".html"):
+            assert "0123456789abcdefghijkl" not in path.read_text(), path
+    assert json.loads((Path(trainer.args.output_dir) / "run.json").read_text())["run_name"] == "***"
+
+
+def test_a_report_that_cannot_be_made_ends_no_run(
+    make_trainer: Callable[..., tiny_world.ObservedTrainer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def breaks(*_: Any) -> None:
+        raise ZeroDivisionError("a figure")
+
+    monkeypatch.setattr("verifiers.train.watching.report.curve_sections", breaks)
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert any("report.html cannot be written: ZeroDivisionError" in record.message for record in caplog.records)
+
+
+class Slow(vf.SingleTurnEnv):
+    """Its rollouts take as long as many steps of the tiny policy."""
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return await super().rollout(*args, **kwargs)
+
+
+def test_steps_that_no_log_was_due_for_are_in_the_record_too(
+    make_trainer: Callable[..., tiny_world.ObservedTrainer],
+) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=5, logging_steps=2, streaming=True)
+    trainer.train()
+    history = read_history(trainer.args.output_dir)
+    assert list(history.steps) == [2, 4, 5]
+    assert list(history.values("steps")) == [2, 2, 1]
+    assert history.time.steps == 5
+    blocks = list(read_lines(Path(trainer.args.output_dir) / "metrics.jsonl"))
+    assert sum(line["rollouts/launched"] * line["steps"] for line in blocks) == 5 * 8
+
+
+def test_the_generator_is_metered_while_it_works(make_trainer: Callable[..., tiny_world.ObservedTrainer]) -> None:
+    trainer = make_trainer(Slow(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels])), max_steps=2)
+    trainer.train()
+    total = trainer.watch.total
+    # strictly on policy: rollouts run while the trainer waits, and hardly at any other time
+    assert total.server > 0.6
+    assert total.stages["wait"] > 0.6
+    assert total.overlapped < 0.3 * total.generator
+    assert total.most_in_flight == 8
+    verdict = trainer.watch.verdict()
+    assert verdict is not None
+    assert verdict.kind == "rollout-bound"
+    assert verdict.advice.startswith("num_batches_ahead=1")
+    assert total.sampled_tokens == pytest.approx(sum(trainer.logged("rollouts/sampled_tokens")), rel=1e-4)

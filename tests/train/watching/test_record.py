@@ -1,0 +1,183 @@
+"""The record of a run: one continuous line of steps whatever killed it, no secrets, and never what ends a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.evals.hiding import Hider
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.train.watching.history import few_points, read_history, smoothed
+from verifiers.train.watching.record import METRICS, RUN, SAMPLES, RunRecord, read_lines, read_run
+from verifiers.train.watching.samples import SampleChoice, shown_messages
+from verifiers.types import Failure, Outcome, RolloutKey
+
+
+def logged(step: int, reward: float) -> dict[str, float]:
+    return {"reward": reward, "time/step_s": 2.0, "time/wait_s": 1.0, "time/train_s": 1.0}
+
+
+def write_steps(record: RunRecord, first: int, last: int, reward: float = 0.0) -> None:
+    for step in range(first, last + 1):
+        record.write_metrics(step, 1, logged(step, reward + step), {})
+
+
+def test_a_resumed_run_shows_each_step_once_and_nothing_of_what_was_lost(tmp_path: Path) -> None:
+    first = RunRecord(tmp_path, resume_step=None)
+    first.describe(sessions=[{"step": 0}], status="running")
+    write_steps(first, 1, 7)
+    first.write_metrics(4, 0, {"eval_reward": 0.5, "eval_reward_stderr": 0.1}, {})
+    first.write_metrics(6, 0, {"eval_reward": 0.9}, {})
+    first.write_samples([{"step": 3, "example": 1}, {"step": 6, "example": 2}])
+    # killed in the middle of a line
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 8, "ste')
+
+    again = RunRecord(tmp_path, resume_step=5)
+    assert again.run["sessions"] == [{"step": 0}]
+    write_steps(again, 6, 8, reward=100.0)
+    history = read_history(tmp_path)
+    assert list(history.steps) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert list(history.values("reward")) == [1, 2, 3, 4, 5, 106, 107, 108]
+    assert history.evaluations["eval_reward"].steps == [4]
+    assert [line["example"] for line in read_lines(tmp_path / SAMPLES)] == [1]
+    assert history.time.wall == 16.0
+
+
+def test_a_run_that_begins_anew_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
+    old = RunRecord(tmp_path, resume_step=None)
+    old.describe(status="finished", stopped_by="the old one")
+    old.write_metrics(0, 0, {"eval_reward": 0.5}, {})
+    write_steps(old, 1, 3)
+    new = RunRecord(tmp_path, resume_step=None)
+    new.describe(status="running")
+    assert read_run(tmp_path) == {"status": "running"}
+    assert list(read_history(tmp_path).steps) == []
+    assert read_history(tmp_path).evaluations == {}
+
+
+def test_an_evaluation_that_is_logged_late_or_again_stands_once_at_its_step(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, resume_step=None)
+    for step, reward in ((4, 0.1), (8, 0.2), (6, 0.3), (4, 0.4)):
+        record.write_metrics(step, 0, {"eval_math_reward": reward}, {})
+    found = read_history(tmp_path).evaluations["eval_math_reward"]
+    assert (found.steps, found.rewards) == ([4, 6, 8], [0.4, 0.3, 0.2])
+
+
+def test_numbers_that_are_not_finite_are_gaps_and_the_files_stay_strict_json(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, resume_step=None)
+    record.write_metrics(1, 1, {**logged(1, math.nan), "loss": math.inf, "kl": 0.1 + 0.2}, {"E: x": 2})
+    line = (tmp_path / METRICS).read_text()
+    assert "NaN" not in line
+    assert json.loads(line)["kl"] == 0.3
+    record.write_metrics(2, 1, logged(2, 0.5), {"E: x": 1})
+    history = read_history(tmp_path)
+    assert math.isnan(history.values("reward")[0])
+    assert history.values("reward")[1] == 0.5
+    assert (history.failures["E: x"].count, history.failures["E: x"].last_step) == (3, 2)
+
+
+def test_causes_that_are_never_the_same_twice_do_not_pile_up(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, resume_step=None)
+    record.write_metrics(1, 1, logged(1, 0.5), {f"E: at {n}": 1 for n in range(1500)})
+    failures = read_history(tmp_path).failures
+    assert len(failures) == 1001
+    assert failures["other causes"].count == 500
+
+
+def test_no_secret_reaches_any_file_of_the_record(tmp_path: Path) -> None:
+    secret = "sk-very-secret-0123456789"
+    record = RunRecord(tmp_path, resume_step=None, hide=Hider([secret]))
+    record.describe(settings={"api_key": secret}, stopped_by=f"401 for {secret}")
+    record.write_metrics(1, 1, logged(1, 0.0), {f"401 for {secret}": 3})
+    record.write_samples([{"step": 1, "prompt": [{"role": "user", "text": f"key {secret}"}]}])
+    for name in (RUN, METRICS, SAMPLES):
+        text = (tmp_path / name).read_text()
+        assert secret not in text
+        assert "***" in text
+
+
+def test_a_record_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = RunRecord(tmp_path / "run", resume_step=None)
+    (tmp_path / "run" / METRICS).mkdir()
+    with caplog.at_level(logging.WARNING):
+        write_steps(record, 1, 3)
+    assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
+
+
+def test_twenty_thousand_points_become_few_that_keep_their_span_and_mean() -> None:
+    values = [float(n % 100) for n in range(20_000)]
+    points = few_points(range(20_000), values)
+    assert len(points.x) <= 240
+    assert points.x[-1] == 19_999
+    assert min(points.low) == 0.0
+    assert max(points.high) == 99.0
+    assert sum(points.y) / len(points.y) == pytest.approx(49.5, abs=0.5)
+    assert few_points([1, 2, 3], [1.0, math.nan, 3.0]).x == [1, 3]
+    assert smoothed([5.0] * 100) == [5.0] * 100
+    assert smoothed([1.0, 2.0]) == [1.0, 2.0]
+
+
+# -- samples ---------------------------------------------------------------------------------------------------
+
+
+def group(example: int, rewards: list[float | None]) -> Group:
+    return Group(
+        example,
+        [
+            Rollout(
+                RolloutKey(0, example, number),
+                Outcome.COMPLETED if reward is not None else Outcome.TIMED_OUT,
+                prompt=[{"role": "user", "content": f"question {example}"}],
+                completion=[{"role": "assistant", "content": f"answer {number}"}],
+                reward=reward,
+                failure=None if reward is not None else Failure("TimeoutError", "too slow"),
+            )
+            for number, reward in enumerate(rewards)
+        ],
+    )
+
+
+def test_what_is_kept_of_a_block_is_the_widest_prompt_a_typical_one_and_those_followed() -> None:
+    choice = SampleChoice(max_steps=400)
+    flat, wide, typical = [0.5] * 4, [0.0, 1.0, 0.0, 1.0], [0.5, 0.6, 0.5, 0.6]
+    first = choice.of_block(ScoredBlock(0, [group(n, flat) for n in range(8)]), {}, step=1)
+    followed = {line["example"] for line in first if line["followed"]}
+    assert followed == {0, 4, 7}
+    block = ScoredBlock(5, [group(30, [0.9] * 4), group(31, wide), group(32, typical), group(4, [0.2] * 4)])
+    assert choice.of_block(block, {}, step=6) == []
+    kept = choice.of_block(block, {RolloutKey(0, 31, 1): 1.5}, step=11)
+    assert {line["example"] for line in kept} == {31, 4, 32}
+    rollouts = next(line for line in kept if line["example"] == 31)["rollouts"]
+    assert [rollout["reward"] for rollout in rollouts] == [1.0, 1.0, 0.0, 0.0]
+    assert rollouts[0]["advantage"] == 1.5
+
+
+def test_of_a_group_the_best_the_worst_and_a_failed_rollout_are_kept() -> None:
+    rewards: list[float | None] = [0.1 * n for n in range(14)]
+    (line,) = SampleChoice(max_steps=1).of_block(ScoredBlock(0, [group(1, [*rewards, None, None])]), {}, step=1)
+    shown = line["rollouts"]
+    assert [rollout["reward"] for rollout in shown[:3]] == pytest.approx([1.3, 0.7, 0.0], abs=0.15)
+    assert shown[3]["error"] == "TimeoutError: too slow"
+    assert line["generations"] == 16
+
+
+def test_a_resumed_run_follows_the_same_prompts(tmp_path: Path) -> None:
+    choice = SampleChoice(max_steps=40)
+    lines = choice.of_block(ScoredBlock(0, [group(n, [0.0, 1.0]) for n in range(4)]), {}, step=1)
+    again = SampleChoice(40, lines)
+    later: list[dict[str, Any]] = again.of_block(ScoredBlock(1, [group(n, [0.0, 1.0]) for n in (9, 0)]), {}, step=2)
+    assert {line["example"]: line["followed"] for line in later}[0] is True
+    assert 9 not in {line["example"] for line in later if line["followed"]}
+
+
+def test_a_long_conversation_is_cut_and_says_so() -> None:
+    messages = [{"role": "user", "content": "x" * 50_000}] * 200
+    shown = shown_messages(messages, "prompt")
+    assert sum(len(message["text"]) for message in shown) < 100_000
+    assert any("176 messages are left out" in message["text"] for message in shown)

@@ -1,0 +1,206 @@
+"""The live table: drawn where there is a terminal, under whatever is said meanwhile; lines everywhere else."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+import time
+import types
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from verifiers.data.plan import make_plan
+from verifiers.train.progress import ProgressLines
+from verifiers.train.watching.clock import StageClock
+from verifiers.train.watching.figures import RunTime
+from verifiers.train.watching.table import LiveTable, can_draw, run_table
+from verifiers.train.watching.verdict import Verdict
+from verifiers.train.watching.watch import RunWatch
+
+LATEST = {
+    "reward": 0.6125,
+    "eval_reward": 0.5,
+    "eval_reward_stderr": 0.022,
+    "overlap_ratio": 0.98,
+    "time/step_s": 4.0,
+    "time/wait_s": 2.84,
+    "time/train_s": 0.04,
+    "time/rollout_p50_s": 1.1,
+    "rollouts/in_flight": 231.2,
+    "staleness": None,
+}
+
+
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Become standard output and standard error; in a test's body, since pytest sets its own before that."""
+        monkeypatch.setattr(sys, "stdout", self)
+        monkeypatch.setattr(sys, "stderr", self)
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def plain(text: str) -> list[str]:
+    return [line.rstrip() for line in Text.from_ansi(text).plain.splitlines()]
+
+
+@pytest.mark.parametrize("width", [200, 100, 60, 20])
+def test_the_table_fits_any_width(width: int) -> None:
+    time_ = RunTime(10.0, {"wait": 71.0, "train": 29.0}, peak_gib={"train": 11.5})
+    verdict = Verdict("rollout-bound", "the trainer waited 71 % of the time", "more servers " * 30)
+    table = run_table(width, title="step 1/2", now="now waiting", latest=LATEST, total=time_, verdict=verdict)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "reward" in text
+    if width >= 60:
+        for part in ("71 %", "2.84 s", "40.0 ms", "11.5 GiB", "held out 0.500", "1.10 s / – / –", "rollout-bound"):
+            assert part in text, part
+
+
+def test_what_is_printed_and_logged_stands_whole_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    terminal.install(monkeypatch)
+    # made before the table, as those of libraries are
+    handler = logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger("verifiers.test-table")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    before = threading.active_count()
+    table = LiveTable(lambda width: Text("THE TABLE"), terminal)
+    table.start()
+    try:
+        print("printed line")
+        logger.warning("logged line")
+        print("warned line", file=sys.stderr)
+        table.print("a line of ours [not markup]")
+    finally:
+        table.stop()
+        table.stop()
+    assert threading.active_count() == before
+    assert sys.stdout is terminal
+    lines = plain(terminal.getvalue())
+    for said in ("printed line", "logged line", "warned line", "a line of ours [not markup]"):
+        assert said in lines, said
+    assert lines[-1] == "THE TABLE"
+    # the cursor is shown again
+    assert terminal.getvalue().rstrip().endswith("\x1b[?25h")
+    assert handler.stream is terminal
+    logger.warning("later")
+    assert terminal.getvalue().endswith("later\n")
+
+
+def test_what_goes_to_a_file_stays_there_while_the_table_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, log = Terminal(), io.StringIO()
+    terminal.install(monkeypatch)
+    monkeypatch.setattr(sys, "stderr", log)
+    table = LiveTable(lambda width: Text("THE TABLE"), terminal)
+    table.start()
+    print("for the file", file=sys.stderr)
+    table.stop()
+    assert log.getvalue() == "for the file\n"
+    assert "for the file" not in terminal.getvalue()
+
+
+def test_a_table_that_cannot_be_made_says_so_and_ends_nothing() -> None:
+    terminal = Terminal()
+
+    def breaks(width: int) -> Text:
+        raise ZeroDivisionError("a figure")
+
+    table = LiveTable(breaks, terminal)
+    table.start()
+    table.stop()
+    assert "the table cannot be drawn: ZeroDivisionError: a figure" in plain(terminal.getvalue())
+
+
+def test_pipes_files_and_dumb_terminals_get_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_draw(Terminal())
+    assert not can_draw(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not can_draw(Terminal())
+
+
+# -- the callback ----------------------------------------------------------------------------------------------
+
+
+PLAN = make_plan(
+    per_device_train_batch_size=4, steps_per_generation=1, num_generations=4, max_steps=10, num_prompts=16
+)
+
+
+def shown(stream: Any, *, rank: int = 0, disable_tqdm: bool = False) -> ProgressLines:
+    """Three steps and an evaluation, as transformers tells a callback of them."""
+    lines = ProgressLines(PLAN, stream)
+    lines.watch = RunWatch(PLAN, StageClock())
+    args = types.SimpleNamespace(output_dir=".", disable_tqdm=disable_tqdm)
+    state = types.SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=rank == 0)
+    lines.on_train_begin(args, state, None)
+    for step in (1, 2, 3):
+        state.global_step = step
+        lines.on_log(args, state, None, logs={"reward": None if step == 2 else 0.5, "loss": 0.1, "staleness": None})
+    lines.on_log(args, state, None, logs={"eval_math_reward": 0.75, "eval_math_prompts": 4.0})
+    lines.end(None)
+    return lines
+
+
+def test_a_pipe_gets_one_line_a_log_step() -> None:
+    stream = io.StringIO()
+    shown(stream)
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert [line[:10] for line in lines] == ["step  1/10", "step  2/10", "step  3/10", "step  3/10"]
+    assert "  reward 0.500  loss +0.1000  errors 0" in lines[0]
+    assert "  reward -  " in lines[1]
+    assert "held-out reward of math 0.750  (4 prompts, 0 failed" in lines[3]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_table_and_no_line_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    terminal.install(monkeypatch)
+    shown(None)
+    lines = plain(terminal.getvalue())
+    assert any(line.startswith("step 3/10  elapsed 0:00") for line in lines)
+    assert not any(line.startswith("step  1/10") for line in lines)
+    assert any("held-out reward of math" in line for line in lines)
+    assert any(line.startswith("batch plan") for line in lines)
+
+
+def test_only_rank_0_shows_anything_and_tqdm_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    terminal.install(monkeypatch)
+    shown(None, rank=1)
+    assert terminal.getvalue() == ""
+    shown(None, disable_tqdm=True)
+    assert "\x1b" not in terminal.getvalue()
+    assert "step  3/10" in terminal.getvalue()
+
+
+def test_drawing_costs_next_to_nothing() -> None:
+    time_ = RunTime(10.0, dict.fromkeys(("wait", "train", "sync", "optimizer"), 25.0))
+    verdict = Verdict("balanced", "x", "y")
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    spent = []
+    for _ in range(5):
+        started = time.process_time()
+        console.print(run_table(100, title="t", now="n", latest=LATEST, total=time_, verdict=verdict))
+        spent.append(time.process_time() - started)
+    # two a second, of one core
+    assert min(spent) < 0.05

@@ -1,0 +1,50 @@
+"""`vf-report DIR`: write the report of a run again, from what its directory holds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.errors import ConfigError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="vf-report",
+        description="Write report.html of a training run or an evaluation again, also while it goes on.",
+    )
+    parser.add_argument("directory", help="output_dir of a training run, or directory of an evaluation")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="the file to write (default: report.html in the directory)"
+    )
+    args = parser.parse_args(argv)
+    return run_command("vf-report", lambda: report(Path(args.directory), Path(args.out) if args.out else None))
+
+
+def report(directory: Path, out: Path | None = None) -> int:
+    """Do what the command does; raises instead of printing errors."""
+    from verifiers.evals.store import RESULTS
+    from verifiers.evals.viewer.writing import write_evaluation_report
+    from verifiers.train.watching.report import is_training_run, write_training_report
+
+    if is_training_run(directory):
+        written = write_training_report(directory, out)
+    elif (directory / RESULTS).is_file():
+        written = write_evaluation_report(directory, out)
+    else:
+        raise ConfigError(
+            f"{str(directory)!r} holds neither a training run (run.json and metrics.jsonl) nor an evaluation "
+            f"({RESULTS}); give the directory that the run wrote to."
+        )
+    print(written)
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The numbers of a run over its steps, read from metrics.jsonl in one pass, and made few enough to draw."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verifiers.train.watching.figures import RunTime
+from verifiers.train.watching.record import METRICS, read_lines
+
+__all__ = ["HELD_OUT", "Cause", "Evaluations", "History", "Points", "few_points", "read_history", "smoothed"]
+
+MOST_POINTS = 240
+"""Points of a drawn curve; of more, each is the mean of several, with their span beside it."""
+
+_MOST_CAUSES = 1000
+
+HELD_OUT = re.compile(r"eval(_.+)?_reward")
+"""The metric that an evaluation's mean reward has: "eval_reward", or "eval_<set>_reward"."""
+
+
+@dataclass(slots=True)
+class Cause:
+    """Rollouts that failed for one reason."""
+
+    count: int = 0
+    first_step: int = 0
+    last_step: int = 0
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """Held-out means of one set: steps, rewards, standard errors (NaN where there is none)."""
+
+    steps: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+
+    def put(self, step: float, reward: float, error: float) -> None:
+        """Take one in by its step: one that ran beside the training is logged late, or again after a resume."""
+        at = bisect_left(self.steps, step)
+        again = at < len(self.steps) and self.steps[at] == step
+        for column, value in ((self.steps, step), (self.rewards, reward), (self.errors, error)):
+            column[at : at + again] = [value]
+
+
+@dataclass(slots=True)
+class History:
+    """What was logged.
+
+    Attributes:
+        steps: optimizer steps of the logs.
+        columns: every metric's values at `steps`; NaN where it has none.
+        evaluations: by the metric's name, e.g. "eval_reward".
+        failures: by cause.
+        time: sums over all of it.
+        last_at: when the last line was written, in seconds since 1970; 0.0 for none.
+    """
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    columns: dict[str, array[float]] = field(default_factory=dict)
+    evaluations: dict[str, Evaluations] = field(default_factory=dict)
+    failures: dict[str, Cause] = field(default_factory=dict)
+    time: RunTime = field(default_factory=RunTime)
+    last_at: float = 0.0
+
+    def values(self, name: str) -> Sequence[float]:
+        """A metric's values at `steps`; empty where it was never logged."""
+        return self.columns.get(name, ())
+
+    def names(self, prefix: str, suffix: str = "") -> list[str]:
+        """The metrics with such a name, sorted."""
+        return sorted(name for name in self.columns if name.startswith(prefix) and name.endswith(suffix))
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """A curve that can be drawn: x, y, and the smallest and largest value behind each point."""
+
+    x: list[float]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+    is_thinned: bool = False
+
+
+def read_history(run_dir: str | Path) -> History:
+    """The numbers of a run."""
+    history = History()
+    for line in read_lines(Path(run_dir) / METRICS):
+        history.last_at = max(history.last_at, float(line.get("at") or 0.0))
+        step = float(line["step"])
+        _take_evaluations(history, line, step)
+        if not line.get("steps"):
+            continue
+        history.time.take(line)
+        history.steps.append(step)
+        for name, value in line.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                column = history.columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (len(history.steps) - 1 - len(column)))
+                column.append(value)
+        _take_failures(history, line, int(step))
+    for column in history.columns.values():
+        column.extend([math.nan] * (len(history.steps) - len(column)))
+    return history
+
+
+def few_points(x: Sequence[float], y: Sequence[float]) -> Points:
+    """The finite points, or `MOST_POINTS` means of neighbours with their spans where there are more."""
+    pairs = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
+    if len(pairs) <= MOST_POINTS:
+        values = [b for _, b in pairs]
+        return Points([a for a, _ in pairs], values, values, values)
+    made = Points([], [], [], [], is_thinned=True)
+    for place in range(MOST_POINTS):
+        part = pairs[place * len(pairs) // MOST_POINTS : (place + 1) * len(pairs) // MOST_POINTS]
+        values = [b for _, b in part]
+        made.x.append(part[-1][0])
+        made.y.append(math.fsum(values) / len(values))
+        made.low.append(min(values))
+        made.high.append(max(values))
+    return made
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """A running mean over a twentieth of the values; the values themselves where they are few."""
+    half = len(values) // 40
+    if half < 1:
+        return list(values)
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    spans = ((max(0, at - half), min(len(values), at + half + 1)) for at in range(len(values)))
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
+
+
+def _take_evaluations(history: History, line: Mapping[str, Any], step: float) -> None:
+    for name, value in line.items():
+        if HELD_OUT.fullmatch(name) and isinstance(value, (int, float)):
+            error = line.get(f"{name}_stderr")
+            history.evaluations.setdefault(name, Evaluations()).put(
+                step, float(value), float(error) if isinstance(error, (int, float)) else math.nan
+            )
+
+
+def _take_failures(history: History, line: Mapping[str, Any], step: int) -> None:
+    failures = line.get("failures")
+    for text, count in failures.items() if isinstance(failures, Mapping) else ():
+        # texts that name an address or a time are never the same twice
+        known = text in history.failures or len(history.failures) < _MOST_CAUSES
+        cause = history.failures.setdefault(str(text) if known else "other causes", Cause(first_step=step))
+        cause.count += int(count)
+        cause.last_step = step

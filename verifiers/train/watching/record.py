@@ -1,0 +1,146 @@
+"""What a run directory keeps of a run: its numbers, some rollouts, and what was run. The report is made of it alone.
+
+    run.json        settings, plan, versions, when it was started and went on, how it ended
+    metrics.jsonl   a line a log: step, optimizer steps since the line before, every metric, failures by cause
+    samples.jsonl   a line a prompt: some of its rollouts at one step
+
+All lines are appended, and a run that goes on from a checkpoint takes out those after it: the files always tell the
+lineage of the weights, each step once and in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verifiers.evals.hiding import Hider
+from verifiers.evals.json_lines import json_line, plain
+
+__all__ = ["METRICS", "RUN", "SAMPLES", "RunRecord", "read_lines", "read_run"]
+
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+
+logger = logging.getLogger("verifiers.train")
+
+
+def read_run(directory: str | Path) -> dict[str, Any]:
+    """What run.json holds; empty where it is missing or damaged."""
+    try:
+        run = json.loads((Path(directory) / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return run if isinstance(run, dict) else {}
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file, one at a time; a line that was cut off while it was written is left out."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), (int, float)):
+                yield row
+
+
+class RunRecord:
+    """Writes a run's record. A file that cannot be written is warned of once, and costs the run nothing else.
+
+    Args:
+        directory: of the run.
+        resume_step: the optimizer step that the run goes on from; None where it begins anew, which removes what an
+            earlier run left there.
+        owes_evaluation: that step's evaluation is done again, or gone on with, and will be logged then.
+        hide: takes secrets out of every text.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        resume_step: int | None,
+        owes_evaluation: bool = False,
+        hide: Hider | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._hide = hide or Hider([])
+        self._warned = False
+        self._run = read_run(directory) if resume_step is not None else {}
+        with self._warning():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for name in (METRICS, SAMPLES):
+                self._keep_until(self.directory / name, resume_step, owes_evaluation)
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """What run.json holds."""
+        return self._run
+
+    def describe(self, **fields: Any) -> None:
+        """Put fields into run.json, beside those that are there."""
+        self._run.update(fields)
+        with self._warning():
+            self._replace(RUN, self._hide(json.dumps(plain(self._run), indent=1)) + "\n")
+
+    def write_metrics(self, step: int, steps: int, logs: Mapping[str, Any], failures: Mapping[str, int]) -> None:
+        """Append the numbers of one log.
+
+        Args:
+            steps: optimizer steps since the last one; 0 for an evaluation.
+            failures: rollouts that failed meanwhile, by cause.
+        """
+        line: dict[str, Any] = {"step": step, "steps": steps, "at": round(time.time(), 1)}
+        for name, value in logs.items():
+            if isinstance(value, (int, float)) and name not in line:
+                line[name] = float(f"{value:.6g}") if math.isfinite(value) else None
+        if failures:
+            line["failures"] = dict(failures)
+        self._append(METRICS, [line])
+
+    def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rollouts as of `samples.py`."""
+        self._append(SAMPLES, rows)
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        with self._warning(), (self.directory / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write("".join(self._hide(json_line(row)) + "\n" for row in rows))
+
+    def _keep_until(self, path: Path, step: int | None, owes_evaluation: bool) -> None:
+        if not path.exists():
+            return
+
+        def stays(row: Mapping[str, Any]) -> bool:
+            if step is None or row["step"] > step:
+                return False
+            owed = owes_evaluation and row["step"] == step
+            return not (owed and any(name.startswith("eval_") for name in row))
+
+        kept = [json_line(row) + "\n" for row in read_lines(path) if stays(row)]
+        self._replace(path.name, "".join(kept))
+
+    def _replace(self, name: str, text: str) -> None:
+        partial = self.directory / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, self.directory / name)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                text = "the record of the run in %s cannot be written, so its report has gaps: %s"
+                logger.warning(text, self.directory, error)
