@@ -90,6 +90,18 @@ def replaced(old: str, new: str) -> str:
             r"run\.toml: trainer\.max_steps: .* valid integer.*\(given: 'three'\)",
         ),
         (RUN + '[server]\nurl = "http://x/v1"\nlaunch = "embedded"\n', r"\[server\] has both url and launch"),
+        (
+            RUN + '[eval_environment]\nid = "toy-sums-env"\n[eval_environments.a]\nid = "toy-sums-env"\n',
+            r"has both \[eval_environment\] and \[eval_environments\]",
+        ),
+        (
+            RUN + '[eval_environments.a]\nid = "toy-sums-env"\narg = {}\n',
+            r"\[eval_environments\.a\] has an unknown key 'arg'; did you mean 'args'",
+        ),
+        (
+            replaced("max_steps = 3", 'max_steps = 3\neval_strategy = "steps"\neval_steps = 1\neval_timeout = 0.0'),
+            "eval_timeout is 0; give a number above 0",
+        ),
         ("[environment", "the run file 'run.toml' cannot be read"),
     ],
 )

@@ -79,3 +79,56 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
     tmp_path: Path, options: dict[str, Any], stale: bool
 ) -> None:
     assert GRPOConfig(str(tmp_path), use_cpu=True, **options).may_be_stale is stale
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens_per_pass": 0}, "max_tokens_per_pass is 0; give 1 or more, or None"),
+        (
+            {"max_tokens_per_pass": 512, "top_entropy_quantile": 0.2},
+            "top_entropy_quantile=0.2 is a quantile over the tokens of a pass",
+        ),
+    ],
+)
+def test_passes_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
+def test_the_plan_knows_the_budget_of_a_pass(tmp_path: Path) -> None:
+    config = GRPOConfig(str(tmp_path), use_cpu=True, max_tokens_per_pass=512)
+    assert config.batch_plan(100).max_tokens_per_pass == 512
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_generations_eval": 4}, "num_generations_eval is 4 with eval_temperature=0: greedy answers"),
+        ({"eval_max_concurrent": 0}, "eval_max_concurrent is 0; give a number above 0"),
+        ({"eval_timeout": -1.0}, "eval_timeout is -1; give a number above 0"),
+        (
+            {"eval_overlap": True, "eval_strategy": "steps", "save_strategy": "best"},
+            "save_strategy='best' with eval_overlap=True: .* use save_strategy='steps'",
+        ),
+        (
+            {"eval_overlap": True, "eval_strategy": "steps", "lr_scheduler_type": "reduce_lr_on_plateau"},
+            "lr_scheduler_type='reduce_lr_on_plateau' with eval_overlap=True",
+        ),
+    ],
+    ids=str,
+)
+def test_evaluations_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
+def test_the_reward_decides_which_checkpoint_is_best_unless_told_otherwise(tmp_path: Path) -> None:
+    def metric(**options: Any) -> tuple[str | None, bool | None]:
+        args = GRPOConfig(str(tmp_path), use_cpu=True, eval_strategy="steps", eval_steps=1, save_steps=1, **options)
+        return args.metric_for_best_model, args.greater_is_better
+
+    assert metric() == (None, None)
+    assert metric(load_best_model_at_end=True) == ("eval_reward", True)
+    assert metric(save_strategy="best") == ("eval_reward", True)
+    assert metric(save_strategy="best", metric_for_best_model="failed", greater_is_better=False) == ("failed", False)

@@ -17,9 +17,6 @@ import trl
 from packaging.requirements import Requirement
 
 from verifiers.train.collate import COMPLETION_COLUMNS, PROMPT_COLUMNS
-from verifiers.train.data_plane import DataPlane
-from verifiers.train.loss import CorrectedLoss
-from verifiers.train.pushes import PushingTrainer
 from verifiers.train.row_weights import LOSS_TYPES
 from verifiers.train.trainer import TRL_PRIVATE_NAMES, GRPOTrainer
 
@@ -67,7 +64,8 @@ def test_a_private_name_still_exists(name: str) -> None:
 
 
 def test_no_other_private_name_of_trl_is_used() -> None:
-    classes = (GRPOTrainer, DataPlane, PushingTrainer, CorrectedLoss)
+    classes = [owner for owner in GRPOTrainer.__mro__ if owner.__module__.startswith("verifiers.")]
+    assert len(classes) > 4
     ours = {name for owner in classes for name in {*self_attributes(owner, written=True), *vars(owner)}}
     read = {name for owner in classes for name in self_attributes(owner, written=False)}
     foreign = {name for name in read if name.startswith("_") and not name.startswith("__")} - ours
@@ -105,6 +103,9 @@ def test_the_loss_still_has_the_terms_that_our_weights_assume() -> None:
         'normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
         "normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
         "if self.use_vllm and self.vllm_importance_sampling_correction",
+        "loss = loss - apply_coef * entropy_loss",
+        "loss = loss + self.router_aux_loss_coef * aux_loss / normalizer",
+        "if self.accelerator.sync_gradients:",
     ):
         assert term in source, term
 
@@ -113,6 +114,17 @@ def test_log_probs_come_before_advantages_are_read() -> None:
     """The correction is put into the advantages while log-probs are computed."""
     source = inspect.getsource(trl.GRPOTrainer._compute_loss)
     assert source.index("self._get_per_token_logps_and_entropies(") < source.index('inputs["advantages"]')
+
+
+def test_a_micro_step_is_one_call_of_the_loss_and_one_backward_pass() -> None:
+    """Ours runs all passes but the last by itself; transformers' own backward is the last one's."""
+    from transformers import Trainer
+
+    source = inspect.getsource(Trainer.training_step)
+    call, backward = source.index("self.compute_loss(model, inputs"), source.index("self.accelerator.backward(loss")
+    assert source.index("self._prepare_inputs(inputs)") < call < backward
+    assert 'kwargs["scale_wrt_gas"] = False' in source
+    assert trl.GRPOTrainer.loss_is_scaled_for_ga is True
 
 
 def test_there_is_no_loss_type_we_do_not_know() -> None:
@@ -137,3 +149,30 @@ def test_the_trainer_still_asks_us_for_its_inputs() -> None:
         "logits_to_keep",
         "batch_size",
     ]
+
+
+def test_evaluations_and_saves_still_go_through_what_we_override() -> None:
+    from transformers import Trainer
+
+    source = inspect.getsource(Trainer._maybe_log_save_evaluate)
+    order = ["self.log(logs", "self._evaluate(", "self._determine_best_metric(", "self._save_checkpoint("]
+    assert sorted(order, key=source.index) == order
+    assert list(inspect.signature(Trainer._maybe_log_save_evaluate).parameters)[:5] == [
+        "self",
+        "tr_loss",
+        "grad_norm",
+        "model",
+        "trial",
+    ]
+    assert list(inspect.signature(Trainer._evaluate).parameters)[1:] == [
+        "trial",
+        "ignore_keys_for_eval",
+        "skip_scheduler",
+    ]
+    # how eval_on_start is told from any other evaluation
+    assert "self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)" in inspect.getsource(
+        Trainer._inner_training_loop
+    )
+    best = inspect.getsource(Trainer._determine_best_metric)
+    assert "self.state.best_global_step = self.state.global_step" in best
+    assert "save_total_limit=self.args.save_total_limit" in inspect.getsource(Trainer._save_checkpoint)

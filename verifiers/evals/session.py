@@ -6,19 +6,25 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from verifiers.errors import NothingScoredError
 from verifiers.evals.hiding import Hider
 from verifiers.evals.loop_lag import LoopLag
 from verifiers.evals.resume import Finished, find_run, finished_rollouts, run_identity, scores_whole_groups
 from verifiers.evals.runner import Interruption, iter_requests, run_units
-from verifiers.evals.store import ResultStore, new_run_directory, read_metadata
+from verifiers.evals.store import new_run_directory, read_metadata
 from verifiers.evals.tally import Tally
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.run import RolloutRunner
 
-__all__ = ["EvaluationRun", "open_run"]
+__all__ = ["EvaluationRun", "KeepsRollouts", "open_run"]
+
+
+class KeepsRollouts(Protocol):
+    """What a run hands its finished rollouts to; `ResultStore` writes them down."""
+
+    def append(self, rollout: Rollout) -> None: ...
 
 
 @dataclass(slots=True)
@@ -56,7 +62,7 @@ class EvaluationRun:
         """True where every rollout has a reward already, so that nothing is left to run."""
         return self.finished.count >= self.planned
 
-    async def run(self, runner: RolloutRunner, dataset: Any, store: ResultStore) -> None:
+    async def run(self, runner: RolloutRunner, dataset: Any, store: KeepsRollouts) -> None:
         """Run what is left. It returns early after an interruption; everything finished is stored in any case."""
 
         def take(rollout: Rollout) -> None:

@@ -9,6 +9,7 @@ disk keeps it when the machine loses power.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -250,19 +251,25 @@ class ResultStore:
             raise ConfigError(
                 f"another process is writing to {str(self.directory)!r}; wait for it, or start anew with --fresh."
             ) from None
-        for name in (RESULTS, FAILURES):
-            mend_last_line(self.directory / name)
-        self.write_metadata()
-        self._contents = ContentWriter(self.directory, self._hide)
-        self._file = (self.directory / RESULTS).open("a", encoding="utf-8")
+        try:
+            for name in (RESULTS, FAILURES):
+                mend_last_line(self.directory / name)
+            self.write_metadata()
+            self._contents = ContentWriter(self.directory, self._hide)
+            self._file = (self.directory / RESULTS).open("a", encoding="utf-8")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in (self._file, self._contents, self._failures, self._lock):
-            if file is not None:
-                file.close()
+        with contextlib.ExitStack() as closing:
+            # a full disk may refuse the last bytes of one; the others are closed all the same, the lock last
+            for file in (self._lock, self._failures, self._contents, self._file):
+                if file is not None:
+                    closing.callback(file.close)
 
     def append(self, rollout: Rollout) -> None:
         """Write one rollout and hand it to the operating system, so that a killed run loses nothing finished."""

@@ -15,6 +15,7 @@ import trl
 
 from verifiers.data.plan import BatchPlan, make_plan
 from verifiers.errors import ConfigError
+from verifiers.train.evaluation_settings import settle_evaluation
 from verifiers.train.weight_sync.choice import WEIGHT_SYNCS
 
 if TYPE_CHECKING:
@@ -63,8 +64,12 @@ class GRPOConfig(trl.GRPOConfig):
             loss_type "bnpo". What TRL measures in the loss (entropy, clipping) is then over the rest.
         importance_correction: weight tokens by min(pi_old / sampler, cap); takes its mode and bounds from
             TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`.
-        old_logprobs_batch_size: rows in one forward pass for old and reference log-probs;
-            `per_device_train_batch_size` when left out.
+        max_tokens_per_pass: most tokens, padding included (rows x the longest of them), that go through the model in
+            one forward and backward pass on a device; a micro-batch is cut into as many passes as that takes, by
+            length. A row that is longer has a pass of its own, and a log line says so. Left out, there are as many
+            passes as rows make at `per_device_train_batch_size` each, and none is larger than so many of the longest.
+        old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a training pass
+            when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
             "cuda:1"; no other server is used then. For a second device: on one CPU a server of its own is faster.
         rollout_chunk_size: sequences generated at once there.
@@ -79,7 +84,13 @@ class GRPOConfig(trl.GRPOConfig):
             the first that changes anything always are. 0 never again after these.
         probe_tolerance: largest difference accepted, in nats; 1e-3 in float32, 0.1 in half precision when left out.
         eval_temperature: 0 evaluates greedily.
-        num_eval_prompts: held-out prompts in an evaluation during training; -1 for all.
+        num_eval_prompts: held-out prompts in an evaluation during training; -1 for all. With several sets, of each.
+        eval_overlap: training goes on while an evaluation runs; the next push of weights waits for its end.
+        eval_max_concurrent: most of an evaluation's rollouts in flight, inside `max_concurrent`; left out, all of it,
+            or with `eval_overlap` as many as a block has completions, at most half.
+        eval_timeout: deadline for one evaluation, in seconds; `async_generation_timeout` when left out.
+        eval_right_from: reward from which a rollout counts as right in pass@k.
+        save_evaluations: keep each evaluation under `output_dir/evals/step-N`, as `vf-eval` writes it.
         server_url: base URL of the rollout server, with "/v1"; made of TRL's `vllm_server_base_url`, or
             `vllm_server_host` and `vllm_server_port`, when left out.
         server_urls: several rollout servers of the same model, instead of `server_url`.
@@ -116,6 +127,7 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_importance_sampling_mode: str = field(
         default="token_truncate", metadata={"help": f"One of {', '.join(CORRECTION_MODES)}."}
     )
+    max_tokens_per_pass: int | None = field(default=None, metadata={"help": "Padded tokens in one pass."})
     old_logprobs_batch_size: int | None = field(default=None, metadata={"help": "Rows in one no-grad forward."})
     rollout_device: str | None = field(default=None, metadata={"help": "Hold the rollout server here."})
     rollout_chunk_size: int = field(default=64, metadata={"help": "Sequences at once on rollout_device."})
@@ -128,6 +140,11 @@ class GRPOConfig(trl.GRPOConfig):
     num_generations_eval: int | None = field(default=1, metadata={"help": "Completions per held-out prompt."})
     eval_temperature: float = field(default=0.0, metadata={"help": "0 evaluates greedily."})
     num_eval_prompts: int = field(default=-1, metadata={"help": "Held-out prompts; -1 for all."})
+    eval_overlap: bool = field(default=False, metadata={"help": "Train on while an evaluation runs."})
+    eval_max_concurrent: int | None = field(default=None, metadata={"help": "Its rollouts in flight."})
+    eval_timeout: float | None = field(default=None, metadata={"help": "Deadline for one evaluation (s)."})
+    eval_right_from: float = field(default=1.0, metadata={"help": "Reward that pass@k counts as right."})
+    save_evaluations: bool = field(default=True, metadata={"help": "Keep evaluations as vf-eval does."})
     server_url: str = field(default="", metadata={"help": "Rollout server; from vllm_server_* when left out."})
     server_urls: list[str] | None = field(default=None, metadata={"help": "Several rollout servers."})
     server_model: str | None = field(default=None, metadata={"help": "The policy's name on the server."})
@@ -145,6 +162,7 @@ class GRPOConfig(trl.GRPOConfig):
         self._suit_device()
         if self.num_generations_eval is None:
             self.num_generations_eval = 1
+        settle_evaluation(self)
         # TRL demands that its own evaluation batch divides; ours goes through the rollout server instead
         self.per_device_eval_batch_size = self.num_generations_eval
         super().__post_init__()
@@ -193,9 +211,21 @@ class GRPOConfig(trl.GRPOConfig):
             )
         if self.weight_sync not in WEIGHT_SYNCS:
             raise ConfigError(f"weight_sync is {self.weight_sync!r}; choose one of {', '.join(WEIGHT_SYNCS)}.")
+        self._refuse_bad_passes()
         if self.use_vllm:
             # TRL would start an engine or a client of its own; ours is the rollout server's
             self.use_vllm = False
+
+    def _refuse_bad_passes(self) -> None:
+        if self.max_tokens_per_pass is None:
+            return
+        if self.max_tokens_per_pass < 1:
+            raise ConfigError(f"max_tokens_per_pass is {self.max_tokens_per_pass}; give 1 or more, or None.")
+        if self.top_entropy_quantile < 1.0:
+            raise ConfigError(
+                f"top_entropy_quantile={self.top_entropy_quantile:g} is a quantile over the tokens of a pass, so "
+                "max_tokens_per_pass would change what is trained; leave one of them out."
+            )
 
     def _refuse_bad_asynchrony(self) -> None:
         for name in ("max_staleness", "rollout_retries", "dynamic_sampling_max_groups"):
@@ -262,6 +292,7 @@ class GRPOConfig(trl.GRPOConfig):
             num_prompts=num_prompts,
             seed=self.seed if self.data_seed is None else self.data_seed,
             shuffle=bool(self.shuffle_dataset),
+            max_tokens_per_pass=self.max_tokens_per_pass,
         )
 
     def _refuse_biased_sampling(self) -> None:

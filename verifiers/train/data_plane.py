@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
@@ -18,16 +18,19 @@ from verifiers.train.curriculum import curriculum_metrics
 from verifiers.train.feed import BlockFeed
 from verifiers.train.ledger import Ledger, block_record
 from verifiers.train.metrics import block_metrics
+from verifiers.train.passes import MicroBatches, all_passes
 from verifiers.train.pushes import PushingTrainer
 from verifiers.train.ranks import on_rank_0
 from verifiers.train.streaming import BlockStream, StreamedPart
+from verifiers.train.watching.clock import in_stage
+from verifiers.train.watching.watch import WatchedTrainer
 
 __all__ = ["DataPlane"]
 
-Batches = list[list[dict[str, Tensor]]]
+logger = logging.getLogger("verifiers.train")
 
 
-class DataPlane(PushingTrainer):
+class DataPlane(WatchedTrainer, PushingTrainer):
     """The part of the trainer that turns blocks into micro-batches on each rank.
 
     Attributes:
@@ -41,20 +44,21 @@ class DataPlane(PushingTrainer):
     last_block: ScoredBlock | None = None
     ledger: Ledger | None = None
     _block_id: int | None = None
-    _batches: Batches
+    _batches: MicroBatches
     _rescales: dict[int, float]
     _stream: BlockStream | None = None
     _rescale_now: float | None = None
     _update_loss: Any = 0.0
-    _scoring_s: float = 0.0
+    _said_over: bool = False
 
     def open(self) -> None:
         """Wait for the rollout server and start the generator (rank 0)."""
         raise NotImplementedError
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        return on_rank_0(self.accelerator, work)
+        return on_rank_0(self.accelerator, work, self._joint_work())
 
+    @in_stage("prepare")
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # the block follows the optimizer step: micro-step counters start at 0 again after a resume
         step = self.state.global_step
@@ -66,8 +70,11 @@ class DataPlane(PushingTrainer):
         if position.micro_batch == len(self._batches):
             self._next_part(position)
         self._rescale_now = self._rescales.get(position.micro_batch)
-        batch = self._batches[position.micro_batch][self.accelerator.process_index]
-        return {name: value.to(self.accelerator.device) for name, value in batch.items()}
+        return {"passes": self._batches[position.micro_batch][self.accelerator.process_index]}
+
+    def _may_probe_meanwhile(self) -> bool:
+        # pushes that drain are for runs that can be repeated: nothing then runs beside a probe
+        return self.feed is not None and not self.feed.drains and super()._may_probe_meanwhile()
 
     def _stop_if_broken(self) -> None:
         if self.generator is not None:
@@ -76,17 +83,17 @@ class DataPlane(PushingTrainer):
     # -- whole blocks ---------------------------------------------------------------------------------------
 
     def _begin_block(self, block_id: int, step: int) -> None:
-        self._batches, self._rescales, self._scoring_s = [], {}, 0.0
+        self._batches, self._rescales = [], {}
         if self.args.streaming:
             self._on_rank_0(lambda: self._begin_stream(block_id, step))
         else:
             batches, metrics = self._on_rank_0(lambda: self._produce(block_id, step))
             self._batches = batches
             self._log_values(metrics)
-            self._log_values({"time/old_logprobs_s": self._score(self._batches)})
+            self._score(self._batches)
         self._block_id = block_id
 
-    def _produce(self, block_id: int, step: int) -> tuple[Batches, dict[str, float]]:
+    def _produce(self, block_id: int, step: int) -> tuple[MicroBatches, dict[str, float]]:
         self.open()
         assert self.feed is not None
         self.feed.begin(block_id, step)
@@ -109,15 +116,27 @@ class DataPlane(PushingTrainer):
         if self.ledger is not None:
             self.ledger.write(block_record(block, step, trained.dropped))
         metrics = block_metrics(block, trained, self.plan)
+        self._say_if_over(metrics["rows/largest_pass_tokens"])
         metrics.update(curriculum_metrics(self.plan, block))
         oldest = trained.oldest_version()
         metrics["staleness"] = float(step - oldest) if oldest is not None else 0.0
-        for stage, seconds in self.feed.seconds.items():
-            metrics[f"time/{stage}_s"] = seconds
         metrics["num_tokens"] = self._total_tokens(block)
         if self.log_completions:
             self._keep_for_table(block, trained)
+        self.watch.note_block(block, trained, step)
         return metrics
+
+    def _say_if_over(self, largest_pass_tokens: float) -> None:
+        budget = self.args.max_tokens_per_pass
+        if budget is None or largest_pass_tokens <= budget or self._said_over:
+            return
+        self._said_over = True
+        logger.warning(
+            "a row of %d tokens is over max_tokens_per_pass=%d and has a pass of its own, as any like it will; drop "
+            "such rows by max_seq_len, or lower max_completion_length.",
+            largest_pass_tokens,
+            budget,
+        )
 
     def _micro_batches_reached(self, step: int) -> int:
         """Micro-batches of a block's first pass that are trained before the run ends; all but in its last block."""
@@ -131,7 +150,7 @@ class DataPlane(PushingTrainer):
         if self.args.streaming:
             beyond = set(range(reached * self.plan.completions_per_micro_step, len(rollouts)))
         else:
-            rest = [cell["rollout_index"].tolist() for cells in trained.batches[reached:] for cell in cells]
+            rest = [batch["rollout_index"].tolist() for batch in all_passes(trained.batches[reached:])]
             beyond = {index for indices in rest for index in indices if index >= 0}
         return [
             Dropped(rollouts[index].key, "run_ended", tokens=rollout_tokens(rollouts[index]))
@@ -162,9 +181,9 @@ class DataPlane(PushingTrainer):
         self._batches.append(part.cells)
         if part.rescale is not None:
             self._rescales[position.micro_batch] = part.rescale
-        self._scoring_s += self._score([part.cells])
+        self._score([part.cells])
         if last:
-            self._log_values({**metrics, "time/old_logprobs_s": self._scoring_s})
+            self._log_values(metrics)
 
     def _produce_part(self, last: bool) -> tuple[StreamedPart, dict[str, float]]:
         stream = self._stream
@@ -190,15 +209,11 @@ class DataPlane(PushingTrainer):
 
     # -- old and reference log-probs --------------------------------------------------------------------------
 
-    def _score(self, batches: Batches) -> float:
-        """Old log-probs before these micro-batches are first trained, where they are needed, and the reference's.
-
-        Returns:
-            The seconds that it took.
-        """
-        started = time.perf_counter()
-        for cells in batches:
-            batch = cells[self.accelerator.process_index]
+    @in_stage("old_logprobs")
+    def _score(self, batches: MicroBatches) -> None:
+        """Old log-probs before these micro-batches are first trained, where they are needed, and the reference's."""
+        rank = self.accelerator.process_index
+        for batch in all_passes([[cells[rank]] for cells in batches]):
             if not self.args.importance_correction and self.args.may_be_stale:
                 # nothing else tells stale tokens from fresh ones: the clipping then acts on current / sampler
                 batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
@@ -206,7 +221,6 @@ class DataPlane(PushingTrainer):
                 batch["old_per_token_logps"] = self._old_logps(batch, self.state.global_step)
             if self.beta != 0.0:
                 batch["ref_per_token_logps"] = self._reference_logps(batch)
-        return time.perf_counter() - started
 
     def _trained_more_than_once(self) -> bool:
         # a whole block's proximal policy is that of its first update, a streamed micro-batch's that of its own

@@ -16,6 +16,9 @@
     [environments.short]   # several by name, in place of [environment]: the datasets of a curriculum
     id = "reasoning-gym-env"
 
+    [eval_environment]     # what to evaluate on instead of its own held-out rows; or [eval_environments.NAME]
+    id = "reasoning-gym-env"
+
     [curriculum]           # what is drawn when
     stages = [{ name = "warm", until_step = 20, datasets = ["short"] }, ...]
 
@@ -75,10 +78,15 @@ class LoraTable(_Table):
 
 
 class RunFile(_Table):
-    """A whole run. Give `environment`, or `environments` by name: they are trained as one group."""
+    """A whole run. Give `environment`, or `environments` by name: they are trained as one group.
+
+    Evaluations are on their held-out rows, or on `eval_environment`, or on each of `eval_environments` by name.
+    """
 
     environment: EnvironmentTable | None = Field(default=None)
     environments: dict[str, EnvironmentTable] = Field(default_factory=dict)
+    eval_environment: EnvironmentTable | None = Field(default=None)
+    eval_environments: dict[str, EnvironmentTable] = Field(default_factory=dict)
     model: ModelTable
     server: ServerTable = Field(default_factory=ServerTable)
     trainer: dict[str, Any] = Field(default_factory=dict, description="Fields of verifiers.GRPOConfig.")
@@ -116,16 +124,18 @@ def load_run_file(path: str | Path) -> RunFile:
     _check_keys(path, "", data, RunFile.model_fields)
     for name, table in (
         ("environment", EnvironmentTable),
+        ("eval_environment", EnvironmentTable),
         ("model", ModelTable),
         ("server", ServerTable),
         ("lora", LoraTable),
     ):
         if isinstance(data.get(name), dict):
             _check_keys(path, name, data[name], table.model_fields)
-    if isinstance(data.get("environments"), dict):
-        for name, table in data["environments"].items():
-            if isinstance(table, dict):
-                _check_keys(path, f"environments.{name}", table, EnvironmentTable.model_fields)
+    for several in ("environments", "eval_environments"):
+        if isinstance(data.get(several), dict):
+            for name, table in data[several].items():
+                if isinstance(table, dict):
+                    _check_keys(path, f"{several}.{name}", table, EnvironmentTable.model_fields)
     if isinstance(data.get("trainer"), dict):
         _check_keys(path, "trainer", data["trainer"], trainer_fields())
         data["trainer"] = _checked_values(path, data["trainer"])
@@ -142,6 +152,10 @@ def load_run_file(path: str | Path) -> RunFile:
     if run.environment is not None and run.environments:
         raise ConfigError(
             f"{path} has both [environment] and [environments]; give one environment, or several by name."
+        )
+    if run.eval_environment is not None and run.eval_environments:
+        raise ConfigError(
+            f"{path} has both [eval_environment] and [eval_environments]; give one environment, or several by name."
         )
     try:
         run.curriculum_of(0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from verifiers.errors import ConfigError, Error
 from verifiers.rollouts.block_run import GroupPolicy
 from verifiers.rollouts.endpoint import Endpoint
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import Group, ScoredBlock
+from verifiers.rollouts.rollout import Group
 from verifiers.rollouts.sync import WeightSync
 from verifiers.train.advantages import group_is_flat
 from verifiers.train.checkpoint import (
@@ -33,27 +32,39 @@ from verifiers.train.checkpoint import (
     mark_incomplete,
     newest_complete,
     resume_step,
+    told_where_writing_fails,
 )
 from verifiers.train.config import GRPOConfig
 from verifiers.train.curriculum import curriculum_state, planned_run, restore_curriculum, still_planned
-from verifiers.train.data_plane import DataPlane
-from verifiers.train.evaluation import evaluate_policy, evaluation_metrics
+from verifiers.train.evaluating import EvaluatingTrainer
+from verifiers.train.evaluation_settings import check_held_out
 from verifiers.train.feed import BlockFeed
+from verifiers.train.heap import GivesMemoryBack
+from verifiers.train.held_out import held_out_sets
+from verifiers.train.keeping import drop_old_checkpoints
 from verifiers.train.ledger import Ledger
 from verifiers.train.models import check_model_path, get_tokenizer
 from verifiers.train.progress import ProgressLines
+from verifiers.train.pushes import BeforeUpdates
+from verifiers.train.ranks import end_together
 from verifiers.train.saved_blocks import load_blocks, save_blocks
 from verifiers.train.settings import refuse_mid_block_saves, training_sampling_args
+from verifiers.train.sharding import refuse_unworkable_sharding
+from verifiers.train.watching.clock import in_stage
 from verifiers.train.weight_sync import HeldSync
 
 __all__ = ["TRL_PRIVATE_NAMES", "GRPOTrainer"]
 
 TRL_PRIVATE_NAMES = (
     "_compute_loss",
+    "_determine_best_metric",
+    "_evaluate",
     "_get_per_token_logps_and_entropies",
     "_logs",
+    "_maybe_log_save_evaluate",
     "_metrics",
     "_prepare_inputs",
+    "_save",
     "_save_checkpoint",
     "_step",
     "_tokenizer",
@@ -63,7 +74,7 @@ TRL_PRIVATE_NAMES = (
 logger = logging.getLogger("verifiers.train")
 
 
-class GRPOTrainer(DataPlane):
+class GRPOTrainer(EvaluatingTrainer):
     """Trains a policy on an environment through a rollout server.
 
     Args:
@@ -74,6 +85,8 @@ class GRPOTrainer(DataPlane):
         client: an openai client or Endpoint for the rollouts; routes to `args.server_urls` when left out.
         weight_sync: how weights reach the servers; the kind that `args.weight_sync` names when left out.
         callbacks, optimizers, peft_config: as in TRL.
+        eval_dataset: rows to evaluate on instead of the environment's own, or several such by name.
+        eval_env: an environment to evaluate on instead, with rows of its own, or several by name.
         curriculum: stages of datasets, or a rule that follows how well the policy does; the datasets are the
             environments of a group, or the values of the column `task`.
 
@@ -94,6 +107,8 @@ class GRPOTrainer(DataPlane):
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
         curriculum: Curriculum | Adapts | None = None,
+        eval_dataset: Any = None,
+        eval_env: Any = None,
     ) -> None:
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
         if isinstance(model, str):
@@ -105,12 +120,15 @@ class GRPOTrainer(DataPlane):
         args.max_steps = self.plan.max_steps
         refuse_mid_block_saves(args, self.plan.updates_per_block)
         self.sampling_args = training_sampling_args(env, args)
+        self.held_out = held_out_sets(env, eval_dataset, eval_env, most=args.num_eval_prompts)
+        check_held_out(args, self.held_out)
         super().__init__(
             model=model,
             reward_funcs=_rewards_come_from_the_environment,
             args=args,
             train_dataset=dataset,
-            eval_dataset=env.eval_dataset,
+            # never read: whoever asks for evaluations must give transformers one
+            eval_dataset=dataset,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -120,13 +138,16 @@ class GRPOTrainer(DataPlane):
         self._client_given = client is not None
         self._client = client if client is not None else self._default_client()
         self.weight_sync = weight_sync or self._default_sync()
+        refuse_unworkable_sharding(self.accelerator, args)
         if args.streaming:
             self._refuse_unstreamable()
         # lines of our own replace the bar and the raw dicts of transformers
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
+        self.add_callback(BeforeUpdates(self._settle_probe))
         if not any(isinstance(callback, ProgressLines) for callback in callbacks or []):
             self.add_callback(ProgressLines(self.plan))
+        self.add_callback(GivesMemoryBack())
 
     def _refuse_unstreamable(self) -> None:
         if self.aux_loss_enabled:
@@ -157,19 +178,24 @@ class GRPOTrainer(DataPlane):
         Raises:
             CheckpointError: the checkpoint is incomplete or of another plan.
             GenerationError, WeightSyncError: with the cause; nothing is left running.
+            RankError: another process of the run failed, was stopped or vanished.
         """
         if resume_from_checkpoint is True:
             newest = newest_complete(str(self.args.output_dir))
             resume_from_checkpoint = str(newest) if newest is not None else None
         if resume_from_checkpoint:
             check_resumable(resume_from_checkpoint, self.plan)
-        try:
-            self._on_rank_0(lambda: self._open_run(resume_from_checkpoint or None))
-            return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
-        finally:
-            self.close()
+        checkpoint = resume_from_checkpoint or None
 
-    def _open_run(self, checkpoint: str | bool | None) -> None:
+        def run() -> Any:
+            self._owed = self._on_rank_0(lambda: self._open_run(checkpoint))
+            return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
+
+        with self._watched():
+            return end_together(self.accelerator, run, self.close)
+
+    def _open_run(self, checkpoint: str | bool | None) -> int | None:
+        """Rank 0: open what a run needs; gives the step whose evaluation the checkpoint still owes."""
         self.open()
         assert self.feed is not None
         step = resume_step(str(checkpoint)) if checkpoint else 0
@@ -177,13 +203,17 @@ class GRPOTrainer(DataPlane):
         if checkpoint:
             restore_curriculum(self.plan, extra_state(str(checkpoint)))
             self.feed.restore(still_planned(self.plan, load_blocks(str(checkpoint))))
+        owed = self._open_evaluations(step, extra_state(str(checkpoint)) if checkpoint else {})
+        self.watch.begin(self, step if checkpoint else None, owes_evaluation=owed is not None)
+        return owed
 
     def open(self) -> None:
         """Wait for the rollout server and start the generator (rank 0); `train` and `evaluate` do it."""
         if self.generator is not None or not self.accelerator.is_main_process:
             return
         # not in close: an evaluation may follow the training
-        teardown_at_exit(self.env)
+        for env in (self.env, *(held_out.env for held_out in self.held_out)):
+            teardown_at_exit(env)
         self._connect_servers()
         if isinstance(self.weight_sync, HeldSync) and not self._client_given:
             self._client = Endpoint(self.weight_sync.url)
@@ -212,11 +242,13 @@ class GRPOTrainer(DataPlane):
             drains=self._drains(),
             max_staleness=self.args.max_staleness,
             spare_groups=self.args.spare_groups(self.plan.prompts_per_block),
+            clock=self.clock,
         )
 
     def close(self) -> None:
         """End the generator's thread and give back what weight pushes used. May be called twice."""
         generator, self.generator, self.feed = self.generator, None, None
+        self._give_up_evaluation()
         self.ledger = None
         if generator is not None:
             generator.close()
@@ -248,64 +280,33 @@ class GRPOTrainer(DataPlane):
         steps = self.plan.max_steps * self.plan.gradient_accumulation_steps
         return DataLoader(_EmptySteps(steps), batch_size=1, collate_fn=_first)
 
-    # -- evaluation, logging, checkpoints -----------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Roll out held-out prompts under the present weights, greedily or sampled, and log the means.
-
-        Returns:
-            `eval_reward`, its clustered standard error `eval_reward_stderr`, the same for each reward function,
-            counts of prompts and failures, and `eval_seconds`.
-        """
-        started = time.perf_counter()
-
-        def measure() -> dict[str, float]:
-            measured = evaluation_metrics(self.evaluate_block(eval_dataset), metric_key_prefix)
-            measured[f"{metric_key_prefix}_seconds"] = time.perf_counter() - started
-            return measured
-
-        metrics: dict[str, float] = self._on_rank_0(measure)
-        was_training = self.model.training
-        self.model.eval()
-        self.log(dict(metrics))
-        self.model.train(was_training)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def evaluate_block(self, eval_dataset: Any = None) -> ScoredBlock:
-        """The rollouts behind `evaluate`, on rank 0."""
-        self.open()
-        assert self.generator is not None
-        assert self.feed is not None
-        self.feed.sync(self.state.global_step)
-        dataset = eval_dataset if eval_dataset is not None else self.env.get_eval_dataset(self.args.num_eval_prompts)
-        return evaluate_policy(
-            self.generator,
-            dataset,
-            num_generations=self.args.num_generations_eval or 1,
-            sampling_args={**self.sampling_args, "temperature": self.args.eval_temperature},
-            seed=self.args.seed,
-            timeout_s=self.args.async_generation_timeout,
-        )
-
+    @in_stage("save")
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         directory = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        # transformers would delete older ones before this one counts
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        with told_where_writing_fails(directory):
+            if self.args.should_save:
+                mark_incomplete(directory)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self.args.save_total_limit = limit
+            self.accelerator.wait_for_everyone()
+            # the last checkpoint of a run may stand inside a block; no run can go on from there
+            if self.args.should_save and self.state.global_step % self.plan.updates_per_block == 0:
+                self._keep_blocks_in_flight(directory)
+                mark_complete(directory, self.plan, self.state.global_step, self.checkpoint_extra())
         if self.args.should_save:
-            mark_incomplete(directory)
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        # the last checkpoint of a run may stand inside a block; no run can go on from there
-        if self.args.should_save and self.state.global_step % self.plan.updates_per_block == 0:
-            self._keep_blocks_in_flight(directory)
-            mark_complete(directory, self.plan, self.state.global_step, self.checkpoint_extra())
+            drop_old_checkpoints(str(self.args.output_dir), limit, self.state.best_model_checkpoint)
 
     def checkpoint_extra(self) -> dict[str, Any]:
         """Further state for a checkpoint's marker, as JSON, by the name of what it belongs to."""
         version = self.feed.server_version if self.feed is not None else None
         kept = {"policy_version": version, "num_batches_ahead": self.args.num_batches_ahead}
-        return {**kept, **curriculum_state(self.plan)}
+        return {**kept, **curriculum_state(self.plan), **self._evaluation_state()}
 
     def _keep_blocks_in_flight(self, directory: Path) -> None:
         if self.feed is None:

@@ -1,0 +1,368 @@
+"""Evaluation while a run trains: the runner, the store and the statistics of vf-eval, waiting or beside training."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+from evaluation_world import Outlasting, logged_evaluations, stored
+from transformers import TrainerCallback
+
+import verifiers as vf
+from verifiers.errors import NothingScoredError
+from verifiers.evals.store import ResultStore, read_run
+from verifiers.evals.viewer.runs import find_runs
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_evaluation_is_stored_as_vf_eval_stores_one(
+    make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str], overlap: bool
+) -> None:
+    from verifiers.cli.compare import main as compare
+
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_overlap=overlap,
+        eval_temperature=0.7,
+        num_generations_eval=2,
+    )
+    trainer.train()
+    entries = logged_evaluations(trainer)
+    assert [entry["step"] for entry in entries] == [2, 4]
+    for entry in entries:
+        run = read_run(stored(trainer, entry["step"]))
+        assert run.metadata["optimizer_step"] == entry["step"]
+        assert run.metadata["status"] == "finished"
+        assert len(run.rows) == 4 * 2
+        means = run.metadata["summary"]["rewards"]["reward"]
+        assert entry["eval_reward"] == pytest.approx(means["mean"])
+        assert entry["eval_reward_stderr"] == pytest.approx(means["stderr"])
+        assert entry["eval_pass_at_2"] == pytest.approx(run.metadata["summary"]["pass_at_k"]["2"]["mean"])
+        assert (run.directory / "report.html").is_file()
+    assert set(find_runs(Path(trainer.args.output_dir))) == {"evals/step-2", "evals/step-4"}
+    capsys.readouterr()
+    assert compare([str(stored(trainer, 2)), str(stored(trainer, 4)), "--json"]) == 0
+    (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
+    assert (comparison["paired"], comparison["common_prompts"]) == (True, 4)
+    difference = entries[1]["eval_reward"] - entries[0]["eval_reward"]
+    assert comparison["difference"]["mean"] == pytest.approx(difference)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_batches_ahead": 0},
+        {"num_batches_ahead": 2, "drain_before_sync": True},
+        pytest.param({"num_batches_ahead": 1}, marks=pytest.mark.slow),
+        pytest.param({"num_batches_ahead": 1, "streaming": True, "num_iterations": 2}, marks=pytest.mark.slow),
+        pytest.param({"num_batches_ahead": 2, "streaming": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_overlapped_evaluation_is_of_one_steps_weights_while_training_goes_on(
+    make_trainer: Callable[..., Any], server: tiny_world.EmbeddedServer, settings: dict[str, Any]
+) -> None:
+    held_out, updates = Outlasting(server), settings.get("num_iterations", 1)
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        eval_env=held_out,
+        max_steps=5 * updates,
+        eval_strategy="steps",
+        eval_steps=2 * updates,
+        eval_overlap=True,
+        **settings,
+    )
+    held_out.watch(trainer)
+    trainer.train()
+    steps = [updates * block for block in (2, 4, 5)]
+    assert [entry["step"] for entry in logged_evaluations(trainer)] == steps
+    assert held_out.sampled == {step: {str(step)} for step in steps}
+    # at the last step nothing is left to train beside it
+    assert held_out.trained_meanwhile == {step: updates if step < steps[-1] else 0 for step in steps}
+    trained = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    assert trained == list(range(1, 5 * updates + 1))
+
+
+class Sees(TrainerCallback):
+    """Writes down what loggers see."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, bool]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.steps.append((state.global_step, "eval_reward" in logs))
+
+
+def test_loggers_see_an_overlapped_evaluation_at_the_step_that_it_is_of(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(), max_steps=4, eval_strategy="steps", eval_steps=2, eval_overlap=True
+    )
+    sees = Sees()
+    trainer.add_callback(sees)
+    trainer.train()
+    # the metrics of step 2 come when step 3 is trained
+    assert sees.steps[:-1] == [(1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
+    first = logged_evaluations(trainer)[0]
+    assert (first["step"], first["epoch"]) == (2, 0.5)
+    # TRL's own metrics of training are not taken for those of an evaluation
+    assert not any(name.startswith("eval_rollouts") for name in first)
+    assert len(trainer.logged("frac_reward_zero_std")) == 4
+
+
+def fails(completion: Any, **kwargs: Any) -> float:
+    raise ValueError("the judge is away")
+
+
+def unscorable() -> vf.SingleTurnEnv:
+    return vf.SingleTurnEnv(eval_dataset=tiny_world.rows(3), rubric=vf.Rubric(funcs=[fails]))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_evaluation_in_which_nothing_was_scored_is_no_reward_of_0_and_training_goes_on(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, overlap: bool
+) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        eval_env=unscorable(),
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_overlap=overlap,
+        metric_for_best_model="eval_reward",
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.state.best_metric is None
+    for entry in logged_evaluations(trainer):
+        assert (entry["eval_prompts"], entry["eval_failed"]) == (3, 3)
+        assert entry["eval_outcomes/grading_error"] == 3
+        assert "eval_reward" not in entry
+    warned = [record.getMessage() for record in caplog.records if "gave no reward" in record.getMessage()]
+    assert len(warned) == 2
+    assert "The evaluation of step 1" in warned[0]
+    assert "the judge is away" in warned[0]
+    # whoever asks for one evaluation alone is told
+    with tiny_world.closing(trainer), pytest.raises(NothingScoredError, match="the judge is away"):
+        trainer.evaluate()
+
+
+class NeverEnds(tiny_world.Dialogue):
+    def __init__(self) -> None:
+        super().__init__(eval_dataset=tiny_world.rows(2))
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_an_evaluation_that_does_not_end_is_given_up_at_its_deadline(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, overlap: bool
+) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        eval_env=NeverEnds(),
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_overlap=overlap,
+        eval_timeout=0.4,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    for entry in logged_evaluations(trainer):
+        assert set(entry) == {"eval_wait_seconds", "step", "epoch"}
+        assert entry["eval_wait_seconds"] < 2
+        assert read_run(stored(trainer, entry["step"])).metadata["status"] == "stopped"
+    assert "it did not end within 0.4 s (eval_timeout)" in caplog.text
+
+
+def test_a_disk_that_refuses_evaluations_does_not_end_the_training(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer(tiny_world.single_turn(), **settings)
+    evals = Path(trainer.args.output_dir) / "evals"
+    evals.parent.mkdir(parents=True, exist_ok=True)
+    evals.write_text("a file where a directory should be")
+    trainer.train()
+    assert len(trainer.logged("eval_reward")) == 2
+    assert "is not written" in caplog.text
+    caplog.clear()
+    append, appended = ResultStore.append, list[Any]()
+
+    def full_after_two(self: ResultStore, rollout: Any) -> None:
+        appended.append(rollout)
+        if len(appended) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, rollout)
+
+    monkeypatch.setattr(ResultStore, "append", full_after_two)
+    again = make_trainer(tiny_world.single_turn(), **settings)
+    again.train()
+    # the numbers are of all four prompts, whatever the disk took
+    assert [entry["eval_prompts"] for entry in logged_evaluations(again)] == [4, 4]
+    assert "No space left on device" in caplog.text
+    assert len(read_run(stored(again, 1)).rows) == 2
+
+
+def test_evaluations_are_not_stored_where_that_is_switched_off(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(), max_steps=1, eval_strategy="steps", eval_steps=1, save_evaluations=False
+    )
+    trainer.train()
+    assert len(logged_evaluations(trainer)) == 1
+    assert not (Path(trainer.args.output_dir) / "evals").exists()
+
+
+class Counts(tiny_world.Dialogue):
+    """Knows how many of its rollouts run at once, and how many of all that share its count."""
+
+    def __init__(self, together: list[int], **options: Any) -> None:
+        super().__init__(**options)
+        self.together, self.running, self.most, self.most_together = together, 0, 0, 0
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        self.running += 1
+        self.together[0] += 1
+        self.most = max(self.most, self.running)
+        self.most_together = max(self.most_together, self.together[0])
+        try:
+            return await super().rollout(*args, **kwargs)
+        finally:
+            self.running -= 1
+            self.together[0] -= 1
+
+
+@pytest.mark.parametrize(("asked", "most"), [(2, 2), (None, 3)])
+def test_an_evaluation_keeps_to_its_share_and_all_rollouts_to_the_one_limit(
+    make_trainer: Callable[..., Any], asked: int | None, most: int
+) -> None:
+    together = [0]
+    training, held_out = Counts(together), Counts(together, eval_dataset=tiny_world.rows(12))
+    trainer = make_trainer(
+        training,
+        eval_env=held_out,
+        max_steps=2,
+        max_concurrent=6,
+        eval_max_concurrent=asked,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_overlap=True,
+    )
+    seen = []
+
+    class Notes(TrainerCallback):
+        def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(held_out.most)
+            held_out.most = 0
+
+    trainer.add_callback(Notes())
+    trainer.train()
+    # nothing is trained beside the last one
+    assert seen == [most, asked or 6]
+    assert training.most == 6
+    assert max(training.most_together, held_out.most_together) == 6
+    assert [entry["eval_prompts"] for entry in logged_evaluations(trainer)] == [12, 12]
+
+
+def test_several_held_out_sets_have_metrics_and_directories_of_their_own(make_trainer: Callable[..., Any]) -> None:
+    named = {"easy": tiny_world.rows(2), "hard": tiny_world.rows(3)}
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        eval_dataset=named,
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="hard_reward",
+    )
+    trainer.train()
+    (entry,) = logged_evaluations(trainer)
+    assert (entry["eval_easy_prompts"], entry["eval_hard_prompts"]) == (2, 3)
+    assert trainer.state.best_metric == entry["eval_hard_reward"]
+    for name in named:
+        found = read_run(stored(trainer, 1, name)).metadata["summary"]["rewards"]["reward"]["mean"]
+        assert found == pytest.approx(entry[f"eval_{name}_reward"])
+
+
+def test_an_evaluation_of_a_group_tells_its_tasks_apart(make_trainer: Callable[..., Any]) -> None:
+    def one(**kwargs: Any) -> float:
+        return 1.0
+
+    group = vf.EnvGroup([tiny_world.single_turn(), tiny_world.single_turn(reward=one)], ["talk", "ones"])
+    trainer = make_trainer(group, max_steps=1, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    (entry,) = logged_evaluations(trainer)
+    assert entry["eval_tasks/ones/reward"] == 1.0
+    assert entry["eval_reward"] == pytest.approx((1.0 + entry["eval_tasks/talk/reward"]) / 2)
+    assert [entry[f"eval_tasks/{task}/prompts"] for task in ("talk", "ones")] == [4, 4]
+
+
+def test_no_push_overtakes_an_evaluation_in_flight(make_trainer: Callable[..., Any]) -> None:
+    with tiny_world.closing(make_trainer(tiny_world.single_turn())) as trainer:
+        push, ended = trainer.weight_sync.push, []
+
+        def pushing(parameters: Any, version: int) -> None:
+            running = trainer._evaluation
+            ended.append(running is None or running._task.done())
+            push(parameters, version)
+
+        trainer.weight_sync.push = pushing
+        trainer._begin_evaluation(trainer.held_out)
+        trainer.feed.sync(1)
+        assert ended == [True, True]
+        assert trainer._finish_evaluation()["eval_prompts"] == 4
+
+
+class BreaksLater(tiny_world.Dialogue):
+    """A mistake that shows in the second block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = 0
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        self._begun += 1
+        if self._begun > 8:
+            raise vf.ConfigError("the second block shows the mistake")
+        return await super().rollout(*args, **kwargs)
+
+
+def test_a_failure_of_training_is_not_kept_waiting_by_an_evaluation(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        BreaksLater(),
+        eval_env=NeverEnds(),
+        num_batches_ahead=1,
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_timeout=60.0,
+    )
+    started = time.monotonic()
+    with pytest.raises(vf.ConfigError, match="the second block shows the mistake"):
+        trainer.train()
+    assert time.monotonic() - started < 10
+
+
+def test_no_key_of_an_environment_is_stored_with_an_evaluation(make_trainer: Callable[..., Any]) -> None:
+    secret = "sk-0123456789abcdef"
+
+    def judged(completion: Any, **kwargs: Any) -> float:
+        raise ValueError(f"the judge refused {secret}")
+
+    env = vf.SingleTurnEnv(eval_dataset=tiny_world.rows(2), rubric=vf.Rubric(funcs=[judged]))
+    env.env_args = {"judge_api_key": secret}
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=env, max_steps=1, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    texts = [path.read_text() for path in stored(trainer, 1).iterdir() if path.is_file()]
+    assert any("the judge refused ***" in text for text in texts)
+    assert not any(secret in text for text in texts)

@@ -1,0 +1,267 @@
+"""The best checkpoint by what evaluations found, and evaluations in a run that is cut and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+from evaluation_world import logged_evaluations, scripted, steps_of, stored
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+import verifiers as vf
+from verifiers.errors import ConfigError
+from verifiers.evals.store import read_run
+from verifiers.train.checkpoint import newest_complete
+
+EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+
+
+def by_weights(server: tiny_world.EmbeddedServer, scores: dict[int, float]) -> vf.SingleTurnEnv:
+    return scripted(scores, lambda: int(server.engine.weight_version))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(
+    make_trainer: Callable[..., Any], server: Any, overlap: bool
+) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        eval_env=by_weights(server, {1: 0.2, 2: 0.9, 3: 0.4, 4: 0.1}),
+        **EVERY_STEP,
+        eval_overlap=overlap,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+    )
+    assert trainer.args.metric_for_best_model == "eval_reward"
+    trainer.train()
+    assert [entry["eval_reward"] for entry in logged_evaluations(trainer)] == [0.2, 0.9, 0.4, 0.1]
+    assert (trainer.state.best_global_step, trainer.state.best_metric) == (2, 0.9)
+    output_dir = Path(trainer.args.output_dir)
+    assert Path(trainer.state.best_model_checkpoint) == output_dir / "checkpoint-2"
+    assert steps_of(list(output_dir.glob("checkpoint-*"))) == ["checkpoint-2", "checkpoint-4"]
+    best = load_file(output_dir / "checkpoint-2" / "model.safetensors")
+    last = load_file(output_dir / "checkpoint-4" / "model.safetensors")
+    assert all(torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in best.items())
+    assert any(not torch.equal(best[name], last[name]) for name in best)
+
+
+def test_saving_the_best_alone_saves_when_an_evaluation_is_the_best_so_far(
+    make_trainer: Callable[..., Any], server: Any
+) -> None:
+    env = by_weights(server, {1: 0.5, 2: 0.4, 3: 0.9, 4: 0.1})
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=env, **EVERY_STEP, save_strategy="best")
+    trainer.train()
+    output_dir = Path(trainer.args.output_dir)
+    assert steps_of(list(output_dir.glob("checkpoint-*"))) == ["checkpoint-1", "checkpoint-3"]
+    assert newest_complete(output_dir) == output_dir / "checkpoint-3"
+    assert Path(trainer.state.best_model_checkpoint) == output_dir / "checkpoint-3"
+
+
+def test_early_stopping_by_an_overlapped_evaluation_stops_at_the_next_block(
+    make_trainer: Callable[..., Any], server: Any
+) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        eval_env=by_weights(server, {1: 0.9, 2: 0.5, 3: 0.4, 4: 0.1}),
+        **EVERY_STEP,
+        eval_overlap=True,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+    )
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
+    trainer.train()
+    # the second is known when the third step is trained, and that one is evaluated before the run ends
+    assert trainer.state.global_step == 3
+    assert [entry["step"] for entry in logged_evaluations(trainer)] == [1, 2, 3]
+    assert trainer.state.best_global_step == 1
+
+
+def test_a_run_that_stops_when_its_evaluation_is_good_enough_ends_with_the_weights_that_solved_it(
+    make_trainer: Callable[..., Any], server: Any
+) -> None:
+    class Solved(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            control.should_training_stop = metrics["eval_reward"] > 0.8
+
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        eval_env=by_weights(server, {2: 0.9, 4: 0.95}),
+        **{**EVERY_STEP, "eval_steps": 2},
+        eval_overlap=True,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+    )
+    trainer.add_callback(Solved())
+    trainer.train()
+    assert trainer.state.global_step == 3
+    best = Path(trainer.args.output_dir) / "checkpoint-2"
+    assert Path(trainer.state.best_model_checkpoint) == best
+    state = trainer.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in load_file(best / "model.safetensors").items())
+
+
+def test_the_newest_complete_checkpoint_is_there_until_the_next_one_is_complete(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(), max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=1
+    )
+    seen = []
+
+    def look(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        seen.append(newest_complete(trainer.args.output_dir))
+        return {}
+
+    # the last thing that is asked for before a checkpoint is marked
+    monkeypatch.setattr(trainer, "checkpoint_extra", look)
+    trainer.train()
+    output_dir = Path(trainer.args.output_dir)
+    assert seen == [None, output_dir / "checkpoint-1", output_dir / "checkpoint-2"]
+    assert list(output_dir.glob("checkpoint-*")) == [output_dir / "checkpoint-3"]
+
+
+# -- a run that is cut -------------------------------------------------------------------------------------------
+
+
+class Cut(Exception):
+    """Stands for whatever ends a run."""
+
+
+class Ends(TrainerCallback):
+    """Ends the run at the end of a step, after something has happened."""
+
+    def __init__(self, at_step: int, when: Callable[[], bool] = lambda: True) -> None:
+        self._at_step, self._when = at_step, when
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._at_step:
+            until = time.monotonic() + 15
+            while not self._when():
+                assert time.monotonic() < until
+                time.sleep(0.005)
+            raise Cut
+
+
+@contextmanager
+def cut(trainer: Any, at_step: int, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    trainer.add_callback(Ends(at_step, when))
+    with pytest.raises(Cut):
+        yield
+
+
+class HalfHangs(tiny_world.Dialogue):
+    """Held-out dialogues of which the first two end, and the others do not until `hangs` is False."""
+
+    def __init__(self) -> None:
+        super().__init__(eval_dataset=tiny_world.rows(4))
+        self.hangs = True
+        self.begun: list[int] = []
+
+    async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        number = int(prompt[-1]["content"][-1])
+        self.begun.append(number)
+        if self.hangs and number > 1:
+            await asyncio.sleep(60)
+        return await super().rollout(client, model, prompt, *args, **kwargs)
+
+
+def test_a_run_that_was_cut_redoes_of_an_evaluation_what_is_missing_and_logs_it_once(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    held_out = HalfHangs()
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "eval_overlap": True}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path / "run"}
+    first = make_trainer(tiny_world.single_turn(), eval_env=held_out, **settings)
+    results = stored(first, 2) / "results.jsonl"
+    with cut(first, 3, lambda: results.is_file() and len(results.read_text().splitlines()) == 2):
+        first.train()
+    assert sorted(held_out.begun) == [0, 1, 2, 3]
+    assert logged_evaluations(first) == []
+    assert read_run(stored(first, 2)).metadata["status"] == "stopped"
+    held_out.hangs, held_out.begun = False, []
+    second = make_trainer(tiny_world.single_turn(), eval_env=held_out, **settings)
+    second.train(resume_from_checkpoint=True)
+    assert sorted(held_out.begun) == [0, 1, 2, 2, 3, 3]
+    entries = logged_evaluations(second)
+    assert [entry["step"] for entry in entries] == [2, 4]
+    assert [entry["eval_prompts"] for entry in entries] == [4, 4]
+    assert read_run(stored(second, 2)).metadata["status"] == "finished"
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "eval_reward" in entry] == [2, 4]
+
+
+def test_an_evaluation_that_was_logged_after_the_checkpoint_is_logged_again_from_what_is_stored(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    held_out = HalfHangs()
+    held_out.hangs = False
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "eval_overlap": True}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path}
+    first = make_trainer(tiny_world.single_turn(), eval_env=held_out, **settings)
+    with cut(first, 4):
+        first.train()
+    (before,) = logged_evaluations(first)
+    held_out.begun.clear()
+    second = make_trainer(tiny_world.single_turn(), eval_env=held_out, **settings)
+    second.train(resume_from_checkpoint=True)
+    assert sorted(held_out.begun) == [0, 1, 2, 3]
+    entries = logged_evaluations(second)
+    assert [entry["step"] for entry in entries] == [2, 4]
+    assert {name: entries[0][name] for name in before if "seconds" not in name} == {
+        name: value for name, value in before.items() if "seconds" not in name
+    }
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_reward" in line] == [2, 4]
+
+
+def test_stored_evaluations_are_those_of_the_runs_lineage(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    settings = {**EVERY_STEP, "eval_on_start": True, "save_strategy": "steps", "save_steps": 2}
+    settings["output_dir"] = tmp_path
+    first = make_trainer(tiny_world.single_turn(), **settings)
+    with cut(first, 4):
+        first.train()
+    evals = tmp_path / "evals"
+    assert steps_of(list(evals.iterdir())) == ["step-0", "step-1", "step-2", "step-3"]
+    for step in range(4):
+        (evals / f"step-{step}" / "of-the-first-process").touch()
+    second = make_trainer(tiny_world.single_turn(), **settings)
+    second.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in logged_evaluations(second)] == [0, 1, 2, 3, 4]
+    kept = [path for path in evals.iterdir() if (path / "of-the-first-process").exists()]
+    assert steps_of(kept) == ["step-0", "step-1", "step-2"]
+    # a run that starts anew in the same directory does not mix its own with these
+    third = make_trainer(tiny_world.single_turn(), **{**settings, "max_steps": 1})
+    before = third.evaluate()
+    third.train()
+    assert steps_of(list(evals.iterdir())) == ["step-0", "step-0-2", "step-1"]
+    assert steps_of(list((tmp_path / "evals-1").iterdir())) == [f"step-{step}" for step in range(5)]
+    assert read_run(evals / "step-0-2").metadata["summary"]["rewards"]["reward"]["mean"] == before["eval_reward"]
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_before_anything_is_loaded(
+    make_trainer: Callable[..., Any],
+) -> None:
+    with pytest.raises(ConfigError, match=r"'rewrd', which no evaluation here has; did you mean 'eval_reward'\?"):
+        make_trainer(tiny_world.single_turn(), **EVERY_STEP, metric_for_best_model="rewrd")
+    named = {"easy": tiny_world.rows(2), "hard": tiny_world.rows(3)}
+    settings = {**EVERY_STEP, "save_strategy": "best", "eval_dataset": named}
+    with pytest.raises(ConfigError, match=r"'eval_reward', .* did you mean 'eval_(easy|hard)_reward'"):
+        make_trainer(tiny_world.single_turn(), **settings)
+    make_trainer(tiny_world.single_turn(), **settings, metric_for_best_model="hard_reward")
+    # a reward function's name is known when it has been called
+    trainer = make_trainer(tiny_world.single_turn(), **EVERY_STEP, metric_for_best_model="rewards/consonants")
+    with pytest.raises(ConfigError, match=r"'rewards/consonants', which this .* eval_rewards/vowels"):
+        trainer.train()

@@ -1,0 +1,109 @@
+"""Evaluations on several ranks, and in processes that are killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+import torch
+from evaluation_world import steps_of
+
+from verifiers.evals.store import read_run
+from verifiers.train.checkpoint import MARKER
+
+SCRIPT = Path(__file__).parent / "run_training.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+def command(model_dir: Path, server: Any, output_dir: Path, **settings: Any) -> list[str]:
+    given = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir), "env": "single"}
+    given |= {"resume": True, "settings": settings}
+    return [str(SCRIPT), json.dumps(given)]
+
+
+def evaluations(output_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
+    log = torch.load(output_dir / f"final-{rank}.pt")["log"]
+    return [entry for entry in log if "eval_reward" in entry]
+
+
+def test_every_rank_learns_what_rank_0_evaluated(
+    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+) -> None:
+    settings = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "num_batches_ahead": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_overlap": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+    }
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+    done = subprocess.run(
+        [*start, *command(model_dir, server, tmp_path, **settings)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    zero, one = evaluations(tmp_path, 0), evaluations(tmp_path, 1)
+    assert [entry["step"] for entry in zero] == [1, 2, 3, 4]
+    assert zero == one
+    # both loaded the same best weights
+    finals = [torch.load(tmp_path / f"final-{rank}.pt")["weights"] for rank in (0, 1)]
+    assert all(torch.equal(tensor, finals[1][name]) for name, tensor in finals[0].items())
+    assert steps_of(list((tmp_path / "evals").iterdir())) == [f"step-{step}" for step in range(1, 5)]
+
+
+def test_a_run_killed_while_it_evaluates_logs_each_evaluation_once(
+    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+) -> None:
+    settings = {
+        "max_steps": 6,
+        "num_batches_ahead": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_overlap": True,
+        "eval_max_concurrent": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    log = tmp_path / "log"
+
+    def start() -> subprocess.Popen[bytes]:
+        with open(log, "ab") as file:
+            run = [sys.executable, *command(model_dir, server, tmp_path, **settings)]
+            return subprocess.Popen(run, stdout=file, stderr=subprocess.STDOUT)
+
+    for step in (2, 4):
+        process, until = start(), time.monotonic() + 60
+        marked = tmp_path / f"checkpoint-{step}" / MARKER
+        results = tmp_path / "evals" / f"step-{step}" / "results.jsonl"
+        while not (marked.exists() and results.exists()):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    last = start()
+    assert last.wait(60) == 0, log.read_text()
+    entries = evaluations(tmp_path)
+    assert [entry["step"] for entry in entries] == [2, 4, 6]
+    for entry in entries:
+        run = read_run(tmp_path / "evals" / f"step-{entry['step']}")
+        assert run.metadata["status"] == "finished"
+        assert len(run.rows) == entry["eval_prompts"] == 4
+        assert entry["eval_reward"] == pytest.approx(run.metadata["summary"]["rewards"]["reward"]["mean"])
