@@ -56,8 +56,8 @@ class BreaksInTheSecondBlock(tiny_world.Dialogue):
         return await super().rollout(*args, **kwargs)
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
+def run(given: dict[str, Any]) -> None:
+    """Train as `given` says."""
     rank = int(os.environ.get("RANK", "0"))
     output_dir = Path(given["output_dir"])
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -93,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(json.loads(sys.argv[1]))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import sys
 import threading
+import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 
 import verifiers as vf
+from verifiers.errors import GenerationError
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.testing import FakeOpenAIServer
@@ -49,3 +54,33 @@ def test_threads_that_close_a_generator_at_once_leave_no_connection_open(latency
             assert generator._loop.is_closed()
             del generator
             assert left_open() == []
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def stop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+@pytest.mark.parametrize(
+    ("end", "how"), [(sys.exit, "SystemExit"), (interrupt, "KeyboardInterrupt"), (stop, "a stop of its event loop")]
+)
+def test_whoever_waits_hears_at_once_that_the_generators_thread_has_ended(end: Callable[[], None], how: str) -> None:
+    class Ending(vf.SingleTurnEnv):
+        async def rollout(self, *args: object, **kwargs: object) -> object:
+            asyncio.get_running_loop().call_soon(end)
+            return await asyncio.Event().wait()
+
+    env = Ending(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())
+    left_open()
+    with FakeOpenAIServer("x") as server, AsyncBatchGenerator(env, server.url, "fake") as generator:
+        generator.submit(0, [RolloutRequest(RolloutKey(0, 0, g), PROMPT, "x") for g in range(2)])
+        started = time.monotonic()
+        with pytest.raises(GenerationError, match=f"{how}.* ended the generator's thread"):
+            generator.get(0, 10.0)
+        assert time.monotonic() - started < 2.0
+    assert generator._loop is not None
+    assert generator._loop.is_closed()
+    assert left_open() == []

@@ -20,6 +20,7 @@ from verifiers.train.checkpoint import (
     mark_incomplete,
     newest_complete,
     resume_step,
+    told_where_writing_fails,
 )
 
 
@@ -139,3 +140,35 @@ def test_a_checkpoint_gives_back_its_step_and_what_else_it_was_given(tmp_path: P
     assert (resume_step(plain), extra_state(plain)) == (2, {})
     assert (resume_step(full), extra_state(full)) == (4, {"policy_version": 2, "curriculum": {"stage": "warm"}})
     check_resumable(full, plan)
+
+
+class SafetensorError(Exception):
+    """Named as safetensors' own, which is no OSError."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_checkpoint_that_cannot_be_written_says_so_and_what_there_is_to_go_on_from(
+    tmp_path: Path, plan: BatchPlan, error: Exception
+) -> None:
+    mark_complete(checkpoint(tmp_path, 2), plan, 2)
+    words = (
+        r"checkpoint-4 could not be written .*; [\d,]+ MB are free there, and the newest complete one is checkpoint-2"
+    )
+    with pytest.raises(CheckpointError, match=words) as raised, told_where_writing_fails(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ConfigError("a mistake"), RuntimeError("of a callback"), KeyboardInterrupt()])
+def test_what_is_not_of_writing_a_checkpoint_passes_as_it_is(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised, told_where_writing_fails(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value is error

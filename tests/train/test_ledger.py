@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.trace import Row
 from verifiers.train.collate import Dropped
@@ -70,3 +73,12 @@ def test_a_fresh_run_begins_a_ledger_of_its_own(tmp_path: Path) -> None:
     Ledger(tmp_path / "run", 0)
     assert read_ledger(tmp_path / "run") == []
     assert read_ledger(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_line_that_cannot_be_written_ends_the_run_and_says_of_which_block(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 0)
+    ledger.path.unlink()
+    ledger.path.symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"what became of block 3 could not be written .*No space left"):
+        ledger.write(block_record(a_block(3), 3, []))

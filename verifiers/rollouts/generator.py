@@ -18,16 +18,12 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verifiers.errors import (
-    ConfigError,
-    DeadlineError,
-    GenerationError,
-    GeneratorClosedError,
-)
+from verifiers.errors import ConfigError, DeadlineError, GenerationError, GeneratorClosedError
 from verifiers.rollouts.batches import BatchRequest
 from verifiers.rollouts.block_run import BlockRun, GroupPolicy
 from verifiers.rollouts.endpoint import Backend, backend_for
 from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.meter import RolloutMeter
 from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import RolloutRunner, RunsRollouts
@@ -38,6 +34,7 @@ __all__ = ["AsyncBatchGenerator"]
 logger = logging.getLogger("verifiers.rollouts")
 
 T = TypeVar("T")
+_CLOSING_S = 3.0
 
 
 class AsyncBatchGenerator:
@@ -112,6 +109,7 @@ class AsyncBatchGenerator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._limiter = Limiter(max_concurrent, requests_per_second)
+        self.meter = RolloutMeter()
         self.launched = 0
         self.finished = 0
 
@@ -140,9 +138,9 @@ class AsyncBatchGenerator:
         if thread is not None and loop is not None and thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
                 loop.call_soon_threadsafe(self._stop_serving)
-            thread.join(timeout=10.0)
+            thread.join(timeout=_CLOSING_S)
             if thread.is_alive():
-                logger.warning("the generator's thread did not end within 10 s: something blocks its event loop")
+                logger.warning("something blocks the generator's loop: its thread did not end in %g s", _CLOSING_S)
 
     def _stop_serving(self) -> None:
         # a stop that came while the loop is being ended would leave its connections open
@@ -164,15 +162,16 @@ class AsyncBatchGenerator:
             try:
                 self._is_serving = True
                 loop.run_forever()
-            except (Exception, SystemExit) as error:
-                # SystemExit in a task of the environment's own ends the loop
-                self._fail(error)
+                self._note_end(None)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                # the last two, in a task of the environment's own, end the loop
+                self._note_end(error)
             finally:
                 self._is_serving = False
             while tasks := asyncio.all_tasks(loop):
                 for task in tasks:
                     task.cancel()
-                with contextlib.suppress(SystemExit):
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.run_until_complete(self._backend.close())
             loop.run_until_complete(loop.shutdown_asyncgens())
@@ -181,6 +180,13 @@ class AsyncBatchGenerator:
         finally:
             asyncio.set_event_loop(None)
             loop.close()
+
+    def _note_end(self, cause: BaseException | None) -> None:
+        if not self._closed:
+            how = repr(cause) if cause is not None else "a stop of its event loop"
+            error = GenerationError(f"{how} ended the generator's thread; does code of the environment do that?")
+            error.__cause__ = cause
+            self._fail(error)
 
     # -- submitting and taking ------------------------------------------------------------------------------
 
@@ -331,7 +337,7 @@ class AsyncBatchGenerator:
     def runner(self, **changes: Any) -> RolloutRunner:
         """A runner on this generator's endpoint and limiter, with some options changed (evaluation)."""
         self.start()
-        options = {**self._runner_options, "limiter": self._limiter, **changes}
+        options = {**self._runner_options, "limiter": self._limiter, "meter": self.meter, **changes}
         return RolloutRunner(self.env, self._backend, policy_version=lambda: self.policy_version, **options)
 
     # -- in the thread ----------------------------------------------------------------------------------------
@@ -345,14 +351,8 @@ class AsyncBatchGenerator:
                 self._changed.notify_all()
 
         try:
-            run = BlockRun(
-                self.runner(on_rollout=self._count),
-                block_id,
-                requests,
-                policy=self._group_policy,
-                spares=spares,
-                on_groups=settled,
-            )
+            runner = self.runner(on_rollout=self._count)
+            run = BlockRun(runner, block_id, requests, policy=self._group_policy, spares=spares, on_groups=settled)
             with self._changed:
                 self._pending[block_id] = run
             # the older block is wanted first, so nothing of this one may queue before it

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from verifiers.data.plan import BatchPlan
-from verifiers.errors import CheckpointError
+from verifiers.errors import CheckpointError, Error
 
 __all__ = [
     "MARKER",
@@ -19,6 +21,7 @@ __all__ = [
     "mark_incomplete",
     "newest_complete",
     "resume_step",
+    "told_where_writing_fails",
 ]
 
 MARKER = "verifiers_state.json"
@@ -40,6 +43,8 @@ def mark_complete(
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             _sync(path)
+    # the new directory's own name
+    _sync(directory.parent)
     state = {
         "optimizer_step": optimizer_step,
         "block_id": plan.first_block_after(optimizer_step),
@@ -51,6 +56,33 @@ def mark_complete(
     _sync(partial)
     partial.rename(directory / MARKER)
     _sync(directory)
+
+
+@contextlib.contextmanager
+def told_where_writing_fails(directory: Path) -> Iterator[None]:
+    """While a checkpoint is written: what the libraries raise of a full or broken disk becomes one sentence.
+
+    Raises:
+        CheckpointError: with the first failure as its cause, the room that is left, and what a run can go on from.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Error) or not _is_of_writing(error):
+            raise
+        newest = newest_complete(directory.parent)
+        kept = f"the newest complete one is {newest.name}" if newest is not None else "there is no complete one yet"
+        with contextlib.suppress(OSError):
+            kept = f"{shutil.disk_usage(directory.parent).free / 1e6:,.0f} MB are free there, and {kept}"
+        raise CheckpointError(
+            f"{directory} could not be written ({type(error).__name__}: {error}); {kept}. Make room, perhaps with a "
+            "smaller save_total_limit, and give the same command again."
+        ) from error
+
+
+def _is_of_writing(error: Exception) -> bool:
+    # torch's archives and safetensors' files are written by code that knows no OSError
+    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or "inline_container" in str(error)
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:

@@ -12,6 +12,7 @@ from verifiers.envs.dataset_format import row_fields
 from verifiers.errors import GenerationError
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
+from verifiers.train.watching.clock import StageClock
 from verifiers.types import RolloutKey
 
 __all__ = ["BlockFeed"]
@@ -32,6 +33,7 @@ class BlockFeed:
         max_staleness: optimizer steps that a block's oldest token may be behind at the block's first update; None
             for what `num_batches_ahead` gives.
         spare_groups: prompts held ready for a block's flat groups.
+        clock: the trainer's, which is told of pushing and waiting.
 
     Attributes:
         server_version: optimizer step whose weights the server holds; None before the first push.
@@ -48,6 +50,7 @@ class BlockFeed:
         drains: bool = False,
         max_staleness: int | None = None,
         spare_groups: int = 0,
+        clock: StageClock | None = None,
     ) -> None:
         self._dataset = dataset
         self._plan = plan
@@ -56,6 +59,7 @@ class BlockFeed:
         self.drains = drains
         self._max_staleness = max_staleness
         self._spare_groups = spare_groups
+        self._clock = clock or StageClock()
         self._submitted: set[int] = set()
         self.server_version: int | None = None
         self.seconds: dict[str, float] = {}
@@ -118,7 +122,8 @@ class BlockFeed:
         they do not, it is what is finished; the rest is generated again after a resume.
         """
         if self.drains:
-            self._generator.drain()
+            with self._clock.stage("wait"):
+                self._generator.drain()
         return self._generator.finished_blocks()
 
     def restore(self, blocks: Iterable[ScoredBlock]) -> list[int]:
@@ -164,7 +169,8 @@ class BlockFeed:
     def _timed(self, stage: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()
         try:
-            return work()
+            with self._clock.stage(stage):
+                return work()
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 

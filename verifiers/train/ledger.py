@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.collate import Dropped
 
@@ -87,9 +88,19 @@ class Ledger:
         os.replace(partial, self.path)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one block's line."""
-        with open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append one block's line.
+
+        Raises:
+            CheckpointError: it cannot be written; no later line could tell what became of the block.
+        """
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"what became of block {record['block_id']} could not be written to {self.path} ({error}); make "
+                "room, and give the same command again."
+            ) from error
 
     def sync(self) -> None:
         """Have what was written reach the disk; before a checkpoint is marked complete."""

@@ -1,0 +1,357 @@
+"""What the cells of the fault matrix run: a trainer with a gate at each stage, and a server that can be broken.
+
+Imported by the parent that forks them (`forks.py`); each function runs in a process of its own. Test and process talk
+through files in the cell's directory:
+
+    reached    the trainer is in the stage (with the time)
+    injected   the fault is there: whoever waited at the gate goes on
+    ended-0.json what the process saw when `train` was over
+    mode       what the server does wrong: "500 generation" or "500 weights", and how often
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import small_disk
+import tiny_world
+import tqdm
+from aiohttp import web
+from verifiers_embedded.app import Routes
+
+import verifiers as vf
+from verifiers.cli.exit_codes import run_command
+from verifiers.train.weight_sync.fleet import Held
+
+# a thread of tqdm's own, which outlives its bars
+tqdm.tqdm.monitor_interval = 0
+
+GATE_S = 10.0
+STEPS = 6
+PATIENCE_S = 0.003
+
+
+class Gate:
+    """Says when the trainer is in the stage of this cell, and holds it there until the fault is injected.
+
+    Attributes:
+        watched_block: whose rollouts are in flight then.
+        trainer_waits: for the block in which the stage is.
+    """
+
+    def __init__(self, directory: Path, fault: str, stage: str) -> None:
+        self.directory, self.fault, self.stage = directory, fault, stage
+        # a checkpoint stands before each: after two steps, and in the midst of the one after four
+        self.block = 3 if stage == "saving" else 2
+        self.watched_block = self.block + (stage in ("training", "saving"))
+        self.trainer_waits = False
+        self._lock = threading.Lock()
+        self._reached = self._injected = stage == ""
+
+    def is_at(self, stage: str, block: int) -> bool:
+        return self.stage == stage and self.block == block
+
+    def reach(self) -> None:
+        with self._lock:
+            if not self._reached:
+                (self.directory / "reached").write_text(repr(time.monotonic()))
+                self._reached = True
+
+    def inject(self) -> None:
+        """By the run itself, where the fault is one of its own code."""
+        with self._lock:
+            if not self._injected:
+                write_whole(self.directory / "injected", repr(time.monotonic()))
+                self._injected = True
+
+    @property
+    def reached(self) -> bool:
+        return self._reached
+
+    @property
+    def injected(self) -> bool:
+        self._injected = self._injected or (self.directory / "injected").exists()
+        return self._injected
+
+    def hold(self) -> None:
+        """On the trainer's own thread."""
+        self.reach()
+        until = time.monotonic() + GATE_S
+        while not self.injected and time.monotonic() < until:
+            time.sleep(PATIENCE_S)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        until = asyncio.get_running_loop().time() + GATE_S
+        while not condition() and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110 - a file says it
+            await asyncio.sleep(PATIENCE_S)
+
+
+def write_whole(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+class Faulty(vf.SingleTurnEnv):
+    """Its rollouts of one block wait for the stage, and break there where the fault is theirs."""
+
+    def __init__(self, gate: Gate) -> None:
+        async def reward(completion: Any, state: Any, **kwargs: Any) -> float:
+            await self._score(state["info"]["place"])
+            return tiny_world.vowels(completion)
+
+        rows = [{**row, "info": {"place": place}} for place, row in enumerate(tiny_world.rows())]
+        super().__init__(dataset=rows, rubric=vf.Rubric(funcs=[reward]))
+        self.gate = gate
+        self.blocks: dict[int, int] = {}
+        self.firsts: set[int] = set()
+        self._begun: dict[int, int] = {}
+
+    def learn(self, plan: Any) -> None:
+        """Which block each prompt is drawn for, the first time; the dataset is as long as the run."""
+        for block in range(plan.blocks):
+            for index, example in enumerate(plan.example_ids(block)):
+                self.blocks[example] = block
+                if index == 0:
+                    self.firsts.add(example)
+
+    async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        place = kwargs["info"]["place"]
+        number = self._begun.get(place, 0)
+        self._begun[place] = number + 1
+        await self._meet_the_fault(place, number)
+        return await super().rollout(client, model, prompt, *args, **kwargs)
+
+    async def _meet_the_fault(self, place: int, number: int) -> None:
+        gate = self.gate
+        if gate.stage == "" or self.blocks[place] != gate.watched_block:
+            return
+        if gate.stage == "scoring" and place in self.firsts:
+            # the group that is being scored
+            return
+        await gate.until(lambda: gate.reached)
+        if gate.fault == "reward raises":
+            return
+        if number == 0 and gate.fault == "rollout raises":
+            gate.inject()
+            raise KeyError("the environment's own mistake")
+        if number == 0 and gate.fault == "environment hangs":
+            gate.inject()
+            await asyncio.Event().wait()
+        if number == 0 and gate.fault == "environment blocks":
+            gate.inject()
+            time.sleep(3600)  # noqa: ASYNC251 - the mistake
+        if number < 2:
+            # the other two are on their way to the server while the fault is injected
+            await gate.until(lambda: gate.injected)
+
+    async def _score(self, place: int) -> None:
+        gate = self.gate
+        if gate.stage == "" or self.blocks[place] != gate.watched_block:
+            return
+        first = place in self.firsts
+        if gate.stage == "scoring" and first:
+            # it may be scored before the trainer wants it
+            await gate.until(lambda: gate.trainer_waits)
+            gate.reach()
+        else:
+            await gate.until(lambda: gate.reached)
+        if gate.fault == "reward raises" and first:
+            gate.inject()
+            raise ZeroDivisionError("the reward function's mistake")
+        await gate.until(lambda: gate.injected)
+
+
+class GatedTrainer(tiny_world.GRPOTrainer):
+    """Stops at the gate of its cell."""
+
+    gate: Gate
+
+    def open(self) -> None:
+        super().open()
+        feed, gate = self.feed, self.gate
+        if feed is None:
+            return
+        take, push = feed.take, self.weight_sync.fleet.push  # type: ignore[attr-defined]
+
+        def watched_take(block_id: int, optimizer_step: int) -> Any:
+            gate.trainer_waits = gate.trainer_waits or block_id == gate.block
+            if gate.is_at("generating", block_id):
+                gate.reach()
+            return take(block_id, optimizer_step)
+
+        def watched_push(held: Held) -> None:
+            def load(server: Any, timeout_s: float) -> None:
+                if gate.is_at("syncing", held.version) and not gate.injected:
+                    gate.hold()
+                    if gate.fault == "sync fails":
+                        _cut_files(self.weight_sync)
+                held.load(server, timeout_s)
+
+            push(Held(held.version, load))
+
+        feed.take = watched_take  # type: ignore[method-assign]
+        self.weight_sync.fleet.push = watched_push  # type: ignore[attr-defined]
+
+    def _begin_block(self, block_id: int, step: int) -> None:
+        # where rank 0 waits, pushes and scores, the others run this
+        for stage in ("generating", "scoring", "syncing"):
+            self._raise_on_rank_1(stage, block_id)
+        super()._begin_block(block_id, step)
+
+    def _raise_on_rank_1(self, stage: str, block: int) -> None:
+        gate = self.gate
+        if gate.fault != "rank 1 raises" or self.accelerator.is_main_process or not gate.is_at(stage, block):
+            return
+        until = time.monotonic() + GATE_S
+        while not (gate.directory / "reached").exists() and time.monotonic() < until:
+            time.sleep(PATIENCE_S)
+        gate.inject()
+        raise LookupError("the second rank's own mistake")
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        self._raise_on_rank_1("training", self.state.global_step)
+        if self.gate.is_at("training", self.state.global_step):
+            self.gate.hold()
+        return super()._compute_loss(model, inputs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._raise_on_rank_1("saving", self.state.global_step - 1)
+        if self.gate.is_at("saving", self.state.global_step - 1):
+            self.gate.reach()
+            if self.gate.fault == "disk full at checkpoint":
+                small_disk.fill(Path(self.args.output_dir))
+                self.gate.inject()
+            self.gate.hold()
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+def _cut_files(sync: Any) -> None:
+    """What half a copy over a network leaves."""
+    for path in sync._files.directory().rglob("*.safetensors"):
+        os.truncate(path, 100)
+
+
+def train(given: dict[str, Any]) -> int:
+    """One run, as a command: gives its exit code."""
+    directory = Path(given["directory"])
+    logging.basicConfig(level=logging.WARNING)
+    gate = Gate(directory, given["fault"], given["stage"])
+    disk = contextlib.nullcontext()
+    if gate.fault == "disk full at checkpoint":
+        disk = small_disk.mounted(Path(given["output_dir"]))
+    with disk:
+        return run_command("train", lambda: _run(given, gate))
+
+
+def _run(given: dict[str, Any], gate: Gate) -> int:
+    directory = Path(given["directory"])
+    kills = threading.Thread(target=_kill_generator, args=(gate,), name="killer", daemon=True)
+    sockets = len(psutil.Process().net_connections())
+    env = Faulty(gate)
+    trainer = _trainer(given, env, gate)
+    env.learn(trainer.plan)
+    if gate.fault == "generator thread killed":
+        kills.start()
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    finally:
+        blocks = [trainer.plan.requests(block) for block in range(trainer.plan.blocks)]
+        left = {
+            "step": trainer.state.global_step,
+            "threads": sorted(t.name for t in threading.enumerate() if t is not threading.main_thread()),
+            "sockets": len(psutil.Process().net_connections()) - sockets,
+            "planned": blocks,
+        }
+        rank = os.environ.get("RANK", "0")
+        write_whole(directory / f"ended-{rank}.json", json.dumps(left))
+    return 0
+
+
+def _trainer(given: dict[str, Any], env: Faulty, gate: Gate) -> GatedTrainer:
+    args = tiny_world.config(
+        Path(given["output_dir"]),
+        given["url"],
+        max_steps=STEPS,
+        num_batches_ahead=1,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        **given["settings"],
+    )
+    trainer = GatedTrainer(given["model"], env, args)
+    trainer.gate = gate
+    return trainer
+
+
+def _kill_generator(gate: Gate) -> None:
+    """Ends the generator's thread as nothing that it could catch would."""
+    while not gate.reached:
+        time.sleep(PATIENCE_S)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "verifiers-generator")
+    raised = ctypes.py_object(SystemExit if gate.stage in ("scoring", "syncing") else KeyboardInterrupt)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), raised)
+    thread.join(GATE_S)
+    gate.inject()
+
+
+# -- the server -------------------------------------------------------------------------------------------------
+
+
+class FaultyServer(tiny_world.EmbeddedServer):
+    """The embedded server on a given port; some of its answers are what a file says."""
+
+    def __init__(self, model: Path, port: int, directory: Path) -> None:
+        self._port, self._mode = port, directory / "mode"
+        super().__init__(model)
+
+    async def _listen(self) -> web.AppRunner:
+        app = Routes(self.engine, self.loaded, self.text, model_name=self.name, seed=0).app()
+        app.middlewares.append(self._middleware())
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
+        await runner.setup()
+        self.engine.start()
+        await web.TCPSite(runner, "127.0.0.1", self._port).start()
+        self._listening.set_result(f"http://127.0.0.1:{self._port}/v1")
+        return runner
+
+    def _middleware(self) -> Any:
+        @web.middleware
+        async def answer(request: web.Request, handler: Any) -> web.StreamResponse:
+            what = "generation" if request.path.startswith("/v1/chat") else "weights"
+            if request.path in ("/v1/chat/completions", "/collective_rpc") and self._fails(what):
+                return web.json_response({"error": {"message": "out of order"}}, status=500)
+            response: web.StreamResponse = await handler(request)
+            return response
+
+        return answer
+
+    def _fails(self, what: str) -> bool:
+        try:
+            kind, left = self._mode.read_text().split()
+        except FileNotFoundError:
+            return False
+        if kind != what or not int(left):
+            return False
+        write_whole(self._mode, f"{kind} {int(left) - 1}")
+        return True
+
+
+def serve(given: dict[str, Any]) -> int:
+    """The server, until it is killed."""
+    directory = Path(given["directory"])
+    with FaultyServer(Path(given["model"]), given["port"], directory):
+        (directory / "listening").touch()
+        threading.Event().wait()
+    return 0
