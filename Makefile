@@ -12,7 +12,7 @@ PACKAGES := -e .[train,gym,mcp,rg,ta] -e servers/embedded[json] -e servers/datas
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: help install demo demo-quick test test-slow test-clients test-vllm check docs docs-test bench clean
+.PHONY: help install demo demo-quick test test-slow test-clients test-vllm check docs docs-test bench bench-vllm clean
 
 help:
 	@echo "make demo        train a small model end to end on this machine (about 10 minutes)"
@@ -68,6 +68,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/mypy -p verifiers_embedded
 	$(BIN)/mypy -p verifiers_dataserver
+	MYPYPATH=servers/vllm $(BIN)/mypy -p verifiers_vllm
 	for file in environments/*/*.py; do $(BIN)/mypy $$file || exit 1; done
 	$(BIN)/mypy examples/demo/run.py examples/demo/warm_start.py
 	$(BIN)/lint-imports
@@ -84,6 +85,15 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/slots.py
 	$(BIN)/python benchmarks/python_tool.py
 	$(BIN)/python benchmarks/embedded_server.py
+	$(BIN)/python benchmarks/dataserver.py
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/padding.py
+	$(BIN)/python benchmarks/trl.py
+
+# against a real vLLM
+bench-vllm: $(INSTALLED) $(VLLM)/.installed
+	$(BIN)/python benchmarks/weight_sync.py
+	$(BIN)/python benchmarks/servers.py
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(VLLM) .venv-bench-* runs site outputs dist build .mypy_cache .ruff_cache .pytest_cache

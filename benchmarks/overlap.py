@@ -38,6 +38,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# benchmarks/trl.py would stand before the library of its name
+sys.path.remove(str(Path(__file__).resolve().parent))
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
