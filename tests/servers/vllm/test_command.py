@@ -63,6 +63,8 @@ def test_the_weight_routes_are_always_on_and_adapters_where_asked_for() -> None:
     with_adapters = environment_for(["--enable-lora"], {}, on_cpu=True)
     assert with_adapters["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert with_adapters["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert with_adapters["MALLOC_MMAP_MAX_"] == "0"
+    assert not {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"} & plain.keys()
     assert is_cpu_build("0.32.0+cpu")
 
 
