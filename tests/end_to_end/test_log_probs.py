@@ -15,7 +15,7 @@ import torch
 from verifiers.errors import WeightProbeError
 from verifiers.train.pushes import BeforeUpdates
 from verifiers.train.weight_sync import DirectorySync
-from verifiers.train.weight_sync.server import RefusedError
+from verifiers.train.weight_sync.server import NoAnswerError, RefusedError
 
 TOLERANCE = 1e-4
 
@@ -189,6 +189,25 @@ def test_a_probe_that_met_a_passing_trouble_is_asked_again(make_trainer: Callabl
         trainer.train()
     assert refused
     assert len(trainer.logged("sampling/probe_difference")) == 4
+
+
+def test_a_server_that_is_gone_when_it_is_probed_ends_nothing(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
+    ask, gone = type(trainer.weight_sync.server).request, []
+
+    def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if path.startswith("/v1/chat") and body["seed"] == 3:
+            gone.append(path)
+            raise NoAnswerError("POST got no answer: Connection refused")
+        return ask(self, method, path, body, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(trainer.weight_sync.server), "request", request)
+        trainer.train()
+    assert len(gone) == 1
+    assert trainer.state.global_step == 4
+    # the metric is missing where nothing was measured
+    assert len(trainer.logged("sampling/probe_difference")) == 3
 
 
 def test_a_server_that_names_another_version_stops_the_run(make_trainer: Callable[..., Any], server: Any) -> None:

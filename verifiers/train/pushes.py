@@ -45,6 +45,7 @@ __all__ = ["BeforeUpdates", "PushingTrainer"]
 logger = logging.getLogger("verifiers.train")
 
 _PROMPTS_MEASURED = 256
+_LEAVE_PROBE_S = 1.0
 
 
 class PushingTrainer(CorrectedLoss):
@@ -170,13 +171,28 @@ class PushingTrainer(CorrectedLoss):
         if asked is None:
             return
         with self.clock.stage("sync"):
-            try:
-                for server, answer in asked.answers():
-                    found = judge_answer(server, answer, self._score_ids, **self._measure(asked.version))
-                    self._note_probe(found)
-            except Error:
-                # whatever it is, a probe that waits for its answer tells a passing trouble from a lasting one
-                self._probe_or_mend(asked.version)
+            for server, found in asked.answers():
+                try:
+                    self._judge(server, found, asked.version)
+                except NoAnswerError as error:
+                    if error.timed_out:
+                        raise
+                    # one that was killed meanwhile samples nothing before it has the pushed weights again
+                    logger.warning("%s could not be asked for the log-probs of its weights: %s", server.root, error)
+                except Error:
+                    # whatever it is, a probe that waits for its answer tells a passing trouble from a lasting one
+                    self._probe_or_mend(asked.version)
+                    return
+
+    def _leave_probe(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.leave(_LEAVE_PROBE_S)
+
+    def _judge(self, server: ServerControl, found: dict[str, Any] | BaseException, version: int) -> None:
+        if isinstance(found, BaseException):
+            raise found
+        self._note_probe(judge_answer(server, found, self._score_ids, **self._measure(version)))
 
     def _probe_or_mend(self, version: int) -> None:
         try:

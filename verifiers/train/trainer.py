@@ -252,6 +252,7 @@ class GRPOTrainer(EvaluatingTrainer):
         self.ledger = None
         if generator is not None:
             generator.close()
+        self._leave_probe()
         self.weight_sync.close()
 
     def _group_policy(self) -> GroupPolicy:

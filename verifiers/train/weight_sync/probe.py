@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,34 +119,33 @@ class AskedProbe:
         self.version = version
         self._asked = [_Asked(server, ask) for server in servers]
 
-    def answers(self) -> list[tuple[ServerControl, dict[str, Any]]]:
-        """Each server with its answer, once all have answered.
-
-        Raises:
-            Error: what asking raised, of the first server that did not answer.
-        """
+    def answers(self) -> list[tuple[ServerControl, dict[str, Any] | BaseException]]:
+        """Each server with its answer, or with what asking it raised, once all have come."""
         return [(asked.server, asked.wait()) for asked in self._asked]
+
+    def leave(self, within_s: float) -> None:
+        """Nobody wants the answers any more; wait so long for requests to end."""
+        deadline = time.monotonic() + within_s
+        for asked in self._asked:
+            asked.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Asked:
     def __init__(self, server: ServerControl, ask: Callable[[ServerControl], dict[str, Any]]) -> None:
         self.server = server
         self._ask = ask
-        self._answer: dict[str, Any] | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="verifiers-probe", daemon=True)
-        self._thread.start()
+        self._found: dict[str, Any] | BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="verifiers-probe", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
-            self._answer = self._ask(self.server)
-        except BaseException as error:  # raised where the answer is wanted
-            self._error = error
+            self._found = self._ask(self.server)
+        except BaseException as error:  # told where the answer is wanted
+            self._found = error
 
-    def wait(self) -> dict[str, Any]:
+    def wait(self) -> dict[str, Any] | BaseException:
         # the request has a deadline of its own
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._answer is not None
-        return self._answer
+        self.thread.join()
+        assert self._found is not None
+        return self._found
