@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from verifiers_vllm import __version__
 from verifiers_vllm.command import environment_for, is_cpu_build, vllm_arguments
@@ -59,21 +60,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     sentence.
     """
     options, given = parser().parse_known_args(argv)
-    stop = _Stop()
     try:
-        return _serve(options, given, stop)
+        with _Stop() as stop:
+            return _serve(options, given, stop)
     except StartError as error:
         print(f"vf-vllm: {error}", file=sys.stderr)
         return error.exit_code
 
 
 class _Stop:
-    """Remembers the signal that asked for an end."""
+    """Remembers the signal that asked for an end, while it is entered."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._before: list[tuple[int, Any]] = []
+
+    def __enter__(self) -> _Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+            self._before.append((number, signal.signal(number, self._note)))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before:
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number

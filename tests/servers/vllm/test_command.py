@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -151,7 +152,9 @@ def newest_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_start_ends_with_a_sentence_and_a_code(
     newest_installed: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert cli.main(["--model", "/nowhere/at/all"]) == 2
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     assert "is not a directory" in capsys.readouterr().err
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     assert cli.main(["--model", str(tmp_path), "--api-key-var", "NO_SUCH_KEY"]) == 2
