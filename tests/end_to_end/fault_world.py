@@ -255,6 +255,14 @@ def train(given: dict[str, Any]) -> int:
         return run_command("train", lambda: _run(given, gate))
 
 
+def _sockets_left(before: int) -> int:
+    """Connections beyond those before, once the questions of threads that may be left are answered."""
+    deadline = time.monotonic() + 1.0
+    while (left := len(psutil.Process().net_connections()) - before) > 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
 def _run(given: dict[str, Any], gate: Gate) -> int:
     directory = Path(given["directory"])
     kills = threading.Thread(target=_kill_generator, args=(gate,), name="killer", daemon=True)
@@ -271,7 +279,7 @@ def _run(given: dict[str, Any], gate: Gate) -> int:
         left = {
             "step": trainer.state.global_step,
             "threads": sorted(t.name for t in threading.enumerate() if t is not threading.main_thread()),
-            "sockets": len(psutil.Process().net_connections()) - sockets,
+            "sockets": _sockets_left(sockets),
             "planned": blocks,
         }
         rank = os.environ.get("RANK", "0")
