@@ -1,6 +1,6 @@
 """Seconds of a weight push, by kind and size of the model, beside the cost of writing the same bytes to /dev/shm.
 
-    python benchmarks/weight_sync.py [--sizes 1M 10M 60M 600M] [--servers embedded vllm] [--rounds 3]
+    python benchmarks/weight_sync.py [--sizes 1M 10M 60M 600M] [--servers embedded vllm] [--rounds 7]
 
 A push is all that the trainer waits for: pause, write, load, forget old keys and values, name the version, resume.
 The write beside it is one plain file of the same bytes on the same file system, alternating with the pushes; times
@@ -158,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--servers", nargs="+", choices=("embedded", "vllm"), default=["embedded", "vllm"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     ratios = []

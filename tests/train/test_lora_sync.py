@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ def test_only_the_adapter_is_written_where_peft_reads_it_again(tmp_path: Path) -
         assert server.weight_version == 6
         push(sync, policy, 7)
         # a path of its own each time: vLLM tells cached prefixes apart by it
+        deadline = time.monotonic() + 10
+        while directory.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert not directory.exists()
         assert (directory.parent / "version-7").is_dir()
         sync.close()

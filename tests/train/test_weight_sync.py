@@ -133,6 +133,14 @@ def test_the_protocol_is_kept() -> None:
     assert isinstance(DirectorySync("http://127.0.0.1:9/v1"), WeightSync)
 
 
+def wait_until_gone(path: Path) -> None:
+    """Old versions are removed while the caller goes on."""
+    deadline = time.monotonic() + 10
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not path.exists()
+
+
 def test_a_push_pauses_loads_forgets_names_and_resumes_in_this_order_and_cleans_up(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
@@ -158,6 +166,7 @@ def test_a_push_pauses_loads_forgets_names_and_resumes_in_this_order_and_cleans_
         assert server.weight_version == 7
         assert not server.paused
         sync.push(SOME.items(), 8)
+        wait_until_gone(path)
         assert [kept.name for kept in path.parent.iterdir()] == ["version-8"]
     assert seen == {"keys": ["model.weight"], "metadata": {"format": "pt", "version": "7"}}
     sync.close()

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class VersionFiles:
         self._parent = parent
         self._made: Path | None = None
         self._lock: int | None = None
+        self._removing: threading.Thread | None = None
 
     def write(
         self, tensors: Mapping[str, Any], version: int, *, name: str, config: Mapping[str, Any] | None = None
@@ -52,6 +54,7 @@ class VersionFiles:
         from safetensors.torch import save_file
 
         parent = self.directory()
+        self._removed()
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         free = shutil.disk_usage(parent).free
         if needed > free:
@@ -77,12 +80,20 @@ class VersionFiles:
         return partial.rename(directory)
 
     def keep_only(self, directory: Path | None) -> None:
-        """Remove every version but this one."""
+        """Remove every version but this one, while the caller goes on."""
         if self._made is None:
             return
-        for other in self._made.iterdir():
-            if other != directory:
-                shutil.rmtree(other, ignore_errors=True)
+        others = [other for other in self._made.iterdir() if other != directory]
+        self._removed()
+        # giving a gigabyte of memory back takes the kernel some 50 ms
+        self._removing = threading.Thread(target=_remove_all, args=(others,), name="verifiers-files", daemon=True)
+        self._removing.start()
+
+    def _removed(self) -> None:
+        """Wait until what is being removed is gone, and its room free."""
+        removing, self._removing = self._removing, None
+        if removing is not None:
+            removing.join()
 
     def remove(self, directory: Path) -> None:
         """Remove one version."""
@@ -90,6 +101,7 @@ class VersionFiles:
 
     def close(self) -> None:
         """Remove all of it. May be called twice."""
+        self._removed()
         (made, self._made), (lock, self._lock) = (self._made, None), (self._lock, None)
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
@@ -109,6 +121,11 @@ class VersionFiles:
             # the server may run as another user
             self._made.chmod(0o755)
         return self._made
+
+
+def _remove_all(directories: list[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _make_locked(parent: str | None) -> tuple[Path, int]:
