@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from verifiers.train.termination import ended_by_sigterm
+
+
+@pytest.fixture(autouse=True)
+def nobody_handles_sigterm() -> Iterator[None]:
+    """As in a process that has just begun; a command that another test ran may have left its own handler."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_raises_while_a_run_is_on_and_does_what_it_did_afterwards() -> None:
