@@ -130,6 +130,16 @@ def test_a_server_that_goes_deaf_later_is_found_before_the_weights_change_again(
     assert trainer.state.global_step == 3
 
 
+def test_an_evaluation_after_the_last_step_is_of_weights_that_were_judged(
+    make_trainer: Callable[..., Any], server: Any
+) -> None:
+    settings = {"max_steps": 3, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = make_trainer(tiny_world.single_turn(), weight_sync=LateDeafSync(server.url), **settings)
+    with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 3, but its log-probs differ"):
+        trainer.train()
+    assert not trainer.logged("eval_reward")
+
+
 def watched_probes(trainer: Any) -> list[str]:
     """In order: "asked" for each probe that is on its way, "trained" for each micro-step, "judged"."""
     seen: list[str] = []

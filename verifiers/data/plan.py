@@ -222,10 +222,11 @@ class BatchPlan:
         return [slices[start : start + devices] for start in range(0, len(slices), devices)]
 
     def shuffle_order(self, block_id: int, num_rows: int) -> list[int]:
-        """The permutation of 0 .. `num_rows` - 1 in which a block's rows are trained, by (seed, block_id) alone.
+        """The permutation of 0 .. `num_rows` - 1 by which a block is cut into updates, by (seed, block_id) alone.
 
-        It is independent of `shuffle`, which is about the dataset, and of any other random state. Where a stage ends
-        inside the block, rows stay on their side of that border.
+        Within an update the trainer deals rows by length. The permutation is independent of `shuffle`, which is about
+        the dataset, and of any other random state. Where a stage ends inside the block, rows stay on their side of
+        that border.
         """
         check_size("block_id", block_id, 0)
         check_size("num_rows", num_rows, 0)

@@ -92,6 +92,7 @@ class EvaluatingTrainer(DataPlane):
         assert self.generator is not None
         assert self.feed is not None
         self.feed.sync(self.state.global_step)
+        self._settle_probe()
         dataset = eval_dataset if eval_dataset is not None else self.env.get_eval_dataset(self.args.num_eval_prompts)
         return evaluate_policy(
             self.generator,
@@ -117,6 +118,9 @@ class EvaluatingTrainer(DataPlane):
         assert self.generator is not None
         assert self.feed is not None
         self.feed.sync(self.state.global_step)
+        if not overlaps:
+            # nothing is trained meanwhile, and after the last step nothing more would judge these weights
+            self._settle_probe()
         most = self.args.eval_max_concurrent
         if most is None and overlaps:
             # as many as one more block in flight would have, at most half of all; below 1 there is no bound

@@ -30,7 +30,14 @@ from verifiers.evals.viewer.page import page_text
 from verifiers.evals.viewer.runs import run_name
 from verifiers.evals.viewer.summary import difference_of, summary_of
 
-__all__ = ["MOST_BYTES", "MOST_ROLLOUTS", "comparison_text", "write_comparison_report", "write_evaluation_report"]
+__all__ = [
+    "MOST_BYTES",
+    "MOST_ROLLOUTS",
+    "comparison_text",
+    "write_comparison_report",
+    "write_evaluation_report",
+    "write_page",
+]
 
 MOST_ROLLOUTS = 10_000
 """Rollouts that a file holds; of more it shows a sample of whole prompts, and says so."""
@@ -60,7 +67,7 @@ def write_evaluation_report(run_dir: Path, out: Path | None = None) -> Path:
     numbers, metadata = _numbers(directory), read_metadata(directory)
     entries = _entries(directory, sampled_examples(numbers, MOST_ROLLOUTS))
     summary = summary_of(numbers, metadata, run_name(directory))
-    return _write(out or directory / "report.html", _page([directory], [summary], entries, None))
+    return write_page(out or directory / "report.html", _page([directory], [summary], entries, None))
 
 
 def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
@@ -78,7 +85,7 @@ def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
         ConfigError: one of them holds no results, or damaged ones.
         OSError: the file cannot be written.
     """
-    return _write(out, comparison_text(before, after))
+    return write_page(out, comparison_text(before, after))
 
 
 def comparison_text(before: Path, after: Path) -> str:
@@ -177,14 +184,18 @@ class _Rows:
             return self._contents[run].restored(json.loads(file.read(length)))
 
 
-def _write(target: Path, text: str) -> Path:
-    """In one step: readers see the file as it was before, or whole."""
+def write_page(target: Path, text: str, *, surrogates: str = "backslashreplace") -> Path:
+    """Write a page in one step: readers see the file as it was before, or whole.
+
+    Args:
+        surrogates: what becomes of half of a surrogate pair, which models do write. Where they stand in JSON alone, a
+            backslash escape is how one is written.
+    """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
-        # lone surrogates stand in JSON alone, where backslash escapes are how they are written
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors=surrogates, newline="") as file:
             file.write(text)
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)

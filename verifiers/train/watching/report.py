@@ -10,14 +10,13 @@ import base64
 import functools
 import hashlib
 import html
-import os
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 
 from verifiers.errors import ConfigError
 from verifiers.evals.hiding import Hider, secrets_of_run
 from verifiers.evals.viewer.page import style_text
+from verifiers.evals.viewer.writing import write_page
 from verifiers.train.watching.curves import curve_sections
 from verifiers.train.watching.history import read_history
 from verifiers.train.watching.record import METRICS, RUN, read_run
@@ -61,17 +60,8 @@ def write_training_report(run_dir: str | Path, out: Path | None = None) -> Path:
     target = Path(out) if out is not None else directory / "report.html"
     # what came from elsewhere, such as a stored evaluation, may hold a key of this environment
     text = Hider(secrets_of_run("", "", {}))(report_text(directory))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        # half of a surrogate pair, which models do write, becomes a question mark
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace", newline="") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return target
+    # here they stand in HTML
+    return write_page(target, text, surrogates="replace")
 
 
 def report_text(directory: Path) -> str:
