@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -265,13 +264,12 @@ def _sockets_left(before: int) -> int:
 
 def _run(given: dict[str, Any], gate: Gate) -> int:
     directory = Path(given["directory"])
-    kills = threading.Thread(target=_kill_generator, args=(gate,), name="killer", daemon=True)
     sockets = len(psutil.Process().net_connections())
     env = Faulty(gate)
     trainer = _trainer(given, env, gate)
     env.learn(trainer.plan)
     if gate.fault == "generator thread killed":
-        kills.start()
+        threading.Thread(target=_kill_generator, args=(gate, trainer), name="killer", daemon=True).start()
     try:
         trainer.train(resume_from_checkpoint=True)
     finally:
@@ -303,13 +301,17 @@ def _trainer(given: dict[str, Any], env: Faulty, gate: Gate) -> GatedTrainer:
     return trainer
 
 
-def _kill_generator(gate: Gate) -> None:
-    """Ends the generator's thread as nothing that it could catch would."""
+def _kill_generator(gate: Gate, trainer: GatedTrainer) -> None:
+    """Ends the generator's thread from outside of every task, where no code of the environment can catch it."""
     while not gate.reached:
         time.sleep(PATIENCE_S)
+
+    def end() -> None:
+        raise SystemExit if gate.stage in ("scoring", "syncing") else KeyboardInterrupt
+
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "verifiers-generator")
-    raised = ctypes.py_object(SystemExit if gate.stage in ("scoring", "syncing") else KeyboardInterrupt)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), raised)
+    assert trainer.generator is not None
+    trainer.generator._thread.loop.call_soon_threadsafe(end)
     thread.join(GATE_S)
     gate.inject()
 

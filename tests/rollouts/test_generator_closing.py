@@ -50,8 +50,8 @@ def test_threads_that_close_a_generator_at_once_leave_no_connection_open(latency
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert generator._loop is not None
-            assert generator._loop.is_closed()
+            assert generator._thread is not None
+            assert generator._thread.loop.is_closed()
             del generator
             assert left_open() == []
 
@@ -81,6 +81,32 @@ def test_whoever_waits_hears_at_once_that_the_generators_thread_has_ended(end: C
         with pytest.raises(GenerationError, match=f"{how}.* ended the generator's thread"):
             generator.get(0, 10.0)
         assert time.monotonic() - started < 2.0
-    assert generator._loop is not None
-    assert generator._loop.is_closed()
+    assert generator._thread is not None
+    assert generator._thread.loop.is_closed()
     assert left_open() == []
+
+
+def test_code_that_stands_still_on_the_loop_delays_the_end_by_a_second_only(caplog: pytest.LogCaptureFixture) -> None:
+    go_on = threading.Event()
+
+    class Blocking(vf.SingleTurnEnv):
+        async def rollout(self, *args: object, **kwargs: object) -> object:
+            begun.set()
+            go_on.wait(15.0)
+            return await super().rollout(*args, **kwargs)  # type: ignore[arg-type]
+
+    begun = threading.Event()
+    env = Blocking(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())
+    with FakeOpenAIServer("x") as server:
+        generator = AsyncBatchGenerator(env, server.url, "fake")
+        generator.submit(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT, "x")])
+        assert begun.wait(10.0)
+        started = time.monotonic()
+        generator.close()
+        assert time.monotonic() - started < 2.5
+        assert "its thread did not end in 1 s" in caplog.text
+        go_on.set()
+        # a second time waits for what ends after all
+        generator.close()
+        assert generator._thread is not None
+        assert generator._thread.loop.is_closed()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
-import logging
 import math
 import threading
 import time
@@ -23,6 +21,7 @@ from verifiers.rollouts.batches import BatchRequest
 from verifiers.rollouts.block_run import BlockRun, GroupPolicy
 from verifiers.rollouts.endpoint import Backend, backend_for
 from verifiers.rollouts.limits import Limiter
+from verifiers.rollouts.loop_thread import LoopThread
 from verifiers.rollouts.meter import RolloutMeter
 from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
@@ -31,10 +30,7 @@ from verifiers.rollouts.token_in import token_in_for
 
 __all__ = ["AsyncBatchGenerator"]
 
-logger = logging.getLogger("verifiers.rollouts")
-
 T = TypeVar("T")
-_CLOSING_S = 3.0
 
 
 class AsyncBatchGenerator:
@@ -105,9 +101,7 @@ class AsyncBatchGenerator:
         self._done: dict[int, ScoredBlock] = {}
         self._failure: BaseException | None = None
         self._closed = False
-        self._is_serving = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
         self._limiter = Limiter(max_concurrent, requests_per_second)
         self.meter = RolloutMeter()
         self.launched = 0
@@ -121,12 +115,8 @@ class AsyncBatchGenerator:
             if self._closed:
                 raise GeneratorClosedError("the generator is closed; make a new one.")
             if self._thread is None:
-                ready = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._serve, args=(ready,), name="verifiers-generator", daemon=True
-                )
+                self._thread = LoopThread("verifiers-generator", close_last=self._backend.close, failed=self._fail)
                 self._thread.start()
-                ready.wait()
         return self
 
     def close(self) -> None:
@@ -134,59 +124,14 @@ class AsyncBatchGenerator:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        thread, loop = self._thread, self._loop
-        if thread is not None and loop is not None and thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
-                loop.call_soon_threadsafe(self._stop_serving)
-            thread.join(timeout=_CLOSING_S)
-            if thread.is_alive():
-                logger.warning("something blocks the generator's loop: its thread did not end in %g s", _CLOSING_S)
-
-    def _stop_serving(self) -> None:
-        # a stop that came while the loop is being ended would leave its connections open
-        if self._is_serving and self._loop is not None:
-            self._loop.stop()
+        if self._thread is not None:
+            self._thread.close()
 
     def __enter__(self) -> AsyncBatchGenerator:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _serve(self, ready: threading.Event) -> None:
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-        self._loop = loop
-        ready.set()
-        try:
-            try:
-                self._is_serving = True
-                loop.run_forever()
-                self._note_end(None)
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
-                # the last two, in a task of the environment's own, end the loop
-                self._note_end(error)
-            finally:
-                self._is_serving = False
-            while tasks := asyncio.all_tasks(loop):
-                for task in tasks:
-                    task.cancel()
-                with contextlib.suppress(SystemExit, KeyboardInterrupt):
-                    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            loop.run_until_complete(self._backend.close())
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        except Exception as error:
-            self._fail(error)
-        finally:
-            asyncio.set_event_loop(None)
-            loop.close()
-
-    def _note_end(self, cause: BaseException | None) -> None:
-        if not self._closed:
-            how = repr(cause) if cause is not None else "a stop of its event loop"
-            error = GenerationError(f"{how} ended the generator's thread; does code of the environment do that?")
-            error.__cause__ = cause
-            self._fail(error)
 
     # -- submitting and taking ------------------------------------------------------------------------------
 
@@ -224,9 +169,9 @@ class AsyncBatchGenerator:
                 self.policy_version = policy_version
             self._pending[block_id] = None
             self.launched += len(requests)
-            assert self._loop is not None
+            assert self._thread is not None
             work = self._generate(block_id, list(requests), list(spares), self.policy_version)
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
         future.add_done_callback(self._notice_crash)
 
     def submit_batch(self, request: BatchRequest) -> None:
@@ -306,8 +251,8 @@ class AsyncBatchGenerator:
                 raise DeadlineError(self._deadline_message(block_id, timeout))
             if drop_at is not None and now >= drop_at:
                 drop_at, run = None, self._pending.get(block_id)
-                if run is not None and self._loop is not None:
-                    self._loop.call_soon_threadsafe(run.drop_stragglers)
+                if run is not None and self._thread is not None:
+                    self._thread.loop.call_soon_threadsafe(run.drop_stragglers)
             self._changed.wait(min(started + timeout, drop_at or math.inf) - now)
 
     def check(self) -> None:
@@ -322,8 +267,8 @@ class AsyncBatchGenerator:
             DeadlineError: it did not end within `timeout_s` seconds; it is cancelled.
         """
         self.start()
-        assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        assert self._thread is not None
+        future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
         try:
             return future.result(timeout_s)
         except concurrent.futures.CancelledError:
