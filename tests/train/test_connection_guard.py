@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import warnings
 from collections.abc import Callable
 
@@ -84,3 +85,29 @@ async def test_functions_that_fill_the_event_loops_threads_do_not_hold_up_a_conn
     finally:
         release.set()
         await asyncio.gather(*blocking)
+
+
+async def test_a_server_is_asked_one_question_at_a_time_and_never_answers_for_later_connections() -> None:
+    lock, asking, most, questions = threading.Lock(), 0, 0, 0
+
+    def ask() -> bool:
+        nonlocal asking, most, questions
+        with lock:
+            asking += 1
+            questions += 1
+            most = max(most, asking)
+        time.sleep(0.02)
+        with lock:
+            asking -= 1
+        return True
+
+    guard = ConnectionGuard("http://server", ask)
+    for _ in range(5):
+        before = questions
+        checks = [asyncio.create_task(guard.check()) for _ in range(20)]
+        await asyncio.sleep(0.01)
+        # the first question is being asked: these need one that is asked after they came
+        checks += [asyncio.create_task(guard.check()) for _ in range(20)]
+        await asyncio.gather(*checks)
+        assert questions == before + 2
+    assert most == 1

@@ -17,11 +17,12 @@ from verifiers.threads import threads_for
 
 __all__ = ["ConnectionGuard"]
 
-_MOST_QUESTIONS = 8
+# of all servers together; each is asked one at a time
+_MOST_QUESTIONS = 64
 
 
 class ConnectionGuard:
-    """Checks new connections; those that are made together share one question.
+    """Checks new connections; those that are made while one question is asked share the next one.
 
     Args:
         url: of the server, for the message.
@@ -32,6 +33,7 @@ class ConnectionGuard:
         self._url = url
         self._ask = holds_pushed_weights
         self._next: asyncio.Task[bool] | None = None
+        self._asked: asyncio.Task[bool] | None = None
 
     def connector(self, **options: Any) -> aiohttp.TCPConnector:
         """A connector for aiohttp's sessions: a request waits for `check` on a new connection, and fails with it."""
@@ -39,12 +41,16 @@ class ConnectionGuard:
 
     async def check(self) -> None:
         """Raises ConnectionError where the server has other weights than were pushed."""
-        if self._next is None or self._next.get_loop() is not asyncio.get_running_loop():
-            self._next = asyncio.create_task(self._answer())
+        loop = asyncio.get_running_loop()
+        if self._next is None or self._next.get_loop() is not loop:
+            before = self._asked if self._asked is not None and self._asked.get_loop() is loop else None
+            self._next = self._asked = asyncio.create_task(self._answer(before))
         if not await asyncio.shield(self._next):
             raise ConnectionError(f"{self._url} was started again and has not been given the present weights yet")
 
-    async def _answer(self) -> bool:
+    async def _answer(self, before: asyncio.Task[bool] | None) -> bool:
+        if before is not None:
+            await asyncio.wait([before])
         # who connects from here on must ask again: the answer says nothing of connections made after the question
         self._next = None
         # not asyncio's own threads: environments may fill those and wait for the very request that waits here
