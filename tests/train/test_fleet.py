@@ -21,6 +21,7 @@ from verifiers.train.weight_sync import DirectorySync, Fleet, ServerControl
 from verifiers.train.weight_sync import fleet as fleet_module
 from verifiers.train.weight_sync.fleet import Held
 from verifiers.train.weight_sync.guard import ConnectionGuard
+from verifiers.train.weight_sync.server import RefusedError
 
 SOME = {"w": torch.ones(2, 2)}
 NEVER_PUSHED = "default"
@@ -179,6 +180,51 @@ def test_what_a_server_refused_is_not_given_to_one_that_comes_back(tmp_path: Pat
         last = [call for call in server.weight_calls if call.path == "/collective_rpc"][-1]
         assert last.body["kwargs"]["weights_path"].endswith("version-1")
         sync.close()
+
+
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
+def test_an_error_that_passes_does_not_end_the_push(tmp_path: Path, path: str, status: int) -> None:
+    faults = {path: [Fault(status, times=2)]}
+    with FakeOpenAIServer(weight_version=NEVER_PUSHED, route_faults=faults) as server:
+        sync = DirectorySync(server.url, str(tmp_path), timeout_s=5.0)
+        sync.connect(5.0)
+        sync.push(SOME.items(), 1)
+        assert server.weight_version == 1
+        assert not server.paused
+        # it stayed paused in between: nothing was sampled from weights that were half loaded
+        assert [call.path for call in server.weight_calls if call.path in ("/pause", "/resume")].count("/pause") == (
+            3 if path == "/pause" else 1
+        )
+        sync.close()
+
+
+@pytest.mark.parametrize(("status", "times"), [(500, 3), (400, 1), (501, 1)])
+def test_an_error_that_stays_or_cannot_pass_ends_the_push(tmp_path: Path, status: int, times: int) -> None:
+    faults = {"/collective_rpc": [Fault(status, times=times, body="out of order")]}
+    with FakeOpenAIServer(weight_version=NEVER_PUSHED, route_faults=faults) as server:
+        sync = DirectorySync(server.url, str(tmp_path), timeout_s=5.0)
+        sync.connect(5.0)
+        with pytest.raises(WeightSyncError, match="out of order"):
+            sync.push(SOME.items(), 1)
+        assert loads(server) == times
+        assert not server.paused
+        sync.close()
+
+
+def test_what_may_not_be_repeated_is_not(tmp_path: Path) -> None:
+    tries: list[float] = []
+
+    def load(server: ServerControl, timeout_s: float) -> None:
+        tries.append(timeout_s)
+        raise RefusedError("it stands in a collective", 500)
+
+    with FakeOpenAIServer() as server:
+        fleet = Fleet([server.url], timeout_s=5.0)
+        with pytest.raises(WeightSyncError, match="collective"):
+            fleet.push(Held(1, load, repeatable=False))
+        assert len(tries) == 1
+        assert not server.paused
 
 
 def test_a_server_that_is_not_vllm_need_not_forget_prefixes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from verifiers.errors import WeightSyncError
 from verifiers.train.weight_sync.server import NoAnswerError, RefusedError, ServerControl
@@ -27,9 +27,13 @@ __all__ = ["Fleet", "Held", "Pool"]
 
 logger = logging.getLogger("verifiers.train")
 
+T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
 _LOOK_S = 5.0
 _RETRY_S = 0.25
+# errors that a server, or a proxy before it, may not answer with a second time
+_PASSING = frozenset({500, 502, 503, 504})
+_TRIES = 3
 # what a run that ends waits for a server that does not answer
 _FAREWELL_S = 1.0
 
@@ -57,10 +61,12 @@ class Held:
         version: the optimizer step they come from.
         load: makes a paused server load them; called with the server and the seconds left, from any thread, once
             or again. Raises WeightSyncError.
+        repeatable: it may be called again where the server answered with an error.
     """
 
     version: int
     load: Callable[[ServerControl, float], None]
+    repeatable: bool = True
 
 
 @dataclass(slots=True)
@@ -207,7 +213,8 @@ class Fleet:
                 self.restarts += 1
             # the embedded server marks weights that were loaded and not yet named
             member.names |= {name} | {f"{old}+reload" for old in member.names}
-        held.load(member.control, max(0.1, deadline - time.monotonic()))
+        tries = _TRIES if held.repeatable else 1
+        _insist(lambda: held.load(member.control, max(0.1, deadline - time.monotonic())), deadline, tries)
         if member.resets_cache:
             self._reset_cache(member, deadline)
         _ask(member, "/update_weight_version", deadline, {"new_version": name})
@@ -316,10 +323,26 @@ class Fleet:
 
 
 def _ask(member: _Member, path: str, deadline: float, body: object = None) -> object:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise NoAnswerError(f"no time was left for POST {member.control.root}{path}", timed_out=True)
-    return member.control.request("POST", path, {} if body is None else body, timeout_s=left)
+    def ask() -> object:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise NoAnswerError(f"no time was left for POST {member.control.root}{path}", timed_out=True)
+        return member.control.request("POST", path, {} if body is None else body, timeout_s=left)
+
+    return _insist(ask, deadline)
+
+
+def _insist(work: Callable[[], T], deadline: float, tries: int = _TRIES) -> T:
+    """What `work` gives; asked again where the server answered with an error that may pass."""
+    for left in reversed(range(tries)):
+        try:
+            return work()
+        except RefusedError as error:
+            if not left or error.status not in _PASSING or time.monotonic() + _RETRY_S >= deadline:
+                raise
+            logger.warning("%s; it is asked again", error)
+            time.sleep(_RETRY_S)
+    raise AssertionError("the last try returns or raises")
 
 
 def _at_once(members: Sequence[_Member], work: Callable[[_Member], object]) -> Iterator[WeightSyncError | None]:

@@ -143,7 +143,8 @@ class NcclSync:
         def load(server: ServerControl, timeout_s: float) -> None:
             self._load(server, tensors, time.monotonic() + timeout_s)
 
-        self.fleet.push(Held(version, load))
+        # a server that refused may stand in a collective that the next one would wait for
+        self.fleet.push(Held(version, load, repeatable=False))
 
     def close(self) -> None:
         self.fleet.close()
