@@ -309,6 +309,8 @@ def test_a_run_that_is_stopped_in_the_middle_of_a_push_leaves_no_server_paused(
 
     with pytest.raises(KeyboardInterrupt):
         sync.fleet.push(Held(1, interrupted))
+    # nor will one that comes back be given what the run removes as it ends
+    assert sync.fleet._current is None
     assert all([call.path for call in server.weight_calls].count("/pause") == 1 for server in servers)
     assert not any(server.paused for server in servers)
 

@@ -169,9 +169,11 @@ class Fleet:
                 stack.enter_context(_locked(member, locked_by))
             try:
                 self._give_to_some(held)
-            except WeightSyncError as error:
-                # a server that comes back must not get what was refused
+            except BaseException as error:
+                # a server that comes back must not get what was refused, or what a run that is stopped removes
                 self._current = before
+                if not isinstance(error, WeightSyncError):
+                    raise
                 raise WeightSyncError(
                     f"the weights of step {held.version} did not reach the rollout server: {error}"
                 ) from error
