@@ -18,10 +18,10 @@ from verifiers.rollouts.balancing import BalancedBackend, server_pool
 from verifiers.rollouts.retries import RetryableError
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import DirectorySync, Fleet, ServerControl
-from verifiers.train.weight_sync import fleet as fleet_module
+from verifiers.train.weight_sync import members as members_module
+from verifiers.train.weight_sync import watch as watch_module
 from verifiers.train.weight_sync.fleet import Held
 from verifiers.train.weight_sync.guard import ConnectionGuard
-from verifiers.train.weight_sync.server import RefusedError
 
 SOME = {"w": torch.ones(2, 2)}
 NEVER_PUSHED = "default"
@@ -29,7 +29,8 @@ NEVER_PUSHED = "default"
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(watch_module, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(members_module, "_WAITS_S", (0.01, 0.02, 0.03))
 
 
 @pytest.fixture
@@ -57,10 +58,6 @@ def restarted(server: FakeOpenAIServer) -> None:
     """What a restart leaves: weights that nobody pushed, and no pause."""
     server.weight_version = NEVER_PUSHED
     server.paused = False
-
-
-def loads(server: FakeOpenAIServer) -> int:
-    return sum(call.path == "/collective_rpc" for call in server.weight_calls)
 
 
 def test_a_push_reaches_all_servers_and_each_stage_ends_on_all_first(
@@ -111,35 +108,6 @@ def test_a_server_that_is_away_is_left_out_and_gets_the_newest_push_when_it_is_b
     assert Path(path["weights_path"]).is_dir()
 
 
-def test_a_restart_that_no_request_met_is_noticed_by_the_version_and_mended(
-    servers: list[FakeOpenAIServer], sync: DirectorySync
-) -> None:
-    pool = server_pool([server.url for server in servers], managed=True)
-    sync.fleet.route_through(pool)
-    sync.push(SOME.items(), 5)
-    downs: list[str] = []
-    mark_down = pool.mark_down
-    pool.mark_down = lambda url, reason: (downs.append(url), mark_down(url, reason))[1]  # type: ignore
-    before = loads(servers[0])
-    restarted(servers[0])
-    until(lambda: servers[0].weight_version == 5 and not pool.down())
-    assert downs == [servers[0].url]
-    assert loads(servers[0]) == before + 1
-    assert loads(servers[1]) == 1
-
-
-def test_a_server_that_only_dropped_a_request_is_used_again_without_a_push(
-    servers: list[FakeOpenAIServer], sync: DirectorySync
-) -> None:
-    pool = server_pool([server.url for server in servers], managed=True)
-    sync.fleet.route_through(pool)
-    sync.push(SOME.items(), 5)
-    pool.mark_down(servers[1].url, "it broke off an answer")
-    until(lambda: not pool.down())
-    assert loads(servers[1]) == 1
-    assert sync.fleet.restarts == 0
-
-
 def test_a_push_waits_for_a_single_server_that_starts_again(tmp_path: Path) -> None:
     with FakeOpenAIServer(weight_version=NEVER_PUSHED) as server:
         sync = DirectorySync(server.url, str(tmp_path), timeout_s=5.0)
@@ -164,67 +132,6 @@ def test_where_no_server_comes_back_the_push_ends_and_says_which(tmp_path: Path)
         sync.push(SOME.items(), 3)
     assert time.monotonic() - started < 3.0
     assert list(tmp_path.glob("*/version-*")) == []
-
-
-def test_what_a_server_refused_is_not_given_to_one_that_comes_back(tmp_path: Path) -> None:
-    faults = {"/collective_rpc": [None, Fault(400, body="no tensor of that name")]}
-    with FakeOpenAIServer(weight_version=NEVER_PUSHED, route_faults=faults) as server:
-        sync = DirectorySync(server.url, str(tmp_path), timeout_s=5.0)
-        sync.connect(5.0)
-        sync.push(SOME.items(), 1)
-        with pytest.raises(WeightSyncError, match="no tensor of that name"):
-            sync.push(SOME.items(), 2)
-        assert not server.paused
-        restarted(server)
-        until(lambda: server.weight_version == 1)
-        last = [call for call in server.weight_calls if call.path == "/collective_rpc"][-1]
-        assert last.body["kwargs"]["weights_path"].endswith("version-1")
-        sync.close()
-
-
-@pytest.mark.parametrize("status", [500, 503])
-@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
-def test_an_error_that_passes_does_not_end_the_push(tmp_path: Path, path: str, status: int) -> None:
-    faults = {path: [Fault(status, times=2)]}
-    with FakeOpenAIServer(weight_version=NEVER_PUSHED, route_faults=faults) as server:
-        sync = DirectorySync(server.url, str(tmp_path), timeout_s=5.0)
-        sync.connect(5.0)
-        sync.push(SOME.items(), 1)
-        assert server.weight_version == 1
-        assert not server.paused
-        # it stayed paused in between: nothing was sampled from weights that were half loaded
-        assert [call.path for call in server.weight_calls if call.path in ("/pause", "/resume")].count("/pause") == (
-            3 if path == "/pause" else 1
-        )
-        sync.close()
-
-
-@pytest.mark.parametrize(("status", "times"), [(500, 3), (400, 1), (501, 1)])
-def test_an_error_that_stays_or_cannot_pass_ends_the_push(tmp_path: Path, status: int, times: int) -> None:
-    faults = {"/collective_rpc": [Fault(status, times=times, body="out of order")]}
-    with FakeOpenAIServer(weight_version=NEVER_PUSHED, route_faults=faults) as server:
-        sync = DirectorySync(server.url, str(tmp_path), timeout_s=5.0)
-        sync.connect(5.0)
-        with pytest.raises(WeightSyncError, match="out of order"):
-            sync.push(SOME.items(), 1)
-        assert loads(server) == times
-        assert not server.paused
-        sync.close()
-
-
-def test_what_may_not_be_repeated_is_not(tmp_path: Path) -> None:
-    tries: list[float] = []
-
-    def load(server: ServerControl, timeout_s: float) -> None:
-        tries.append(timeout_s)
-        raise RefusedError("it stands in a collective", 500)
-
-    with FakeOpenAIServer() as server:
-        fleet = Fleet([server.url], timeout_s=5.0)
-        with pytest.raises(WeightSyncError, match="collective"):
-            fleet.push(Held(1, load, repeatable=False))
-        assert len(tries) == 1
-        assert not server.paused
 
 
 def test_a_server_that_is_not_vllm_need_not_forget_prefixes(tmp_path: Path) -> None:
@@ -293,12 +200,6 @@ def test_a_version_that_is_being_loaded_counts_as_pushed(servers: list[FakeOpenA
     assert seen == [True, True, True, False]
     server.weight_version = 1
     assert not fleet.holds_pushed_weights(server.url)
-
-
-def test_closing_ends_the_watch(sync: DirectorySync) -> None:
-    sync.close()
-    sync.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "verifiers-fleet"]
 
 
 def test_a_run_that_is_stopped_in_the_middle_of_a_push_leaves_no_server_paused(

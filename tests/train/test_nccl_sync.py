@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -158,7 +160,7 @@ def test_a_server_that_was_started_again_joins_anew_and_gets_the_kept_copy(serve
         tensor.zero_()
     server.weight_version = "default"
     assert isinstance(sync.fleet, Fleet)
-    sync.fleet._look_after(sync.fleet._members[0])
+    sync.fleet._watch.look_after(sync.fleet._members[0])
     assert len(made) == 2
     again = received(calls(server, "/update_weights")[1]["update_info"], made[1].buffers, nccl.BUFFER_BYTES)
     assert all(torch.equal(again[name], tensor) for name, tensor in WEIGHTS.items())
@@ -197,6 +199,34 @@ def test_a_collective_that_never_ends_is_given_up_at_the_deadline(server: FakeOp
     assert time.monotonic() - started < 4.0
     never.set()
     sync.close()
+
+
+GIVEN_UP = """
+import threading
+from verifiers.errors import WeightSyncError
+from verifiers.train.weight_sync import ServerControl, nccl
+
+ServerControl.request = lambda *args, **kwargs: threading.Event().wait()
+try:
+    nccl._while_asking(ServerControl("http://server"), "/path", {}, threading.Event().wait, 0.0)
+except WeightSyncError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_gave_up_a_collective_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", GIVEN_UP], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "WeightSyncError\n"
+
+
+def test_no_process_waits_for_a_collective_that_was_given_up() -> None:
+    never = threading.Event()
+    future = nccl._begin(lambda: never.wait(10))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "verifiers-nccl"]
+    assert thread.daemon
+    never.set()
+    assert future.result(timeout=5)
 
 
 def test_without_a_gpu_the_kind_is_refused_with_the_one_that_works(server: FakeOpenAIServer) -> None:

@@ -184,13 +184,14 @@ def test_a_refused_push_names_step_and_route_and_leaves_nothing(tmp_path: Path, 
         if route != "/resume":
             assert not server.paused
         if route == "/collective_rpc":
-            assert server.weight_version == 0
+            # nobody, in this run or the next, takes what is there now for whole weights
+            assert server.weight_version == "half-loaded"
         assert not list(tmp_path.glob("*/version-*"))
         sync.close()
 
 
 def test_the_first_failure_is_reported_not_the_one_of_resuming(tmp_path: Path) -> None:
-    faults = {"/collective_rpc": Fault(500, body="out of memory"), "/resume": Fault(500, body="second trouble")}
+    faults = {"/collective_rpc": Fault(400, body="out of memory"), "/resume": Fault(400, body="second trouble")}
     with (
         FakeOpenAIServer(route_faults=faults) as server,
         pytest.raises(WeightSyncError, match="out of memory") as raised,

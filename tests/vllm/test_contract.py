@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import vllm_world
 
+from verifiers.rollouts.wire import NEUTRAL_SAMPLING
+
 ROOT = Path(__file__).parents[2]
 
 ROUTES = {
@@ -37,8 +39,9 @@ ROUTES = {
 
 FIELDS = {
     "ChatCompletionRequest": "model messages tools temperature max_tokens seed logprobs top_logprobs "
-    "return_token_ids",
-    "CompletionRequest": "model prompt temperature max_tokens seed logprobs return_token_ids",
+    f"return_token_ids {' '.join(NEUTRAL_SAMPLING)}",
+    "CompletionRequest": "model prompt temperature max_tokens seed logprobs return_token_ids "
+    f"{' '.join(NEUTRAL_SAMPLING)}",
     "GenerateRequest": "model token_ids sampling_params",
     "LoadLoRAAdapterRequest": "lora_name lora_path",
     "UnloadLoRAAdapterRequest": "lora_name",

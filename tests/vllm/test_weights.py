@@ -14,11 +14,13 @@ import tiny_world
 import torch
 import vllm_world
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from verifiers.errors import WeightProbeError
-from verifiers.train.weight_sync import DirectorySync
+from verifiers.train.weight_sync import DirectorySync, ServerControl
+from verifiers.train.weight_sync.fleet import Held
+from verifiers.train.weight_sync.server import RefusedError
 
 PROMPT = [7, 3, 11, 2, 5, 19, 8]
 Weights = dict[str, torch.Tensor]
@@ -87,6 +89,65 @@ def test_log_probs_agree_in_bfloat16_before_and_after_ten_pushes(launch: Callabl
     print("largest differences in bfloat16:", [round(value, 4) for value in differences])
     assert max(differences) <= 0.05
     assert min(stale) > 0.1
+
+
+def broken_off(state: Weights, directory: Path, part: str) -> dict[str, Any]:
+    """A load that comes as far as the second of two files, which is cut; the first has a part of some layers."""
+    directory.mkdir()
+    first = {name: tensor for name, tensor in state.items() if part in name}
+    save_file(first, directory / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
+    (directory / "model-00002-of-00002.safetensors").write_bytes(b"cut")
+    return {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+
+
+def difference_at(server: vllm_world.Server, state: Weights, directory: Path) -> float:
+    choice = server.sample(PROMPT, seed=3)
+    return gap(plain(state, directory, PROMPT, choice["token_ids"], 1.0), vllm_world.log_probs(choice))
+
+
+def test_a_load_that_broke_off_leaves_nothing_of_itself_behind(
+    server: vllm_world.Server, models: dict[str, Path], weights: dict[str, Weights], tmp_path: Path
+) -> None:
+    """vf-vllm closes the layers; this pusher does not know of the load that failed."""
+    control = ServerControl(server.url)
+    with pytest.raises(RefusedError):
+        control.request("POST", "/collective_rpc", broken_off(weights["policy"], tmp_path / "cut", "q_proj"))
+    sync = DirectorySync(server.url)
+    sync.connect(10.0)
+    sync.push(weights["other"].items(), 21)
+    sync.close()
+    assert sync.fleet.repeated_loads == 0
+    assert difference_at(server, weights["other"], models["policy"]) < 1e-3
+
+
+def test_vllm_without_the_plugin_has_whole_weights_after_a_load_that_broke_off(
+    launch: Callable[..., Any],
+    models: dict[str, Path],
+    weights: dict[str, Weights],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    bare = launch(models["policy"])
+    sync = DirectorySync(bare.url)
+    sync.connect(10.0)
+    push = sync.fleet.push
+    cut = [broken_off(weights["policy"], tmp_path / "cut", "layers.1.self_attn.q_proj")]
+
+    def load_of(held: Held) -> Callable[[ServerControl, float], None]:
+        def load(server: ServerControl, timeout_s: float) -> None:
+            if cut:
+                server.request("POST", "/collective_rpc", cut.pop())
+            held.load(server, timeout_s)
+
+        return load
+
+    sync.fleet.push = lambda held: push(Held(held.version, load_of(held)))  # type: ignore[method-assign]
+    sync.push(weights["other"].items(), 1)
+    sync.close()
+    assert sync.fleet.repeated_loads == 1
+    assert difference_at(bare, weights["other"], models["policy"]) < 1e-3
+    bare.stop()
 
 
 def test_a_push_in_mid_answer_is_stamped_and_no_token_comes_from_old_keys_and_values(

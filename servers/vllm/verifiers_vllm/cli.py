@@ -119,8 +119,7 @@ def _serve(options: argparse.Namespace, given: Sequence[str], stop: _Stop) -> in
 def _watch(
     group: ServerGroup, options: argparse.Namespace, what: str, port: int, held: socket.socket, stop: _Stop
 ) -> int:
-    local = "127.0.0.1" if options.host in ("0.0.0.0", "") else options.host.replace("::", "::1")
-    root = f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
+    root = _reached_at(options.host, port)
     ready = False
     while stop.signal is None:
         if (code := group.exit_code) is not None:
@@ -136,6 +135,12 @@ def _watch(
             print(f"{what}, listening on {root}", flush=True)
         time.sleep(_POLL_S)
     return 0 if stop.signal == signal.SIGTERM else 130
+
+
+def _reached_at(host: str, port: int) -> str:
+    """Where this host reaches a server that is bound to `host`, which may be all its addresses."""
+    local = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
 
 
 def _hold_port(host: str, port: int) -> socket.socket:

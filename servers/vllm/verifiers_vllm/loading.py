@@ -1,6 +1,6 @@
-"""On the CPU, new weights are loaded by every core: nothing is sampled meanwhile.
+"""vLLM's plugin, which it calls in each of its processes; and loading by every core on the CPU.
 
-vLLM loads this as a plugin in each of its processes. Copying and packing a model's weights is memory's work,
+While new weights are loaded nothing is sampled. Copying and packing a model's weights is memory's work,
 which one thread alone cannot keep busy; for sampling the server keeps the threads that it was given.
 """
 
@@ -11,11 +11,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from verifiers_vllm import broken_loads
+
 __all__ = ["load_with_every_core", "register"]
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes; changes nothing on a GPU."""
+    """What vLLM calls in each of its processes."""
+    broken_loads.register()
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

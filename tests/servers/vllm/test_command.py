@@ -180,6 +180,22 @@ def test_a_port_that_a_killed_server_lets_go_of_a_moment_later_is_waited_for() -
     letting_go.join()
 
 
+@pytest.mark.parametrize(
+    ("host", "root"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("fe80::2", "http://[fe80::2]:80"),
+        ("gpu-7", "http://gpu-7:80"),
+    ],
+)
+def test_a_server_is_asked_whether_it_is_ready_where_it_is_bound(host: str, root: str) -> None:
+    assert cli._reached_at(host, 80) == root
+
+
 def test_opening_up_says_what_it_exposes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._is_loopback("127.0.0.1")
     assert cli._is_loopback("localhost")
@@ -189,3 +205,15 @@ def test_opening_up_says_what_it_exposes(capsys: pytest.CaptureFixture[str]) -> 
     assert "replace the weights" in cli.EXPOSED
     assert "--api-key does not cover" in cli.EXPOSED
     assert cli.EXPOSED.split()[0] in cli.parser().format_help()
+
+
+def test_the_page_on_commands_names_its_own_options_and_their_defaults() -> None:
+    page = (Path(__file__).parents[3] / "docs/reference/commands.md").read_text()
+    part = page.split("## vf-vllm")[1].split("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in part.splitlines() if line.startswith("| `--")]
+    told = {cells[0].strip(" `"): cells[2].strip(" |") for cells in rows}
+    own = {a.option_strings[-1]: a for a in cli.parser()._actions if a.dest not in ("help", "version", "model")}
+    assert told.keys() == own.keys()
+    for flag, default in told.items():
+        if own[flag].default is not None:
+            assert default == str(own[flag].default), flag

@@ -62,8 +62,10 @@ class DirectorySync:
         push_files(self.fleet, Held(version, load), self._files, directory)
 
     def close(self) -> None:
-        self.fleet.close()
-        self._files.close()
+        try:
+            self.fleet.close()
+        finally:
+            self._files.close()
 
 
 def push_files(fleet: Fleet, held: Held, files: VersionFiles, directory: Path) -> None:

@@ -90,8 +90,10 @@ class LoraSync:
         push_files(self.fleet, Held(version, load), self._files, directory)
 
     def close(self) -> None:
-        self.fleet.close()
-        self._files.close()
+        try:
+            self.fleet.close()
+        finally:
+            self._files.close()
 
 
 def adapter_tensors(model: Any, whole: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:

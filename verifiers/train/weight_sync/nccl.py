@@ -11,9 +11,10 @@ memory, so that a server that was started again can be given them while the trai
 from __future__ import annotations
 
 import base64
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
 
@@ -225,16 +226,26 @@ def _while_asking(
 
     Both run in threads of their own: a collective that the other side never enters cannot be called back.
     """
-    threads = ThreadPoolExecutor(2, thread_name_prefix="verifiers-nccl")
-    try:
-        asked = threads.submit(server.request, "POST", path, body, _left(deadline))
-        working = threads.submit(work)
-        _first_to_fail(asked, working, path, deadline)
-    finally:
-        threads.shutdown(wait=False)
+    asked = _begin(lambda: server.request("POST", path, body, _left(deadline)))
+    _first_to_fail(asked, _begin(work), path, deadline)
 
 
-def _first_to_fail(asked: Future[Any], working: Future[None], path: str, deadline: float) -> None:
+def _begin(work: Callable[[], Any]) -> Future[Any]:
+    """What `work` will give, in a thread that the process does not wait for when it ends."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="verifiers-nccl", daemon=True).start()
+    return future
+
+
+def _first_to_fail(asked: Future[Any], working: Future[Any], path: str, deadline: float) -> None:
     while not (asked.done() and working.done()):
         for future in (asked, working):
             if future.done():

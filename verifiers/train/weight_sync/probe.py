@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.errors import WeightProbeError
-from verifiers.train.weight_sync.server import ServerControl
+from verifiers.rollouts.wire import NEUTRAL_SAMPLING
+from verifiers.train.weight_sync.server import NoAnswerError, ServerControl
 
 __all__ = ["AskedProbe", "ProbeResult", "ask_server", "judge_answer", "probe_server"]
 
 PROBE_TOKENS = 8
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,20 @@ def probe_server(
     return judge_answer(server, answer, score, version=version, tolerance=tolerance)
 
 
-def ask_server(server: ServerControl, model: str, prompt: Any, *, temperature: float, version: int) -> dict[str, Any]:
-    """The server's answer to a probe's prompt; see `probe_server`."""
+def ask_server(
+    server: ServerControl,
+    model: str,
+    prompt: Any,
+    *,
+    temperature: float,
+    version: int,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """The server's answer to a probe's prompt; see `probe_server`.
+
+    Args:
+        timeout_s: deadline in seconds; the server's own when left out.
+    """
     chat = not isinstance(prompt, str)
     body: dict[str, Any] = {
         "model": model,
@@ -63,9 +77,11 @@ def ask_server(server: ServerControl, model: str, prompt: Any, *, temperature: f
         "seed": version + 1,
         "logprobs": True if chat else 0,
         "return_token_ids": True,
+        **NEUTRAL_SAMPLING,
         ("messages" if chat else "prompt"): prompt,
     }
-    answer: dict[str, Any] = server.request("POST", "/v1/chat/completions" if chat else "/v1/completions", body)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    answer: dict[str, Any] = server.request("POST", path, body, timeout_s=timeout_s)
     return answer
 
 
@@ -100,7 +116,8 @@ def judge_answer(
         raise WeightProbeError(
             f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
             f"{difference:.4f} (probe_tolerance is {tolerance:g}): it does not sample from these weights, or from "
-            "another distribution (temperature, log-probs before processing, tied embeddings kept old)."
+            "another distribution (temperature, log-probs before processing, tied embeddings kept old). A server "
+            "that refused a load in an earlier run may hold half of it: start it again."
         )
     return ProbeResult(difference, len(ids))
 
@@ -111,17 +128,27 @@ class AskedProbe:
     Args:
         version: what was pushed.
         ask: asks one server; in a thread of its own, which ends with the request.
+        patience_s: how long an answer is waited for whatever the server does meanwhile, in seconds.
+        is_only_busy: says of a server that did not answer by then whether it is worth waiting on.
     """
 
     def __init__(
-        self, version: int, servers: Sequence[ServerControl], ask: Callable[[ServerControl], dict[str, Any]]
+        self,
+        version: int,
+        servers: Sequence[ServerControl],
+        ask: Callable[[ServerControl], dict[str, Any]],
+        *,
+        patience_s: float = float("inf"),
+        is_only_busy: Callable[[ServerControl], bool] = lambda _: True,
     ) -> None:
         self.version = version
+        self._until = time.monotonic() + patience_s
+        self._is_only_busy = is_only_busy
         self._asked = [_Asked(server, ask) for server in servers]
 
     def answers(self) -> list[tuple[ServerControl, dict[str, Any] | BaseException]]:
         """Each server with its answer, or with what asking it raised, once all have come."""
-        return [(asked.server, asked.wait()) for asked in self._asked]
+        return [(asked.server, asked.wait(self._until, self._is_only_busy)) for asked in self._asked]
 
     def leave(self, within_s: float) -> None:
         """Nobody wants the answers any more; wait so long for requests to end."""
@@ -144,8 +171,13 @@ class _Asked:
         except BaseException as error:  # told where the answer is wanted
             self._found = error
 
-    def wait(self) -> dict[str, Any] | BaseException:
+    def wait(self, until: float, is_only_busy: Callable[[ServerControl], bool]) -> dict[str, Any] | BaseException:
         # the request has a deadline of its own
-        self.thread.join()
+        self.thread.join(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
+        while self.thread.is_alive():
+            if not is_only_busy(self.server):
+                text = f"a probe of {self.server.root} got no answer, nor does it say that it has the pushed weights"
+                return NoAnswerError(text, timed_out=True)
+            self.thread.join(_LOOK_S)
         assert self._found is not None
         return self._found

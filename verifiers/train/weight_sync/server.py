@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import time
@@ -16,6 +17,8 @@ __all__ = ["NoAnswerError", "RefusedError", "ServerControl"]
 logger = logging.getLogger("verifiers.train")
 
 _POLL_S = 0.25
+# a host that is gone answers no connection, and the system would go on asking for minutes
+_CONNECT_S = 5.0
 
 
 class NoAnswerError(WeightSyncError):
@@ -56,7 +59,7 @@ class ServerControl:
         self.timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
         # a proxy from the environment must not stand between two processes of one run
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http(), _Https())
 
     @property
     def url(self) -> str:
@@ -75,15 +78,15 @@ class ServerControl:
             with self._opener.open(request, timeout=timeout_s or self.timeout_s) as response:
                 content = response.read()
         except urllib.error.HTTPError as error:
-            with error:
-                text = error.read().decode(errors="replace")[:1000]
-            raise RefusedError(f"{method} {self.root}{path} was answered {error.code}: {text}", error.code) from error
-        except OSError as error:
+            raise RefusedError(
+                f"{method} {self.root}{path} was answered {error.code}: {_text_of(error)}", error.code
+            ) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             late = isinstance(error, TimeoutError) or isinstance(reason, TimeoutError)
-            raise NoAnswerError(f"{method} {self.root}{path} got no answer: {reason}", timed_out=late) from error
-        except (urllib.error.URLError, ConnectionError, ValueError) as error:
-            raise NoAnswerError(f"{method} {self.root}{path} got no answer: {error}") from error
+            raise NoAnswerError(
+                f"{method} {self.root}{path} got no answer: {str(reason) or type(reason).__name__}", timed_out=late
+            ) from error
         try:
             return json.loads(content) if content else None
         except ValueError:
@@ -112,14 +115,63 @@ class ServerControl:
                 told = True
             time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 
+    def is_healthy(self, timeout_s: float) -> bool:
+        """Whether /health is answered 200 within so many seconds."""
+        try:
+            self.request("GET", "/health", timeout_s=timeout_s)
+        except WeightSyncError:
+            return False
+        return True
+
     def weight_version(self, timeout_s: float | None = None) -> str:
         """What the server calls the weights it holds; a server that was never pushed to says "default"."""
         answer = self.request("GET", "/weight_info", timeout_s=timeout_s)
-        return str((answer or {}).get("weight_version"))
+        if not isinstance(answer, dict):
+            raise WeightSyncError(f"{self.root}/weight_info answers {answer!r:.100}, which names no version.")
+        return str(answer.get("weight_version"))
 
     def model_name(self) -> str:
         """The first model that the server offers."""
-        models = (self.request("GET", "/v1/models") or {}).get("data") or []
+        answer = self.request("GET", "/v1/models")
+        models = (answer.get("data") if isinstance(answer, dict) else None) or []
         if not models:
             raise WeightSyncError(f"{self.root}/v1/models lists no model.")
         return str(models[0]["id"])
+
+
+def _text_of(error: urllib.error.HTTPError) -> str:
+    """The beginning of what an error's answer says, as far as it came."""
+    with error:
+        try:
+            return error.read().decode(errors="replace")[:1000]
+        except (OSError, http.client.HTTPException) as broken:
+            return f"(its text broke off: {broken!r:.100})"
+
+
+class _Connection(http.client.HTTPConnection):
+    """One whose making has a deadline of its own, and is told apart from an answer that is late."""
+
+    def connect(self) -> None:
+        whole_s = self.timeout or _CONNECT_S
+        self.timeout = min(_CONNECT_S, whole_s)
+        try:
+            super().connect()
+        except TimeoutError as error:
+            raise ConnectionError(f"no connection within {self.timeout:.3g} s") from error
+        finally:
+            self.timeout = whole_s
+        self.sock.settimeout(whole_s)
+
+
+class _SecureConnection(_Connection, http.client.HTTPSConnection):
+    pass
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, request)
