@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 from verifiers.concurrency import gather_owned
 from verifiers.data.curriculum import Curriculum
+from verifiers.errors import ConfigError
 from verifiers.parsers.messages import message_text
 from verifiers.threads import threads_for
 
@@ -26,6 +27,7 @@ from verifiers_dataserver.sampling import Sampler
 from verifiers_dataserver.scores import Score
 from verifiers_dataserver.tasks import Completion, Row
 from verifiers_dataserver.wire import (
+    PAGE,
     GradeItem,
     GradeItem2,
     GradeRequest,
@@ -64,11 +66,13 @@ class Routes:
         self._rewards = rewards
         self._token = token
         self._server = configuration.server
+        self._max_body_bytes = self._server.max_body_mib * 2**20
         self._curriculum: Curriculum = configuration.curriculum
         self._sizes = {name: len(rows) for name, rows in datasets.items()}
         self._sampler = Sampler(self._curriculum, self._sizes)
         self._metrics = Metrics()
         self._grading = 0
+        self._ending = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -77,7 +81,7 @@ class Routes:
         middlewares: list[Any] = [self._metrics.count_answers, answer_errors]
         if self._token is not None:
             middlewares.append(token_required(self._token))
-        app = web.Application(client_max_size=self._server.max_body_mib * 2**20, middlewares=middlewares)
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=middlewares)
         app.add_routes(
             [
                 web.get("/meta", self.meta),
@@ -121,6 +125,8 @@ class Routes:
                 "stages": stages,
                 "datasets": [{"id": name, "rows": size} for name, size in self._sizes.items()],
                 "max_batch": self._server.max_batch,
+                "max_body_bytes": self._max_body_bytes,
+                "grade_timeout_s": self._server.grade_timeout_s,
             }
         )
 
@@ -133,7 +139,8 @@ class Routes:
 
     async def openapi(self, request: web.Request) -> web.Response:
         """GET /openapi.json"""
-        return web.json_response(describe(keyed=self._token is not None))
+        keyed, largest = self._token is not None, self._server.max_batch
+        return web.json_response(describe(keyed=keyed, max_batch=largest, datasets=list(self._sizes)))
 
     # -- prompts --------------------------------------------------------------------------------------------
 
@@ -176,13 +183,14 @@ class Routes:
     async def rows2(self, request: web.Request) -> web.Response:
         """POST /v2/rows"""
         asked = await read_request(request, RowsRequest)
-        self._check_count("limit", asked.limit)
+        limit = min(PAGE, self._server.max_batch) if asked.limit is None else asked.limit
+        self._check_count("limit", limit)
         size = self._sizes.get(asked.dataset)
         if size is None:
             raise RequestError(
                 f"dataset {asked.dataset!r:.80} is not here; there are {', '.join(self._sizes)}"
             )
-        last = min(size, asked.offset + asked.limit)
+        last = min(size, asked.offset + limit)
         drawn = [(asked.dataset, index) for index in range(asked.offset, last)]
         return web.json_response(
             {"samples": [_sample2(row) for row in await self._rows(drawn)], "total": size}
@@ -190,7 +198,15 @@ class Routes:
 
     async def _rows(self, drawn: Sequence[tuple[str, int]]) -> list[Row]:
         def read() -> list[Row]:
-            return [self._datasets[name].row(index) for name, index in drawn]
+            try:
+                return [self._datasets[name].row(index) for name, index in drawn]
+            except ConfigError as error:
+                # the sentence may quote what graders alone may see
+                log.warning("%s", error)
+                raise RequestError(
+                    "a row that this asks for cannot be served; the server's log says which and why",
+                    code="broken_row",
+                ) from None
 
         # rows of an Arrow table take a while to decode
         quick = len(drawn) <= _INLINE_ROWS and all(self._datasets[name].in_memory for name, _ in drawn)
@@ -218,7 +234,18 @@ class Routes:
     async def grade2(self, request: web.Request) -> web.Response:
         """POST /v2/grade"""
         asked = await read_request(request, GradeRequest2)
+        log.debug(
+            "rank %d: %d completions of block %s at step %s, seed %s",
+            asked.rank,
+            len(asked.items),
+            asked.generation_step,
+            asked.optimizer_step,
+            asked.seed,
+        )
         scores = await self._grade(asked.items)
+        if self._ending and any(score.value is None for score in scores):
+            # what the end of the server broke off is no failure of a grader: the next server can grade it
+            raise RequestError("the server is ending; send the request again", status=503, code="ending")
         results = [
             {
                 "sample_id": item.sample_id,
@@ -230,6 +257,10 @@ class Routes:
             for item, score in zip(asked.items, scores, strict=True)
         ]
         return web.json_response({"results": results})
+
+    def begin_end(self) -> None:
+        """From now on what has no grade is asked for again."""
+        self._ending = True
 
     async def until_idle(self, timeout_s: float) -> None:
         """Wait until nothing is being graded, or until the time is over."""
@@ -316,5 +347,6 @@ def _sample2(row: Row) -> dict[str, Any]:
 def _completion(item: GradeItem | GradeItem2) -> Completion:
     if isinstance(item.completion, str):
         return Completion(item.completion, item.completion_tokens)
-    said = [message for message in item.completion if message.get("role", "assistant") == "assistant"]
-    return Completion("".join(map(message_text, said)), item.completion_tokens, item.completion)
+    messages: list[dict[str, Any]] = [{**message} for message in item.completion]
+    said = [message for message in messages if message.get("role", "assistant") == "assistant"]
+    return Completion("".join(map(message_text, said)), item.completion_tokens, messages)

@@ -6,6 +6,7 @@ Every mistake is a ConfigError of one sentence that names the key, the value and
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -104,7 +105,8 @@ class EnvironmentTable(_Table):
         id: its name.
         args: keyword arguments of its load_environment.
         split: "train" or "eval".
-        timeout_s: seconds that its rubric may take for one group.
+        timeout_s: seconds that its rubric may take for one group; always less than half of
+            server.grade_timeout_s, for a second chance.
         concurrency: groups that its rubric grades at once.
     """
 
@@ -277,7 +279,21 @@ def _check_datasets(file: _File) -> None:
                 f"{where} has {' and '.join(sources) or 'no source'}; "
                 "give exactly one of jsonl, hf and environment."
             )
+        if dataset.environment is not None:
+            _check_arguments(where, dataset.environment.args)
         _check_uses(where, dataset, file)
+
+
+def _check_arguments(where: str, arguments: dict[str, Any]) -> None:
+    """They go to the process that grades, as JSON."""
+    for name, value in arguments.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{where}.environment.args.{name} is {_short(value)}, which is no JSON ({error}); "
+                "give texts, numbers, lists and tables, a date in quotation marks."
+            ) from None
 
 
 def _check_uses(where: str, dataset: DatasetTable, file: _File) -> None:

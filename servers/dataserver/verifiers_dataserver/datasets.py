@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from verifiers.envs.dataset_format import format_prompt, row_fields
 from verifiers.errors import ConfigError
 
+from verifiers_dataserver.columns import prompts_of, servable
 from verifiers_dataserver.config import Configuration, DatasetTable, EnvironmentTable, HubTable
 from verifiers_dataserver.tasks import Row
 
@@ -56,9 +57,12 @@ class TaskRows:
         raw = self._source[index]
         sample_id = f"{self.name}:{index}"
         if self.environment is not None:
-            prompt, answer, task, info = row_fields(raw)
+            try:
+                prompt, answer, task, info = row_fields(raw)
+            except ConfigError as error:
+                raise ConfigError(f"row {index} of dataset {self.name!r}: {error}") from None
             return Row(sample_id, prompt, answer, task, info, self._shown(info))
-        prompt = self._prompt(raw, index)
+        prompt = self.prompt(raw, index)
         metadata = _mapping(raw.get("metadata"))
         info = {**metadata, **_mapping(raw.get("info"))}
         # what is no column that we know is for graders as well
@@ -69,7 +73,12 @@ class TaskRows:
             sample_id, prompt, "" if answer is None else answer, self.name, info, self._shown(metadata)
         )
 
-    def _prompt(self, raw: Mapping[str, Any], index: int) -> list[dict[str, Any]] | str:
+    def prompt(self, raw: Mapping[str, Any], index: int) -> list[dict[str, Any]] | str:
+        """The prompt of a raw row of a file or a table.
+
+        Raises:
+            ConfigError: there is none, or one of a wrong kind.
+        """
         prompt = raw.get(self.table.prompt_key)
         if isinstance(prompt, str):
             return format_prompt(prompt, raw.get("system_prompt") or self.table.system_prompt)
@@ -107,12 +116,32 @@ def load_datasets(configuration: Configuration) -> dict[str, TaskRows]:
             environment, source = _read_environment(table.environment, name)
         if not len(source):
             raise ConfigError(f"dataset {name!r} has no rows; give it at least one.")
-        rows = TaskRows(name, table, source, environment)
-        # a file is checked as a whole, for it is in memory; of others the first row shows the columns
-        for index in range(len(source) if table.jsonl is not None else 1):
-            rows.row(index)
-        loaded[name] = rows
+        if table.hf is not None:
+            source = servable(source, name, table)
+        loaded[name] = TaskRows(name, table, source, environment)
+        _check_rows(loaded[name], source)
     return loaded
+
+
+def _check_rows(rows: TaskRows, source: _Table) -> None:
+    """A file is checked as a whole, for it is in memory; of a table all prompts, and what one row holds."""
+    table = rows.table
+    if table.jsonl is not None:
+        for index in range(len(source)):
+            rows.row(index)
+        return
+    first = rows.row(0)
+    for key, value in {"prompt": first.prompt, "answer": first.answer, **first.info}.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"dataset {rows.name!r}: row 0 has {value!r:.80} as {key!r}, which is no JSON ({error}), so "
+                "no grader can get it; make it a text or a number."
+            ) from None
+    if table.hf is not None:
+        for index, prompt in enumerate(prompts_of(source, table.prompt_key)):
+            rows.prompt({table.prompt_key: prompt}, index)
 
 
 def _read_jsonl(path: Path, name: str) -> list[Mapping[str, Any]]:

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -205,17 +206,31 @@ class HttpGrader:
         except Exception as error:
             failure = failed(self._name, error)
             return [failure for _ in tasks]
-        return [self._joined(task, tasks, results) for task in tasks]
+        return self._joined(tasks, results)
 
-    def _joined(self, task: Task, tasks: Sequence[Task], results: list[Any]) -> Score:
+    def _joined(self, tasks: Sequence[Task], results: list[Any]) -> list[Score]:
+        by_index: dict[int, Any] = {}
+        by_sample: dict[str, Any] = {}
         for result in results:
-            if isinstance(result, Mapping) and result.get("completion_index") == task.index:
-                return score_of(self._name, result.get("reward"))
-        sharing = [other for other in tasks if other.row.sample_id == task.row.sample_id]
-        for result in results if len(sharing) == 1 else []:
-            if isinstance(result, Mapping) and result.get("sample_id") == task.row.sample_id:
-                return score_of(self._name, result.get("reward"))
-        return Score(problem=f"{self._name}: the grader's answer has no result for this completion")
+            if not isinstance(result, Mapping):
+                continue
+            index, sample = result.get("completion_index"), result.get("sample_id")
+            if isinstance(index, int):
+                by_index.setdefault(index, result.get("reward"))
+            if isinstance(sample, str):
+                by_sample.setdefault(sample, result.get("reward"))
+        shared = Counter(task.row.sample_id for task in tasks)
+        scores = []
+        for task in tasks:
+            sample = task.row.sample_id
+            if task.index in by_index:
+                scores.append(score_of(self._name, by_index[task.index]))
+            elif shared[sample] == 1 and sample in by_sample:
+                scores.append(score_of(self._name, by_sample[sample]))
+            else:
+                problem = f"{self._name}: the grader's answer has no result for this completion"
+                scores.append(Score(problem=problem))
+        return scores
 
     async def _post(self, body: dict[str, Any]) -> Any:
         import aiohttp
@@ -224,8 +239,11 @@ class HttpGrader:
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
             timeout = aiohttp.ClientTimeout(total=self._timeout_s)
             self._session = aiohttp.ClientSession(timeout=timeout, headers=headers)
-        async with self._session.post(self._url, json=body) as response:
+        # a redirection would carry the rows' answers, and perhaps the token, to somebody else
+        async with self._session.post(self._url, json=body, allow_redirects=False) as response:
             response.raise_for_status()
+            if response.status != 200:
+                raise ValueError(f"{self._url} answered with status {response.status}")
             return await response.json(content_type=None)
 
     async def close(self) -> None:

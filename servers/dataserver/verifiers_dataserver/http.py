@@ -17,8 +17,10 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 R = TypeVar("R", bound=BaseModel)
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""What is answered without a token: monitors seldom have one, and no prompt is behind it."""
+OPEN_PATHS = frozenset({"/health"})
+"""What is answered without a token: it says that the server lives, and nothing of what it serves."""
+
+_UNREADABLE = "unreadable_body"
 
 
 class RequestError(ValueError):
@@ -44,13 +46,24 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
     """The request's body.
 
     Raises:
-        RequestError: it is not JSON, or not of this kind.
+        RequestError: it cannot be read, is too long, is not JSON, or not of this kind.
     """
     try:
         return kind.model_validate_json(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        limit_mib = request.client_max_size / 2**20
+        raise RequestError(
+            f"the body is longer than the {limit_mib:g} MiB of server.max_body_mib; send less at once",
+            status=413,
+            code="body_too_large",
+        ) from None
+    except web.RequestPayloadError as error:
+        said = " ".join(str(error).split())
+        raise RequestError(f"the body cannot be read: {said}", code=_UNREADABLE) from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        # of a union's branches the one that got furthest is the one that was meant
+        first = max(error.errors(include_url=False), key=lambda found: len(found["loc"]))
+        where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
         if first["type"] == "json_invalid":
             raise RequestError(f"the body is not valid JSON: {first['msg']}") from None
         given = "" if first["type"] == "missing" else f" (given: {_short(first['input'])})"
@@ -95,7 +108,16 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         log.exception("%s %s failed", request.method, request.path)
         refusal = RequestError(f"internal error: {type(error).__name__}", status=500, code="internal")
         headers = {}
-    return web.json_response(refusal.body(), status=refusal.status, headers=headers)
+    response = web.json_response(refusal.body(), status=refusal.status, headers=headers)
+    if refusal.code == _UNREADABLE:
+        # what else the connection holds cannot be told from the rest of that body
+        response.force_close()
+    return response
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether a part of a location names a branch of a union, which is no place in the body."""
+    return isinstance(part, str) and (part in ("str", "Part") or not part.isidentifier())
 
 
 def _short(value: Any) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from verifiers_dataserver import __version__
+from verifiers_dataserver.http import OPEN_PATHS
 from verifiers_dataserver.wire import GradeRequest, GradeRequest2, RowsRequest, SampleRequest, SampleRequest2
 
 __all__ = ["describe"]
@@ -16,24 +18,28 @@ _ERRORS = {
     400: "The body cannot be read, or asks for what is not there",
     401: "The server asks for a token, and the request did not bring it",
     413: "The body is too long, or asks for too much at once",
-    503: "Some completions could not be graded; `results` holds those that could",
+    503: "Version 1: some completions could not be graded, and `results` holds those that could. Version 2: "
+    "the server is ending; send the request again",
 }
 _TEXT: dict[str, Any] = {"type": "string"}
 _COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 _NUMBER: dict[str, Any] = {"type": "number"}
 
 
-def describe(*, keyed: bool) -> dict[str, Any]:
+def describe(*, keyed: bool, max_batch: int, datasets: Sequence[str]) -> dict[str, Any]:
     """The whole document, OpenAPI 3.1.
 
     Args:
         keyed: whether the server asks for a token.
+        max_batch: most samples or completions in one request.
+        datasets: their names.
     """
     kinds: list[type[BaseModel]] = [SampleRequest, GradeRequest, SampleRequest2, RowsRequest, GradeRequest2]
     _, found = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
     schemas = {**found["$defs"], **_answers()}
+    _limit(schemas, max_batch, datasets)
     paths = {
         "/meta": _get("Meta"),
         "/sample": _post("SampleRequest", "Samples"),
@@ -41,7 +47,7 @@ def describe(*, keyed: bool) -> dict[str, Any]:
         "/v2/meta": _get("Meta2"),
         "/v2/sample": _post("SampleRequest2", "Samples2"),
         "/v2/rows": _post("RowsRequest", "Rows"),
-        "/v2/grade": _post("GradeRequest2", "Rewards2"),
+        "/v2/grade": _post("GradeRequest2", "Rewards2", 503),
         "/health": _get("Health"),
         "/metrics": _get("", media="text/plain"),
         "/openapi.json": _get("Document"),
@@ -62,11 +68,22 @@ def describe(*, keyed: bool) -> dict[str, Any]:
         document["security"] = [{"token": []}]
     for path, item in paths.items():
         for operation in item.values():
-            if path in ("/health", "/metrics"):
+            if path in OPEN_PATHS:
                 operation["security"] = []
             elif keyed:
                 operation["responses"]["401"] = _error(401)
     return document
+
+
+def _limit(schemas: dict[str, Any], max_batch: int, datasets: Sequence[str]) -> None:
+    """Say what this server's configuration allows."""
+    for kind in ("SampleRequest", "SampleRequest2"):
+        schemas[kind]["properties"]["batch_size"]["maximum"] = max_batch
+    for kind in ("GradeRequest", "GradeRequest2"):
+        schemas[kind]["properties"]["items"]["maxItems"] = max_batch
+    rows = schemas["RowsRequest"]["properties"]
+    rows["dataset"]["enum"] = list(datasets)
+    next(schema for schema in rows["limit"]["anyOf"] if schema["type"] == "integer")["maximum"] = max_batch
 
 
 def _answers() -> dict[str, Any]:
@@ -98,6 +115,8 @@ def _answers() -> dict[str, Any]:
         "stages": _list(_object({**stage, "datasets": _list(weighted)})),
         "datasets": _list(_object({"id": _TEXT, "rows": _COUNT})),
         "max_batch": _COUNT,
+        "max_body_bytes": _COUNT,
+        "grade_timeout_s": _NUMBER,
     }
     failure = _object({"message": _TEXT, "code": _TEXT})
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from verifiers_dataserver.graders import (
     failed,
 )
 from verifiers_dataserver.rubrics import RubricGrader
-from verifiers_dataserver.scores import BUILTIN, Score
+from verifiers_dataserver.scores import BUILTIN, JsonSchema, Score
 from verifiers_dataserver.tasks import is_answer_from
 
 __all__ = ["DatasetReward", "Rewards"]
@@ -82,7 +83,7 @@ class DatasetReward:
         gates = 1.0
         problem: str | None = None
         for part, score in zip(self.parts, scores, strict=True):
-            metrics.update(score.metrics)
+            metrics.update({name: value for name, value in score.metrics.items() if math.isfinite(value)})
             if score.value is None:
                 problem = problem or score.problem
                 continue
@@ -94,7 +95,11 @@ class DatasetReward:
                 weights += part.weight
         if problem is not None:
             return Score(problem=problem, metrics=metrics)
-        return Score(total / weights * gates, metrics=metrics)
+        reward = total / weights * gates
+        # scores and weights that are finite each may still be too large together
+        if not (math.isfinite(reward) and math.isfinite(weights)):
+            return Score(problem="reward: the scores together give no finite number", metrics=metrics)
+        return Score(reward, metrics=metrics)
 
 
 @dataclass(slots=True)
@@ -231,6 +236,8 @@ def _scorer(key: str, options: dict[str, Any], table: DatasetTable) -> Any:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or key
         raise ConfigError(f"{where} is {first['input']!r:.80}: {first['msg'].lower()}.") from None
+    if isinstance(checked, JsonSchema):
+        checked.check()
     return checked
 
 

@@ -100,6 +100,22 @@ class JsonSchema(_Answer):
     in_worker: ClassVar[bool] = True
     schema: dict[str, Any] | None = None
 
+    def check(self) -> None:
+        """Check the option once, not with every completion.
+
+        Raises:
+            ConfigError: the schema is none.
+        """
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+
+        if self.schema is not None:
+            try:
+                validator_for(self.schema).check_schema(self.schema)
+            except SchemaError as error:
+                where = ".".join(map(str, ("schema", *error.absolute_path)))
+                raise ConfigError(f"{where} is no JSON schema: {error.message}.") from None
+
     def score(self, completion: Completion, row: Row) -> float:
         from jsonschema.validators import validator_for
         from referencing import Registry

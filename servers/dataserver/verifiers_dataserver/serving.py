@@ -102,9 +102,10 @@ async def running(loaded: Loaded, listener: socket.socket, token: str | None = N
         shown = f"[{address}]" if ":" in address else address
         yield f"http://{shown}:{port}"
     finally:
+        routes.begin_end()
         await site.stop()
         await routes.until_idle(_FINISH_S)
-        # what is still being graded is answered as an error now
+        # what is still being graded is to be asked for again
         await loaded.rewards.close()
         await routes.until_idle(_FINISH_S)
         await runner.cleanup()

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+# pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict
 
 __all__ = [
     "GradeItem",
@@ -22,9 +25,18 @@ __all__ = [
 LARGEST = 2**53
 """Whole numbers up to here are the same for every JSON reader."""
 
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
-Positive = Annotated[int, Field(ge=1, le=LARGEST)]
-Seed = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+PAGE = 256
+"""Rows of a dataset that come at once unless a request says how many."""
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 3.0 is the whole number 3."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_whole)]
+Seed = Annotated[int, Field(ge=-LARGEST, le=LARGEST), BeforeValidator(_whole)]
 
 
 class _Request(BaseModel):
@@ -81,14 +93,34 @@ class RowsRequest(_Request):
 
     dataset: str
     offset: Count = 0
-    limit: Positive = 256
+    limit: Positive | None = Field(
+        default=None, description=f"Rows wanted; {PAGE} when left out, or the max_batch where that is less."
+    )
+
+
+class Part(TypedDict, total=False):
+    """A part of a message's content; of other kinds than texts only the kind matters."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    type: str
+    text: str | None
+
+
+class Message(TypedDict, total=False):
+    """A message of the policy, its tools, or its user; without a role it is the policy's."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    role: str
+    content: str | list[Part | str] | None
 
 
 class GradeItem2(_Request):
     """A completion to grade, as a text or as the messages of the policy and its tools."""
 
     sample_id: str
-    completion: str | list[dict[str, Any]]
+    completion: str | list[Message]
     completion_tokens: Count | None = None
     completion_index: Count = Field(description="Comes back with the reward.")
 
@@ -97,6 +129,7 @@ class GradeRequest2(_Request):
     """Version 2: completions; those of one sample_id are a group."""
 
     items: list[GradeItem2]
-    optimizer_step: Count | None = None
-    generation_step: Count | None = None
-    rank: Count = 0
+    optimizer_step: Count | None = Field(default=None, description="Of the prompts; goes to the log.")
+    generation_step: Count | None = Field(default=None, description="Of the prompts; goes to the log.")
+    seed: Seed | None = Field(default=None, description="Of the prompts; goes to the log.")
+    rank: Count = Field(default=0, description="Who asks; goes to the log.")

@@ -4,6 +4,8 @@ import itertools
 
 import schemathesis
 
+DATASETS = ("exact", "schema", "maths", "python", "rubric", "talk")
+
 _turns = itertools.count()
 
 
@@ -14,4 +16,4 @@ def before_call(context, case, kwargs):
     items = case.body.get("items")
     for index, item in enumerate(items if isinstance(items, list) else []):
         if isinstance(item, dict) and isinstance(item.get("sample_id"), str) and next(_turns) % 2 == 0:
-            item["sample_id"] = f"{('exact', 'schema', 'maths')[index % 3]}:{index % 4}"
+            item["sample_id"] = f"{DATASETS[index % len(DATASETS)]}:{index % 4}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,11 @@ MISTAKES: list[tuple[Any, str]] = [
     (with_dataset(graders=[{"use": "exact", "ignore_case": "perhaps"}]), "ignore_case is 'perhaps'"),
     (with_dataset(graders=[{"use": "math", "timeout_s": "long"}]), "timeout_s is 'long'"),
     (with_dataset(graders=[{"use": "length_cap"}]), "give either max_tokens or max_chars"),
+    (with_dataset(graders=[{"use": "json_schema", "schema": {"type": "objekt"}}]), "schema.type is no JSON schema"),
+    (
+        "datasets: {env: {environment: {id: x, args: {since: 2024-01-01}}}}",
+        "datasets.env.environment.args.since is datetime.date(2024, 1, 1), which is no JSON",
+    ),
     (with_dataset(answer_from="last"), "answer_from is 'last'"),
     (with_dataset(prompt_key="question"), "row 0 of dataset 'easy' has None as 'question'"),
     (with_dataset(jsonl="none.jsonl"), "none.jsonl cannot be read"),
@@ -175,6 +182,53 @@ def test_a_hugging_face_dataset_on_disk_is_a_source(write: Any, tmp_path: Path) 
     assert (row.prompt, row.answer) == ([{"role": "user", "content": "q2"}], 2)
     with pytest.raises(ConfigError, match="'nowhere'"):
         load_datasets(load_configuration(write({"datasets": {"a": {**table, "hf": {"path": "nowhere"}}}})))
+
+
+def saved(write: Any, columns: dict[str, list[Any]], **fields: Any) -> Any:
+    """The configuration of a table that is saved on disk."""
+    import datasets
+
+    path = write(FINE)
+    datasets.Dataset.from_dict(columns).save_to_disk(Path(path).parent / "saved")
+    return load_configuration(
+        write({"datasets": {"saved": {"hf": {"path": "saved"}, "graders": ["exact"], **fields}}})
+    )
+
+
+def test_columns_that_are_no_json_are_left_out_with_a_warning(write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the first row has none, and where it lies deeper."""
+    from verifiers_dataserver.datasets import load_datasets
+
+    noon = datetime.datetime(2024, 1, 1, 12)
+    columns = {
+        "prompt": ["p", "q"],
+        "answer": ["1", "2"],
+        "at": [None, noon],
+        "deep": [[], [{"a": b"x"}]],
+        "n": [1, 2],
+    }
+    loaded = load_datasets(saved(write, columns))["saved"]
+    assert loaded.row(1).info == {"n": 2}
+    assert "'at', 'deep'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"prompt": ["p"], "answer": [datetime.date(2024, 1, 1)]}, "the column 'answer' holds"),
+        ({"prompt": ["p"], "answer": ["1"], "info": [{"at": datetime.date(2024, 1, 1)}]}, "the column 'info' holds"),
+        (
+            {"prompt": ["p"] * 1500 + [None], "answer": ["1"] * 1501},
+            "row 1500 of dataset 'saved' has None as 'prompt'",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_served_is_found_out_at_the_start(write: Any, columns: Any, words: str) -> None:
+    from verifiers_dataserver.datasets import load_datasets
+
+    configuration = saved(write, columns)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_datasets(configuration)
 
 
 def test_the_example_is_a_configuration_that_loads() -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from verifiers_dataserver import serving
+from verifiers_dataserver.config import load_configuration
+from verifiers_dataserver.graders import HttpGrader, Task
+from verifiers_dataserver.rewards import DatasetReward, Part
+from verifiers_dataserver.scores import Score
+from verifiers_dataserver.tasks import Completion, Row
 
 
 @pytest.fixture
@@ -117,6 +126,8 @@ class FarGrader:
         self.bodies.append(await request.json())
         self.headers.append(request.headers.get("Authorization"))
         answer = self.answer(self.bodies[-1]["samples"])
+        if inspect.isawaitable(answer):
+            answer = await answer
         return answer if isinstance(answer, web.StreamResponse) else web.json_response({"results": answer})
 
 
@@ -173,3 +184,83 @@ async def test_what_a_grader_behind_a_url_leaves_out_or_gets_wrong_is_an_error(
     results = await server.grade(("far:1", "a"), ("far:2", "b"), ("far:1", "c"))
     assert [result["reward"] for result in results] == rewards
     assert all(bool(result["error"]) == (result["reward"] is None) for result in results)
+
+
+async def test_a_redirection_gets_neither_the_token_nor_the_rows(
+    serve: Any, far: FarGrader, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAR_TOKEN", "secret")
+    elsewhere = far.url.replace("127.0.0.1", "localhost")
+    far.answer = lambda samples: web.Response(status=307, headers={"Location": elsewhere})
+    table = {"http": far.url, "token_var": "FAR_TOKEN"}
+    server = await serve({"datasets": {"far": {"jsonl": rows, "graders": ["far"]}}, "graders": {"far": table}})
+    (failed,) = await server.grade(("far:1", "a"))
+    assert failed["reward"] is None
+    assert len(far.bodies) == 1
+
+
+def test_results_are_joined_in_time_in_proportion_to_their_number() -> None:
+    grader = HttpGrader("far", "http://127.0.0.1:9", 1.0, None)
+    tasks = [Task(Row(f"d:{index}", "?"), Completion("a"), index) for index in range(20_000)]
+    results = [{"completion_index": index, "reward": index} for index in reversed(range(20_000))]
+    by_sample = [{"sample_id": f"d:{index}", "reward": index} for index in reversed(range(20_000))]
+    started = time.process_time()
+    for answer in (results, by_sample):
+        assert [score.value for score in grader._joined(tasks, answer)] == list(range(20_000))
+    assert time.process_time() - started < 2.0
+
+
+# -- numbers that are none --------------------------------------------------------------------------------------
+
+
+async def test_scores_that_are_too_large_together_are_an_error_and_no_infinite_reward(
+    serve: Any, python: Any, rows: str
+) -> None:
+    server = await serve(
+        {
+            "datasets": {
+                "high": {"jsonl": rows, "graders": [{"use": "given", "weight": 10}]},
+                "heavy": {
+                    "jsonl": rows,
+                    "graders": [{"use": "exact", "weight": 1e308}, {"use": "given", "weight": 1e308}],
+                },
+            },
+            "graders": {"given": python("given")},
+        }
+    )
+    high, heavy = await server.grade(("high:1", "1e308"), ("heavy:1", "0.5"))
+    for result in (high, heavy):
+        assert result["reward"] is None
+        assert "no finite number" in result["error"]
+    assert high["metrics"] == {"given": 1e308}
+
+
+def test_metrics_that_are_no_finite_numbers_are_left_out() -> None:
+    metrics = {"a": math.nan, "b": math.inf, "c": 2.0}
+    reward = DatasetReward([Part("rubric", cast(Any, None), 1.0, False)], 1.0)
+    assert reward._combined([Score(1.0, metrics=metrics)]).metrics == {"c": 2.0, "rubric": 1.0}
+
+
+# -- the end of the server --------------------------------------------------------------------------------------
+
+
+async def test_what_the_end_of_the_server_breaks_off_is_to_be_sent_again(
+    configure: Any, far: FarGrader, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no final error: the server that comes after it can grade it."""
+    monkeypatch.setattr(serving, "_FINISH_S", 0.2)
+    never = asyncio.Event()
+    far.answer = lambda samples: never.wait()
+    path = configure({"datasets": datasets(rows, "far"), "graders": {"far": {"http": far.url}}})
+    loaded = serving.load(load_configuration(path))
+    items = [{"sample_id": "far:1", "completion": "1", "completion_index": 0}]
+    async with aiohttp.ClientSession() as session:
+        with serving.bind("127.0.0.1", 0) as listener:
+            async with serving.running(loaded, listener) as url:
+                asked = asyncio.create_task(session.post(f"{url}/v2/grade", json={"items": items}))
+                while not far.bodies:  # noqa: ASYNC110 - it sets no events
+                    await asyncio.sleep(0.01)
+            async with await asked as response:
+                assert response.status == 503
+                assert (await response.json())["error"]["code"] == "ending"
+    never.set()

@@ -17,6 +17,9 @@ ROWS = [{"question": f"q{i}", "answer": str(i), "info": {"shown": i, "hidden": "
 
 
 def load_environment(kind="plain"):
+    if kind == "broken":
+        rows = [{"question": "q", "answer": "a", "info": info} for info in ("{}", "the answer is a")]
+        return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[right]))
     if kind == "group":
         rubric = vf.Rubric(funcs=[best])
     else:
@@ -69,6 +72,21 @@ async def test_its_rows_are_served_and_its_rubric_grades(serve: Any, environment
     right, wrong = await server.grade(("env:2", "2"), ("env:2", "3"))
     assert right["metrics"] == {"right": 1.0, "length": 1.0, "rubric": 1.0}
     assert [right["reward"], wrong["reward"]] == [1.0, 0.0]
+
+
+async def test_a_row_that_cannot_be_served_is_refused_and_only_the_log_quotes_it(
+    serve: Any, environment: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await serve({"datasets": {"env": environment("broken")}})
+    for path, body in (
+        ("/v2/rows", {"dataset": "env"}),
+        ("/v2/grade", {"items": [{"sample_id": "env:1", "completion": "a", "completion_index": 0}]}),
+    ):
+        status, answer = await server.post(path, body)
+        assert (status, answer["error"]["code"]) == (400, "broken_row")
+        assert "the answer is" not in answer["error"]["message"]
+    assert "row 1 of dataset 'env'" in caplog.text
+    assert (await server.post("/v2/rows", {"dataset": "env", "limit": 1}))[0] == 200
 
 
 async def test_completions_of_one_sample_in_a_request_are_a_group(serve: Any, environment: Any) -> None:

@@ -146,3 +146,14 @@ async def test_no_route_ever_says_an_answer(serve: Any, python: Any, tmp_path: P
     heard.append(await server.text("/metrics"))
     assert all(SECRET not in text for text in heard)
     assert sum('"topic": "t"' in text for text in heard) >= 5
+
+
+async def test_a_grade_says_in_the_log_which_step_block_seed_and_rank_it_was_asked_for(
+    serve: Any, two_stages: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "verifiers_dataserver.app")
+    server = await serve(two_stages)
+    items = [{"sample_id": "easy:3", "completion": "3", "completion_index": 0}]
+    said = {"optimizer_step": 6, "generation_step": 3, "seed": -9, "rank": 2}
+    assert (await server.post("/v2/grade", {"items": items, **said}))[0] == 200
+    assert "rank 2: 1 completions of block 3 at step 6, seed -9" in caplog.text
