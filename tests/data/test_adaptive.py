@@ -203,6 +203,12 @@ def test_blocks_are_observed_in_order_and_drawn_once() -> None:
     assert rows.example_ids(part(0)) == rows.example_ids(part(0))
     with pytest.raises(GenerationError, match="block 1 was observed after block -1"):
         rows.observe(1, {})
+    rows.observe(0, {})
+    rows.example_ids(part(1))
+    rows.observe(1, {})
+    # drawing it anew would take other rows, and those of later blocks with it
+    with pytest.raises(GenerationError, match="block 0 was observed; what it drew is not kept"):
+        rows.example_ids(part(0))
 
 
 def test_a_state_that_cannot_be_read_is_a_checkpoint_error() -> None:
@@ -245,11 +251,16 @@ def test_a_table_gives_stages_levels_or_pools() -> None:
         ({"levels": {"datasets": ["a"], "windo": 1}}, "levels of the curriculum has an unknown key 'windo'"),
         ({"levels": {"datasets": "a"}}, "datasets of the curriculum's levels is 'a'; give a list"),
         ({"levels": {"datasets": ["a", "a"]}}, "give different datasets, the easiest first"),
+        ({"levels": {"datasets": [["a"]]}}, "give different datasets, the easiest first"),
+        ({"levels": {"datasets": ["a"], "passes_at": "1"}}, "passes_at is '1'"),
         ({"levels": {"datasets": ["a"], "window": 0}}, "window is 0"),
         ({"levels": {"datasets": ["a"], "raise_at": 1.5}}, "raise_at is 1.5; give a number from 0 to 1"),
         ({"levels": {"datasets": ["a"], "raise_at": 0.2}}, "lower_at must be smaller"),
         ({"levels": {"datasets": ["a"]}, "seed": "x"}, "seed of the curriculum is 'x'"),
         ({"pools": 3}, "pools of the curriculum is 3"),
+        ({"pools": {"datasets": ["a", "a"]}}, "give names of different datasets"),
+        ({"pools": {"datasets": [["a"]]}}, "give names of different datasets"),
+        ({"pools": {"passes_at": float("nan")}}, "passes_at is nan"),
         ({"pools": {"unseen": "fresh"}}, "unseen is 'fresh'; name one of the pools hard, medium, easy"),
         ({"pools": {"pools": [{"name": "a", "up_to": 0.5}], "unseen": "a"}}, "of which the last is 1"),
         ({"pools": {"pools": [{"name": "a"}]}}, "a pool of the curriculum has no 'up_to'"),
@@ -272,8 +283,13 @@ def test_a_dataset_that_is_not_there_is_refused_when_the_run_is_planned() -> Non
         AdaptiveRows(PassRatePools(datasets=("late",)), IDS, lag=0)
 
 
-def test_a_block_larger_than_what_is_drawn_from_is_refused() -> None:
-    with pytest.raises(ConfigError, match="block 0 takes 40 different rows of level 'easy', which has 30"):
-        begun(levels()).draw(0, 40)
-    with pytest.raises(ConfigError, match="block 0 takes 100 different prompts, and the pools hold 90"):
-        begun(PassRatePools()).draw(0, 100)
+def test_a_block_larger_than_what_is_drawn_from_is_refused_when_the_run_is_planned() -> None:
+    """Also where it is a later level that has too few rows."""
+    AdaptiveRows(levels(), IDS, lag=0).check_blocks(20)
+    with pytest.raises(ConfigError, match="a block takes 21 different rows of level 'middle', which has 20"):
+        AdaptiveRows(levels(), IDS, lag=0).check_blocks(21)
+    with pytest.raises(ConfigError, match="a block takes 91 different prompts, and the pools hold 90"):
+        AdaptiveRows(PassRatePools(), IDS, lag=0).check_blocks(91)
+    for rule in (begun(levels()), begun(PassRatePools())):
+        with pytest.raises(ConfigError, match="make blocks smaller"):
+            rule.draw(0, 100)

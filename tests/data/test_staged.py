@@ -135,12 +135,24 @@ def test_a_border_that_no_block_can_keep_is_refused_with_the_nearest_that_can(
         plan_with(staged(until), **sizes)
 
 
-def test_a_border_after_the_run_refuses_nothing() -> None:
-    plan = plan_with(staged(25), num_iterations=2)
-    assert stages_by_step(plan) == [{0}] * 24
-    # the last block serves step 20 alone
-    for sizes in ({"num_iterations": 4}, {"steps_per_generation": 4}):
-        assert stages_by_step(plan_with(staged(22), max_steps=21, **sizes)) == [{0}] * 21
+@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("passes", PASSES)
+def test_a_border_after_the_run_refuses_nothing_and_takes_no_step_before_it(group: int, passes: int) -> None:
+    """Groups of 16 are cut by updates of 4 completions, so that no prompt begins where the last stage ends."""
+    for held, max_steps in itertools.product((4, 8), range(1, 25)):
+        sizes = {"steps_per_generation": held, "num_generations": group, "num_iterations": passes}
+        for border in range(max_steps, max_steps + passes * held + 1):
+            source = staged(border, border + 1, border + 3)
+            plan = plan_with(source, max_steps=max_steps, **sizes)
+            assert stages_by_step(plan) == [{0}] * max_steps, (sizes, max_steps, border)
+            parts = [part for block in range(plan.blocks) for part in plan.parts(block)]
+            assert all(part.prompts for part in parts)
+            assert sum(part.prompts for part in parts) == plan.blocks * plan.prompts_per_block
+            # what a dataserver asks of a request
+            for part in parts:
+                assert sum(at <= part.start for at in part.borders) == sum(
+                    step <= part.optimizer_step for step in source.until_steps
+                )
 
 
 @settings(max_examples=30)

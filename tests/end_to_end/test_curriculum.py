@@ -17,9 +17,13 @@ import pytest
 import run_curriculum
 import tiny_world
 
+import verifiers as vf
+from verifiers.data.curriculum import curriculum_from
+from verifiers.data.staged import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint import newest_complete
+from verifiers.train.curriculum import planned_run
 from verifiers.train.ledger import read_ledger
 from verifiers.train.saved_blocks import load_blocks
 
@@ -112,6 +116,26 @@ def test_a_file_that_cannot_be_followed_is_refused_before_anything_starts(
         trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.three_stages(3, 6), num_iterations=2, max_steps=8)
     with pytest.raises(ConfigError, match="cannot name any; set dynamic_sampling=False"):
         trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.levels(), dynamic_sampling=True)
+    with pytest.raises(ConfigError, match=r"a block takes 32 different rows of level 'd0', which has 24"):
+        trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.levels(), steps_per_generation=32)
+
+
+def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_path: Path) -> None:
+    class Staged(vf.SingleTurnEnv):
+        row_source = StagedRows(curriculum_from({"stages": [{"name": "a", "datasets": ["d"]}]}), {"d": range(8)})
+
+    def member(kind: type[vf.SingleTurnEnv]) -> vf.SingleTurnEnv:
+        return kind(dataset=[{"question": f"q{number}", "answer": "a"} for number in range(8)])
+
+    args = tiny_world.config(tmp_path, "http://127.0.0.1:1", max_steps=4)
+    plain = member(vf.SingleTurnEnv)
+    group = vf.EnvGroup([plain, vf.EnvGroup([member(Staged), plain], ["staged", "other"])], ["plain", "inner"])
+    with pytest.raises(ConfigError, match=r"environment 'staged' of the group brings a curriculum of its own"):
+        planned_run(args, group)
+    given = curriculum_from({"stages": [{"name": "a", "datasets": ["plain", "inner"]}]})
+    assert isinstance(planned_run(args, group, given).source, StagedRows)
+    assert planned_run(args, member(Staged)).source is Staged.row_source
+    assert planned_run(args, vf.EnvGroup([plain, plain], ["a", "b"])).source is None
 
 
 @pytest.mark.parametrize("adaptive", [False, True], ids=["stages", "levels"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from verifiers_dataserver.background import serve_in_background
+from verifiers_dataserver.http import RequestError
+from verifiers_dataserver.sampling import Sampler
+from verifiers_dataserver.wire import SampleRequest2
 
-from verifiers.data.curriculum import Curriculum, curriculum_from
+from verifiers.data.curriculum import curriculum_from
 
 STAGES = [
     {"name": "warm", "until_step": 2, "datasets": ["easy"]},
@@ -39,16 +43,20 @@ def dataserver(directory: Path, *, token: str | None = None, **fields: Any) -> I
 class RecordingServer:
     """Answers the routes of version 2 as the test says, and keeps every request.
 
+    Its samples are those of a dataserver, which refuses requests that contradict themselves.
+
     Args:
         stages: of its curriculum.
         sizes: rows of each dataset.
         total_steps: of /v2/meta.
     """
 
+    meta: Mapping[str, Any] = {}
+    """Fields of /v2/meta that a test sets."""
+
     def __init__(
         self, stages: Any = STAGES, sizes: Mapping[str, int] | None = None, total_steps: int | None = None
     ) -> None:
-        self.curriculum: Curriculum = curriculum_from({"stages": stages})
         self.stages = stages
         self.sizes = dict(sizes or {"easy": 400, "hard": 400})
         self.total_steps = total_steps
@@ -82,8 +90,12 @@ class RecordingServer:
                 server.requests.append((self.path, body))
                 server.tokens.append(self.headers.get("Authorization"))
                 faults = server.faults.get(self.path)
-                status = faults.pop(0) if faults else 200
-                found = server.answer(self.path, body) if status == 200 else {"error": {"message": "as scripted"}}
+                status, found = faults.pop(0) if faults else 200, {"error": {"message": "as scripted"}}
+                if status == 200:
+                    try:
+                        found = server.answer(self.path, body)
+                    except RequestError as error:
+                        status, found = 400, error.body()
                 content = json.dumps(found).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
@@ -111,15 +123,14 @@ class RecordingServer:
         if path == "/v2/meta":
             datasets = [{"id": name, "rows": size} for name, size in self.sizes.items()]
             meta = {"stages": self.stages, "seed": 0, "replacement": False, "datasets": datasets}
-            return {**meta, "version": 2, "total_steps": self.total_steps, "max_batch": 1024}
+            return {**meta, "version": 2, "total_steps": self.total_steps, "max_batch": 1024, **self.meta}
         if path == "/v2/rows":
             size = self.sizes[body["dataset"]]
             rows = range(body["offset"], min(size, body["offset"] + body["limit"]))
             return {"samples": [sample(f"{body['dataset']}:{row}") for row in rows], "total": size}
         if path == "/v2/sample":
-            drawn = self.curriculum.rows(
-                self.sizes, body["borders"], body["start"], body["batch_size"], body["prompts_per_block"]
-            )
+            curriculum = curriculum_from({"stages": self.stages})
+            drawn = asyncio.run(Sampler(curriculum, self.sizes).by_block(SampleRequest2(**body)))
             return {"samples": [sample(f"{name}:{row}") for name, row in drawn]}
         return {"results": self.grade(body["items"])}
 

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +194,42 @@ def test_a_stage_that_would_end_inside_a_block_is_refused(recorder: RecordingSer
     RemoteRLDataset(recorder.url, max_steps=2, **sizes)
 
 
+def test_a_stage_that_ends_after_the_run_takes_no_block_of_it(recorder: RecordingServer) -> None:
+    """The server refuses a block whose rows and optimizer step lie in different stages."""
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 4}
+    for max_steps in range(1, 10):
+        for border in range(max_steps, max_steps + 5):
+            recorder.stages = [
+                {"name": "a", "until_step": border, "datasets": ["easy"]},
+                {"name": "b", "until_step": border + 1, "datasets": ["hard"]},
+                {"name": "c", "datasets": ["easy"]},
+            ]
+            dataset = RemoteRLDataset(recorder.url, max_steps=max_steps, **sizes)
+            found = {dataset[index]["dataset_id"] for index in range(len(dataset))}
+            assert found == {"easy"}, (max_steps, border)
+
+
+def test_what_a_plan_finds_before_a_run_is_found_here(
+    recorder: RecordingServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder.sizes = {"easy": 8, "hard": 3}
+    recorder.stages = [
+        {"name": "a", "until_step": 2, "datasets": ["easy"]},
+        {"name": "b", "until_step": 4, "datasets": ["hard"]},
+    ]
+    sizes = {"per_device_train_batch_size": 16, "num_generations": 4}
+    with pytest.raises(ConfigError, match="block 2 takes 4 different rows of dataset 'hard', which has 3"):
+        RemoteRLDataset(recorder.url, max_steps=4, **sizes)
+    assert caplog.messages == []
+    RemoteRLDataset(recorder.url, max_steps=2, **sizes)
+    assert caplog.messages == []
+    recorder.sizes["hard"] = 4
+    RemoteRLDataset(recorder.url, max_steps=5, **sizes)
+    assert caplog.messages == [
+        "the curriculum ends at step 4, the run at step 5: stage 'b' holds for the steps between."
+    ]
+
+
 def test_the_length_of_a_run_is_the_servers_or_must_be_given(recorder: RecordingServer) -> None:
     sizes = {"per_device_train_batch_size": 4, "num_generations": 4}
     with pytest.raises(ConfigError, match="give max_steps"):
@@ -209,12 +246,38 @@ def test_as_a_dataset_it_is_read_lazily_and_refuses_to_be_shuffled(recorder: Rec
     assert isinstance(dataset, datasets.Dataset)
     assert (len(dataset), recorder.calls("/v2/sample")) == (12, [])
     assert dataset[4] == remote[4]
-    assert [row["sample_id"] for row in dataset.__getitems__([5, 5, 6])] == [
-        remote[index]["sample_id"] for index in (5, 5, 6)
-    ]
+    at_once = [slot for slot in (4, 5, 6, 7) for _ in range(16)]
+    assert dataset.__getitems__(at_once) == [remote[index] for index in at_once]
     assert len(recorder.calls("/v2/sample")) == 1
     with pytest.raises(ConfigError, match="shuffle_dataset=False"):
-        dataset.__getitems__([0, 4])
+        dataset.__getitems__([0, 4] * 32)
+
+
+def test_a_trainer_of_other_sizes_is_refused_before_it_trains_a_stage_late(recorder: RecordingServer) -> None:
+    recorder.stages = [{"name": "a", "until_step": 3, "datasets": ["easy"]}, {"name": "b", "datasets": ["hard"]}]
+    remote = RemoteRLDataset(
+        recorder.url,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=3,
+        max_steps=8,
+    )
+    with pytest.raises(ConfigError, match=r"4 rows .* a device holds 24 .*=8 x 3 micro-steps"):
+        remote.as_dataset().__getitems__([0] * 4)
+    # 2 micro-steps an update and 3 a block: TRL generates in steps 0, 1, 3, 4
+    row = remote[12]
+    assert (row["optimizer_step"], row["generation_step"], row["seed"]) == (3, 2, 0)
+    reward = remote_reward(recorder.url)
+    for step in (2, 4):
+        with pytest.raises(ConfigError, match=rf"for optimizer step {step} from rows that were drawn for step 3"):
+            reward(completions=["a"], trainer_state=SimpleNamespace(global_step=step), **columns(row))
+    assert reward(completions=["a"], trainer_state=SimpleNamespace(global_step=3), **columns(row)) == [1.0]
+
+
+def columns(row: dict[str, Any]) -> dict[str, list[Any]]:
+    """A row as TRL hands it to reward functions."""
+    return {name: [value] for name, value in row.items() if name != "prompt"}
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------
@@ -238,6 +301,26 @@ def test_rewards_are_joined_on_completion_index_and_what_failed_is_none(recorder
     assert sizes == [["easy:0", "easy:0"], ["easy:1", "easy:1", "easy:2"]]
     assert recorder.calls("/v2/grade")[0]["items"][1]["completion_tokens"] == 2
     assert reward.__name__ == "remote_reward"
+
+
+def test_a_grade_is_asked_for_with_all_that_is_known_of_its_rows(
+    recorder: RecordingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    remote = RemoteRLDataset(
+        recorder.url, per_device_train_batch_size=4, num_generations=4, num_iterations=2, max_steps=8, seed=11
+    )
+    reward = remote_reward(recorder.url)
+    reward(completions=["a"], trainer_state=SimpleNamespace(global_step=4), **columns(remote[2]))
+    reward(completions=["a"], sample_id=["easy:0"])
+    known, nothing = recorder.calls("/v2/grade")
+    assert {name: value for name, value in known.items() if name != "items"} == {
+        "optimizer_step": 4,
+        "generation_step": 2,
+        "seed": 11,
+        "rank": 3,
+    }
+    assert sorted(nothing) == ["items", "rank"]
 
 
 def test_a_batch_of_which_nothing_is_graded_ends_the_run(recorder: RecordingServer) -> None:

@@ -22,12 +22,12 @@ from verifiers.data.plan import BatchPlan, make_plan
 from verifiers.data.staged import StagedRows
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.remote_env import RemoteEnv
-from verifiers.envs.remote_wire import Dataserver, completion_for_wire
 from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, InfraError
 from verifiers.rollouts.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.rollout import Group, RolloutRequest
 from verifiers.rollouts.run import RolloutRunner
+from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
 
@@ -56,15 +56,16 @@ def right(request: dict[str, Any]) -> str:
     return str(request["messages"][-1]["content"].rpartition(" ")[2])
 
 
-async def run_group(env: RemoteEnv, url: str, example_id: int, size: int = 4) -> Group:
+async def run_group(env: RemoteEnv, url: str, example_id: int, block_id: int | None = None) -> Group:
+    """The four rollouts of a prompt, for an evaluation, or for the training of a block."""
     row = env.get_dataset()[example_id]
     requests = [
-        RolloutRequest(RolloutKey(0, example_id, i), row["prompt"], "", row["task"], env_info(row))
-        for i in range(size)
+        RolloutRequest(RolloutKey(block_id or 0, example_id, i), row["prompt"], "", row["task"], env_info(row))
+        for i in range(4)
     ]
     backend = HttpBackend(Endpoint(url))
     try:
-        return await RolloutRunner(env, backend, "fake").run_group(requests)
+        return await RolloutRunner(env, backend, "fake", require_tokens=block_id is not None).run_group(requests)
     finally:
         await backend.close()
 
@@ -98,6 +99,8 @@ def test_a_dataset_or_a_stage_can_be_chosen_and_then_no_curriculum_rules(world: 
             RemoteEnv(world, **wrong)
     with pytest.raises(ConfigError, match="give one of them"):
         RemoteEnv(world, dataset="easy", stage="warm")
+    with pytest.raises(ConfigError, match="given rubric=, which the dataserver decides"):
+        RemoteEnv(world, rubric=Rubric())
 
 
 # -- a trainer's plan -------------------------------------------------------------------------------------------
@@ -173,6 +176,26 @@ async def test_a_group_is_one_request_and_its_rewards_are_joined_on_completion_i
         float(len(rollout.completion[0]["content"])) for rollout in group.rollouts
     ]
     assert group.rollouts[0].metrics == {"m": 0.5}
+
+
+async def test_a_grade_in_training_is_asked_for_with_step_block_seed_and_rank(
+    recorder: RecordingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two passes over each block: block 2 is first trained at step 4. Evaluations have neither."""
+    monkeypatch.setenv("RANK", "0")
+    env = await asyncio.to_thread(RemoteEnv, recorder.url, seed=9)
+    drawn = await asyncio.to_thread(plan_of(env, num_prompts=16, num_iterations=2).example_ids, 2)
+    fixed = await asyncio.to_thread(RemoteEnv, recorder.url, dataset="easy")
+    with FakeOpenAIServer("x") as policy:
+        await run_group(env, policy.url, drawn[0], block_id=2)
+        await run_group(env, policy.url, drawn[0])
+        await run_group(fixed, policy.url, 0, block_id=5)
+    asked = [{name: body[name] for name in body if name != "items"} for body in recorder.calls("/v2/grade")]
+    assert asked == [
+        {"optimizer_step": 4, "generation_step": 2, "seed": 9, "rank": 0},
+        {"rank": 0},
+        {"generation_step": 5, "rank": 0},
+    ]
 
 
 async def test_a_completion_that_the_server_cannot_grade_is_a_grading_error_and_no_zero(
@@ -301,14 +324,3 @@ def test_a_token_goes_with_every_request(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delenv("TOKEN_OF_A_TEST")
         with pytest.raises(ConfigError, match="TOKEN_OF_A_TEST"):
             RemoteEnv(url, token_var="TOKEN_OF_A_TEST")
-
-
-def test_what_goes_over_the_wire_is_always_json_that_can_be_read() -> None:
-    assert completion_for_wire("a\ud800b") == "a?b"
-    message = {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [object()]}
-    assert completion_for_wire([message, {"role": "tool", "tool_call_id": "1", "content": "out"}]) == [
-        {"role": "assistant", "content": ""},
-        {"role": "tool", "tool_call_id": "1", "content": "out"},
-    ]
-    with pytest.raises(ConfigError, match="no HTTP address"):
-        Dataserver("127.0.0.1:9000")

@@ -7,13 +7,13 @@ are scored whenever block k is submitted. So a run that is resumed, or slower, d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verifiers.data.sizes import check_size
 from verifiers.data.source import BlockPart
 from verifiers.errors import CheckpointError, ConfigError, GenerationError
 
-__all__ = ["AdaptiveRows", "Adapts", "Prompt", "number_between"]
+__all__ = ["AdaptiveRows", "Adapts", "ChecksBlocks", "Prompt", "number_between"]
 
 Prompt = tuple[str, int]
 """A dataset's name and one of its rows."""
@@ -59,6 +59,15 @@ class Adapts(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksBlocks(Adapts, Protocol):
+    """A rule that knows before the run whether it can fill its blocks."""
+
+    def check_block(self, count: int) -> None:
+        """Refuse blocks of `count` prompts; raises ConfigError where one could not be drawn, at whatever time."""
+        ...
+
+
 class AdaptiveRows:
     """The row source of a rule that adapts.
 
@@ -86,9 +95,20 @@ class AdaptiveRows:
     def until_steps(self) -> tuple[int, ...]:
         return ()
 
+    def check_blocks(self, prompts_per_block: int) -> None:
+        """Refuse blocks that the rule could not fill.
+
+        Raises:
+            ConfigError: with both numbers.
+        """
+        if isinstance(self.rule, ChecksBlocks):
+            self.rule.check_block(prompts_per_block)
+
     def example_ids(self, part: BlockPart) -> list[int]:
         known = self._drawn.get(part.block_id)
         if known is None:
+            if part.block_id <= self._observed:
+                raise GenerationError(f"block {part.block_id} was observed; what it drew is not kept.")
             self._learn_before(part.block_id)
             known = [self.datasets[name][row] for name, row in self.rule.draw(part.block_id, part.prompts)]
             self._drawn[part.block_id], self._names[part.block_id] = known, self.rule.name

@@ -19,7 +19,7 @@ from verifiers.data.draws import row_in_turn, rows_at_random, shares, turns, who
 from verifiers.data.sizes import check_size
 from verifiers.errors import ConfigError
 
-__all__ = ["Curriculum", "Stage", "WeightedDataset", "check_rows", "curriculum_from"]
+__all__ = ["Curriculum", "Stage", "WeightedDataset", "curriculum_from"]
 
 logger = logging.getLogger("verifiers.data")
 
@@ -166,7 +166,7 @@ class Curriculum:
         waiting: dict[str, Iterator[int]] = {}
         for name, wanted in Counter(names).items():
             size, used = _size(sizes, name), before[name] - at_block[name]
-            check_rows(block_id, name, used + wanted, size, prompts_per_block)
+            _check_rows(block_id, name, used + wanted, size, prompts_per_block)
             if self.replacement:
                 drawn = rows_at_random(size, f"{self.seed}:{block_id}:{name}", used + wanted)[used:]
             else:
@@ -203,6 +203,30 @@ class Curriculum:
                 last.name,
             )
 
+    def check_blocks(
+        self, sizes: Mapping[str, int], blocks: int, prompts_per_block: int, borders: Sequence[int]
+    ) -> None:
+        """Refuse blocks that would take more rows of a dataset than it has, for a block's prompts all differ.
+
+        Args:
+            sizes: rows of each dataset.
+            blocks: blocks in the run.
+            prompts_per_block: prompts in each.
+            borders: prompts that the run has drawn when each stage after the first begins.
+
+        Raises:
+            ConfigError: with the first such block, the dataset and both numbers.
+        """
+        used = {dataset.id for stage in self.stages for dataset in stage.datasets}
+        if all(sizes[name] >= prompts_per_block for name in used):
+            return
+        before = self.drawn(borders, 0)
+        for block_id in range(blocks):
+            after = self.drawn(borders, (block_id + 1) * prompts_per_block)
+            for name in used:
+                _check_rows(block_id, name, after[name] - before[name], sizes[name], prompts_per_block)
+            before = after
+
     def drawn(self, borders: Sequence[int], start: int) -> Counter[str]:
         """How often each dataset was drawn from before prompt `start` of the run; `borders` as in `rows`."""
         drawn: Counter[str] = Counter()
@@ -231,7 +255,7 @@ class Curriculum:
         return pieces
 
 
-def check_rows(block_id: int, name: str, wanted: int, size: int, prompts_per_block: int) -> None:
+def _check_rows(block_id: int, name: str, wanted: int, size: int, prompts_per_block: int) -> None:
     """Refuse a block that takes more rows of a dataset than there are.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -44,11 +45,13 @@ class Levels:
 
     def __post_init__(self) -> None:
         self.datasets = tuple(self.datasets)
-        if not self.datasets or len(set(self.datasets)) < len(self.datasets):
+        named = all(isinstance(name, str) for name in self.datasets)
+        if not self.datasets or not named or len(set(self.datasets)) < len(self.datasets):
             raise ConfigError(f"the levels are {list(self.datasets)!r}; give different datasets, the easiest first.")
         check_size("window", self.window, 1)
         number_between("raise_at", self.raise_at, 0, 1)
         number_between("lower_at", self.lower_at, 0, 1)
+        number_between("passes_at", self.passes_at, -math.inf, math.inf)
         if self.lower_at >= self.raise_at:
             raise ConfigError(f"lower_at is {self.lower_at!r}, raise_at {self.raise_at!r}; lower_at must be smaller.")
 
@@ -64,14 +67,18 @@ class Levels:
         self._sizes = {name: sizes[name] for name in self.datasets}
         self._level, self._rates, self._draws = 0, [], dict.fromkeys(self.datasets, 0)
 
+    def check_block(self, count: int) -> None:
+        for name, size in self._sizes.items():
+            if count > size:
+                raise ConfigError(
+                    f"a block takes {count} different rows of level {name!r}, which has {size}; make blocks smaller, "
+                    "or give that level more rows."
+                )
+
     def draw(self, block_id: int, count: int) -> list[Prompt]:
+        self.check_block(count)
         name = self.name
         size, first = self._sizes[name], self._draws[name]
-        if count > size:
-            raise ConfigError(
-                f"block {block_id} takes {count} different rows of level {name!r}, which has {size}; make blocks "
-                "smaller, or give that level more rows."
-            )
         self._draws[name] += count
         rows = [row_in_turn(size, f"{self.seed}:{name}", place, count) for place in range(first, first + count)]
         return [(name, row) for row in rows]

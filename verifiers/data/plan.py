@@ -168,7 +168,12 @@ class BatchPlan:
         borders = tuple(self.prompts_before(step) for step in until)
         first, step = block_id * self.prompts_per_block, block_id * self.updates_per_block
         last = first + self.prompts_per_block
-        cuts = [(at, border) for at, border in zip(until, borders, strict=True) if first < border < last]
+        # of stages that begin with the same prompt, as they may after the run's last step, the latest
+        cuts = [
+            (at, border)
+            for at, border, after in zip(until, borders, (*borders[1:], last), strict=False)
+            if first < border < last and border != after
+        ]
         begins = [(step, first), *cuts]
         ends = [border for _, border in cuts] + [last]
         return [
@@ -177,7 +182,7 @@ class BatchPlan:
         ]
 
     def prompts_before(self, optimizer_step: int) -> int:
-        """Prompts of the run that are first trained before an optimizer step.
+        """Prompts of the run of which a completion is first trained before an optimizer step.
 
         Where a block is passed over several times, those of the whole block that the step lies in, if it is not the
         block's first.
@@ -185,7 +190,8 @@ class BatchPlan:
         blocks, inside = divmod(optimizer_step, self.updates_per_block)
         if self.num_iterations > 1:
             return (blocks + bool(inside)) * self.prompts_per_block
-        return blocks * self.prompts_per_block + inside * self.completions_per_update // self.num_generations
+        # rounded up: a stage that ends after the run may cut a group, and keeps what is trained before that
+        return blocks * self.prompts_per_block - (-inside * self.completions_per_update // self.num_generations)
 
     def requests(self, block_id: int) -> list[tuple[int, int]]:
         """The rollouts of a block as (example id, generation), all generations of a prompt in a row."""

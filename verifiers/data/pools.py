@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ class PassRatePools:
 
     def __post_init__(self) -> None:
         self.datasets, self.pools = tuple(self.datasets), tuple(self.pools)
+        if not all(isinstance(name, str) for name in self.datasets) or len(set(self.datasets)) < len(self.datasets):
+            raise ConfigError(f"the pools take rows of {list(self.datasets)!r}; give names of different datasets.")
         edges = [pool.up_to for pool in self.pools]
         if not edges or edges != sorted(set(edges)) or edges[-1] != 1:
             raise ConfigError(f"the pools end at {edges!r}; give rising pass rates, of which the last is 1.")
@@ -71,6 +74,7 @@ class PassRatePools:
             raise ConfigError(f"the pools are called {', '.join(names)}; give each a name of its own.")
         if self.unseen not in names:
             raise ConfigError(f"unseen is {self.unseen!r}; name one of the pools {', '.join(names)}.")
+        number_between("passes_at", self.passes_at, -math.inf, math.inf)
         if not any(pool.weight for pool in self.pools):
             raise ConfigError("the weights of the pools sum to 0; give one of them a weight above 0.")
 
@@ -88,12 +92,15 @@ class PassRatePools:
         self._numbers = {prompt: number for number, prompt in enumerate(self._prompts)}
         self._restart({})
 
-    def draw(self, block_id: int, count: int) -> list[Prompt]:
+    def check_block(self, count: int) -> None:
         if count > len(self._prompts):
             raise ConfigError(
-                f"block {block_id} takes {count} different prompts, and the pools hold {len(self._prompts)}; make "
-                "blocks smaller."
+                f"a block takes {count} different prompts, and the pools hold {len(self._prompts)}; make blocks "
+                "smaller."
             )
+
+    def draw(self, block_id: int, count: int) -> list[Prompt]:
+        self.check_block(count)
         chance = random.Random(f"{self.seed}:{block_id}")
         wanted = self._wanted(block_id, count)
         picked = [

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verifiers.data.curriculum import Curriculum, Stage, check_rows
+from verifiers.data.curriculum import Curriculum, Stage
 from verifiers.data.draws import turns
 from verifiers.data.source import BlockPart
 
@@ -68,25 +68,8 @@ class StagedRows:
         return found
 
     def check_blocks(self, blocks: int, prompts_per_block: int, borders: Sequence[int]) -> None:
-        """Refuse blocks that would take more rows of a dataset than it has, for a block's prompts all differ.
-
-        Args:
-            blocks: blocks in the run.
-            prompts_per_block: prompts in each.
-            borders: prompts that the run has drawn when each stage after the first begins.
-
-        Raises:
-            ConfigError: with the first such block, the dataset and both numbers.
-        """
-        used = {dataset.id for stage in self.curriculum.stages for dataset in stage.datasets}
-        if all(self.sizes[name] >= prompts_per_block for name in used):
-            return
-        before = self.curriculum.drawn(borders, 0)
-        for block_id in range(blocks):
-            after = self.curriculum.drawn(borders, (block_id + 1) * prompts_per_block)
-            for name in used:
-                check_rows(block_id, name, after[name] - before[name], self.sizes[name], prompts_per_block)
-            before = after
+        """As `Curriculum.check_blocks`, of these datasets."""
+        self.curriculum.check_blocks(self.sizes, blocks, prompts_per_block, borders)
 
     def stage_name(self, optimizer_step: int) -> str:
         return self.curriculum.stage_at(optimizer_step).name

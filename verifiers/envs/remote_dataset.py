@@ -18,14 +18,15 @@ import logging
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers.data.plan import check_size
 from verifiers.data.source import BlockPart
 from verifiers.envs.remote_env import sample_requests
-from verifiers.envs.remote_wire import RETRY_WAITS_S, Dataserver, Grade, completion_for_wire
-from verifiers.errors import ConfigError, GradingError
+from verifiers.envs.remote_reward import remote_reward
+from verifiers.envs.remote_wire import RETRY_WAITS_S, Dataserver
+from verifiers.errors import ConfigError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -72,7 +73,8 @@ class RemoteRLDataset:
         token_var, timeout_s, retry_waits_s: as in `RemoteEnv`.
 
     Raises:
-        ConfigError: sizes that cannot be; no `max_steps`; a stage that would end inside a block.
+        ConfigError: sizes that cannot be; no `max_steps`; a stage that would end inside a block, or has fewer rows
+            than a block takes from it.
         InfraError: the server cannot be reached.
     """
 
@@ -108,19 +110,22 @@ class RemoteRLDataset:
             raise ConfigError("max_steps is not given, and the dataserver's curriculum has no end; give max_steps.")
         self.max_steps = check_size("max_steps", steps, 1)
         self.seed = meta.curriculum.seed if seed is None else seed
-        self.fetch_size = min(self.prompts_per_block, meta.max_batch) if fetch_size is None else fetch_size
+        self.fetch_size = min(self.prompts_per_block, meta.limits.max_batch) if fetch_size is None else fetch_size
         if not 1 <= self.fetch_size <= self.prompts_per_block:
             raise ConfigError(
                 f"fetch_size is {fetch_size!r}, but a block holds {self.prompts_per_block} prompts: give 1 to "
                 f"{self.prompts_per_block}."
             )
+        meta.curriculum.check(meta.sizes, self.max_steps)
         for step in meta.curriculum.until_steps:
             self._check_border(step)
-        # a stage that begins after the run has no border that matters, so it may be rounded
+        # rounded up: a stage that ends after the run may end inside a block, and keeps what begins before that
         self._borders = tuple(
-            step * self.accumulation // self.micro_steps_per_block * self.prompts_per_block
+            -(-step * self.accumulation // self.micro_steps_per_block) * self.prompts_per_block
             for step in meta.curriculum.until_steps
         )
+        blocks = len(self) // self.prompts_per_block
+        meta.curriculum.check_blocks(meta.sizes, blocks, self.prompts_per_block, self._borders)
         self._kept: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -128,7 +133,10 @@ class RemoteRLDataset:
         return -(-micro_steps // self.micro_steps_per_block) * self.prompts_per_block
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"prompt": messages or text, "sample_id", "dataset_id", "metadata"}.
+        """{"prompt": messages or text, "sample_id", "dataset_id", "metadata"}, and what it was drawn for.
+
+        That is "optimizer_step", at which its block is first trained, "generation_step" and "seed"; TRL hands them to
+        reward functions.
 
         Raises:
             IndexError: beyond the run.
@@ -161,7 +169,8 @@ class RemoteRLDataset:
     def as_dataset(self) -> Dataset:
         """The same rows as a `datasets.Dataset`, which TRL insists on; each is fetched when it is read.
 
-        Reading rows of two blocks at once raises ConfigError: a shuffled run would train stages at wrong steps.
+        TRL reads the completions of one device and block at once. Another number of rows, or rows of two blocks,
+        raises ConfigError: shuffled, or with other sizes than these, a run would train stages at wrong steps.
         """
         import datasets
 
@@ -170,6 +179,13 @@ class RemoteRLDataset:
 
     def _columns(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         wanted = batch["row"]
+        at_once = self.per_device * self.steps_per_generation
+        if len(wanted) not in (1, at_once):
+            raise ConfigError(
+                f"{len(wanted)} rows were asked for at once, but a device holds {at_once} completions of a block "
+                f"(per_device_train_batch_size={self.per_device} x {self.steps_per_generation} micro-steps): give "
+                "this dataset the sizes that TRL's GRPOConfig has."
+            )
         blocks = sorted({self.place(index).generation_step for index in wanted})
         if len(blocks) > 1:
             raise ConfigError(
@@ -177,7 +193,7 @@ class RemoteRLDataset:
                 "shuffle_dataset=False in TRL's GRPOConfig, and give this dataset the sizes that are set there."
             )
         rows = [self[index] for index in wanted]
-        return {name: [row[name] for row in rows] for name in ("prompt", "sample_id", "dataset_id", "metadata")}
+        return {name: [row[name] for row in rows] for name in rows[0]}
 
     def _fetch(self, block_id: int) -> list[dict[str, Any]]:
         part = BlockPart(
@@ -189,12 +205,14 @@ class RemoteRLDataset:
             updates_per_block=max(1, self.micro_steps_per_block // self.accumulation),
             borders=self._borders,
         )
+        drawn_for = {"optimizer_step": part.optimizer_step, "generation_step": block_id, "seed": self.seed}
         rows = []
         for body in sample_requests(part, self.seed, self.fetch_size):
             for sample in self._server.samples(body):
                 messages = sample.get("messages")
                 row = {"prompt": sample["prompt"] if messages is None else messages}
-                rows.append({**row, **{name: sample[name] for name in ("sample_id", "dataset_id", "metadata")}})
+                row |= {name: sample[name] for name in ("sample_id", "dataset_id", "metadata")}
+                rows.append({**row, **drawn_for})
         return rows
 
     def _prompts(self, processes: int) -> int:
@@ -224,64 +242,3 @@ class RemoteRLDataset:
             f"a stage of the dataserver ends at optimizer step {step}, inside a block of {every} optimizer steps: "
             f"end it at step {nearest}."
         )
-
-
-def remote_reward(
-    url: str,
-    *,
-    token_var: str | None = None,
-    timeout_s: float = 90.0,
-    retry_waits_s: Sequence[float] = RETRY_WAITS_S,
-    max_items: int = 256,
-) -> Callable[..., list[float | None]]:
-    """A reward function for TRL's trainers that has completions graded by a dataserver.
-
-    What cannot be graded is None, which TRL leaves out of the group's statistics; it is never 0.
-
-    Args:
-        max_items: completions in one request.
-
-    Raises (when it is called):
-        GradingError: no completion could be graded, also after retries.
-    """
-    server = Dataserver(url, token_var, timeout_s, tuple(retry_waits_s))
-    check_size("max_items", max_items, 1)
-
-    def remote_reward(
-        completions: Sequence[Any], sample_id: Sequence[str], completion_ids: Any = None, **_: Any
-    ) -> list[float | None]:
-        items = [
-            {
-                "sample_id": sample,
-                "completion": completion_for_wire(completion),
-                "completion_tokens": None if completion_ids is None else len(completion_ids[index]),
-                "completion_index": index,
-            }
-            for index, (sample, completion) in enumerate(zip(sample_id, completions, strict=True))
-        ]
-        grades: list[Grade] = []
-        for chunk in _whole_groups(items, max_items):
-            grades += server.grades(chunk)
-        failed = [grade.error for grade in grades if grade.reward is None]
-        if failed:
-            logger.warning("%d of %d completions have no reward; the first: %s", len(failed), len(grades), failed[0])
-        if failed and len(failed) == len(grades):
-            raise GradingError(f"none of {len(grades)} completions could be graded; the first: {failed[0]}")
-        return [grade.reward for grade in grades]
-
-    return remote_reward
-
-
-def _whole_groups(items: Sequence[dict[str, Any]], most: int) -> list[list[dict[str, Any]]]:
-    """Items in parts of at most `most`, where the completions of one sample stay together as far as that allows."""
-    parts: list[list[dict[str, Any]]] = [[]]
-    start = 0
-    while start < len(items):
-        end = start + 1
-        while end < len(items) and items[end]["sample_id"] == items[start]["sample_id"] and end - start < most:
-            end += 1
-        if parts[-1] and len(parts[-1]) + end - start > most:
-            parts.append([])
-        parts[-1] += items[start:end]
-        start = end
-    return parts

@@ -15,16 +15,11 @@ from typing import Any
 
 from verifiers.data.source import BlockPart
 from verifiers.data.staged import StagedRows
-from verifiers.envs.remote_wire import (
-    RETRY_WAITS_S,
-    Dataserver,
-    Grade,
-    ServerMeta,
-    completion_for_wire,
-    rank_of_process,
-)
+from verifiers.envs.remote_grades import Grade, RemoteGrader, completion_for_wire
+from verifiers.envs.remote_wire import RETRY_WAITS_S, Dataserver, ServerMeta, rank_of_process
 from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, Error, GradingError
+from verifiers.rollouts.client import RolloutClient
 from verifiers.rubrics.overlong import completion_tokens
 from verifiers.rubrics.rows import Row
 from verifiers.rubrics.rubric import Rubric
@@ -54,12 +49,12 @@ class RemoteEnv(SingleTurnEnv):
         eval_dataset: held-out datasets.
         seed: of the curriculum's draws, in place of the server's.
         token_var: environment variable that holds the server's bearer token.
-        timeout_s: of one try of a request, in seconds.
+        timeout_s: of one try of a request, in seconds; grades get ten more than the server gives its graders.
         retry_waits_s: seconds before each repetition of a request; then rollouts are grading errors.
-        **kwargs: as in `Environment`, e.g. `sampling_args`.
+        **kwargs: as in `Environment`, e.g. `sampling_args`; no rubric, for the server grades.
 
     Raises:
-        ConfigError: the server has no such dataset or stage, or refuses.
+        ConfigError: the server has no such dataset or stage, or refuses; a rubric.
         InfraError: it cannot be reached.
     """
 
@@ -76,23 +71,28 @@ class RemoteEnv(SingleTurnEnv):
         retry_waits_s: Sequence[float] = RETRY_WAITS_S,
         **kwargs: Any,
     ) -> None:
+        for name in ("rubric", "message_type"):
+            if name in kwargs:
+                raise ConfigError(
+                    f"a RemoteEnv was given {name}=, which the dataserver decides; leave it out, or set it in the "
+                    "server's file."
+                )
         server = Dataserver(url, token_var, timeout_s, tuple(retry_waits_s))
         meta = server.meta()
         names = _chosen(meta, dataset, stage)
         held_out = _checked(meta, eval_dataset) if eval_dataset is not None else []
         rows = _fetched(server, meta, names)
         eval_rows = _fetched(server, meta, held_out)
+        source = RemoteRows(server, meta, rows, seed) if dataset is None and stage is None else None
         super().__init__(
             dataset=[row for of_dataset in rows.values() for row in of_dataset],
             eval_dataset=[row for of_dataset in eval_rows.values() for row in of_dataset] or None,
-            rubric=RemoteRubric(server),
+            rubric=RemoteRubric(RemoteGrader(server, meta.limits), source),
             message_type=_message_type([*rows.values(), *eval_rows.values()]),
             **kwargs,
         )
         self.server = server
-        self.row_source: RemoteRows | None = None
-        if dataset is None and stage is None:
-            self.row_source = RemoteRows(server, meta, rows, seed)
+        self.row_source = source
 
 
 class RemoteRubric(Rubric):
@@ -100,11 +100,16 @@ class RemoteRubric(Rubric):
 
     The reward is the server's, the metrics are its graders' scores. A completion that the server could not grade, and
     a whole group where it could not be reached, are failed grades.
+
+    Args:
+        grader: asks the dataserver.
+        source: what knows at which optimizer step a block is trained.
     """
 
-    def __init__(self, server: Dataserver) -> None:
+    def __init__(self, grader: RemoteGrader, source: RemoteRows | None = None) -> None:
         super().__init__()
-        self.server = server
+        self.grader = grader
+        self.source = source
 
     @property
     def has_group_funcs(self) -> bool:
@@ -114,13 +119,22 @@ class RemoteRubric(Rubric):
     async def _group_scores(self, rows: Sequence[Row], score_sem: Any) -> list[RolloutScore]:
         try:
             items = [_item(row, index) for index, row in enumerate(rows)]
-            grades = await self.server.grades_async(items)
+            grades = await self.grader.grades_async(items, self._about(rows[0]))
         except Error as error:
             grades = [Grade(None, {}, str(error)) for _ in rows]
         return [self._score(row, grade) for row, grade in zip(rows, grades, strict=True)]
 
     async def _single_score(self, row: Row, score_sem: Any, extra: Mapping[str, Any]) -> RolloutScore:
         return (await self._group_scores([row], score_sem))[0]
+
+    def _about(self, row: Row) -> dict[str, int]:
+        """Which block of a training run a rollout is of, and its step and seed where the server drew it."""
+        client = row.state.get("client")
+        if not isinstance(client, RolloutClient) or not isinstance(client.trains, tuple):
+            return {}
+        block_id, example_id = client.trains
+        known = self.source.drawn_for(block_id, example_id) if self.source is not None else {}
+        return {"generation_step": block_id, **known}
 
     def _score(self, row: Row, grade: Grade) -> RolloutScore:
         if grade.reward is None:
@@ -150,8 +164,9 @@ class RemoteRows(StagedRows):
         curriculum = meta.curriculum if seed is None else dataclasses.replace(meta.curriculum, seed=seed)
         super().__init__(curriculum, datasets)
         self._server = server
-        self._max_batch = meta.max_batch
+        self._max_batch = meta.limits.max_batch
         self._known: dict[BlockPart, list[int]] = {}
+        self._steps: dict[int, dict[int, int]] = {}
 
     def example_ids(self, part: BlockPart) -> list[int]:
         found = self._known.get(part)
@@ -159,10 +174,20 @@ class RemoteRows(StagedRows):
             found = []
             for body in sample_requests(part, self.curriculum.seed, self._max_batch):
                 found += map(self._example_id, self._server.samples(body))
-            self._known[part] = found
-            if len(self._known) > _REMEMBERED_PARTS:
-                self._known.pop(next(iter(self._known)))
+            # replaced and never changed: rubrics look here from the generator's thread
+            steps = {**self._steps.get(part.block_id, {}), **dict.fromkeys(found, part.optimizer_step)}
+            self._known[part], self._steps[part.block_id] = found, steps
+            _forget_oldest(self._known)
+            _forget_oldest(self._steps)
         return found
+
+    def drawn_for(self, block_id: int, example_id: int) -> dict[str, int]:
+        """The optimizer step and the seed with which a prompt of a block was drawn; empty where it was not, here."""
+        steps = self._steps.get(block_id)
+        if not steps:
+            return {}
+        # a prompt that replaces another is of the block's only stage
+        return {"optimizer_step": steps.get(example_id, min(steps.values())), "seed": self.curriculum.seed}
 
     def _example_id(self, sample: Mapping[str, Any]) -> int:
         name, _, row = str(sample["sample_id"]).rpartition(":")
@@ -173,6 +198,11 @@ class RemoteRows(StagedRows):
                 f"the dataserver gave sample {sample['sample_id']!r}, which it did not have when this run began; "
                 "start the run anew, for its datasets have changed."
             ) from None
+
+
+def _forget_oldest(remembered: dict[Any, Any]) -> None:
+    if len(remembered) > _REMEMBERED_PARTS:
+        remembered.pop(next(iter(remembered)))
 
 
 def sample_requests(part: BlockPart, seed: int, most: int) -> Iterable[dict[str, Any]]:
@@ -213,7 +243,7 @@ def _checked(meta: ServerMeta, dataset: str | Sequence[str]) -> list[str]:
 
 
 def _fetched(server: Dataserver, meta: ServerMeta, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    page = min(_PAGE, meta.max_batch)
+    page = min(_PAGE, meta.limits.max_batch)
     return {name: [_row(sample) for sample in server.rows(name, page)] for name in names}
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.data.curriculum import Curriculum, curriculum_from
+from verifiers.envs.generation import run_to_completion
 from verifiers.errors import ConfigError, InfraError
-from verifiers.parsers.messages import message_text
 from verifiers.rollouts.proxies import proxy_for
 from verifiers.rollouts.retries import is_retryable_status
 
-__all__ = ["Dataserver", "Grade", "ServerMeta", "completion_for_wire", "rank_of_process"]
+__all__ = ["Dataserver", "Limits", "ServerMeta", "encoded", "rank_of_process"]
 
 RETRY_WAITS_S = (1.0, 2.0, 4.0)
 _QUOTED = 300
@@ -30,6 +26,21 @@ class _FailedTry(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server takes in one request; the defaults hold where it does not say.
+
+    Attributes:
+        max_batch: most samples or completions.
+        max_body_bytes: largest body, in bytes.
+        grade_timeout_s: seconds that it gives its graders.
+    """
+
+    max_batch: int
+    max_body_bytes: int = 8 * 2**20
+    grade_timeout_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ServerMeta:
     """What a server says of itself.
 
@@ -37,22 +48,13 @@ class ServerMeta:
         curriculum: its stages.
         sizes: rows of each dataset, in the server's order.
         total_steps: optimizer steps that its curriculum is made for, or None.
-        max_batch: most samples or completions in one request.
+        limits: of its requests.
     """
 
     curriculum: Curriculum
     sizes: Mapping[str, int]
     total_steps: int | None
-    max_batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Grade:
-    """The answer for one completion: a reward, or the reason why there is none."""
-
-    reward: float | None
-    metrics: Mapping[str, float]
-    error: str | None
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Dataserver:
     Attributes:
         url: its address, without a path, e.g. "http://127.0.0.1:9000".
         token_var: environment variable that holds its bearer token; None where it asks for none.
-        timeout_s: of one try, in seconds.
+        timeout_s: of one try, from its beginning to the last byte of its answer, in seconds.
         retry_waits_s: seconds to wait before each repetition of a request that failed.
     """
 
@@ -81,11 +83,18 @@ class Dataserver:
     # -- what is asked --------------------------------------------------------------------------------------
 
     def meta(self) -> ServerMeta:
-        """The stages and datasets of the server."""
+        """The stages, the datasets and the limits of the server."""
         data = self.request("/v2/meta")
-        stages = {name: data[name] for name in ("stages", "seed", "replacement")}
-        sizes = {dataset["id"]: dataset["rows"] for dataset in data["datasets"]}
-        return ServerMeta(curriculum_from(stages), sizes, data["total_steps"], data["max_batch"])
+        try:
+            stages = {name: data[name] for name in ("stages", "seed", "replacement")}
+            sizes = {dataset["id"]: int(dataset["rows"]) for dataset in data["datasets"]}
+            own = {name: data[name] for name in ("max_body_bytes", "grade_timeout_s") if data.get(name) is not None}
+            limits, total_steps = Limits(int(data["max_batch"]), **own), data["total_steps"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InfraError(
+                f"the answer of {self.url} to /v2/meta is not a dataserver's ({type(error).__name__}: {error})."
+            ) from error
+        return ServerMeta(curriculum_from(stages), sizes, total_steps, limits)
 
     def rows(self, dataset: str, page: int) -> Iterable[dict[str, Any]]:
         """All samples of one dataset, in order; `page` of them a request."""
@@ -108,15 +117,6 @@ class Dataserver:
             )
         return found
 
-    def grades(self, items: Sequence[Mapping[str, Any]]) -> list[Grade]:
-        """The grade of each item, in order; joined on `completion_index`."""
-        return _joined(items, self.request("/v2/grade", {"items": list(items), "rank": rank_of_process()}))
-
-    async def grades_async(self, items: Sequence[Mapping[str, Any]]) -> list[Grade]:
-        """As `grades`, on an event loop."""
-        body = {"items": list(items), "rank": rank_of_process()}
-        return _joined(items, await self._request_async("/v2/grade", body))
-
     # -- how ------------------------------------------------------------------------------------------------
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -126,55 +126,36 @@ class Dataserver:
             ConfigError: the server refuses the request; it would refuse it again.
             InfraError: it gave no usable answer, also after all retries.
         """
-        for wait_s in (*self.retry_waits_s, None):
-            try:
-                return self._try(path, body)
-            except _FailedTry as error:
-                if wait_s is None:
-                    raise InfraError(self._gave_up(error)) from error
-                time.sleep(wait_s)
-        raise AssertionError("the last try returns or raises")
+        return run_to_completion(lambda: self.request_async(path, None if body is None else encoded(body)))
 
-    def _try(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers())
-        proxy = proxy_for(self.url)
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({} if proxy is None else {"http": proxy, "https": proxy})
-        )
-        try:
-            with opener.open(request, timeout=self.timeout_s) as response:
-                return self._read(path, response.status, response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return self._read(path, error.code, error.read())
-        except (OSError, http.client.HTTPException) as error:
-            raise _FailedTry(f"{path}: {error or type(error).__name__}") from error
-
-    async def _request_async(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def request_async(self, path: str, data: bytes | None = None, timeout_s: float | None = None) -> Any:
+        """As `request`, on an event loop and of a body that is encoded; `timeout_s` in place of the server's."""
         import aiohttp
 
         # a session a request: scoring runs on whichever loop it is called on, and nobody tells which was the last
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s if timeout_s is None else timeout_s)
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers()) as session:
             for wait_s in (*self.retry_waits_s, None):
                 try:
-                    return await self._try_async(session, path, body)
+                    return await self._try(session, path, data)
                 except _FailedTry as error:
                     if wait_s is None:
                         raise InfraError(self._gave_up(error)) from error
                 await asyncio.sleep(wait_s)
         raise AssertionError("the last try returns or raises")
 
-    async def _try_async(self, session: Any, path: str, body: Mapping[str, Any]) -> Any:
+    async def _try(self, session: Any, path: str, data: bytes | None) -> Any:
         import aiohttp
 
+        # redirects are not followed: they would carry the token to another host, and make a GET of a POST
+        options: dict[str, Any] = {"data": data, "proxy": proxy_for(self.url), "allow_redirects": False}
         try:
-            data = json.dumps(body).encode()
-            async with session.post(self.url + path, data=data, proxy=proxy_for(self.url)) as response:
+            async with session.request("GET" if data is None else "POST", self.url + path, **options) as response:
+                if 300 <= response.status < 400:
+                    raise self._redirected(path, response.status, response.headers.get("Location"))
                 return self._read(path, response.status, await response.read())
         except TimeoutError as error:
-            raise _FailedTry(f"{path}: no answer within {self.timeout_s:g} s") from error
+            raise _FailedTry(f"{path}: no answer within {session.timeout.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _FailedTry(f"{path}: {error or type(error).__name__}") from error
 
@@ -198,53 +179,29 @@ class Dataserver:
         said = _message(content)
         if is_retryable_status(status):
             raise _FailedTry(f"{path} answered with status {status}: {said}")
-        raise ConfigError(f"the dataserver at {self.url} refused {path} with status {status}: {said}.")
+        mend = "; raise max_body_mib or max_batch under `server` in its file" if status == 413 else ""
+        raise ConfigError(f"the dataserver at {self.url} refused {path} with status {status}: {said}{mend}.")
+
+    def _redirected(self, path: str, status: int, location: str | None) -> ConfigError:
+        return ConfigError(
+            f"the dataserver at {self.url} answered {path} with status {status}, a redirect to {location!r}, "
+            "which is not followed; give the address that it leads to."
+        )
 
     def _gave_up(self, error: Exception) -> str:
         tries = len(self.retry_waits_s) + 1
         return f"the dataserver at {self.url} gave no answer in {tries} tries; the last: {error}."
 
 
-def completion_for_wire(completion: Any) -> str | list[dict[str, Any]]:
-    """A completion as /v2/grade takes it: a text, or messages with what graders may read of them."""
-    if isinstance(completion, str):
-        return _encodable(completion)
-    messages = []
-    for message in completion:
-        fields = dict(message) if isinstance(message, Mapping) else {"role": "assistant"}
-        kept = {name: fields[name] for name in ("role", "name", "tool_call_id") if fields.get(name)}
-        messages.append({**kept, "content": _encodable(message_text(message))})
-    return messages
-
-
-def _encodable(text: str) -> str:
-    """The text without halves of surrogate pairs, which a tokenizer may give and no JSON reader takes."""
-    return text.encode("utf-8", "replace").decode()
+def encoded(value: Any) -> bytes:
+    """A value as JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def rank_of_process() -> int:
     """The rank that a launcher gave this process; 0 without one."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
-
-
-def _joined(items: Sequence[Mapping[str, Any]], answer: Any) -> list[Grade]:
-    """Grades by item; one that the answer lacks is a failed grade, for nothing is known of its reward."""
-    try:
-        found = {result["completion_index"]: result for result in answer["results"]}
-    except (TypeError, KeyError) as error:
-        raise InfraError(f"the dataserver's answer to /v2/grade cannot be read: {answer!r:.300}.") from error
-    grades = []
-    for item in items:
-        result = found.get(item["completion_index"])
-        if result is None or result.get("reward") is None:
-            why = (
-                "the answer has no result for it" if result is None else result.get("error") or "no reward was given"
-            )
-            grades.append(Grade(None, {}, str(why)))
-        else:
-            grades.append(Grade(float(result["reward"]), dict(result.get("metrics") or {}), None))
-    return grades
 
 
 def _message(content: bytes) -> str:

@@ -36,7 +36,8 @@ def planned_run(
         warn: say where the run is longer than its curriculum.
 
     Raises:
-        ConfigError: sizes, stages and datasets that do not go together.
+        ConfigError: sizes, stages and datasets that do not go together; a group of environments of which one brings
+            a curriculum that would not be followed.
     """
     plan = args.batch_plan(len(env.get_dataset()))
     source: RowSource | None = getattr(env, "row_source", None)
@@ -47,18 +48,33 @@ def planned_run(
             )
         source = _source(args, env, curriculum)
     if source is None:
+        _check_members(env)
         return plan
     plan = dataclasses.replace(plan, source=source)
     if isinstance(source, StagedRows):
         source.curriculum.check(source.sizes, plan.max_steps if warn else None)
         borders = [plan.prompts_before(step) for step in source.until_steps]
         source.check_blocks(plan.blocks, plan.prompts_per_block, borders)
+    elif isinstance(source, AdaptiveRows):
+        source.check_blocks(plan.prompts_per_block)
     if args.dynamic_sampling and not isinstance(source, GivesSpares):
         raise ConfigError(
             "dynamic_sampling replaces groups by other prompts of the same stage, and this curriculum cannot name "
             "any; set dynamic_sampling=False."
         )
     return plan
+
+
+def _check_members(env: Any) -> None:
+    members: Mapping[str, Any] = getattr(env, "env_map", None) or {}
+    for name, member in members.items():
+        if getattr(member, "row_source", None) is not None:
+            raise ConfigError(
+                f"environment {name!r} of the group brings a curriculum of its own (row_source), which a run over a "
+                "group does not follow: train on that environment alone, choose its rows (a RemoteEnv takes "
+                "dataset=), or give the run a curriculum over the group's environments."
+            )
+        _check_members(member)
 
 
 def _source(args: GRPOConfig, env: Any, curriculum: Curriculum | Adapts) -> RowSource:
