@@ -47,9 +47,9 @@ def test_flat_groups_are_replaced_by_other_prompts_and_recorded(
         trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, streaming=streaming, **options)
         trainer.train()
     assert trainer.logged("rows/trained") == [8.0, 8.0, 8.0]
-    assert trainer.logged("frac_reward_zero_std") == [0.0, 0.0, 0.0]
     replaced = trainer.logged("rollouts/groups_replaced")
     assert sum(replaced) > 0
+    assert trainer.logged("frac_reward_zero_std") == [count / (2 + count) for count in replaced]
     assert reasons(tmp_path) == {"zero_variance": 4 * sum(replaced)}
     assert trainer.logged("rollouts/launched") == [8 + 4 * count for count in replaced]
     for record in read_ledger(tmp_path):
@@ -57,6 +57,32 @@ def test_flat_groups_are_replaced_by_other_prompts_and_recorded(
         ended += [(item["example_id"], item["generation"]) for item in record["dropped"]]
         assert len(set(ended)) == len(ended)
         assert set(trainer.plan.requests(record["block_id"])) <= set(ended)
+
+
+def test_of_a_group_with_failures_the_scored_rewards_say_whether_it_is_replaced(
+    make_fake_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    class FailsOnce(vf.SingleTurnEnv):
+        """The first prompt's first rollout fails, and its others are rewarded alike."""
+
+        failing: str | None = None
+
+        async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            if FailsOnce.failing is None:
+                FailsOnce.failing = prompt[-1]["content"]
+                raise LookupError("once")
+            return await super().rollout(client, model, prompt, *args, **kwargs)
+
+    def reward(completion: Any, prompt: Any = None, **kwargs: Any) -> float:
+        return 1.0 if prompt[-1]["content"] == FailsOnce.failing else tiny_world.vowels(completion)
+
+    env = FailsOnce(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[reward]))
+    with FakeOpenAIServer(letters) as fake:
+        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, dynamic_sampling=True, max_steps=1)
+        trainer.train()
+    assert trainer.logged("rollouts/groups_replaced") == [1.0]
+    assert trainer.logged("rows/trained") == [8.0]
+    assert reasons(tmp_path) == {"zero_variance": 3, "environment_error": 1}
 
 
 def test_a_block_of_flat_groups_alone_trains_as_planned(

@@ -13,7 +13,7 @@ import tiny_world
 import torch
 
 from verifiers.errors import WeightProbeError
-from verifiers.train.pushes import BeforeUpdates
+from verifiers.train.probing import BeforeUpdates
 from verifiers.train.weight_sync import DirectorySync
 from verifiers.train.weight_sync.server import NoAnswerError, RefusedError
 

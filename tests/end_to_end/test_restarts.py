@@ -17,7 +17,12 @@ import tiny_world
 import torch
 from transformers import TrainerCallback
 
-from verifiers.train.weight_sync import ServerControl
+from verifiers.errors import ConfigError
+from verifiers.rollouts.balancing import BalancedBackend, server_pool
+from verifiers.rollouts.endpoint import Endpoint, backend_for
+from verifiers.testing import FakeOpenAIServer
+from verifiers.train.servers import credentials, watched_servers
+from verifiers.train.weight_sync import DirectorySync, ServerControl, watch
 
 
 class Process:
@@ -92,6 +97,91 @@ class Witness(TrainerCallback):
                 assert [row.logprobs[p] for p in places] == pytest.approx([plain[p] for p in places], abs=1e-4)
                 tokens += len(places)
         assert tokens > 8 * len(self.blocks)
+
+
+def clients(kind: str, url: str) -> Any:
+    """Everything that GRPOTrainer's docstring names as `client`, for one server."""
+    if kind == "AsyncOpenAI":
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=url, api_key="EMPTY")
+    return {"Endpoint": Endpoint(url), "url": url, "list": [Endpoint(url)], "pool": server_pool([url])}[kind]
+
+
+@pytest.mark.parametrize("kind", ["AsyncOpenAI", "Endpoint", "url", "list", "pool"])
+def test_no_kind_of_client_reaches_weights_that_were_not_pushed(
+    wide_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # nobody but the requests themselves finds out within the test
+    monkeypatch.setattr(watch, "WATCH_INTERVAL_S", 60.0)
+    answered: list[Any] = []
+
+    def answer(body: dict[str, Any]) -> str:
+        answered.append(fake.weight_version)
+        return f"a{body['seed']}"
+
+    with FakeOpenAIServer(answer, weight_version="default") as fake:
+        args = tiny_world.config(tmp_path / "run", fake.url, probe_tolerance=1e9, server_restart_timeout=20.0)
+        trainer = tiny_world.ObservedTrainer(
+            str(wide_model_dir), tiny_world.single_turn(), args, client=clients(kind, fake.url)
+        )
+        with tiny_world.closing(trainer):
+            trainer.open()
+            feed = trainer.feed
+            assert feed is not None
+            feed.sync(0)
+            answered.clear()
+            fake.weight_version = "default"  # a server that has just started says so
+            feed.begin(0, 0)
+            block = feed.take(0, 0)
+    assert {str(version) for version in answered} == {"0"}
+    assert len(answered) == len(block.rollouts) == 8
+    assert all(rollout.is_scored for rollout in block)
+    assert trainer.weight_sync.fleet.restarts == 1  # type: ignore[attr-defined]
+
+
+def test_every_server_of_a_list_gets_the_pushes(wide_model_dir: Path, tmp_path: Path) -> None:
+    with FakeOpenAIServer() as one, FakeOpenAIServer() as two:
+        args = tiny_world.config(tmp_path / "run", "http://127.0.0.1:9/v1", probe_tolerance=1e9)
+        client = [Endpoint(one.url), two.url]
+        trainer = tiny_world.ObservedTrainer(str(wide_model_dir), tiny_world.single_turn(), args, client=client)
+        with tiny_world.closing(trainer):
+            trainer.open()
+            trainer._push_weights(5)
+        assert (one.weight_version, two.weight_version) == (5, 5)
+
+
+def test_servers_with_different_keys_are_refused(wide_model_dir: Path, tmp_path: Path) -> None:
+    client = [Endpoint("http://127.0.0.1:1/v1", "one-key"), Endpoint("http://127.0.0.1:2/v1", "another")]
+    args = tiny_world.config(tmp_path / "run", "http://127.0.0.1:9/v1")
+    with pytest.raises(ConfigError, match="2 different API keys"):
+        tiny_world.ObservedTrainer(str(wide_model_dir), tiny_world.single_turn(), args, client=client)
+
+
+def test_what_every_kind_of_client_authenticates_with_is_known_to_who_must_hide_it() -> None:
+    from openai import AsyncOpenAI
+
+    one = Endpoint("http://127.0.0.1:1/v1", "a-key", headers={"X-Token": "first"})
+    two = Endpoint("http://127.0.0.1:2/v1", "a-key", headers={"X-Token": "second"})
+    for client in ([one, two], server_pool([one.base_url], api_key="a-key"), one):
+        assert credentials(backend_for(client))[0] == "a-key"
+    assert sorted(credentials(backend_for([one, two]))[1].values()) == ["first", "second"]
+    given = AsyncOpenAI(base_url=one.base_url, api_key="a-key", default_headers={"X-Token": "third"})
+    assert credentials(backend_for(given)) == ("a-key", {"0:X-Token": "third"})
+
+
+def test_a_client_that_has_to_be_called_as_it_is_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    from openai import AsyncOpenAI
+
+    class Wrapped(AsyncOpenAI):
+        """A subclass may do anything."""
+
+    url = "http://127.0.0.1:1/v1"
+    sync = DirectorySync(url)
+    backend = watched_servers(Wrapped(base_url=url, api_key="EMPTY"), sync, 1.0)
+    sync.close()
+    assert not isinstance(backend, BalancedBackend)
+    assert "may answer some before it has the pushed weights" in caplog.text
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
-from verifiers.rollouts.balancing import BalancedBackend
+from verifiers.rollouts.balancing import BalancedBackend, server_pool
 from verifiers.rollouts.client import RolloutClient
 from verifiers.rollouts.endpoint import Endpoint, HttpBackend, backend_for
 from verifiers.rollouts.retries import RetryableError, RetryPolicy
@@ -233,6 +234,51 @@ async def test_real_servers_share_the_work_and_one_that_dies_takes_no_rollout_wi
         await backend.close()
     assert sum(answered.values()) == 120
     assert answered[two.url] >= 60
+
+
+async def test_a_request_that_ends_its_server_is_asked_of_one_other_and_no_more() -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        return Fault.disconnect() if body["messages"][-1]["content"] == "poison" else "4"
+
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(FakeOpenAIServer(answer)) for _ in range(4)]
+        backend = server_pool([server.url for server in servers], managed=True, up_timeout_s=1.0)
+        client = RolloutClient(backend, model="m", retry=RetryPolicy(base_s=0.0))
+        with pytest.raises(ProviderError, match=r"and then .* went away while it answered one request"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "poison"}])
+        assert len(backend.down()) == 2
+        # the others have lost nothing, nor has the rollout
+        assert await client.chat.completions.create(**ASK)
+        await backend.close()
+
+
+async def test_a_server_that_errs_and_then_goes_counts_as_lost_under_the_request() -> None:
+    servers = [Scripted(f"s{number}") for number in range(4)]
+    backend = BalancedBackend(servers, managed=True)
+    for server in servers:
+        server.error = RetryableError("engine is dead", status=500)
+    handle = backend.for_rollout()
+    for _ in range(2):
+        with pytest.raises(RetryableError, match="engine is dead"):
+            await handle.call(CHAT, ASK)
+        erred = next(one for one in servers if one.calls and one.base_url not in backend.down())
+        backend.mark_down(erred.base_url, "it does not answer")
+    with pytest.raises(ProviderError, match="may be what ends them"):
+        await handle.call(CHAT, ASK)
+    assert sum(server.calls for server in servers) == 2
+
+
+async def test_breaks_with_an_answer_between_them_are_counted_anew() -> None:
+    clock = Clock()
+    servers, backend = balanced(3, clock)
+    handle = backend.for_rollout()
+    for _ in range(4):
+        clock.now += 100.0
+        await handle.call(CHAT, ASK)
+        holds = max(servers, key=lambda server: server.base_url == handle.base_url)
+        holds.error = RetryableError("reset", unreachable=True, broke=True)
+        assert await handle.call(CHAT, ASK) is ANSWER
+        holds.error = None
 
 
 async def test_closing_closes_every_backend_and_no_backend_is_refused() -> None:

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import ConfigError, DeadlineError, NothingScoredError
 from verifiers.rollouts.block_run import STRAGGLER, GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.rubrics.rubric import Rubric
+from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey, State
 
 PROMPT = [{"role": "user", "content": "go"}]
@@ -121,6 +123,51 @@ def test_stragglers_are_given_up_when_the_block_is_wanted_and_their_group_is_sco
     assert block.rollouts[0].failure.kind == STRAGGLER
     assert [rollout.reward for rollout in block.rollouts] == [None, 1.0, 2.0, None, 1.0, 2.0]
     assert sum(block.outcomes().values()) == 6
+
+
+def test_of_a_straggler_the_turns_that_had_ended_are_counted() -> None:
+    class Dialogue(MultiTurnEnv):
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [{"role": "user", "content": "go on"}], state
+
+    def answer(body: dict[str, Any]) -> Any:
+        hangs = body["messages"][0]["content"] == "slow" and len(body["messages"]) > 1
+        return Fault.hang() if hangs else "four"
+
+    env = Dialogue(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=Rubric([lambda **_: 1.0]), max_turns=2)
+    slow = [{"role": "user", "content": "slow"}]
+    planned = [RolloutRequest(RolloutKey(0, 1, g), slow if g == 0 else PROMPT, seed=g + 1) for g in range(3)]
+    options = {"drop_stragglers_after_s": 0.1, "generation": "messages", "generation_timeout_s": 10.0}
+    with FakeOpenAIServer(answer) as fake, AsyncBatchGenerator(env, fake.url, "fake", **options) as blocks:
+        blocks.submit(0, planned)
+        straggler, other, _ = blocks.get(0).rollouts
+    assert straggler.failure is not None
+    assert straggler.failure.kind == STRAGGLER
+    assert (straggler.turns, other.turns) == (1, 2)
+    (row,) = straggler.rows
+    assert row.sampled_tokens == straggler.usage.completion_tokens > 0
+    assert straggler.reward is None
+
+
+def test_no_spare_is_begun_once_stragglers_are_given_up() -> None:
+    async def forever() -> float:
+        await asyncio.get_running_loop().create_future()
+        return 0.0
+
+    def play(key: Any, attempt: int) -> Any:
+        if key[1] == 1:
+            return 1.0 if key[2] < 2 else forever()
+        return float(key[2])
+
+    env = Scripted(play)
+    options = {"drop_stragglers_after_s": 0.05, "group_policy": GroupPolicy(is_flat=flat)}
+    with generator(env, **options) as blocks:
+        blocks.submit(0, requests(0, [1, 2], 4), spares=requests(0, [20, 21], 4))
+        block = blocks.get(0)
+    assert {key[1] for key in env.begun} == {1, 2}
+    assert [group.example_id for group in block.groups] == [2]
+    assert [group.example_id for group in block.filtered] == [1]
+    assert sum(block.outcomes().values()) == 8
 
 
 def test_nothing_is_given_up_before_half_of_the_block_has_ended() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +28,9 @@ from token_world import (
 import verifiers as vf
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.rollouts.client import RolloutClient
-from verifiers.rollouts.endpoint import ClientBackend, Endpoint, HttpBackend
+from verifiers.rollouts.endpoint import DERENDER, GENERATE, ClientBackend, Endpoint, HttpBackend
 from verifiers.rollouts.rendering import SplitRenderer
-from verifiers.rollouts.retries import RetryPolicy
+from verifiers.rollouts.retries import RetryableError, RetryPolicy
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import RolloutRunner
 from verifiers.rollouts.token_in import TokenIn, token_in_for
@@ -369,15 +371,83 @@ async def test_a_server_that_stops_answering_is_a_provider_error_and_never_a_rew
     assert rollout.reward is None
 
 
-async def test_a_server_that_cannot_be_asked_what_it_offers_is_no_reason_for_messages() -> None:
+class Failing:
+    """A backend with one route that fails with a status, or cannot be reached (None)."""
+
+    base_url, api_key = "http://x/v1", "EMPTY"
+
+    def __init__(self, path: str, status: int | None) -> None:
+        self.path, self.status = path, status
+        self.tries = 0
+
+    async def call(self, path: str, arguments: Any) -> Any:
+        if path == self.path:
+            self.tries += 1
+            raise RetryableError("it fails", status=self.status)
+        return {"choices": [{"token_ids": [1], "logprobs": {"content": [{}]}}]}
+
+    async def close(self) -> None: ...
+
+
+class Rendered(SplitRenderer):
+    """Any template."""
+
+    def __init__(self) -> None: ...
+
+    async def check(self) -> None: ...
+
+    async def first(self, *_: Any) -> list[int]:
+        return [1]
+
+
+@pytest.mark.parametrize("path", [GENERATE, DERENDER])
+async def test_a_route_that_keeps_failing_is_asked_again_after_a_minute_and_turns_go_as_messages_till_then(
+    path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Failing(path, 500)
+    token_in = TokenIn(backend, "m", renderer=Rendered(), retry=NO_WAIT)
+    assert await asyncio.gather(*(token_in.offered() for _ in range(20))) == [False] * 20
+    assert token_in.is_refused
+    assert backend.tries == NO_WAIT.max_attempts
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    now = time.monotonic()
+    monkeypatch.setattr("verifiers.rollouts.token_in.time", SimpleNamespace(monotonic=lambda: now + 61.0))
+    backend.path = ""
+    assert not token_in.is_refused
+    assert await token_in.offered()
+
+
+@pytest.mark.parametrize(("mode", "status"), [("auto", None), ("tokens", None), ("tokens", 500)])
+async def test_a_server_that_cannot_be_asked_is_asked_once_for_all_who_wait(mode: Any, status: int | None) -> None:
+    backend = Failing(GENERATE, status)
+    token_in = TokenIn(backend, "m", mode, renderer=Rendered(), retry=NO_WAIT)
+    found = await asyncio.gather(*(token_in.offered() for _ in range(20)), return_exceptions=True)
+    assert {type(error) for error in found} == {ProviderError}
+    assert backend.tries == NO_WAIT.max_attempts
+    backend.path = ""
+    assert await token_in.offered()
+
+
+async def test_turns_go_on_as_messages_where_a_route_of_token_ids_begins_to_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = HttpBackend.call
+
+    async def failing(self: HttpBackend, path: str, arguments: Any) -> Any:
+        if path == DERENDER:
+            raise RetryableError("it fails", status=500)
+        return await call(self, path, arguments)
+
     async with TokenServer(thinks, strips) as server:
         backend = HttpBackend(Endpoint(server.url))
         token_in = TokenIn(backend, "m", retry=NO_WAIT)
-        server.failures = [503] * 5
-        with pytest.raises(ProviderError, match="busy"):
-            await token_in.offered()
         assert await token_in.offered()
+        monkeypatch.setattr(HttpBackend, "call", failing)
+        (rollout,) = await play(server, "auto", token_in=token_in)
         await backend.close()
+    assert rollout.outcome is Outcome.COMPLETED
+    assert rollout.turns == TURNS
+    assert token_in.is_refused
 
 
 async def test_tokens_are_stamped_with_the_versions_that_the_server_reports() -> None:

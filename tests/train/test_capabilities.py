@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ import pytest
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.capabilities import (
+    OLDEST_VLLM,
     SAMPLE_TEXT,
     Capabilities,
     check_capabilities,
     log_probs_are_raw,
+    old_server,
     read_capabilities,
 )
 from verifiers.train.weight_sync import (
@@ -91,6 +95,32 @@ def test_what_is_missing_is_named_with_what_gives_it(found: Capabilities, option
         check(found, **options)
 
 
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("0.27.9", True),
+        ("0.10.1.1", True),
+        ("0.28.0", False),
+        ("1.0.0", False),
+        ("0.1.dev7", False),
+        (None, False),
+    ],
+)
+def test_a_vllm_from_before_the_routes_is_refused_by_its_version(version: str | None, old: bool) -> None:
+    found = changed(version=version)
+    if old:
+        with pytest.raises(WeightSyncError, match=rf"it is vLLM {version}, and training needs 0\.28 or later"):
+            check(found)
+    else:
+        check(found)
+
+
+def test_the_launcher_and_the_trainer_know_the_same_oldest_vllm() -> None:
+    source = (Path(__file__).parents[2] / "servers/vllm/verifiers_vllm/versions.py").read_text()
+    listed = [tuple(map(int, minor)) for minor in re.findall(r"^    \((\d+), (\d+)\): Minor", source, re.MULTILINE)]
+    assert min(listed) == OLDEST_VLLM
+
+
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(WeightSyncError, match=r"processed_logprobs.*; .*max-model-len"):
         check(changed(log_probs_mode="raw_logprobs", max_model_len=9))
@@ -100,12 +130,13 @@ class _Vllm(BaseHTTPRequestHandler):
     """Answers as vLLM does, with a distribution over two tokens one nat apart."""
 
     raw = False
+    version = "0.32.0"
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._answer({"data": [{"id": "policy", "max_model_len": 64}, {"id": "adapter", "max_model_len": 64}]})
         elif self.path == "/version":
-            self._answer({"version": "0.32.0"})
+            self._answer({"version": self.version})
         elif self.path == "/server_info?config_format=json":
             config = {
                 "model_config": {"logprobs_mode": "raw_logprobs", "dtype": "torch.bfloat16"},
@@ -165,6 +196,14 @@ def test_a_vllm_is_read(vllm: ServerControl) -> None:
         transfer_backend="nccl",
         loads_adapters=True,
     )
+
+
+def test_a_server_that_lacks_the_routes_is_told_its_age(vllm: ServerControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert old_server(vllm) is None
+    monkeypatch.setattr(_Vllm, "version", "0.21.3")
+    assert old_server(vllm) == "it is vLLM 0.21.3, and training needs 0.28 or later; upgrade vLLM there"
+    with FakeOpenAIServer() as other:
+        assert old_server(ServerControl(other.url)) is None
 
 
 @pytest.mark.parametrize("prompt", ["go", [{"role": "user", "content": "go"}]], ids=["completion", "chat"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verifiers.errors import WeightProbeError, WeightSyncError
-from verifiers.train.pushes import _outlasting_restarts
+from verifiers.train.probing import _outlasting_restarts
 from verifiers.train.weight_sync import Fleet
 from verifiers.train.weight_sync.probe import ProbeResult
 from verifiers.train.weight_sync.server import NoAnswerError

@@ -19,9 +19,10 @@ from typing import Any
 
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.rollouts.endpoint import Backend, Endpoint, HttpBackend
+from verifiers.rollouts.pinned import PinnedBackend
 from verifiers.rollouts.retries import RetryableError
 
-__all__ = ["BalancedBackend", "PinnedBackend", "server_pool"]
+__all__ = ["BalancedBackend", "server_pool"]
 
 logger = logging.getLogger("verifiers.rollouts")
 
@@ -37,7 +38,7 @@ _HOMES_KEPT = 4096
 
 
 @dataclass(slots=True)
-class _Server:
+class Server:
     backend: Backend
     in_flight: int = 0
     failures: int = 0
@@ -53,7 +54,8 @@ class BalancedBackend:
     A rollout's later turns, and the rollouts of one group, go to the server that computed their prefix, unless that
     has more than 4 + 1.5 x as many calls in flight as the least loaded server.
 
-    A server that cannot be reached, or breaks off an answer, loses its calls to the others at once. Then:
+    A server that cannot be reached, or breaks off an answer, loses its calls to the others at once; a call under
+    which two servers broke off fails, for it may be what ends them. Then:
 
     - `managed=False`: it is set aside for 1 s, then for twice as long each time, up to a minute. After that one call
       probes it, and an answer of whatever status brings it back; others follow when the probe was not refused for
@@ -88,7 +90,7 @@ class BalancedBackend:
     ) -> None:
         if not backends:
             raise ConfigError("there is no backend to send calls to; give at least one base URL.")
-        self._servers = [_Server(backend) for backend in backends]
+        self._servers = [Server(backend) for backend in backends]
         self._by_url = {server.backend.base_url: server for server in self._servers}
         if managed and len(self._by_url) < len(self._servers):
             raise ConfigError(f"the base URLs {[b.base_url for b in backends]} name a server twice; name each once.")
@@ -97,7 +99,7 @@ class BalancedBackend:
         self.up_timeout_s = up_timeout_s
         self._random = random.Random(seed)
         self._clock = clock
-        self._homes: dict[Hashable, _Server] = {}
+        self._homes: dict[Hashable, Server] = {}
         self._lock = threading.Lock()
         self._none_up_since = -float("inf")
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -172,7 +174,7 @@ class BalancedBackend:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_wake, woken)
 
-    def _server(self, url: str) -> _Server:
+    def _server(self, url: str) -> Server:
         try:
             return self._by_url[url.rstrip("/")]
         except KeyError:
@@ -217,7 +219,7 @@ class BalancedBackend:
         """As `Backend.call`, on the least loaded server."""
         return await self.for_rollout().call(path, arguments)
 
-    async def call_on(self, server: _Server, path: str, arguments: Mapping[str, Any]) -> Any:
+    async def call_on(self, server: Server, path: str, arguments: Mapping[str, Any]) -> Any:
         """One try on one server, counted; whether it could be reached is remembered."""
         server.in_flight += 1
         probes = server.failures > 0 and server.probed_until == -float("inf")
@@ -248,7 +250,7 @@ class BalancedBackend:
             if reached is not None and not self.managed:
                 self._remember(server, reached)
 
-    async def _call_unless_given_up(self, server: _Server, path: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call_unless_given_up(self, server: Server, path: str, arguments: Mapping[str, Any]) -> Any:
         given_up = asyncio.timeout(None)
         try:
             async with given_up:
@@ -261,12 +263,12 @@ class BalancedBackend:
             if not given_up.expired():
                 raise
             text = f"{server.backend.base_url} was given up: {server.down or 'it was down'}"
-            raise RetryableError(text, unreachable=True) from error
+            raise RetryableError(text, unreachable=True, broke=True) from error
         finally:
             with self._lock:
                 server.calls.pop(given_up, None)
 
-    def choose(self, but: Sequence[_Server] = (), near: _Server | None = None) -> _Server | None:
+    def choose(self, but: Sequence[Server] = (), near: Server | None = None) -> Server | None:
         """A server that is up, not set aside nor among `but`, or None where there is none.
 
         Without `but`, and where a server is up, there always is one: where all are set aside, the one that is due
@@ -289,11 +291,11 @@ class BalancedBackend:
             return near
         return self._random.choice([server for server in ready if server.in_flight == least])
 
-    def home(self, group: Hashable) -> _Server | None:
+    def home(self, group: Hashable) -> Server | None:
         """The server where a group began, or None."""
         return self._homes.get(group) if group is not None else None
 
-    def settle(self, group: Hashable, server: _Server) -> None:
+    def settle(self, group: Hashable, server: Server) -> None:
         """Remember where a group begins; the first rollout says, and again where that server is gone."""
         if group is None:
             return
@@ -304,11 +306,11 @@ class BalancedBackend:
         if len(self._homes) > _HOMES_KEPT:
             del self._homes[next(iter(self._homes))]
 
-    def is_ready(self, server: _Server) -> bool:
+    def is_ready(self, server: Server) -> bool:
         """True where the server is neither down nor set aside."""
         return server.down is None and server.aside_until <= self._clock()
 
-    def _remember(self, server: _Server, reached: bool) -> None:
+    def _remember(self, server: Server, reached: bool) -> None:
         if reached:
             if server.failures:
                 logger.info("%s is back", server.backend.base_url)
@@ -324,47 +326,6 @@ class BalancedBackend:
         """Close every backend."""
         for server in self._servers:
             await server.backend.close()
-
-
-class PinnedBackend:
-    """One rollout's handle on a `BalancedBackend`: its calls go to one server until that one fails."""
-
-    def __init__(self, balanced: BalancedBackend, group: Hashable = None) -> None:
-        self._balanced = balanced
-        self._group = group
-        self._server: _Server | None = None
-        self._failed: list[_Server] = []
-        self.base_url = balanced.base_url
-        self.api_key = balanced.api_key
-
-    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        """As `Backend.call`; a server that cannot be reached is replaced by each of the others in turn."""
-        balanced = self._balanced
-        near = self._server or balanced.home(self._group)
-        # a server that refuses at once always looks idle
-        server = balanced.choose(self._failed, near) or balanced.choose(near=near)
-        while server is None:
-            await balanced.until_one_is_up()
-            server = balanced.choose(near=near)
-        self._failed = []
-        tried: list[_Server] = []
-        while server is not None:
-            self._server, self.base_url = server, server.backend.base_url
-            balanced.settle(self._group, server)
-            tried.append(server)
-            try:
-                return await balanced.call_on(server, path, arguments)
-            except RetryableError as error:
-                if error.status != 429:
-                    # a limit is best waited for where the prefix is; with anything else, the next try goes elsewhere
-                    self._server, self._failed = None, tried
-                server = balanced.choose(tried) if error.unreachable else None
-                if server is None:
-                    raise
-        raise AssertionError("there is at least one server")
-
-    async def close(self) -> None:
-        """Nothing to close: connections belong to the balanced backend."""
 
 
 def server_pool(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, NothingScoredError
+from verifiers.rollouts.client import RolloutClient
 from verifiers.rollouts.garbage import fewer_collections
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import RolloutRunner
@@ -125,7 +126,8 @@ class BlockRun:
             # one spare for each flat group: what is begun is then the shortest list with enough groups in it,
             # whatever the order in which they end
             spare = self._planned + self._spares_used
-            if spare < len(self._candidates):
+            # where stragglers are given up the block is wanted now: a spare would be given up as it begins
+            if spare < len(self._candidates) and not self._dropping:
                 self._spares_used += 1
                 tasks.create_task(self._group(spare, tasks))
         if self._on_groups is not None:
@@ -156,26 +158,28 @@ class BlockRun:
         straggling = asyncio.timeout(None)
         started = time.perf_counter()
         self._deadlines[request.key] = straggling
+        begun: list[RolloutClient] = []
         try:
             async with straggling:
-                return await self._tries(request)
+                return await self._tries(request, begun)
         except TimeoutError:
             if not straggling.expired():
                 raise
-            return _dropped(request, time.perf_counter() - started)
+            return _dropped(request, time.perf_counter() - started, begun)
         finally:
             del self._deadlines[request.key]
             self._ended += 1
             if self._dropping:
                 self._drop()
 
-    async def _tries(self, request: RolloutRequest) -> Rollout:
-        rollout = await self._runner.run_one(request)
+    async def _tries(self, request: RolloutRequest, begun: list[RolloutClient]) -> Rollout:
+        rollout = await self._runner.run_one(request, begun.append)
         for again in range(1, self._policy.retries + 1):
             if not rollout.outcome.is_failure:
                 break
             before = rollout
-            rollout = await self._runner.run_one(dataclasses.replace(request, seed=_seed_again(request.seed, again)))
+            another = dataclasses.replace(request, seed=_seed_again(request.seed, again))
+            rollout = await self._runner.run_one(another, begun.append)
             rollout.attempts += before.attempts
         return rollout
 
@@ -200,9 +204,9 @@ def _seed_again(seed: int | None, attempt: int) -> int | None:
     return None if seed is None else random.Random(f"{seed}:again:{attempt}").getrandbits(62) + 1
 
 
-def _dropped(request: RolloutRequest, seconds: float) -> Rollout:
-    """A straggler: what it had said is gone, so its length is told in seconds."""
-    return Rollout(
+def _dropped(request: RolloutRequest, seconds: float, begun: Sequence[RolloutClient]) -> Rollout:
+    """A straggler, with the turns that had ended; the one that it was in is known by its seconds alone."""
+    rollout = Rollout(
         key=request.key,
         outcome=Outcome.CANCELLED,
         prompt=request.prompt,
@@ -214,6 +218,10 @@ def _dropped(request: RolloutRequest, seconds: float) -> Rollout:
         timing=Timing(generation_s=seconds),
         state=State(),
     )
+    if begun:
+        begun[-1].tell(rollout)
+        rollout.attempts += sum(1 + client.retries for client in begun[:-1])
+    return rollout
 
 
 def _nothing_scored(block: ScoredBlock) -> str:

@@ -16,9 +16,10 @@ from verifiers.rollouts.conversations import ChatCall
 from verifiers.rollouts.endpoint import CHAT, COMPLETIONS, DERENDER, Backend
 from verifiers.rollouts.limits import Limiter
 from verifiers.rollouts.retries import RetryPolicy, call_with_retries
+from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.token_in import TokenIn, TokenTurns
-from verifiers.rollouts.trace import Turn
-from verifiers.rollouts.wire import plain_data
+from verifiers.rollouts.trace import Turn, rows_from_turns
+from verifiers.rollouts.wire import NEUTRAL_SAMPLING, plain_data
 from verifiers.types import Usage
 
 __all__ = ["RolloutClient", "turn_seed"]
@@ -56,7 +57,8 @@ class RolloutClient:
         model: name of the trained policy; calls that name another model are not trained.
         seed: the rollout's sampling seed; each call gets its own derived from it. Wins over a seed in the
             call's arguments, since two rollouts of a group must never share one. None leaves the call alone.
-        require_tokens: ask for token ids and log-probs, and fail where the server sends none (training).
+        require_tokens: ask for token ids and log-probs, and fail where the server sends none; sampling arguments
+            that a call leaves out are sent as those of the model's own distribution (training).
         policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
         token_in: how turns are sent as token ids; None sends messages.
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
@@ -67,6 +69,7 @@ class RolloutClient:
         last_error: what the newest trained call failed with, or None where it succeeded.
         overlong: a call's prompt did not fit the context.
         finish_reason: of the newest trained call.
+        trains: `group`, where the rollout is for training; else None.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class RolloutClient:
         self.last_error: Exception | None = None
         self.overlong = False
         self.finish_reason: str | None = None
+        self.trains = group if require_tokens else None
         self.completions = _Create(self, COMPLETIONS)
         self.chat = _Chat(_Create(self, CHAT))
 
@@ -121,6 +125,13 @@ class RolloutClient:
     def stop_recording(self) -> None:
         """What is asked from now on is no part of the trace: the rollout is over, its rewards may still ask."""
         self._trained = False
+
+    def tell(self, rollout: Rollout) -> None:
+        """Put what was recorded so far into a rollout."""
+        rollout.rows, rollout.forks = rows_from_turns(self.turns)
+        rollout.turns = self.calls
+        rollout.usage = self.usage
+        rollout.attempts = 1 + self.retries
 
     def with_options(self, **_: Any) -> RolloutClient:
         """The same handle: timeouts and retries are the run's, so that one rollout cannot escape them."""
@@ -185,6 +196,9 @@ class RolloutClient:
             if isinstance(n, int) and n > 1:
                 raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
             arguments["logprobs"] = True if path == CHAT else arguments.get("logprobs") or 0
+            for name, value in NEUTRAL_SAMPLING.items():
+                if arguments.get(name) is None and extra.get(name) is None:
+                    extra[name] = value
             # a keyword that the SDK does not know goes into extra_body, which every backend understands
             extra["return_token_ids"] = True
         if extra:
@@ -245,7 +259,7 @@ def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, l
     if missing:
         raise MissingTokenIdsError(
             f"{base_url} answered without {' and '.join(missing)}, which training needs; use a server that honours "
-            "return_token_ids and logprobs, such as vf-serve, or vLLM 0.10 or later."
+            "return_token_ids and logprobs, such as vf-serve or vf-vllm, with no proxy before it that drops fields."
         )
     assert completion_ids is not None
     assert logprobs is not None

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verifiers.concurrency import at_loop_end
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
+from verifiers.rollouts.call_errors import broke, client_error, reason, status_error
 from verifiers.rollouts.overflow import is_context_overflow
 from verifiers.rollouts.proxies import proxy_for
-from verifiers.rollouts.retries import RetryableError, is_retryable_status, retry_after_s
+from verifiers.rollouts.retries import RetryableError, retry_after_s
 from verifiers.rollouts.wire import WireObject, request_body
 
 if TYPE_CHECKING:
@@ -191,11 +192,12 @@ class HttpBackend:
         except TimeoutError as error:
             raise RetryableError(f"no answer from {url} within {limit_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            text = f"{self.base_url} could not be reached: {_reason(error)}"
-            raise RetryableError(text, unreachable=True) from error
+            text = f"{self.base_url} could not be reached: {reason(error)}"
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            raise RetryableError(text, unreachable=True, broke=not refused and broke(error)) from error
         if status == 200:
             return _decode(content, url)
-        raise _status_error(url, status, self._without_key(content), retry_after)
+        raise status_error(url, status, self._without_key(content), retry_after)
 
     def _without_key(self, content: bytes) -> str:
         """A server's refusal as text; some quote the key that they were sent."""
@@ -250,7 +252,7 @@ class ClientBackend:
             if deadline.expired():
                 where = self.base_url or "the client"
                 raise RetryableError(f"no answer from {where} within {self.timeout_s:g} s") from error
-            meaning = _client_error(self.base_url, error)
+            meaning = client_error(self.base_url, error)
             if meaning is error:
                 raise
             raise meaning from error
@@ -344,51 +346,3 @@ def _is_empty(data: dict[str, Any]) -> bool:
         return False
     sampled = (data.get("usage") or {}).get("completion_tokens") or choice.get("token_ids")
     return not sampled and choice.get("finish_reason") not in ("length", "content_filter")
-
-
-def _status_error(url: str, status: int, text: str, retry_after: float | None) -> Exception:
-    if is_context_overflow(status, text):
-        return OverlongPromptError(_server_message(text))
-    message = f"{url} answered {status}: {_server_message(text)}"
-    if _may_pass(status, text):
-        return RetryableError(message, status=status, body=text, retry_after_s=retry_after)
-    return ProviderError(message, status=status, body=text)
-
-
-def _may_pass(status: int, text: str) -> bool:
-    # an account without money answers 429 too, and waiting does not fill it
-    return is_retryable_status(status) and not (status == 429 and "insufficient_quota" in text)
-
-
-def _client_error(base_url: str, error: Exception) -> Exception:
-    """What an exception of a foreign client means; its class and status decide, its text is kept."""
-    status = getattr(error, "status_code", None)
-    text = f"{type(error).__name__}: {error}"
-    if is_context_overflow(status, text):
-        return OverlongPromptError(str(error))
-    headers = getattr(getattr(error, "response", None), "headers", None) or {}
-    if isinstance(status, int):
-        if _may_pass(status, text):
-            return RetryableError(text, status=status, body=text, retry_after_s=retry_after_s(headers))
-        return ProviderError(text, status=status, body=text)
-    unreadable = isinstance(error, json.JSONDecodeError) or type(error).__name__ == "APIResponseValidationError"
-    no_answer = type(error).__name__ in ("APIConnectionError", "APITimeoutError")
-    if unreadable or no_answer or isinstance(error, (ConnectionError, TimeoutError)):
-        broken = type(error).__name__ == "APIConnectionError" or isinstance(error, ConnectionError)
-        return RetryableError(f"{base_url or 'the client'}: {text}", unreachable=broken)
-    return error
-
-
-def _server_message(text: str) -> str:
-    """The sentence inside an OpenAI error body, or the start of the body."""
-    try:
-        error = json.loads(text)
-        inner = error.get("error", error) if isinstance(error, dict) else error
-        message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
-        return str(message or text)[:500]
-    except (ValueError, AttributeError):
-        return text[:500] or "(empty body)"
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -60,6 +60,7 @@ class RetryableError(ProviderError):
         retry_after_s: the server's wish, in seconds, or None.
         unreachable: the server could not be reached, or the connection broke; an answer that was late is not that.
         empty: it was an answer with nothing in it.
+        broke: the connection was there, and broke before the answer was.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class RetryableError(ProviderError):
         retry_after_s: float | None = None,
         unreachable: bool = False,
         empty: bool = False,
+        broke: bool = False,
     ) -> None:
         super().__init__(message, status=status, body=body)
         self.retry_after_s = retry_after_s
         self.unreachable = unreachable
         self.empty = empty
+        self.broke = broke
 
 
 class WatchesAnswers(Protocol):

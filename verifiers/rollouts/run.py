@@ -27,7 +27,6 @@ from verifiers.rollouts.meter import RolloutMeter, metered_slot
 from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
 from verifiers.rollouts.token_in import TokenIn
-from verifiers.rollouts.trace import rows_from_turns
 from verifiers.types import Failure, Outcome, State
 
 __all__ = [
@@ -136,8 +135,14 @@ class RolloutRunner:
             return [task.result() for task in running]
         raise first
 
-    async def run_one(self, request: RolloutRequest) -> Rollout:
-        """Run one rollout to its end, without a score."""
+    async def run_one(
+        self, request: RolloutRequest, on_begin: Callable[[RolloutClient], None] | None = None
+    ) -> Rollout:
+        """Run one rollout to its end, without a score.
+
+        Args:
+            on_begin: given the rollout's client, which knows the turns so far, when it begins.
+        """
         submitted = time.perf_counter()
         async with metered_slot(self.limiter, self.meter):
             started = time.perf_counter()
@@ -152,13 +157,12 @@ class RolloutRunner:
                 token_in=self.token_in,
                 group=(request.key.block_id, request.key.example_id),
             )
+            if on_begin is not None:
+                on_begin(client)
             rollout = await self._attempt(request, client)
         rollout.timing.queued_s = started - submitted
         rollout.timing.generation_s = time.perf_counter() - started
-        rollout.rows, rollout.forks = rows_from_turns(client.turns)
-        rollout.turns = client.calls
-        rollout.usage = client.usage
-        rollout.attempts = 1 + client.retries
+        client.tell(rollout)
         # reward functions may ask the same server, but what it answers them is not trained on
         client.stop_recording()
         return rollout

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,11 +43,16 @@ _ABSENT = {
 }
 
 
+# how long turns go as messages where a route of token ids keeps failing
+_FORGET_FAILURE_S = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Whether turns can go by token ids, and why not."""
+    """Whether turns can go by token ids, and why not; until then."""
 
     reason: str | None
+    until: float = math.inf
 
 
 class TokenIn:
@@ -75,8 +82,10 @@ class TokenIn:
         self._backend = backend
         self._retry = retry or RetryPolicy()
         self.renderer = renderer or SplitRenderer(self._rendered)
-        self._offer: _Offer | None = None
+        self._known: _Offer | None = None
         self._asking = asyncio.Lock()
+        self._failure: ProviderError | None = None
+        self._failures = 0
         self._said: set[str] = set()
 
     def for_rollout(self) -> TokenTurns:
@@ -88,25 +97,64 @@ class TokenIn:
 
         Raises:
             ConfigError: it does not, and the mode is "tokens".
-            ProviderError: it could not be asked.
+            ProviderError: it could not be asked; or it answered with errors of its own, and the mode is "tokens".
         """
-        if self._offer is None:
+        offer = self._offer
+        if offer is None:
+            failures = self._failures
             async with self._asking:
-                if self._offer is None:
-                    self._offer = _Offer(await self._why_not())
-        reason = self._offer.reason
+                offer = self._offer
+                if offer is None and self._failure is not None and self._failures > failures:
+                    # it was asked while this one waited: asking once more for each that waits would take for ever
+                    raise ProviderError(str(self._failure), status=self._failure.status) from self._failure
+                if offer is None:
+                    offer = await self._asked()
+        reason = offer.reason
         if reason is None:
             return True
         text = f"turns cannot be sent to {self._backend.base_url or 'this client'} as token ids: {reason}"
         if self.mode == "tokens":
             raise ConfigError(f"{text}; set generation='messages', or use a server that can, such as vf-serve.")
-        self.say_once(f"{text}; they go as messages, and a template that rewrites earlier turns makes forks.")
+        if offer.until == math.inf:
+            self.say_once(f"{text}; they go as messages, and a template that rewrites earlier turns makes forks.")
         return False
+
+    @property
+    def _offer(self) -> _Offer | None:
+        known = self._known
+        return known if known is not None and time.monotonic() < known.until else None
+
+    async def _asked(self) -> _Offer:
+        try:
+            self._known = _Offer(await self._why_not())
+        except ProviderError as error:
+            if not self.refuse_for_now(error):
+                self._failure, self._failures = error, self._failures + 1
+                raise
+        assert self._known is not None
+        return self._known
+
+    def refuse_for_now(self, error: ProviderError) -> bool:
+        """Send turns as messages for a while, where that will do and the server answers with errors of its own."""
+        if self.mode == "tokens" or (error.status or 0) < 500:
+            return False
+        until = time.monotonic() + _FORGET_FAILURE_S
+        self._known = _Offer(f"a route of theirs fails, and is asked again in {_FORGET_FAILURE_S:g} s", until)
+        if "fails" not in self._said:
+            self._said.add("fails")
+            logger.warning(
+                "turns go to %s as messages, for a route of token ids fails: %s; it is asked again in %g s.",
+                self._backend.base_url,
+                error,
+                _FORGET_FAILURE_S,
+            )
+        return True
 
     @property
     def is_refused(self) -> bool:
         """True once it is known that turns cannot go by token ids, and messages will do."""
-        return self._offer is not None and self._offer.reason is not None and self.mode != "tokens"
+        offer = self._offer
+        return offer is not None and offer.reason is not None and self.mode != "tokens"
 
     def say_once(self, text: str) -> None:
         """Tell the user why something goes as messages; each reason once."""
@@ -184,7 +232,14 @@ class TokenTurns:
             self._shared.say_once(f"a call with {call} goes as messages, not as token ids.")
             return None, None
         ids = await self._prompt_ids(call)
-        return (None, call) if ids is None else (await self._generated(send, call, ids), call)
+        if ids is None:
+            return None, call
+        try:
+            return await self._generated(send, call, ids), call
+        except ProviderError as error:
+            if not self._shared.refuse_for_now(error):
+                raise
+            return None, call
 
     def hold(self, call: ChatCall, answer: Mapping[str, Any]) -> None:
         """Remember what was answered; the next call may go on from there.

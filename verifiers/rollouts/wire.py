@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["WireObject", "overlong_response", "plain_data", "request_body"]
+__all__ = ["NEUTRAL_SAMPLING", "WireObject", "overlong_response", "plain_data", "request_body"]
 
 # Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
 _OPTIONAL = frozenset(
@@ -20,6 +20,17 @@ _OPTIONAL = frozenset(
         "system_fingerprint", "text", "token_ids", "tool_calls", "usage", "weight_versions",
     }
 )  # fmt: skip
+
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Asks for the model's own distribution. What a request leaves out, a server may take from the model's
+generation_config.json, as vLLM does by default, and cut or shift the distribution unasked."""
 
 # Arguments of the SDK's `create` that are about the call, not part of the body.
 _CALL_ARGUMENTS = frozenset({"extra_headers", "extra_query", "extra_body", "timeout"})

@@ -27,6 +27,7 @@ __all__ = [
     "group_is_flat",
     "plain_advantage",
     "rollout_advantages",
+    "why_unscored",
 ]
 
 ScaleRewards = Literal["group", "batch", "none"]
@@ -176,7 +177,7 @@ def rollout_advantages(
     for group, values, std in zip(block.groups, result.advantages, result.group_stds, strict=True):
         for rollout, value in zip(group.rollouts, values, strict=True):
             if reward_of(rollout) is None:
-                left_out[rollout.key] = _why_unscored(rollout)
+                left_out[rollout.key] = why_unscored(rollout)
             elif value is None:
                 left_out[rollout.key] = "group_incomplete"
             elif mask_truncated_completions and rollout.is_truncated:
@@ -190,7 +191,8 @@ def rollout_advantages(
     return BlockAdvantages(advantages, left_out, result)
 
 
-def _why_unscored(rollout: Rollout) -> str:
+def why_unscored(rollout: Rollout) -> str:
+    """Why a rollout without a reward is not trained on: "straggler", or its outcome."""
     if rollout.failure is not None and rollout.failure.kind == STRAGGLER:
         return "straggler"
     return rollout.outcome.value if rollout.outcome.is_failure else "no_reward"
@@ -227,8 +229,8 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
 def group_is_flat(group: Group, *, zero_truncated_completions: bool = False) -> bool:
     """True for a group that was scored and has no gradient: its rewards are all equal, and no advantage was given.
 
-    A group with fewer than two scored rollouts is not flat: failures of the machinery are no reason to ask for other
-    prompts, which would fail as well.
+    Failed rollouts take no part. A group with fewer than two scored ones is not flat: failures of the machinery are
+    no reason to ask for other prompts, which would fail as well.
     """
     if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
         return False

@@ -7,7 +7,7 @@ from typing import cast
 
 from verifiers.data.plan import BatchPlan
 from verifiers.rollouts.rollout import Rollout, ScoredBlock
-from verifiers.train.advantages import BlockAdvantages, ScaleRewards, rollout_advantages
+from verifiers.train.advantages import BlockAdvantages, ScaleRewards, rollout_advantages, why_unscored
 from verifiers.train.collate import Dropped, TrainingRow, block_rows, rollout_tokens, row_length
 from verifiers.train.config import GRPOConfig
 from verifiers.train.dealing import Dealt, PassLimit, deal_in_order, deal_longest_first
@@ -103,9 +103,16 @@ def zero_advantage(rollout: Rollout) -> Dropped:
 
 
 def replaced_rollouts(block: ScoredBlock) -> list[Dropped]:
-    """What is recorded of groups that were replaced by others."""
-    rollouts = [rollout for group in block.filtered for rollout in group.rollouts]
-    return [Dropped(rollout.key, "zero_variance", tokens=rollout_tokens(rollout)) for rollout in rollouts]
+    """What is recorded of flat groups that were taken out of the block; failed rollouts in them keep their reason."""
+    return [
+        Dropped(
+            rollout.key,
+            "zero_variance" if rollout.is_scored else why_unscored(rollout),
+            tokens=rollout_tokens(rollout),
+        )
+        for group in block.filtered
+        for rollout in group.rollouts
+    ]
 
 
 def flat_rollouts(rows: list[TrainingRow]) -> set[int]:

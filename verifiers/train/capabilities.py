@@ -6,14 +6,29 @@ A server that does not say is not refused for it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verifiers.errors import WeightSyncError
+from verifiers.rollouts.wire import NEUTRAL_SAMPLING
 from verifiers.train.weight_sync.server import RefusedError, ServerControl
 
-__all__ = ["Capabilities", "check_capabilities", "log_probs_are_raw", "read_capabilities"]
+__all__ = [
+    "OLDEST_VLLM",
+    "Capabilities",
+    "check_capabilities",
+    "log_probs_are_raw",
+    "old_server",
+    "read_capabilities",
+    "too_old",
+]
+
+_LOOK_S = 5.0
+
+OLDEST_VLLM = (0, 28)
+"""The first minor of vLLM that can be trained against; `vf-vllm` knows the same."""
 
 SAMPLE_TEXT = "The quick brown fox: 12 + 30 = 42.\n\tNaïve?"
 """What both tokenizers are asked to encode."""
@@ -110,6 +125,8 @@ def check_capabilities(
         WeightSyncError: names everything that is missing, each with what gives it.
     """
     missing = []
+    if (old := too_old(found.version)) is not None:
+        missing.append(old)
     if found.log_probs_mode not in (None, "processed_logprobs"):
         missing.append(
             f"its log-probs are {found.log_probs_mode}, not those of the distribution it samples from; start it with "
@@ -135,6 +152,23 @@ def check_capabilities(
     missing += _missing_for_sync(found, weight_sync, adapter_rank)
     if missing:
         raise WeightSyncError(f"the rollout server at {found.root} cannot be trained against: {'; '.join(missing)}.")
+
+
+def too_old(version: str | None) -> str | None:
+    """What is wrong with a release of vLLM that is too old; None where it is not, or is no release."""
+    release = re.match(r"(\d+)\.(\d+)\.\d", version or "")
+    if release is None or (int(release[1]), int(release[2])) >= OLDEST_VLLM:
+        return None
+    return f"it is vLLM {version}, and training needs {'.'.join(map(str, OLDEST_VLLM))} or later; upgrade vLLM there"
+
+
+def old_server(server: ServerControl) -> str | None:
+    """`too_old` of a server that may not answer."""
+    try:
+        answer = server.request("GET", "/version", timeout_s=_LOOK_S)
+    except WeightSyncError:
+        return None
+    return too_old(str(answer.get("version"))) if isinstance(answer, dict) else None
 
 
 def _missing_for_sync(found: Capabilities, weight_sync: str, adapter_rank: int) -> list[str]:
@@ -177,7 +211,13 @@ def log_probs_are_raw(server: ServerControl, model: str, prompt: Any) -> bool:
 
 def _top_gap(server: ServerControl, model: str, prompt: Any, temperature: float) -> float | None:
     chat = not isinstance(prompt, str)
-    body: dict[str, Any] = {"model": model, "temperature": temperature, "max_tokens": 1, "seed": 1}
+    body: dict[str, Any] = {
+        "model": model,
+        "temperature": temperature,
+        "max_tokens": 1,
+        "seed": 1,
+        **NEUTRAL_SAMPLING,
+    }
     body |= {"messages": prompt, "logprobs": True, "top_logprobs": 3} if chat else {"prompt": prompt, "logprobs": 3}
     try:
         answer = server.request("POST", "/v1/chat/completions" if chat else "/v1/completions", body)

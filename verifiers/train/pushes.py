@@ -1,51 +1,41 @@
-"""The trainer's pushes: new weights to the rollout servers, and the proof that they sample from them."""
+"""The trainer's pushes: which servers it trains against, what they must be able to do, and new weights to them."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
 from verifiers.envs.dataset_format import row_fields
-from verifiers.errors import Error, WeightProbeError
-from verifiers.rollouts.balancing import BalancedBackend, server_pool
-from verifiers.rollouts.endpoint import HttpBackend
+from verifiers.errors import ConfigError, WeightSyncError
+from verifiers.rollouts.balancing import BalancedBackend
+from verifiers.rollouts.endpoint import Backend, HttpBackend
 from verifiers.rollouts.sync import WeightSync
-from verifiers.train.capabilities import check_capabilities, log_probs_are_raw, read_capabilities
+from verifiers.train.capabilities import check_capabilities, old_server, read_capabilities
 from verifiers.train.loss import CorrectedLoss
 from verifiers.train.old_log_probs import log_probs_of_copy
 from verifiers.train.ranks import on_all_ranks
-from verifiers.train.watching.clock import StageClock
+from verifiers.train.servers import each_server
 from verifiers.train.weight_sync import (
-    DirectorySync,
     Fleet,
     HeldSync,
     LoraSync,
     NcclSync,
     ServerControl,
     choose_sync,
-    has_tied_tensors,
     policy_tensors,
-    probe_server,
 )
 from verifiers.train.weight_sync.guard import ConnectionGuard
 from verifiers.train.weight_sync.parameters import gathered_tensors, is_sharded, whole_policy
-from verifiers.train.weight_sync.probe import AskedProbe, ProbeResult, ask_server, judge_answer
-from verifiers.train.weight_sync.server import NoAnswerError
 
-__all__ = ["BeforeUpdates", "PushingTrainer"]
+__all__ = ["PushingTrainer"]
 
 logger = logging.getLogger("verifiers.train")
 
 _PROMPTS_MEASURED = 256
-_LEAVE_PROBE_S = 1.0
 
 
 class PushingTrainer(CorrectedLoss):
@@ -53,20 +43,17 @@ class PushingTrainer(CorrectedLoss):
 
     weight_sync: WeightSync
     _client: Any
+    _servers: Backend
     _rows: Any
-    _pushes: int = 0
-    _asked: AskedProbe | None = None
-    clock: StageClock
     _server_is_half: bool = False
 
     # -- before the first push ------------------------------------------------------------------------------------
 
     def _default_client(self) -> Any:
-        """Routes rollouts to the servers of `server_urls`, or the one of `server_url`; each may restart."""
-        urls = [url.rstrip("/") for url in self.args.server_urls or [self.args.server_url]]
-        return server_pool(urls, managed=True, up_timeout_s=self.args.server_restart_timeout)
+        """The servers of `server_urls`, or the one of `server_url`."""
+        return [url.rstrip("/") for url in self.args.server_urls or [self.args.server_url]]
 
-    def _default_sync(self) -> WeightSync:
+    def _default_sync(self, backends: Sequence[Backend]) -> WeightSync:
         args = self.args
         if args.rollout_device is not None:
             return HeldSync(
@@ -76,21 +63,28 @@ class PushingTrainer(CorrectedLoss):
                 slots=args.rollout_chunk_size,
                 timeout_s=args.weight_sync_timeout,
             )
-        if isinstance(self._client, BalancedBackend):
-            urls = list(self._client.urls)
-        else:
-            urls = [str(getattr(self._client, "base_url", args.server_url))]
+        keys = {backend.api_key for backend in backends}
+        if len(keys) > 1:
+            raise ConfigError(
+                f"the client's {len(backends)} servers have {len(keys)} different API keys, and weights are pushed "
+                "under one; start them with the same, or give a weight_sync of your own."
+            )
         return choose_sync(
             args.weight_sync,
-            urls,
+            [backend.base_url or str(args.server_url) for backend in backends],
             directory=args.weight_sync_dir,
             timeout_s=args.weight_sync_timeout,
-            api_key=getattr(self._client, "api_key", "EMPTY"),
+            api_key=keys.pop() or "EMPTY",
         )
 
     def _connect_servers(self) -> None:
         """Wait for the servers, check what they can do, and let no rollout reach weights that were not pushed."""
-        self.weight_sync.connect(self.args.server_wait)
+        try:
+            self.weight_sync.connect(self.args.server_wait)
+        except WeightSyncError as error:
+            # a vLLM that lacks the routes is most often one from before them
+            old = old_server(self._server())
+            raise WeightSyncError(f"{error} The server is too old: {old}." if old else str(error)) from error
         fleet = getattr(self.weight_sync, "fleet", None)
         if not isinstance(fleet, Fleet):
             return
@@ -107,10 +101,12 @@ class PushingTrainer(CorrectedLoss):
                 needed_tokens=needed,
                 adapter_rank=_adapter_rank(self.accelerator.unwrap_model(self.model)),
             )
-        if isinstance(self._client, BalancedBackend) and self._client.managed:
-            fleet.route_through(self._client)
+        if isinstance(self._servers, BalancedBackend) and self._servers.managed:
+            fleet.route_through(self._servers)
         fleet.on_version = self._note_version
-        for backend in _http_backends(self._client):
+        for backend in each_server(self._servers):
+            if not isinstance(backend, HttpBackend):
+                continue
             guard = ConnectionGuard(backend.base_url, _question(fleet, backend.base_url))
             backend.new_connector = guard.connector
 
@@ -141,75 +137,9 @@ class PushingTrainer(CorrectedLoss):
         server = getattr(self.weight_sync, "server", None)
         if isinstance(server, ServerControl):
             return server
-        return ServerControl(str(getattr(self._client, "base_url", self.args.server_url)))
+        return ServerControl(str(self._servers.base_url or self.args.server_url))
 
     # -- pushing --------------------------------------------------------------------------------------------------
-
-    def _push_weights(self, version: int) -> None:
-        self._push_once(version)
-        # the second push is the first that changes anything: until then a head that stays old is right
-        is_first = self._pushes < 2
-        due = is_first or (self.args.probe_every > 0 and self._pushes % self.args.probe_every == 0)
-        self._pushes += 1
-        self._asked = None
-        if not due:
-            return
-        if is_first or not self._may_probe_meanwhile():
-            self._probe_or_mend(version)
-        else:
-            ask = functools.partial(ask_server, version=version, **self._question())
-            self._asked = AskedProbe(version, self._probed_servers(), ask)
-
-    def _may_probe_meanwhile(self) -> bool:
-        """Whether a probe's answer may come while the trainer computes, and rollouts run beside it."""
-        # DeepSpeed takes its optimizer step with the last backward pass, before anything could be judged
-        return not self.is_deepspeed_enabled and not is_sharded(self.accelerator.unwrap_model(self.model))
-
-    def _settle_probe(self) -> None:
-        """Judge the probe that is on its way; the weights must still be those that were pushed."""
-        asked, self._asked = self._asked, None
-        if asked is None:
-            return
-        with self.clock.stage("sync"):
-            for server, found in asked.answers():
-                try:
-                    self._judge(server, found, asked.version)
-                except NoAnswerError as error:
-                    if error.timed_out:
-                        raise
-                    # one that was killed meanwhile samples nothing before it has the pushed weights again
-                    logger.warning("%s could not be asked for the log-probs of its weights: %s", server.root, error)
-                except Error:
-                    # whatever it is, a probe that waits for its answer tells a passing trouble from a lasting one
-                    self._probe_or_mend(asked.version)
-                    return
-
-    def _leave_probe(self) -> None:
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.leave(_LEAVE_PROBE_S)
-
-    def _judge(self, server: ServerControl, found: dict[str, Any] | BaseException, version: int) -> None:
-        if isinstance(found, BaseException):
-            raise found
-        self._note_probe(judge_answer(server, found, self._score_ids, **self._measure(version)))
-
-    def _probe_or_mend(self, version: int) -> None:
-        try:
-            self._probe(version)
-        except WeightProbeError as error:
-            if not self._may_mend_by_untying():
-                raise
-            logger.warning("%s Sending tied weights under each of their names from now on.", error)
-            self.weight_sync.sends_tied = True  # type: ignore[attr-defined]
-            self._push_once(version)
-            try:
-                self._probe(version)
-            except WeightProbeError as again:
-                raise WeightProbeError(
-                    f"{again} The model has tied embeddings, and sending the head by itself did not help; train a "
-                    "model with tie_word_embeddings=False, or use another server."
-                ) from error
 
     def _push_once(self, version: int) -> None:
         with self._pushed_tensors() as tensors:
@@ -258,62 +188,6 @@ class PushingTrainer(CorrectedLoss):
     def _score_on_all(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self._logps(self.model, batch)
 
-    def _may_mend_by_untying(self) -> bool:
-        sync = self.weight_sync
-        return (
-            isinstance(sync, (DirectorySync, NcclSync))
-            and not sync.sends_tied
-            and has_tied_tensors(self.accelerator.unwrap_model(self.model))
-        )
-
-    def _probe(self, version: int) -> None:
-        """Compare the servers' log-probs with ours on a few tokens; see `weight_sync.probe`."""
-        fleet = getattr(self.weight_sync, "fleet", None)
-        question, measure = self._question(), self._measure(version)
-        for server in self._probed_servers():
-            probe = functools.partial(probe_server, server, score=self._score_ids, **question, **measure)
-            try:
-                result = _outlasting_restarts(probe, fleet, server) if isinstance(fleet, Fleet) else probe()
-            except WeightProbeError as error:
-                if log_probs_are_raw(server, question["model"], question["prompt"]):
-                    raise WeightProbeError(
-                        f"the log-probs of {server.root} are those before temperature, so they are not of the "
-                        "distribution it samples from; start it with --logprobs-mode processed_logprobs."
-                    ) from error
-                raise
-            self._note_probe(result)
-
-    def _probed_servers(self) -> Sequence[ServerControl]:
-        fleet = getattr(self.weight_sync, "fleet", None)
-        return fleet.servers if isinstance(fleet, Fleet) else [self._server()]
-
-    def _question(self) -> dict[str, Any]:
-        """What a probe asks."""
-        prompt = row_fields(self._rows[0])[0]
-        return {"model": str(self.args.server_model), "prompt": prompt, "temperature": self.temperature}
-
-    def _measure(self, version: int) -> dict[str, Any]:
-        """What a probe's answer is judged by."""
-        half = self.model.dtype in (torch.bfloat16, torch.float16) or self.args.bf16 or self.args.fp16
-        half = half or self._server_is_half
-        tolerance = self.args.probe_tolerance
-        return {"version": version, "tolerance": tolerance if tolerance is not None else (0.1 if half else 1e-3)}
-
-    def _note_probe(self, result: ProbeResult) -> None:
-        self._metrics["train"]["sampling/probe_difference"].append(result.largest_difference)
-
-    def _score_ids(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        batch = {
-            "prompt_ids": torch.tensor([list(prompt_ids)]),
-            "prompt_mask": torch.ones(1, len(prompt_ids), dtype=torch.int64),
-            "completion_ids": torch.tensor([list(completion_ids)]),
-            "completion_mask": torch.ones(1, len(completion_ids), dtype=torch.int64),
-        }
-        model = self.accelerator.unwrap_model(self.model)
-        scored: Tensor = self._together("score", batch) if is_sharded(model) else self._logps(model, batch)
-        logps: list[float] = scored[0].float().tolist()
-        return logps
-
     def _old_logps(self, batch: Mapping[str, Tensor], optimizer_step: int) -> Tensor:
         """Old log-probs (R, C) of a micro-batch: by the held copy where that is asked for and has these weights."""
         copy = None
@@ -325,31 +199,6 @@ class PushingTrainer(CorrectedLoss):
         return log_probs_of_copy(copy, batch, self.temperature, size).to(self.accelerator.device)
 
 
-class BeforeUpdates(TrainerCallback):
-    """Does something before each optimizer step: the last moment at which the weights are those that were pushed."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._work()
-
-
-def _outlasting_restarts(probe: Callable[[], ProbeResult], fleet: Fleet, server: ServerControl) -> ProbeResult:
-    """Probe a server; one that was killed since the push is probed again once it has these weights again."""
-    deadline = time.monotonic() + fleet.restart_timeout_s
-    while True:
-        try:
-            return probe()
-        except (NoAnswerError, WeightProbeError) as error:
-            if isinstance(error, NoAnswerError):
-                restarted = not error.timed_out
-            else:
-                restarted = not fleet.holds_pushed_weights(server.url)
-            if not restarted or not fleet.wait_until_held(server.url, deadline - time.monotonic()):
-                raise
-
-
 def _kind_of(sync: WeightSync) -> str:
     if isinstance(sync, LoraSync):
         return "lora"
@@ -359,12 +208,6 @@ def _kind_of(sync: WeightSync) -> str:
 def _adapter_rank(model: Any) -> int:
     configs = getattr(model, "peft_config", None) or {}
     return max((int(getattr(config, "r", 0) or 0) for config in configs.values()), default=0)
-
-
-def _http_backends(client: Any) -> list[HttpBackend]:
-    """The connections that rollouts use, where they are ours."""
-    backends = client.backends if isinstance(client, BalancedBackend) else [client]
-    return [backend for backend in backends if isinstance(backend, HttpBackend)]
 
 
 def _question(fleet: Fleet, url: str) -> Any:

@@ -1,0 +1,104 @@
+"""When the weights on the servers are proved by a probe, and how long its answer is waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_world
+
+from verifiers.errors import ConfigError
+from verifiers.rollouts.wire import NEUTRAL_SAMPLING
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.weight_sync import LoraSync
+from verifiers.train.weight_sync import probe as probe_module
+from verifiers.train.weight_sync.server import NoAnswerError
+
+# a probe's seed is its version and 1, and no rollout's is as small
+PROBE_SEEDS = range(1000)
+
+
+def test_a_probe_behind_a_long_queue_is_waited_for_while_the_server_has_the_pushed_weights(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_module, "_LOOK_S", 0.02)
+    with FakeOpenAIServer("ok", latency_s=0.4) as fake:
+        options = {"weight_sync_timeout": 0.2, "rollout_timeout": 0.1, "async_generation_timeout": 20.0}
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
+        trainer.open()
+        trainer._push_weights(0)
+        assert len(trainer._metrics["train"]["sampling/probe_difference"]) == 1
+
+
+@pytest.mark.parametrize("says", ["nothing", "another version"])
+def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_weights(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    monkeypatch.setattr(probe_module, "_LOOK_S", 0.02)
+
+    def answer(body: dict[str, Any]) -> Any:
+        if says == "another version":
+            fake.weight_version = "other"
+        return Fault.hang()
+
+    with FakeOpenAIServer(answer) as fake:
+        options = {"weight_sync_timeout": 0.2, "rollout_timeout": 0.1, "async_generation_timeout": 20.0}
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
+        trainer.open()
+        if says == "nothing":
+            monkeypatch.setattr(trainer.weight_sync.fleet, "holds_pushed_weights", lambda url: False)
+        started = time.monotonic()
+        with pytest.raises(NoAnswerError, match=r"a probe of .* got no answer"):
+            trainer._push_weights(0)
+        assert time.monotonic() - started < 5.0
+
+
+def test_a_push_after_a_doubtful_load_is_probed_and_waited_for(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeOpenAIServer("ok") as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, probe_every=0)
+        trainer.open()
+        probed: list[int] = []
+        trainer._probe = probed.append
+        for version in range(3):
+            trainer._push_weights(version)
+        giving = trainer.weight_sync.fleet._giving
+        giving.repeated_loads += 1
+        trainer._push_weights(3)
+        trainer._push_weights(4)
+        assert trainer._asked is None
+    assert probed == [0, 1, 3]
+
+
+def test_nothing_that_cuts_the_distribution_is_left_to_the_server(make_fake_trainer: Callable[..., Any]) -> None:
+    """vLLM fills in what a request leaves out from the model's generation_config.json."""
+    bodies: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> str:
+        bodies.append(body)
+        return "ok"
+
+    env = tiny_world.single_turn(sampling_args={"presence_penalty": None, "extra_body": {"top_k": -1}})
+    with FakeOpenAIServer(answer) as fake:
+        make_fake_trainer(env, fake.url, max_steps=1).train()
+    probes = [body for body in bodies if body["seed"] in PROBE_SEEDS]
+    rollouts = [body for body in bodies if body["seed"] not in PROBE_SEEDS]
+    assert probes
+    assert len(rollouts) == 8
+    for body in probes:
+        assert {name: body[name] for name in NEUTRAL_SAMPLING} == NEUTRAL_SAMPLING
+    for body in rollouts:
+        assert {name: body[name] for name in NEUTRAL_SAMPLING} == {**NEUTRAL_SAMPLING, "top_k": -1}
+
+
+def test_requests_that_keep_their_old_weights_are_not_let_run_through_a_push(
+    make_trainer: Callable[..., Any], server: Any
+) -> None:
+    sync = LoraSync(server.url)
+    with pytest.raises(ConfigError, match=r"drain_before_sync is False, but with LoraSync .* stale unmarked"):
+        make_trainer(tiny_world.single_turn(), weight_sync=sync, drain_before_sync=False)
+    assert make_trainer(tiny_world.single_turn(), weight_sync=sync)._drains()
+    sync.close()
