@@ -15,7 +15,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 .PHONY: help install demo demo-quick test test-slow test-clients test-vllm check docs docs-test bench bench-vllm clean
 
 help:
-	@echo "make demo        train a small model end to end on this machine (about 10 minutes)"
+	@echo "make demo        train a small model end to end on this machine (about 7 minutes)"
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks and kills"
 	@echo "make test-clients  other people's clients against the embedded server"

@@ -26,6 +26,7 @@ args = vf.GRPOConfig(
     num_generations=16,
     max_completion_length=12,
     logging_steps=10,
+    save_steps=50,
 )
 trainer = vf.GRPOTrainer(model="runs/demo/start", env=env, args=args)
 trainer.train()

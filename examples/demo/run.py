@@ -7,7 +7,8 @@ reasoning-gym's `spell_backward`, until it solves about a third of held-out word
 started with it as a process of its own; GRPO trains it on words it has not been shown the answers of; and both
 models are compared on held-out words, greedily, prompt by prompt.
 
-Writes `runs/demo/summary.json` and `runs/demo/report.html`. Measured on two cores without a GPU, on 400 held-out
+Writes `runs/demo/summary.json`, and `runs/demo/report.html` with curves, where the time went, and what the model
+says to the same held-out words over time. Measured on two cores without a GPU, on 400 held-out
 words: exact match from 0.365 to 0.925 (seed 0) and from 0.325 to 0.993 (seed 1), in four minutes of training each.
 Not promised: that this small model learns anything but this task.
 """
@@ -66,7 +67,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     import verifiers as vf
     from verifiers.train.launch import launched_server
-    from verifiers.train.progress import ProgressLines
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -86,22 +86,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     arguments = SERVER_ARGUMENTS[args.server]
     with launched_server(args.server, str(out / "start"), args=arguments, log_path=out / "server.log") as url:
         config.server_url = url
-        progress = ProgressLines(config.batch_plan(len(env.get_dataset())))
-        trainer = vf.GRPOTrainer(str(out / "start"), env, config, callbacks=[progress])
+        trainer = vf.GRPOTrainer(str(out / "start"), env, config)
         try:
-            before = trainer.evaluate_block()
+            before = trainer.evaluate_block(env.get_eval_dataset())
             print(f"3/4  training with GRPO against {url}\n", flush=True)
             started = time.perf_counter()
             trainer.train()
             seconds = time.perf_counter() - started
             print("\n4/4  the same held-out words again", flush=True)
-            after = trainer.evaluate_block()
+            after = trainer.evaluate_block(env.get_eval_dataset())
         finally:
             trainer.close()
     trainer.save_model(str(out / "trained"))
     summary = compare(before, after, args, trainer.state.global_step, seconds)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    write_demo_report(out / "report.html", summary, progress.history, before, after)
     return summary
 
 
@@ -132,12 +130,12 @@ def _pairs(rows: Any) -> list[tuple[str, str]]:
 
 
 def grpo_config(args: argparse.Namespace) -> Any:
-    """GRPO's settings: 16 prompts x 16 completions a block, one update each, strictly on policy."""
+    """GRPO's settings: 16 prompts x 16 completions a block, one update each; the next block is sampled meanwhile."""
     import verifiers as vf
 
     steps = args.steps if args.steps is not None else (6 if args.quick else 600)
     return vf.GRPOConfig(
-        output_dir=str(args.output_dir / "checkpoints"),
+        output_dir=str(args.output_dir),
         seed=args.seed,
         max_steps=steps,
         learning_rate=args.learning_rate if args.learning_rate is not None else 3e-4,
@@ -152,7 +150,10 @@ def grpo_config(args: argparse.Namespace) -> Any:
         beta=0.0,
         logging_steps=1 if args.quick else 5,
         save_strategy="no",
-        eval_strategy="no",
+        # for the report's curve; the table at the end is over all held-out words
+        eval_strategy="steps",
+        eval_steps=max(1, steps // 6),
+        num_eval_prompts=100,
     )
 
 
@@ -190,45 +191,6 @@ def compare(before: Any, after: Any, args: argparse.Namespace, steps: int, secon
         "seconds": seconds,
         "seed": args.seed,
     }
-
-
-def write_demo_report(
-    path: Path, summary: dict[str, Any], history: list[dict[str, float]], before: Any, after: Any
-) -> None:
-    """One self-contained page: the result, the curves, and what the model says before and after."""
-    from verifiers.evals.report import Curve, Sample, write_report
-
-    def curve(name: str, key: str, unit: str) -> Curve:
-        return Curve(name, [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None], unit)
-
-    samples = []
-    for label, block in (("before", before), ("after", after)):
-        for group in block.groups[:8]:
-            rollout = group.rollouts[0]
-            samples.append(
-                Sample(
-                    label=f"{label}, word {group.example_id}",
-                    prompt=rollout.prompt[-1]["content"],
-                    completion=rollout.completion[-1]["content"] if rollout.completion else "",
-                    reward=rollout.reward,
-                    answer=str(rollout.answer),
-                )
-            )
-    rows = [
-        ("held-out exact match before", f"{summary['before']['accuracy']:.3f} ± {summary['before']['stderr']:.3f}"),
-        ("held-out exact match after", f"{summary['after']['accuracy']:.3f} ± {summary['after']['stderr']:.3f}"),
-        ("gain, 95 % interval", f"{summary['gain']['low']:+.3f} .. {summary['gain']['high']:+.3f}"),
-        ("held-out words", str(summary["prompts"])),
-        ("optimizer steps", str(summary["steps"])),
-        ("training time", f"{summary['seconds']:.0f} s"),
-        ("seed", str(summary["seed"])),
-    ]
-    curves = [
-        curve("mean training reward", "reward", "reward"),
-        curve("sampled tokens per second", "rollouts/tokens_per_s", "tokens/s"),
-        curve("KL between sampler and trainer", "mismatch_kl", "nats"),
-    ]
-    write_report(path, title="verifiers demo: spell_backward", summary_rows=rows, curves=curves, samples=samples)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,9 @@ def test_help_loads_nothing_that_is_slow(command: str) -> None:
         (CommandFailedError("it failed."), 1, "vf-x: it failed."),
         (GradingError("no grade"), 1, "vf-x: GradingError: no grade"),
         (KeyboardInterrupt(), 130, "vf-x: interrupted"),
+        (PermissionError(13, "Permission denied", "/x/y"), 1, "vf-x: /x/y: Permission denied"),
+        (OSError("no room"), 1, "vf-x: OSError: no room"),
+        (TimeoutError(), 1, "vf-x: TimeoutError"),
     ],
 )
 def test_what_a_command_raises_is_one_sentence_and_its_exit_code(

@@ -1,11 +1,12 @@
 """Every code block in README and docs runs as it stands.
 
 Blocks of a page run in order and share one namespace, in an empty directory that is importable. A block with
-`title="name.py"` is written to that file first; a TOML block titled *.toml is checked as a run file.
+`title="name.py"` is written to that file first; a TOML block titled *.toml is checked as `vf-train --dry-run` does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import tomllib
@@ -13,6 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
+
+from verifiers.cli.train import train
+from verifiers.errors import ConfigError
+from verifiers.train.config import GRPOConfig
+from verifiers.train.models import check_model_path
+from verifiers.train.run_file import load_run_file
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,6 +34,18 @@ def blocks_of(page: Path) -> list[tuple[str, str | None, str]]:
         title = TITLE.search(match["options"])
         found.append((match["language"], title[1] if title else None, match["code"]))
     return found
+
+
+def check_run_file(path: Path) -> None:
+    """What `vf-train --dry-run` checks: the environment is loaded, the sizes divide, held-out sets exist."""
+    model = Path(load_run_file(path).model.path)
+    try:
+        check_model_path(str(model))
+    except ConfigError:
+        # a directory that the page's reader has made
+        (path.parent / model).mkdir(parents=True)
+        (path.parent / model / "config.json").write_text("{}")
+    assert train(str(path), dry_run=True) == 0
 
 
 def test_the_pages_have_blocks_to_run() -> None:
@@ -44,11 +64,50 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         if language == "toml":
             tomllib.loads(code)
             if title is not None:
-                from verifiers.train.run_file import load_run_file
-
-                load_run_file(tmp_path / title)
+                check_run_file(tmp_path / title)
         elif language == "python":
             exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
     for name in set(sys.modules) - modules:
         if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
             del sys.modules[name]
+
+
+def run_files() -> list[Path]:
+    return sorted((ROOT / "examples").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("path", run_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_run_files_of_the_examples_pass_a_dry_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text())
+    check_run_file(copy)
+
+
+def settings_rows() -> dict[str, str]:
+    """The settings of the page on run files, with what it says of their defaults."""
+    part = (ROOT / "docs/reference/run-file.md").read_text().split("## `[trainer]`")[1]
+    rows = [row.strip().strip("|").split(" | ") for row in part.splitlines() if row.startswith("| `")]
+    return {cells[0].strip(" `"): cells[-1].strip() for cells in rows}
+
+
+def test_every_setting_that_the_trainer_adds_is_on_the_page_with_its_default() -> None:
+    theirs = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+    ours = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    added = {name for name, field in ours.items() if name not in theirs or field.default != theirs[name].default}
+    rows = settings_rows()
+    assert added - rows.keys() == set()
+    assert rows.keys() - ours.keys() == set()
+    for name, told in rows.items():
+        default = ours[name].default
+        if isinstance(default, bool):
+            assert told == str(default).lower(), name
+        elif isinstance(default, (int, float)):
+            assert float(told) == default, name
+        elif isinstance(default, str) and default and default != "none":
+            assert told.strip("`") == default, name
+        else:
+            # None stands for what the words say
+            assert told, name

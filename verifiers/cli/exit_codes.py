@@ -34,6 +34,15 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         # whoever read the output has seen enough; Python would complain again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        print(f"{name}: {_sentence_of(error)}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _sentence_of(error: OSError) -> str:
+    if error.strerror and error.filename is not None:
+        return f"{error.filename!s}: {error.strerror}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

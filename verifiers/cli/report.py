@@ -33,6 +33,8 @@ def report(directory: Path, out: Path | None = None) -> int:
     from verifiers.evals.viewer.writing import write_evaluation_report
     from verifiers.train.watching.report import is_training_run, write_training_report
 
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out is {str(out)!r}, which is a directory; give a file, such as report.html in it.")
     if is_training_run(directory):
         written = write_training_report(directory, out)
     elif (directory / RESULTS).is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,6 +43,7 @@ class ProgressLines(TrainerCallback):
         self.watch: RunWatch | None = None
         self._stream = stream
         self._table: LiveTable | None = None
+        self._had_table = False
         self._run_dir: Path | None = None
         self._started = 0.0
         self._first_step = 0
@@ -63,9 +64,12 @@ class ProgressLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._print(self.plan.describe() + "\n")
+        for line in _about_checkpoints(args, state):
+            self._print(line)
         stream = self._stream or sys.stdout
         if self.watch is not None and not args.disable_tqdm and can_draw(stream):
             self._table = LiveTable(self._drawn, stream)
+            self._had_table = True
             self._table.start()
 
     def on_log(
@@ -81,10 +85,10 @@ class ProgressLines(TrainerCallback):
                 self._print(self._training_line(state, logs))
 
     def end(self, report: Path | None) -> None:
-        """Leave the last table on the terminal, and say what the run was bound by and where its report is."""
+        """Leave the last table on the terminal, which says what the run was bound by; say where its report is."""
         self.end_table()
         verdict = self.watch.verdict() if self.watch is not None and report is not None else None
-        if verdict is not None:
+        if verdict is not None and not self._had_table:
             self._print(f"{verdict}; try {verdict.advice}")
         if report is not None:
             self._print(f"report: {report}")
@@ -126,7 +130,7 @@ class ProgressLines(TrainerCallback):
             f" {logs.get(f'{prefix}_seconds', 0.0):.1f} s)"
         )
 
-    def _drawn(self, width: int) -> Any:
+    def _drawn(self) -> Any:
         """The table, from the thread that draws it."""
         assert self.watch is not None
         state, clock = self._state, self.watch.clock
@@ -139,9 +143,8 @@ class ProgressLines(TrainerCallback):
         now = f"now {STAGES[clock.current]}, for {format_seconds(clock.now() - clock.since)}"
         meter = clock.meter
         if meter is not None:
-            now += f"; rollouts {meter.running} running, {meter.queued} queued, {meter.scoring} being scored"
+            now += f"; {meter.running} rollouts run, {meter.queued} queued, {meter.scoring} scoring"
         return run_table(
-            width,
             title=title,
             now=now,
             latest=self.watch.latest,
@@ -163,3 +166,11 @@ class ProgressLines(TrainerCallback):
             self._table.print(text)
         else:
             print(text, file=self._stream or sys.stdout, flush=True)
+
+
+def _about_checkpoints(args: Any, state: Any) -> Iterator[str]:
+    """From which step a run goes on, and when its first checkpoint comes where that is late."""
+    if state.global_step:
+        yield f"goes on from step {state.global_step}"
+    if args.save_strategy == "steps" and state.save_steps and state.save_steps > state.max_steps > state.global_step:
+        yield f"no checkpoint before step {state.max_steps} (save_steps={state.save_steps}): set save_steps"

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from verifiers.rollouts.limits import Limiter
-from verifiers.rollouts.meter import RolloutMeter, metered_slot
-from verifiers.train.watching.clock import StageClock, in_stage
+from verifiers.rollouts.meter import MeterReading, RolloutMeter, metered_slot
+from verifiers.train.watching.clock import StageClock, StageUse, in_stage
 from verifiers.train.watching.figures import lap_metrics, run_time
 from verifiers.train.watching.memory import peak_memory
 
@@ -116,6 +116,12 @@ def test_scoring_alone_is_told_from_rollouts_that_run() -> None:
     assert metrics["time/scored_alone_s"] == 3.0
     assert metrics["rollouts/in_flight_while_waiting"] == pytest.approx(8 / 5)
     assert metrics["rollouts/in_flight"] == pytest.approx(8 / 6)
+
+
+def test_no_more_rollouts_run_on_average_than_ever_ran_at_once() -> None:
+    # the meter is read a moment after the clock, and a wait may be shorter than that moment
+    waited = StageUse(1e-5, most_running=16, generator=MeterReading(4e-5, 4e-5, 16 * 4e-5, 0.0))
+    assert lap_metrics({"wait": waited, "train": StageUse(1.0)}, steps=1)["rollouts/in_flight_while_waiting"] == 16
 
 
 def test_the_sums_of_a_run_are_those_of_its_intervals() -> None:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import math
+import types
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from verifiers.data.plan import make_plan
 from verifiers.evals.hiding import Hider
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.train.watching.causes import cause_of
+from verifiers.train.watching.clock import StageClock
 from verifiers.train.watching.history import few_points, read_history, smoothed
 from verifiers.train.watching.record import METRICS, RUN, SAMPLES, RunRecord, read_lines, read_run
+from verifiers.train.watching.report import write_training_report
 from verifiers.train.watching.samples import SampleChoice, shown_messages
+from verifiers.train.watching.watch import RunWatch
 from verifiers.types import Failure, Outcome, RolloutKey
 
 
@@ -88,6 +95,67 @@ def test_causes_that_are_never_the_same_twice_do_not_pile_up(tmp_path: Path) -> 
     failures = read_history(tmp_path).failures
     assert len(failures) == 1001
     assert failures["other causes"].count == 500
+
+
+def test_every_failed_rollout_is_counted_and_texts_that_differ_in_an_id_are_one_cause(tmp_path: Path) -> None:
+    plan = make_plan(
+        per_device_train_batch_size=64, steps_per_generation=1, num_generations=64, max_steps=2, num_prompts=1
+    )
+    watch = RunWatch(plan, StageClock())
+    watch.record = RunRecord(tmp_path, resume_step=None, hide=Hider(["key-0123456789-secret"]))
+    texts = [f"request {n:08x} at 0x7f{n:06x} was lost" for n in range(14)]
+    texts += [f"session_{n:x}aB3dE9xY for {uuid.UUID(int=n)}" for n in range(10)]
+    texts += [f"word {chr(97 + n)} is unknown" for n in range(26)] + ["401 for key-0123456789-secret"] * 14
+    rollouts = [
+        Rollout(RolloutKey(0, 0, n), Outcome.ENVIRONMENT_ERROR, prompt=[], completion=[], failure=Failure("E", text))
+        for n, text in enumerate(texts)
+    ]
+    trained = types.SimpleNamespace(batches=[], advantages={})
+    watch.note_block(ScoredBlock(0, [Group(0, rollouts)]), trained, 0)
+    watch.write(1, {**watch.interval(1), "rollouts/failed": 64.0})
+    history = read_history(tmp_path)
+    counts = {text: cause.count for text, cause in history.failures.items()}
+    assert counts.pop("other causes") == 9
+    assert sum(counts.values()) + 9 == len(texts) == 64
+    assert counts["E: request … at … was lost"] == 14
+    assert counts["E: session_… for …"] == 10
+    # taken out before it is folded, which would leave a part of it
+    assert counts["E: 401 for ***"] == 14
+    assert "failed rollouts</dt><dd>64<" in write_training_report_of(tmp_path)
+
+
+def write_training_report_of(directory: Path) -> str:
+    (directory / RUN).write_text("{}")
+    return write_training_report(directory).read_text()
+
+
+def test_words_and_short_numbers_are_no_ids() -> None:
+    for text in (
+        "HTTP 503 from port 8000",
+        "TimeoutError: 600 s passed",
+        "defaced facade, deadbeef",
+        "a_function_name",
+    ):
+        assert cause_of(text) == text
+
+
+def test_what_is_logged_once_at_the_end_is_in_the_record(tmp_path: Path) -> None:
+    plan = make_plan(
+        per_device_train_batch_size=4, steps_per_generation=1, num_generations=4, max_steps=2, num_prompts=1
+    )
+    watch = RunWatch(plan, StageClock())
+    watch.record = RunRecord(tmp_path, resume_step=None)
+    watch.write(2, {"time/step_s": 1.0, "reward": 0.5})
+    watch.write(2, {"train_runtime": 12.5, "train_loss": 0.25, "total_flos": 1e9})
+    *_, last = read_lines(tmp_path / METRICS)
+    assert {**last, "at": 0} == {
+        "step": 2,
+        "steps": 0,
+        "at": 0,
+        "train_runtime": 12.5,
+        "train_loss": 0.25,
+        "total_flos": 1e9,
+    }
 
 
 def test_no_secret_reaches_any_file_of_the_record(tmp_path: Path) -> None:

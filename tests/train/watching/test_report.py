@@ -14,6 +14,7 @@ import pytest
 
 from verifiers.cli import report as command
 from verifiers.errors import ConfigError
+from verifiers.train.watching.history import read_history
 from verifiers.train.watching.record import METRICS, RUN, SAMPLES
 from verifiers.train.watching.report import write_training_report
 
@@ -136,7 +137,7 @@ def test_the_page_tells_what_a_run_is_bound_by_and_where_time_and_memory_go(tmp_
         "overlap ratio1.00",
     ):
         assert words in page.words, words
-    assert {"Reward", "Loss", "Staleness", "Where a step's time goes", "Not trained on"} <= set(page.charts())
+    assert {"Reward", "Loss", "Staleness", "A step's time", "Not trained on"} <= set(page.charts())
 
 
 def test_what_a_model_wrote_is_text_and_nothing_else_may_run_or_load(tmp_path: Path) -> None:
@@ -199,6 +200,90 @@ def test_the_same_prompts_are_shown_over_time_held_out_and_trained(tmp_path: Pat
     assert len(buttons) == 2 + 3
 
 
+def test_every_curve_that_was_logged_is_on_the_page_and_held_out_ones_by_set(tmp_path: Path) -> None:
+    logged = {f"sampling/importance_sampling_ratio/{name}": 1.0 for name in ("mean", "min", "max")}
+    logged |= {"rows/dropped_tokens/too_long": 900.0, "time/straggler_mean_s": 30.0}
+    logged |= {"time/block_generation_s": 4.0, "time/scoring_mean_s": 0.1}
+    evaluation = {"step": 2, "steps": 0}
+    for name, value in {
+        "reward": 0.5,
+        "easy_reward": 0.75,
+        "pass_at_2": 0.625,
+        "pass_at_2_stderr": 0.0625,
+        "pass_hat_2": 0.25,
+        "easy_pass_at_2": 0.875,
+        "rewards/exact": 0.5,
+        "rewards/short": 0.3,
+        "rewards/short_stderr": 0.01,
+        "easy_rewards/exact": 0.4,
+        "tasks/add/reward": 0.1,
+        "tasks/add/prompts": 3.0,
+    }.items():
+        evaluation[f"eval_{name}"] = value
+    run = write_run(tmp_path, [line(1, **logged), line(2, **logged), evaluation], [])
+    page = page_of(run)
+    assert {
+        "Importance ratio",
+        "Length of dropped rows",
+        "Dropped stragglers",
+        "A block",
+        "Held-out pass@k",
+        "Held-out pass^k",
+        "Held-out reward functions",
+        "Held-out reward by environment",
+    } <= set(page.charts())
+    assert "Held-out best@k" not in page.charts()
+    history = read_history(run)
+    assert {kind: sorted(found) for kind, found in history.details.items()} == {
+        "at_k": ["pass@2", "pass@2 easy", "pass^2"],
+        "function": ["exact", "exact easy", "short"],
+        "task": ["add"],
+    }
+    assert (history.details["at_k"]["pass@2"].rewards, history.details["at_k"]["pass@2"].errors) == (
+        [0.625],
+        [0.0625],
+    )
+    assert set(history.evaluations) == {"eval_reward", "eval_easy_reward"}
+
+
+def test_the_stack_of_a_steps_time_adds_up_and_hardly_used_stages_are_one(tmp_path: Path) -> None:
+    steps = [line(n, **{"time/sync_s": 0.003, "time/prepare_s": 0.002, "time/rest_s": 0.01}) for n in (1, 2)]
+    text = write_training_report(write_run(tmp_path, steps, [])).read_text()
+    (figure,) = re.findall(r"<figure[^>]*><figcaption><b>A step&#x27;s time.*?</figure>", text)
+    names = re.findall(r"</i>([^<]*) <b", figure)
+    assert names == ["train", "wait", "rest"]
+    assert re.findall(r'class="value">([^<]*)', figure) == ["1.16", "2.84", "0.015"]
+    # drawings begin at one height, however long the legends are
+    assert figure.index("<svg") < figure.index('class="legend"')
+
+
+def colours_of(directory: Path, *mean_rewards: float) -> list[str]:
+    """The colours of the strip of one prompt, by its mean rewards."""
+    samples = [
+        {**sample(step, 7, followed=True), "mean_reward": mean} for step, mean in enumerate(mean_rewards, start=1)
+    ]
+    page = page_of(write_run(directory, [line(1)], samples))
+    return [str(attrs["class"]) for tag, attrs in page.tags if tag == "button"]
+
+
+def test_a_colour_of_the_strip_is_a_reward_also_where_all_are_equal(tmp_path: Path) -> None:
+    assert colours_of(tmp_path / "wrong", 0.0, 0.0) == ["l0", "l0"]
+    assert colours_of(tmp_path / "right", 1.0, 1.0) == ["l5", "l5"]
+    assert colours_of(tmp_path / "both", 0.0, 0.5, 1.0) == ["l0", "l2", "l5"]
+    assert colours_of(tmp_path / "below", -2.0, -1.0, 0.0) == ["l0", "l2", "l5"]
+
+
+def test_all_strips_of_a_section_have_one_scale_whose_ends_are_told(tmp_path: Path) -> None:
+    samples = [
+        {**sample(step, example, followed=True), "mean_reward": mean}
+        for example, mean in ((7, 0.25), (8, 2.0))
+        for step in (1, 2)
+    ]
+    page = page_of(write_run(tmp_path, [line(1)], samples))
+    assert [attrs["class"] for tag, attrs in page.tags if tag == "button"] == ["l1", "l1", "l5", "l5"]
+    assert "its colour the mean reward: 0  2" in page.words
+
+
 def test_a_run_without_a_step_yet_and_a_damaged_one_have_a_page(tmp_path: Path) -> None:
     assert "Nothing was logged yet" in page_of(write_run(tmp_path / "new", [], [], status="running")).words
     torn = write_run(tmp_path / "torn", [line(1)], [])
@@ -207,6 +292,12 @@ def test_a_run_without_a_step_yet_and_a_damaged_one_have_a_page(tmp_path: Path) 
     assert "1 of 100" in page_of(torn).words
     (torn / RUN).write_text("{")
     assert "torn" in page_of(torn).words
+
+
+def test_settings_that_another_version_wrote_are_no_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [line(1)], [], judged_by={"max_concurrent": 64, "of_the_future": True})
+    assert "Rollout-bound: the trainer waited 71 %" in page_of(run).words
+    assert "Rollout-bound" not in page_of(write_run(tmp_path, [line(1)], [], judged_by=None)).words
 
 
 def test_the_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +322,11 @@ def test_vf_report_makes_the_page_again_and_refuses_what_is_no_run(
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert command.main([str(run), "-o", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").read_text() == (run / "report.html").read_text()
+    assert command.main([str(run), "-o", str(tmp_path)]) == 2
+    assert "which is a directory; give a file" in capsys.readouterr().err
+    assert command.main([str(run), "-o", str(run / "run.json" / "x.html")]) == 1
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"vf-report: .*run\.json.*: ", sentence)
     assert command.main([str(tmp_path)]) == 2
     assert "holds neither a training run" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"holds no run\.json"):

@@ -77,6 +77,24 @@ async def test_one_step_of_a_prompt_is_shown_at_a_time(browser: Any, tmp_path: P
     assert browser.errors == []
 
 
+async def test_a_step_that_is_looked_at_keeps_the_colour_of_its_reward(browser: Any, tmp_path: Path) -> None:
+    samples = [
+        {**runs.sample(step, 7, followed=True), "mean_reward": mean} for step, mean in ((1, 0.0), (2, 1.0), (3, 0.0))
+    ]
+    await browser.open(f"file://{write_training_report(runs.write_run(tmp_path / 'run', [runs.line(1)], samples))}")
+    look = (
+        "[...document.querySelectorAll('.strip button')].map(button => { const is = getComputedStyle(button);"
+        "return [is.backgroundColor, is.opacity, is.outlineStyle]; })"
+    )
+    first, second, third = await browser.run(look)
+    assert first[:2] == third[:2] != second[:2]
+    assert (first[2], third[2]) == ("none", "solid")
+    await browser.run("document.querySelector('.strip button').click()")
+    pressed, _, left = await browser.run(look)
+    assert pressed[:2] == left[:2] == first[:2]
+    assert pressed[2] == "solid"
+
+
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 async def test_the_page_is_no_wider_than_the_window(browser: Any, tmp_path: Path, width: int, dark: bool) -> None:
     await browser.size(width, 800, dark)

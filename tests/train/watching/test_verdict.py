@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import time as clock_time
 from typing import Any
 
-from verifiers.train.watching.figures import RunTime
+from verifiers.rollouts.generator import AsyncBatchGenerator
+from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.rubrics.rubric import Rubric
+from verifiers.testing import FakeOpenAIServer
+from verifiers.train.watching.clock import StageClock
+from verifiers.train.watching.figures import RunTime, lap_metrics
 from verifiers.train.watching.verdict import judge
+from verifiers.types import RolloutKey, State
 
 
 def run(stages: dict[str, float], **sums: float) -> RunTime:
@@ -23,16 +31,72 @@ def kind(time: RunTime, **settings: Any) -> str:
 def test_a_trainer_that_mostly_waits_is_rollout_bound_and_the_number_is_told() -> None:
     verdict = judge(run({"wait": 71.0, "train": 29.0}), num_batches_ahead=1, max_concurrent=1024)
     assert str(verdict) == "rollout-bound: the trainer waited 71 % of the time"
-    assert "server_urls" in verdict.advice
+    assert verdict.advice.startswith(
+        "num_batches_ahead=2, where the server has room for more than 64 rollouts at once; else more servers"
+    )
     full = judge(run({"wait": 71.0, "train": 29.0}), num_batches_ahead=1, max_concurrent=64)
     assert "max_concurrent above 64" in full.advice
 
 
-def test_strict_turns_are_told_what_overlap_would_bring() -> None:
+def test_strict_turns_are_told_to_overlap_and_not_what_it_would_bring() -> None:
     verdict = judge(run({"wait": 50.0, "train": 50.0}), num_batches_ahead=0)
     assert verdict.kind == "rollout-bound"
-    assert verdict.advice.startswith("num_batches_ahead=1")
-    assert "at most 2.0 times as fast" in verdict.advice
+    assert verdict.advice == "num_batches_ahead=1, which lets generation and training overlap"
+
+
+def test_a_bound_on_staleness_is_named_where_it_would_undo_the_advice() -> None:
+    verdict = judge(run({"wait": 71.0, "train": 29.0}), num_batches_ahead=1, max_staleness=1)
+    assert verdict.advice.startswith("num_batches_ahead=2 (and a max_staleness that allows it)")
+
+
+class Asks:
+    """Asks the policy once."""
+
+    def __init__(self) -> None:
+        self.rubric = Rubric([lambda completion: 1.0])
+        self.sampling_args: dict[str, Any] = {}
+
+    async def rollout(self, client: Any, model: str, prompt: Any, **kwargs: Any) -> Any:
+        response = await client.chat.completions.create(model=model, messages=prompt)
+        return [{"role": "assistant", "content": response.choices[0].message.content}], State()
+
+
+def trained(url: str, ahead: int, blocks: int = 12) -> tuple[float, str]:
+    """Seconds a block of a run whose training is short, and what its verdict advises."""
+    prompt = [{"role": "user", "content": "x"}]
+    with AsyncBatchGenerator(Asks(), url, "fake", num_batches_ahead=ahead) as generator:
+        clock = StageClock()
+        clock.meter = generator.meter
+        clock.start()
+        started, submitted = clock_time.perf_counter(), 0
+        for block in range(blocks):
+            while submitted <= min(block + ahead, blocks - 1):
+                generator.submit(
+                    submitted, [RolloutRequest(RolloutKey(submitted, 0, each), prompt) for each in range(4)]
+                )
+                submitted += 1
+            with clock.stage("wait"):
+                generator.get(block, 10.0)
+            with clock.stage("train"):
+                clock_time.sleep(0.002)
+        seconds = clock_time.perf_counter() - started
+        total = RunTime()
+        total.take({"steps": blocks, **lap_metrics(clock.lap(), blocks)})
+    verdict = judge(total, num_batches_ahead=ahead, max_concurrent=1024)
+    assert verdict is not None
+    return seconds / blocks, verdict.advice
+
+
+def test_what_is_advised_where_answers_only_take_long_makes_the_run_faster() -> None:
+    with FakeOpenAIServer("yes", latency_s=0.05) as server:
+        ahead, before = 0, 0.0
+        for _ in range(3):
+            seconds, advice = trained(server.url, ahead)
+            assert not before or seconds < 0.85 * before, (ahead, seconds, before)
+            found = re.match(r"num_batches_ahead=(\d+)", advice)
+            assert found, advice
+            ahead, before = int(found[1]), seconds
+    assert ahead == 3
 
 
 def test_waiting_for_few_rollouts_is_straggler_bound() -> None:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verifiers.evals.line_chart import round_ticks
 from verifiers.evals.viewer.data import json_text
 from verifiers.train.watching.history import Evaluations, Points, smoothed
+from verifiers.train.watching.ticks import round_ticks
 
 __all__ = ["COLOURS", "Chart", "chart_figure", "short"]
 
@@ -79,9 +79,11 @@ def chart_figure(chart: Chart, x_span: tuple[float, float], marks: Sequence[tupl
         parts += _points(place, evaluations, _colour(chart, number))
     parts.append('<line class="cursor" y1="8" y2="158" hidden="" /></svg>')
     note = f' <span class="soft">{html.escape(chart.note)}</span>' if chart.note else ""
+    numbers = f'<script type="application/json">{json_text(_numbers(chart, x_span))}</script>'
+    # the legend last, so that drawings beside one another begin at one height whatever its length
     return (
-        f'<figure class="chart"><figcaption><b>{html.escape(chart.title)}</b>{note}{_legend(chart)}</figcaption>'
-        f'{"".join(parts)}<script type="application/json">{json_text(_numbers(chart, x_span))}</script></figure>'
+        f'<figure class="chart"><figcaption><b>{html.escape(chart.title)}</b>{note}</figcaption>'
+        f"{''.join(parts)}{_legend(chart)}{numbers}</figure>"
     )
 
 

@@ -6,14 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from verifiers.train.watching.charts import Chart, chart_figure
-from verifiers.train.watching.history import History, Points, few_points
+from verifiers.train.watching.charts import COLOURS, Chart, chart_figure
+from verifiers.train.watching.history import Evaluations, History, Points, few_points, held_out_name
 
-__all__ = ["STAGE_COLOURS", "curve_sections", "held_out_name"]
+__all__ = ["STAGE_COLOURS", "curve_sections"]
 
 _BY_COLOUR = ("train", "wait", "sync", "optimizer", "old_logprobs", "eval", "save", "prepare", "rest")
 STAGE_COLOURS = {stage: number for number, stage in enumerate(_BY_COLOUR)}
 """The colour of each stage of the trainer's time."""
+
+_LEAST_SHARE = 0.01
 
 
 def curve_sections(run: Mapping[str, Any], history: History) -> str:
@@ -28,6 +30,7 @@ def curve_sections(run: Mapping[str, Any], history: History) -> str:
     sections = []
     for title, charts in (
         ("Learning", _learning(history)),
+        ("Held out", _held_out(history)),
         ("Speed", _speed(history)),
         ("Off-policy", _off_policy(history)),
         ("Data", _data(run, history)),
@@ -67,26 +70,43 @@ def _learning(history: History) -> list[Chart]:
     ]
 
 
+def _held_out(history: History) -> list[Chart]:
+    def some(kind: str, beginning: str = "") -> dict[str, Evaluations]:
+        found = history.details.get(kind, {}).items()
+        return dict([(label, means) for label, means in found if label.startswith(beginning)][:COLOURS])
+
+    functions = some("function")
+    return [
+        *(
+            Chart(f"Held-out {measure}k", {}, "with 95 % intervals", evaluations=some("at_k", measure))
+            for measure in ("pass@", "pass^", "best@")
+        ),
+        Chart(
+            "Held-out reward functions",
+            {},
+            # one of each set would be its reward again
+            evaluations=functions if len(functions) > len(history.evaluations) else {},
+        ),
+        Chart("Held-out reward by environment", {}, evaluations=some("task")),
+    ]
+
+
 def _speed(history: History) -> list[Chart]:
-    # an evaluation takes as long as many steps, and would flatten the rest
-    usual = [stage for stage in STAGE_COLOURS if stage not in ("eval", "save")]
-    stages = [stage for stage in usual if any(value > 0 for value in history.values(f"time/{stage}_s"))]
     shares = {"overlap ratio": "overlap_ratio", "server busy": "rollouts/server_busy"}
     latency = {"p50": "time/rollout_p50_s", "p95": "time/rollout_p95_s", "max": "time/rollout_max_s"}
     return [
-        Chart(
-            "Where a step's time goes",
-            _curves(history, {stage: f"time/{stage}_s" for stage in stages}),
-            "seconds; no evaluation, saving",
-            stacked=True,
-            colours=[STAGE_COLOURS[stage] for stage in stages],
-        ),
+        _step_time(history),
         Chart("Both sides at work", _curves(history, shares), "1 is all that can be had"),
         Chart(
             "Tokens a second",
             _curves(history, {"sampled": "tokens/sampled_per_s", "trained": "tokens/trained_per_s"}),
         ),
         Chart("Rollout latency", _curves(history, latency), "seconds"),
+        Chart(
+            "A block",
+            _curves(history, {"generation": "time/block_generation_s", "scoring a group": "time/scoring_mean_s"}),
+            "seconds",
+        ),
         Chart(
             "Rollouts",
             _curves(history, {"in flight": "rollouts/in_flight", "waiting for a slot": "rollouts/queued"}),
@@ -96,11 +116,28 @@ def _speed(history: History) -> list[Chart]:
     ]
 
 
+def _step_time(history: History) -> Chart:
+    """Seconds a step by stage; those that hardly take any are one, so that the legend stays short."""
+    # an evaluation takes as long as many steps, and would flatten the rest
+    stages = [stage for stage in STAGE_COLOURS if stage not in ("eval", "save", "rest")]
+    shown = [stage for stage in stages if history.time.share(stage) >= _LEAST_SHARE]
+    curves = _curves(history, {stage: f"time/{stage}_s" for stage in shown})
+    small = [history.values(f"time/{stage}_s") for stage in ("rest", *stages) if stage not in shown]
+    rest = [math.fsum(parts) for parts in zip(*(part for part in small if len(part)), strict=True)]
+    points = few_points(history.steps, rest) if rest else None
+    if points is not None and points.x:
+        curves["rest"] = points
+    colours = [STAGE_COLOURS[stage] for stage in curves]
+    return Chart("A step's time", curves, "seconds, no eval or save", stacked=True, colours=colours)
+
+
 def _off_policy(history: History) -> list[Chart]:
+    ratio = {name: f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "min", "max")}
     clipped = {"correction": "sampling/clipped_share", "loss": "clip_ratio/region_mean"}
     return [
         Chart("Staleness", _curves(history, {"oldest token": "staleness"}), "optimizer steps"),
         Chart("Sampler against trainer", _curves(history, {"KL": "mismatch_kl"}), "nats a token"),
+        Chart("Importance ratio", _curves(history, ratio), "trainer / sampler"),
         Chart("Clipped", _curves(history, clipped), "share of tokens"),
         Chart("Probe after a push", _curves(history, {"largest difference": "sampling/probe_difference"}), "nats"),
     ]
@@ -108,6 +145,10 @@ def _off_policy(history: History) -> list[Chart]:
 
 def _data(run: Mapping[str, Any], history: History) -> list[Chart]:
     dropped = {name.removeprefix("rows/dropped/").replace("_", " "): name for name in history.names("rows/dropped/")}
+    lengths = {
+        name.removeprefix("rows/dropped_tokens/").replace("_", " "): name
+        for name in history.names("rows/dropped_tokens/")
+    }
     failed = {
         name.removeprefix("outcomes/").replace("_", " "): name
         for name in history.names("outcomes/")
@@ -119,7 +160,7 @@ def _data(run: Mapping[str, Any], history: History) -> list[Chart]:
         Chart(
             "No variance, truncated",
             _curves(history, {"no variance": "frac_reward_zero_std", "truncated": "completions/clipped_ratio"}),
-            "shares of groups, of rollouts",
+            "shares",
         ),
         Chart("Failed rollouts", _curves(history, failed, missing=0.0), "a block, by outcome", stacked=True),
         Chart(
@@ -128,6 +169,8 @@ def _data(run: Mapping[str, Any], history: History) -> list[Chart]:
             "a block, by reason",
             stacked=True,
         ),
+        Chart("Length of dropped rows", _curves(history, lengths), "mean tokens"),
+        Chart("Dropped stragglers", _curves(history, {"had run": "time/straggler_mean_s"}), "seconds"),
         Chart(
             "Curriculum",
             _curves(history, {name: key for name, key in levels.items() if history.values(key)}),
@@ -172,9 +215,3 @@ def _marks(run: Mapping[str, Any], history: History) -> list[tuple[float, str]]:
 
 def _inner(name: str, prefix: str, suffix: str) -> str:
     return name.removeprefix(prefix).removesuffix(suffix)
-
-
-def held_out_name(name: str) -> str:
-    """What a held-out reward is called: "held out", with the name of its set where it has one."""
-    inner = name.removeprefix("eval").removesuffix("reward").strip("_")
-    return f"held out {inner}".strip()

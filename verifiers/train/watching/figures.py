@@ -131,7 +131,9 @@ def lap_metrics(
     metrics["rollouts/server_busy"] = time.server_busy
     metrics["rollouts/in_flight"] = whole.rollout_s / max(wall, 1e-9)
     metrics["rollouts/queued"] = whole.queued_s / max(wall, 1e-9)
-    metrics["rollouts/in_flight_while_waiting"] = waited.generator.rollout_s / max(waited.seconds, 1e-9)
+    # the stage's seconds and the meter's are read one after the other, which tells in a wait of microseconds
+    running = min(waited.generator.rollout_s / max(waited.seconds, 1e-9), float(waited.most_running))
+    metrics["rollouts/in_flight_while_waiting"] = running
     most = max((use.most_running for stage, use in uses.items() if stage != "eval"), default=0)
     metrics["rollouts/most_in_flight"] = float(most)
     metrics["tokens/sampled_per_s"] = sampled_tokens / max(wall, 1e-9)

@@ -11,10 +11,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verifiers.train.watching.causes import OTHER_CAUSES
 from verifiers.train.watching.figures import RunTime
 from verifiers.train.watching.record import METRICS, read_lines
 
-__all__ = ["HELD_OUT", "Cause", "Evaluations", "History", "Points", "few_points", "read_history", "smoothed"]
+__all__ = [
+    "HELD_OUT",
+    "Cause",
+    "Evaluations",
+    "History",
+    "Points",
+    "few_points",
+    "held_out_name",
+    "read_history",
+    "smoothed",
+]
 
 MOST_POINTS = 240
 """Points of a drawn curve; of more, each is the mean of several, with their span beside it."""
@@ -23,6 +34,12 @@ _MOST_CAUSES = 1000
 
 HELD_OUT = re.compile(r"eval(_.+)?_reward")
 """The metric that an evaluation's mean reward has: "eval_reward", or "eval_<set>_reward"."""
+
+_HELD_OUT_DETAIL = re.compile(
+    r"eval_(?:(?P<set>.+?)_)??"
+    r"(?:(?P<at_k>(?:pass_at|pass_hat|best_at)_\d+)|rewards/(?P<function>.+)|tasks/(?P<task>.+)/reward)"
+)
+_KINDS = {"pass_at": "pass@", "pass_hat": "pass^", "best_at": "best@"}
 
 
 @dataclass(slots=True)
@@ -58,6 +75,7 @@ class History:
         steps: optimizer steps of the logs.
         columns: every metric's values at `steps`; NaN where it has none.
         evaluations: by the metric's name, e.g. "eval_reward".
+        details: other held-out means: of "at_k", "function" and "task", by what a curve of them is called.
         failures: by cause.
         time: sums over all of it.
         last_at: when the last line was written, in seconds since 1970; 0.0 for none.
@@ -66,6 +84,7 @@ class History:
     steps: array[float] = field(default_factory=lambda: array("d"))
     columns: dict[str, array[float]] = field(default_factory=dict)
     evaluations: dict[str, Evaluations] = field(default_factory=dict)
+    details: dict[str, dict[str, Evaluations]] = field(default_factory=dict)
     failures: dict[str, Cause] = field(default_factory=dict)
     time: RunTime = field(default_factory=RunTime)
     last_at: float = 0.0
@@ -88,6 +107,12 @@ class Points:
     low: list[float]
     high: list[float]
     is_thinned: bool = False
+
+
+def held_out_name(name: str) -> str:
+    """What a held-out reward is called: "held out", with the name of its set where it has one."""
+    inner = name.removeprefix("eval").removesuffix("reward").strip("_")
+    return f"held out {inner}".strip()
 
 
 def read_history(run_dir: str | Path) -> History:
@@ -143,18 +168,30 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def _take_evaluations(history: History, line: Mapping[str, Any], step: float) -> None:
     for name, value in line.items():
-        if HELD_OUT.fullmatch(name) and isinstance(value, (int, float)):
-            error = line.get(f"{name}_stderr")
-            history.evaluations.setdefault(name, Evaluations()).put(
-                step, float(value), float(error) if isinstance(error, (int, float)) else math.nan
-            )
+        if not name.startswith("eval_") or name.endswith("_stderr") or not isinstance(value, (int, float)):
+            continue
+        error = line.get(f"{name}_stderr")
+        spread = float(error) if isinstance(error, (int, float)) else math.nan
+        if HELD_OUT.fullmatch(name):
+            history.evaluations.setdefault(name, Evaluations()).put(step, float(value), spread)
+        elif found := _HELD_OUT_DETAIL.fullmatch(name):
+            kind = next(kind for kind in ("at_k", "function", "task") if found[kind])
+            label = " ".join(filter(None, (_called(kind, found[kind]), found["set"])))
+            history.details.setdefault(kind, {}).setdefault(label, Evaluations()).put(step, float(value), spread)
+
+
+def _called(kind: str, name: str) -> str:
+    if kind != "at_k":
+        return name
+    measure, _, k = name.rpartition("_")
+    return _KINDS[measure] + k
 
 
 def _take_failures(history: History, line: Mapping[str, Any], step: int) -> None:
     failures = line.get("failures")
     for text, count in failures.items() if isinstance(failures, Mapping) else ():
-        # texts that name an address or a time are never the same twice
+        # texts that name a time or a place are never the same twice
         known = text in history.failures or len(history.failures) < _MOST_CAUSES
-        cause = history.failures.setdefault(str(text) if known else "other causes", Cause(first_step=step))
+        cause = history.failures.setdefault(str(text) if known else OTHER_CAUSES, Cause(first_step=step))
         cause.count += int(count)
         cause.last_step = step

@@ -64,6 +64,9 @@ class RunRecord:
             earlier run left there.
         owes_evaluation: that step's evaluation is done again, or gone on with, and will be logged then.
         hide: takes secrets out of every text.
+
+    Attributes:
+        hide: the same, for texts that are cut or changed before they come here.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class RunRecord:
         hide: Hider | None = None,
     ) -> None:
         self.directory = Path(directory)
-        self._hide = hide or Hider([])
+        self.hide = hide or Hider([])
         self._warned = False
         self._run = read_run(directory) if resume_step is not None else {}
         with self._warning():
@@ -92,7 +95,7 @@ class RunRecord:
         """Put fields into run.json, beside those that are there."""
         self._run.update(fields)
         with self._warning():
-            self._replace(RUN, self._hide(json.dumps(plain(self._run), indent=1)) + "\n")
+            self._replace(RUN, self.hide(json.dumps(plain(self._run), indent=1)) + "\n")
 
     def write_metrics(self, step: int, steps: int, logs: Mapping[str, Any], failures: Mapping[str, int]) -> None:
         """Append the numbers of one log.
@@ -115,7 +118,7 @@ class RunRecord:
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         with self._warning(), (self.directory / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write("".join(self._hide(json_line(row)) + "\n" for row in rows))
+            file.write("".join(self.hide(json_line(row)) + "\n" for row in rows))
 
     def _keep_until(self, path: Path, step: int | None, owes_evaluation: bool) -> None:
         if not path.exists():

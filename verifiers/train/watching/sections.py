@@ -9,22 +9,28 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from verifiers.train.watching.causes import OTHER_CAUSES
 from verifiers.train.watching.charts import short
 from verifiers.train.watching.clock import STAGES
-from verifiers.train.watching.curves import STAGE_COLOURS, held_out_name
+from verifiers.train.watching.curves import STAGE_COLOURS
 from verifiers.train.watching.figures import RunTime
-from verifiers.train.watching.history import Evaluations, History
+from verifiers.train.watching.history import Evaluations, History, held_out_name
 from verifiers.train.watching.verdict import Verdict, judge
 
 __all__ = ["failures_section", "header", "plan_section", "time_section", "verdict_of", "verdict_section"]
 
 _CAUSES_SHOWN = 30
+_JUDGED_BY = ("num_batches_ahead", "drains", "max_concurrent", "max_staleness")
 
 
 def verdict_of(run: Mapping[str, Any], total: RunTime) -> Verdict | None:
     """What the run is bound by."""
     settings = run.get("judged_by")
-    return judge(total, **settings) if isinstance(settings, dict) else None
+    if not isinstance(settings, dict):
+        return None
+    # another version may have written others
+    known = {name: settings[name] for name in _JUDGED_BY if name in settings}
+    return judge(total, **{"num_batches_ahead": 0, **known})
 
 
 def header(run: Mapping[str, Any], history: History, title: str) -> str:
@@ -109,13 +115,18 @@ def failures_section(history: History) -> str:
     """Rollouts that failed, by cause."""
     if not history.failures:
         return ""
-    causes = sorted(history.failures.items(), key=lambda item: -item[1].count)
+    causes = sorted(history.failures.items(), key=lambda item: (item[0] == OTHER_CAUSES, -item[1].count))
     rows = "".join(
         f'<tr><th scope="row">{html.escape(text[:400])}</th><td>{cause.count:,}</td><td>{cause.first_step:,}</td>'
         f"<td>{cause.last_step:,}</td></tr>"
         for text, cause in causes[:_CAUSES_SHOWN]
     )
-    more = f"; {len(causes) - _CAUSES_SHOWN:,} rarer causes are left out" if len(causes) > _CAUSES_SHOWN else ""
+    left_out = causes[_CAUSES_SHOWN:]
+    more = (
+        f"; {len(left_out):,} rarer causes, of {sum(cause.count for _, cause in left_out):,} rollouts, are left out"
+        if left_out
+        else ""
+    )
     return (
         '<section><h2>Failed rollouts by cause</h2><div class="card wide-table"><table>'
         f"<caption>No failure is a reward of 0: these are in no mean{more}</caption>"

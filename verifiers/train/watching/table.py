@@ -8,19 +8,23 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from verifiers.train.watching.clock import STAGES
 from verifiers.train.watching.figures import RunTime
+from verifiers.train.watching.history import HELD_OUT, held_out_name
 from verifiers.train.watching.verdict import Verdict
 
 __all__ = ["LiveTable", "can_draw", "run_table"]
 
 _REFRESH_EVERY_S = 0.5
-_NARROW = 76
+_LEAST_S = 0.1
+_HELD_OUT_SHOWN = 2
+_NAME_CHARACTERS = 18
 _NAMES = {"old_logprobs": "old log-probs", "eval": "evaluation", "save": "checkpoints", "wait": "waiting"}
 
 
@@ -41,7 +45,7 @@ class LiveTable:
         stream: a terminal.
     """
 
-    def __init__(self, content: Callable[[int], RenderableType], stream: TextIO) -> None:
+    def __init__(self, content: Callable[[], RenderableType], stream: TextIO) -> None:
         self._content = content
         self._console = Console(file=stream, highlight=False)
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -90,7 +94,7 @@ class LiveTable:
 
     def _draw(self) -> RenderableType:
         try:
-            self._last = self._content(self._console.width)
+            self._last = self._content()
         except Exception as error:
             # a figure that cannot be shown ends no run
             self._last = Text(f"the table cannot be drawn: {type(error).__name__}: {error}")
@@ -98,7 +102,6 @@ class LiveTable:
 
 
 def run_table(
-    width: int,
     *,
     title: str,
     now: str,
@@ -106,76 +109,99 @@ def run_table(
     total: RunTime,
     verdict: Verdict | None,
 ) -> RenderableType:
-    """The table.
+    """The table, for a terminal of any width.
 
     Args:
-        width: of the terminal, in characters.
         title: step, elapsed time, time left.
         now: what the trainer does at the moment, and the generator.
         latest: the newest value of each metric.
         total: sums over the run.
     """
-    lines: list[RenderableType] = [_line(title, "bold"), _line(now, "cyan")]
+    lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan")]
     if total.wall > 0:
-        time, figures = _time_table(latest, total), _figures(latest)
-        if width < _NARROW:
-            lines += [figures, time]
-        else:
-            both = Table.grid(padding=(0, 4))
-            both.add_row(time, figures)
-            lines.append(both)
+        lines.append(_SideBySide(_time_table(total), _figures(latest)))
     if verdict is not None:
-        lines.append(_line(str(verdict), "yellow"))
-        lines.append(_line(f"try: {verdict.advice}", "dim"))
+        lines += [Text(str(verdict), style="yellow"), Text(f"try: {verdict.advice}", style="dim")]
     return Group(*lines)
 
 
-def _time_table(latest: Mapping[str, Any], total: RunTime) -> Table:
+class _SideBySide:
+    """Two tables beside one another where both fit whole, else below one another."""
+
+    def __init__(self, left: Table, right: Table) -> None:
+        self._left = left
+        self._right = right
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(width=10_000)
+        wanted = [Measurement.get(console, unbounded, table).maximum for table in (self._left, self._right)]
+        gap = min(4, options.max_width - sum(wanted))
+        if gap < 2:
+            # the figures first: a terminal of few lines cuts off what is below
+            yield Group(self._right, self._left)
+            return
+        both = Table.grid(padding=(0, gap))
+        both.add_row(self._left, self._right)
+        yield both
+
+
+def _time_table(total: RunTime) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("time", "a step", "share", "peak"):
-        table.add_column(name, justify="left" if name == "time" else "right", no_wrap=True)
+    for name in ("whole run", "a step", "share", "peak"):
+        table.add_column(name, justify="left" if name == "whole run" else "right", no_wrap=True)
+    steps = max(1.0, total.steps)
     for stage in STAGES:
         if total.share(stage) < 0.0005:
             continue
-        seconds = _number(latest, f"time/{stage}_s")
         peak = total.peak_gib.get(stage)
         table.add_row(
             _NAMES.get(stage, stage),
-            _seconds(seconds),
+            _seconds(total.stages[stage] / steps),
             f"{100 * total.share(stage):.0f} %",
-            f"{peak:.1f} GiB" if peak else "",
+            f"{peak:.1f} G" if peak else "",
         )
-    step = _number(latest, "time/step_s")
-    table.add_row("step", _seconds(step), "", "", style="bold")
+    table.add_row("step", _seconds(total.wall / steps), "", "", style="bold")
     return table
 
 
 def _figures(latest: Mapping[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("newest log", style="dim", no_wrap=True)
+    table.add_column("", no_wrap=True)
     rows = [
-        ("reward", _joined(latest, "{:.3f}", "reward") + _held_out(latest)),
+        ("reward", _joined(latest, "{:.3f}", "reward")),
+        *_held_out(latest),
+        ("a step", _times(latest, "time/step_s")),
         ("overlap ratio", _joined(latest, "{:.2f}", "overlap_ratio")),
         ("server busy", _percent(latest, "rollouts/server_busy")),
         ("in flight, queued", _joined(latest, "{:.0f}", "rollouts/in_flight", "rollouts/queued")),
-        ("rollout p50/p95/max", _times(latest, "time/rollout_p50_s", "time/rollout_p95_s", "time/rollout_max_s")),
-        ("generation, scoring", _times(latest, "time/block_generation_s", "time/scoring_mean_s")),
-        ("tokens/s", _joined(latest, "{:,.0f}", "tokens/sampled_per_s", "tokens/trained_per_s") + " trained"),
+        ("latency p50/95/max", _times(latest, "time/rollout_p50_s", "time/rollout_p95_s", "time/rollout_max_s")),
+        ("block, its scoring", _times(latest, "time/block_generation_s", "time/scoring_mean_s")),
+        ("tokens/s, trained", _joined(latest, "{:,.0f}", "tokens/sampled_per_s", "tokens/trained_per_s")),
         ("staleness", _joined(latest, "{:.1f}", "staleness")),
         ("mismatch KL", _joined(latest, "{:.2g}", "mismatch_kl")),
-        ("failed", _joined(latest, "{:.0f}", "rollouts/failed")),
+        ("failed a block", _joined(latest, "{:.1f}", "rollouts/failed")),
     ]
     for name, value in rows:
         table.add_row(name, value)
     return table
 
 
-def _held_out(latest: Mapping[str, Any]) -> str:
-    reward, error = _number(latest, "eval_reward"), _number(latest, "eval_reward_stderr")
-    if reward is None:
-        return ""
-    return f", held out {reward:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+def _held_out(latest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Held-out rewards: the trainer's own set, or the first of those that have names."""
+    names = [name for name in latest if HELD_OUT.fullmatch(name) and _number(latest, name) is not None]
+    rows = []
+    for name in names[:_HELD_OUT_SHOWN]:
+        reward, error = _number(latest, name), _number(latest, f"{name}_stderr")
+        shown = f"{reward:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+        rows.append((_cut(held_out_name(name)), shown))
+    if more := len(names) - len(rows):
+        rows.append(("", f"and {more} more"))
+    return rows
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _NAME_CHARACTERS else name[: _NAME_CHARACTERS - 1] + "…"
 
 
 def _joined(latest: Mapping[str, Any], form: str, *names: str) -> str:
@@ -184,7 +210,14 @@ def _joined(latest: Mapping[str, Any], form: str, *names: str) -> str:
 
 
 def _times(latest: Mapping[str, Any], *names: str) -> str:
-    return " / ".join(_seconds(_number(latest, name)) or "–" for name in names)
+    """Times beside one another, with one unit where it suits all of them."""
+    values = [_number(latest, name) for name in names]
+    known = [value for value in values if value is not None]
+    if not known:
+        return " / ".join("–" for _ in names)
+    if min(known) < _LEAST_S:
+        return " / ".join(_seconds(value) or "–" for value in values)
+    return " / ".join("–" if value is None else _three_digits(value) for value in values) + " s"
 
 
 def _percent(latest: Mapping[str, Any], name: str) -> str:
@@ -200,11 +233,11 @@ def _number(latest: Mapping[str, Any], name: str) -> float | None:
 def _seconds(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+    return f"{_three_digits(value)} s" if value >= _LEAST_S else f"{_three_digits(1000 * value)} ms"
 
 
-def _line(text: str, style: str) -> Text:
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ __all__ = ["samples_section"]
 
 _HELD_OUT_PROMPTS = 4
 _TIMES = 40
+_LEVELS = 6
 _ROLLOUTS = 4
 _MOST_CHARACTERS = 6 << 20
 _STEP = re.compile(r"step-(\d+)(?:-.*)?")
 _UNSEEN = re.compile(
     r"[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff]"
 )
+Scale = tuple[float, float]
 _FAILED = ("environment_error", "provider_error", "grading_error", "timed_out", "cancelled")
 
 
@@ -39,53 +41,74 @@ def samples_section(run_dir: Path) -> str:
             followed.setdefault(str(line.get("example")), []).append(line)
         else:
             others.setdefault(float(line["step"]), []).append(line)
-    held_out = [_timeline(f"prompt {name}", lines) for name, lines in _held_out(run_dir).items()]
+    held_out = _held_out(run_dir)
     seen_again = {name: lines for name, lines in followed.items() if len(lines) > 1}
     once = [line for name, lines in followed.items() if name not in seen_again for line in lines]
     for line in once:
         others.setdefault(float(line["step"]), []).insert(0, line)
-    again = [_timeline(f"prompt {name}", lines) for name, lines in seen_again.items()]
-    by_step = [f'<div class="card prompt">{_panels(sorted(others.items()))}</div>'] if others else []
     parts = [
-        _section("The same held-out prompts over time", "greedy or sampled, as the evaluations were", held_out),
-        _section("The same training prompts over time", "prompts of the first block that came again", again),
-        _section("Prompts of a block, by step", "the one whose rewards differ most, and a typical one", by_step),
+        _timelines("The same held-out prompts over time", "greedy or sampled, as the evaluations were", held_out),
+        _timelines("The same training prompts over time", "prompts of the first block that came again", seen_again),
     ]
+    if others:
+        scale = _scale_of(line for lines in others.values() for line in lines)
+        card = f'<div class="card prompt">{_panels(sorted(others.items()), scale)}</div>'
+        note = "the one whose rewards differ most, and a typical one"
+        parts.append(_section("Prompts of a block, by step", note, [card], scale if len(others) > 1 else None))
     return "".join(part for part in parts if part)
 
 
-def _section(title: str, note: str, cards: Sequence[str]) -> str:
+def _scale_of(lines: Iterable[Mapping[str, Any]]) -> Scale:
+    """The mean rewards that the lightest and the darkest colour stand for; 0 is always between them."""
+    means = [line["mean_reward"] for line in lines if isinstance(line.get("mean_reward"), (int, float))]
+    lowest, highest = min([0.0, *means]), max([0.0, *means])
+    return lowest, highest if highest > lowest else lowest + 1.0
+
+
+def _timelines(title: str, note: str, by_prompt: Mapping[str, list[dict[str, Any]]]) -> str:
+    scale = _scale_of(line for lines in by_prompt.values() for line in lines)
+    cards = [_timeline(f"prompt {name}", lines, scale) for name, lines in by_prompt.items()]
+    return _section(title, note, cards, scale if any(len(lines) > 1 for lines in by_prompt.values()) else None)
+
+
+def _section(title: str, note: str, cards: Sequence[str], scale: Scale | None) -> str:
     if not cards:
         return ""
     body = f'<div class="cards">{"".join(cards)}</div>'
-    return f'<section><h2>{title} <span class="soft">{note}</span></h2>{body}</section>'
+    legend = ""
+    if scale is not None:
+        colours = "".join(f'<i class="l{level}"></i>' for level in range(_LEVELS))
+        legend = (
+            f'<p class="soft scale">a square is a step, its colour the mean reward: '
+            f"<span><b>{short(scale[0])}</b> {colours} <b>{short(scale[1])}</b></span></p>"
+        )
+    return f'<section><h2>{title} <span class="soft">{note}</span></h2>{legend}{body}</section>'
 
 
-def _timeline(title: str, lines: list[dict[str, Any]]) -> str:
+def _timeline(title: str, lines: list[dict[str, Any]], scale: Scale) -> str:
     """One prompt: what it asks, and its rollouts at each step."""
     first = lines[0]
     answer = (
         f'<p class="soft">answer: <code>{_text(str(first.get("answer")))}</code></p>' if first.get("answer") else ""
     )
-    panels = _panels([(float(line["step"]), [line]) for line in sorted(lines, key=lambda line: line["step"])], False)
+    by_step = [(float(line["step"]), [line]) for line in sorted(lines, key=lambda line: line["step"])]
+    panels = _panels(by_step, scale, with_prompts=False)
     return (
         f'<div class="card prompt"><details class="fold" open><summary>{_text(title)}</summary>'
         f"{_messages(first.get('prompt'))}{answer}</details>{panels}</div>"
     )
 
 
-def _panels(by_step: list[tuple[float, list[dict[str, Any]]]], with_prompts: bool = True) -> str:
+def _panels(by_step: list[tuple[float, list[dict[str, Any]]]], scale: Scale, *, with_prompts: bool = True) -> str:
     """A button for each step, and its rollouts, of which the script shows one step at a time."""
     made: list[tuple[float, float | None, str]] = []
     for step, lines in _fitting(by_step):
         means = [line["mean_reward"] for line in lines if isinstance(line.get("mean_reward"), (int, float))]
         body = "".join(_group(line, with_prompts) for line in lines)
         made.append((step, sum(means) / len(means) if means else None, body))
-    highest = max((mean for _, mean, _ in made if mean is not None), default=0.0)
-    lowest = min((mean for _, mean, _ in made if mean is not None), default=0.0)
     buttons, panels = [], []
     for step, mean, body in made:
-        level = "none" if mean is None else f"l{_level(mean, lowest, highest)}"
+        level = "none" if mean is None else f"l{_level(mean, scale)}"
         told = f"step {step:,.0f}" + (f", mean reward {short(mean)}" if mean is not None else "")
         buttons.append(f'<button type="button" class="{level}" title="{told}" aria-label="{told}"></button>')
         panels.append(f'<div class="panel"><h3>{told}</h3>{body}</div>')
@@ -93,8 +116,8 @@ def _panels(by_step: list[tuple[float, list[dict[str, Any]]]], with_prompts: boo
     return f'<div class="steps">{strip}{"".join(panels)}</div>'
 
 
-def _level(mean: float, lowest: float, highest: float) -> int:
-    return round(5 * (mean - lowest) / (highest - lowest)) if highest > lowest else 3
+def _level(mean: float, scale: Scale) -> int:
+    return round((_LEVELS - 1) * (mean - scale[0]) / (scale[1] - scale[0]))
 
 
 def _fitting(by_step: list[tuple[float, list[dict[str, Any]]]]) -> list[tuple[float, list[dict[str, Any]]]]:

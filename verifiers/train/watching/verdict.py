@@ -35,7 +35,12 @@ class Verdict:
 
 
 def judge(
-    time: RunTime, *, num_batches_ahead: int, drains: bool = False, max_concurrent: int | None = None
+    time: RunTime,
+    *,
+    num_batches_ahead: int,
+    drains: bool = False,
+    max_concurrent: int | None = None,
+    max_staleness: int | None = None,
 ) -> Verdict | None:
     """The rule of thumb; None where nothing was measured.
 
@@ -47,6 +52,7 @@ def judge(
         num_batches_ahead: blocks generated ahead.
         drains: rollouts in flight end before each push.
         max_concurrent: rollouts that may be in flight at once.
+        max_staleness: as it was set; None where `num_batches_ahead` gives it.
     """
     if time.wall <= 0:
         return None
@@ -56,7 +62,7 @@ def judge(
         kind, what, advice = _OVERHEADS[overhead]
         return Verdict(kind, f"{what} took {_percent(time.share(overhead))} of the time", advice)
     if waited >= NOTABLE:
-        return _waiting(time, num_batches_ahead, drains, max_concurrent)
+        return _waiting(time, num_batches_ahead, drains, max_concurrent, max_staleness)
     idle = 1.0 - time.server_busy
     if idle >= NOTABLE:
         return Verdict(
@@ -72,7 +78,9 @@ def judge(
     )
 
 
-def _waiting(time: RunTime, num_batches_ahead: int, drains: bool, max_concurrent: int | None) -> Verdict:
+def _waiting(
+    time: RunTime, num_batches_ahead: int, drains: bool, max_concurrent: int | None, max_staleness: int | None
+) -> Verdict:
     waited = time.stages.get("wait", 0.0)
     text = f"the trainer waited {_percent(time.share('wait'))} of the time"
     if time.scored_alone > 0.5 * waited:
@@ -86,25 +94,33 @@ def _waiting(time: RunTime, num_batches_ahead: int, drains: bool, max_concurrent
     if is_straggling:
         ran = f"{running:.0f}" if running >= 10 else f"{running:.1f}"
         text += f", while {ran} of at most {time.most_in_flight:.0f} rollouts ran"
+    is_full = max_concurrent is not None and time.most_in_flight >= max_concurrent
+    more_ahead = f"num_batches_ahead={num_batches_ahead + 1}"
+    if max_staleness is not None:
+        more_ahead += " (and a max_staleness that allows it)"
     if num_batches_ahead == 0:
-        # what remains where the shorter side is hidden behind the longer one
-        gain = time.wall / max(time.wall - min(waited, time.working), 1e-9)
-        advice = f"num_batches_ahead=1, which lets generation and training overlap: at most {gain:.1f} times as fast"
-    elif is_straggling and drains:
+        advice = f"{more_ahead}, which lets generation and training overlap"
+    elif drains:
         advice = (
-            "drain_before_sync=False, where the server can keep requests during a push: stragglers hold up every push"
+            "drain_before_sync=False, where the server can keep requests during a push: every push waits for the "
+            "last rollout in flight"
         )
     elif is_straggling:
         advice = (
-            f"num_batches_ahead={num_batches_ahead + 1}, which keeps the server busy behind stragglers; or "
+            f"{more_ahead}, which keeps the server busy behind stragglers; or "
             "drop_stragglers_after and a shorter max_completion_length, which end them"
         )
-    elif max_concurrent is not None and time.most_in_flight >= max_concurrent:
+    elif is_full:
         advice = (
             f"a max_concurrent above {max_concurrent}, where the server has room; else more servers (server_urls)"
         )
     else:
-        advice = "more rollout servers (server_urls), or a faster one; a shorter max_completion_length"
+        # answers that take long on a server that is not full come as fast when more of them are asked for
+        advice = (
+            f"{more_ahead}, where the server has room for more than "
+            f"{time.most_in_flight:.0f} rollouts at once; else more servers (server_urls), a faster one, or a "
+            "shorter max_completion_length"
+        )
     return Verdict("straggler-bound" if is_straggling else "rollout-bound", text, advice)
 
 

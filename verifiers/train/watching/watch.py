@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.block import TrainingBlock
 from verifiers.train.loss import CorrectedLoss
 from verifiers.train.passes import all_passes
+from verifiers.train.servers import credentials
+from verifiers.train.watching.causes import CauseCounts
 from verifiers.train.watching.clock import StageClock
 from verifiers.train.watching.description import description
 from verifiers.train.watching.figures import RunTime, lap_metrics
@@ -53,7 +54,7 @@ class RunWatch:
         self.record: RunRecord | None = None
         self._samples = SampleChoice(plan.max_steps)
         self._judged_by: dict[str, Any] = {"num_batches_ahead": 0}
-        self._failures: Counter[str] = Counter()
+        self._failures = CauseCounts()
         self._lap_step = 0
         self._lap_steps = 0
         # tokens of the block in training, by optimizer step
@@ -64,11 +65,11 @@ class RunWatch:
 
     def begin(self, trainer: Any, resume_step: int | None, *, owes_evaluation: bool = False) -> None:
         """Open the record of a run that begins, or goes on from a step, whose evaluation it may owe."""
-        args, client = trainer.args, trainer._client
+        args = trainer.args
         settings = args.to_dict()
         env_args = getattr(trainer.env, "env_args", None) or {}
         urls = list(args.server_urls or [args.server_url])
-        key, headers = str(getattr(client, "api_key", "")), dict(getattr(client, "headers", None) or {})
+        key, headers = credentials(trainer._servers)
         secrets = [s for url in urls for s in secrets_of_run(url, key, headers, {"env": env_args, **settings})]
         directory = Path(str(args.output_dir))
         self.record = RunRecord(
@@ -84,6 +85,7 @@ class RunWatch:
             "num_batches_ahead": args.num_batches_ahead,
             "drains": trainer.feed.drains,
             "max_concurrent": args.max_concurrent,
+            "max_staleness": args.max_staleness,
         }
         begun = {"at": time.time(), "step": resume_step or 0}
         self.record.describe(
@@ -95,6 +97,8 @@ class RunWatch:
             judged_by=self._judged_by,
             memory=self.clock.memory.where if self.clock.memory is not None else None,
         )
+        # of an earlier run of the same trainer
+        self.latest, self._failures, self._tokens = {}, CauseCounts(), (0.0, 0.0)
         self._lap_step = resume_step or 0
         self.clock.start()
 
@@ -104,7 +108,9 @@ class RunWatch:
         sampled = sum(row.sampled_tokens for rollout in block.launched for row in rollout.rows)
         rows = sum(int(batch["sampled_tokens"].sum()) for batch in all_passes(trained.batches))
         self._rate = (sampled / updates, rows * self.plan.num_iterations / updates)
-        self._failures.update(str(rollout.failure) for rollout in block.launched if rollout.failure is not None)
+        # half a secret is none that could be recognized
+        hide = self.record.hide if self.record is not None else str
+        self._failures.add(hide(str(rollout.failure)) for rollout in block.launched if rollout.failure is not None)
         if self.record is not None:
             is_last = step + updates >= self.plan.max_steps
             self.record.write_samples(self._samples.of_block(block, trained.advantages, step + 1, is_last=is_last))
@@ -125,14 +131,14 @@ class RunWatch:
     def write(self, step: int, logs: Mapping[str, Any]) -> None:
         """Take in what was logged."""
         self.latest.update(logs)
-        is_step, is_evaluation = "time/step_s" in logs, any(name.startswith("eval_") for name in logs)
-        if self.record is None or not (is_step or is_evaluation):
+        is_step = "time/step_s" in logs
+        # what transformers logs once at the end has no interval where the last step was logged
+        is_kept = is_step or "train_runtime" in logs or any(name.startswith("eval_") for name in logs)
+        if self.record is None or not is_kept:
             return
         steps = self._lap_steps if is_step else 0
         self.total.take({**logs, "steps": steps})
-        failures = dict(self._failures.most_common(_CAUSES_A_LINE)) if is_step else {}
-        if is_step:
-            self._failures.clear()
+        failures = self._failures.take(_CAUSES_A_LINE) if is_step else {}
         self.record.write_metrics(step, steps, logs, failures)
 
     def verdict(self) -> Verdict | None:
