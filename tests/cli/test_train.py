@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from transformers import TrainerState
 
+from verifiers.cli.exit_codes import CommandFailedError
 from verifiers.cli.train import main
+from verifiers.data.plan import make_plan
+from verifiers.train.checkpoint import mark_complete
+from verifiers.train.watching.record import read_run
 
 RUN = """
 [environment]
@@ -91,6 +98,11 @@ def replaced(old: str, new: str) -> str:
         ),
         (RUN + '[server]\nurl = "http://x/v1"\nlaunch = "embedded"\n', r"\[server\] has both url and launch"),
         (
+            replaced("max_steps = 3", 'max_steps = 3\nserver_urls = ["http://x/v1"]')
+            + '[server]\nurl = "http://y/v1"\n',
+            r"\[server\] has url and \[trainer\] has server_urls, so one would be ignored",
+        ),
+        (
             RUN + '[eval_environment]\nid = "toy-sums-env"\n[eval_environments.a]\nid = "toy-sums-env"\n',
             r"has both \[eval_environment\] and \[eval_environments\]",
         ),
@@ -103,6 +115,22 @@ def replaced(old: str, new: str) -> str:
             "eval_timeout is 0; give a number above 0",
         ),
         ("[environment", "the run file 'run.toml' cannot be read"),
+        (
+            replaced("max_steps = 3", 'max_steps = 3\nreport_to = "tensorbord"'),
+            "report_to has 'tensorbord', which transformers cannot report to; did you mean 'tensorboard'",
+        ),
+        (
+            replaced("max_steps = 3", 'max_steps = 3\nreport_to = ["swanlab"]'),
+            "report_to has 'swanlab', whose package is not installed; run: pip install swanlab",
+        ),
+        (
+            replaced("max_steps = 3", 'max_steps = 3\noutput_dir = "run.toml/below"'),
+            "output_dir 'run.toml/below' cannot be written to: Not a directory",
+        ),
+        (
+            replaced("max_steps = 3", 'max_steps = 3\noutput_dir = "run.toml"'),
+            "output_dir 'run.toml' cannot be written to: Not a directory",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence_and_exit_code_2(
@@ -114,6 +142,105 @@ def test_a_mistake_in_the_file_is_one_sentence_and_exit_code_2(
     assert shown.out == ""
     (sentence,) = shown.err.strip().splitlines()
     assert re.match(f"vf-train: .*{message}", sentence), sentence
+
+
+@pytest.mark.parametrize("setting", ['output_dir = "run.toml/below"', 'report_to = "tensorbord"'])
+def test_what_would_end_the_run_is_told_before_the_server_is_started(
+    run_file: Path, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("the server was started")
+
+    monkeypatch.setattr("verifiers.train.launch.launched_server", started)
+    text = replaced("max_steps = 3", f"max_steps = 3\n{setting}") + '[server]\nlaunch = "embedded"\n'
+    run_file.write_text(text)
+    before = sorted(path.name for path in Path().iterdir())
+    assert main([str(run_file)]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert sorted(path.name for path in Path().iterdir()) == before
+
+
+def test_no_bar_of_a_library_is_drawn_into_the_lines_of_a_run(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+    import transformers
+
+    bars: list[bool] = []
+
+    def started(*_: object, **__: object) -> None:
+        bars.append(transformers.utils.logging.is_progress_bar_enabled() or not datasets.are_progress_bars_disabled())
+        raise CommandFailedError("far enough")
+
+    monkeypatch.setattr("verifiers.train.launch.launched_server", started)
+    run_file.write_text(RUN + '[server]\nlaunch = "embedded"\n')
+    transformers.utils.logging.enable_progress_bar()
+    datasets.enable_progress_bars()
+    assert main([str(run_file)]) == 1
+    assert capsys.readouterr().err == "vf-train: far enough\n"
+    assert bars == [False]
+
+
+def test_the_same_command_goes_on_and_fresh_begins_anew(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bool] = []
+
+    class Trainer:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.state = TrainerState(global_step=3)
+
+        def train(self, resume_from_checkpoint: bool) -> None:
+            asked.append(resume_from_checkpoint)
+            output.mkdir(parents=True, exist_ok=True)
+            ended = {"status": "finished", "ended": time.time()}
+            (output / "run.json").write_text(json.dumps({**read_run(output), **ended}))
+
+        def save_model(self) -> None:
+            if len(asked) in (1, 5):
+                raise CommandFailedError("the disk is full")
+
+    output = Path("outputs/toy-sums-env")
+    monkeypatch.setattr("verifiers.train.trainer.GRPOTrainer", Trainer)
+    # a run whose model is not saved has something left to do, and so has one that is to have more steps
+    assert [main([str(run_file)]) for _ in range(3)] == [1, 0, 0]
+    assert capsys.readouterr().out.splitlines()[-1] == f"finished: 3 steps in {output}; --fresh begins anew"
+    assert asked == [True, True]
+    run_file.write_text(replaced("max_steps = 3", "max_steps = 6"))
+    assert main([str(run_file), "--resume"]) == 0
+    assert main([str(run_file), "--fresh"]) == 0
+    assert asked == [True, True, True, False]
+    # saved before, but not what it then trained
+    assert main([str(run_file), "--fresh"]) == 1
+    assert main([str(run_file)]) == 0
+    assert asked[4:] == [False, True]
+    assert main([str(run_file), "--fresh", "--resume"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_fit_is_told_before_anything_is_loaded(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(per_device_train_batch_size=4, num_generations=4, max_steps=3, num_prompts=8, seed=7)
+    checkpoint = Path("outputs/toy-sums-env/checkpoint-2")
+    checkpoint.mkdir(parents=True)
+    mark_complete(checkpoint, plan, 2)
+    assert main([str(run_file)]) == 1
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(
+        r"was written with seed=7, and this run has 42: .*--fresh.* or give another output_dir", sentence
+    )
+
+
+def test_a_model_that_is_nowhere_is_one_sentence_before_the_server_is_started(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    text = replaced('"start"', '"nobody/this-model"') + '[server]\nlaunch = "nothing"\n'
+    run_file.write_text(text)
+    assert main([str(run_file)]) == 2
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert re.match(r"vf-train: the model 'nobody/this-model' cannot be loaded \(.*\); give a directory", sentence)
 
 
 def test_a_size_that_does_not_divide_names_sizes_that_do(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

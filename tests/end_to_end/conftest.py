@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_world
+from fault_cells import World
+from forks import Forks, fork_parent
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +81,25 @@ def make_fake_trainer(wide_model_dir: Path, tmp_path: Path) -> Iterator[Callable
     yield make
     for trainer in made:
         trainer.close()
+
+
+@pytest.fixture(scope="module")
+def fault_forks() -> Iterator[Forks]:
+    with fork_parent("fault_world") as running:
+        yield running
+
+
+@pytest.fixture
+def make_world(fault_forks: Forks, tmp_path: Path, model_dir: Path) -> Iterator[Callable[[str, str], World]]:
+    """Makes cells of the fault matrix, each in a directory of its own."""
+    with contextlib.ExitStack() as stack:
+        made: list[World] = []
+
+        def make(fault: str, stage: str) -> World:
+            directory = tmp_path / f"cell-{len(made)}"
+            directory.mkdir()
+            made.append(World(fault_forks, directory, model_dir, fault, stage))
+            stack.callback(made[-1].close)
+            return made[-1]
+
+        yield make

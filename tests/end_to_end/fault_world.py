@@ -39,6 +39,7 @@ tqdm.tqdm.monitor_interval = 0
 GATE_S = 10.0
 STEPS = 6
 PATIENCE_S = 0.003
+SLOW_END = "two Ctrl-C, and eight rollouts that take 0.2 s each to end"
 
 
 class Gate:
@@ -139,6 +140,12 @@ class Faulty(vf.SingleTurnEnv):
         if gate.stage == "scoring" and place in self.firsts:
             # the group that is being scored
             return
+        if gate.fault == SLOW_END:
+            try:
+                await gate.until(lambda: gate.injected)
+            finally:
+                # one that awaits would be cancelled again
+                time.sleep(0.2)  # noqa: ASYNC251 - the mistake
         await gate.until(lambda: gate.reached)
         if gate.fault == "reward raises":
             return
@@ -229,7 +236,7 @@ class GatedTrainer(tiny_world.GRPOTrainer):
         self._raise_on_rank_1("saving", self.state.global_step - 1)
         if self.gate.is_at("saving", self.state.global_step - 1):
             self.gate.reach()
-            if self.gate.fault == "disk full at checkpoint":
+            if self.gate.fault == "disk full at checkpoint" and self.accelerator.is_main_process:
                 small_disk.fill(Path(self.args.output_dir))
                 self.gate.inject()
             self.gate.hold()
@@ -248,7 +255,7 @@ def train(given: dict[str, Any]) -> int:
     logging.basicConfig(level=logging.WARNING)
     gate = Gate(directory, given["fault"], given["stage"])
     disk = contextlib.nullcontext()
-    if gate.fault == "disk full at checkpoint":
+    if gate.fault == "disk full at checkpoint" and os.environ.get("RANK", "0") == "0":
         disk = small_disk.mounted(Path(given["output_dir"]))
     with disk:
         return run_command("train", lambda: _run(given, gate))
@@ -256,7 +263,8 @@ def train(given: dict[str, Any]) -> int:
 
 def _sockets_left(before: int) -> int:
     """Connections beyond those before, once the questions of threads that may be left are answered."""
-    deadline = time.monotonic() + 1.0
+    # some of several ranks' are torch's until the process ends
+    deadline = time.monotonic() + ("RANK" not in os.environ)
     while (left := len(psutil.Process().net_connections()) - before) > 0 and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
@@ -268,7 +276,7 @@ def _run(given: dict[str, Any], gate: Gate) -> int:
     env = Faulty(gate)
     trainer = _trainer(given, env, gate)
     env.learn(trainer.plan)
-    if gate.fault == "generator thread killed":
+    if gate.fault == "generator thread killed" and trainer.accelerator.is_main_process:
         threading.Thread(target=_kill_generator, args=(gate, trainer), name="killer", daemon=True).start()
     try:
         trainer.train(resume_from_checkpoint=True)

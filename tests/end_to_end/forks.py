@@ -11,6 +11,7 @@ and {"ended": N, "code": C} when the process has ended (-9 for one that was kill
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -182,6 +183,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
+    # a child would copy every page of what was imported to collect garbage in it, which takes seconds when it ends
+    gc.freeze()
     order = _serve()
     if order is not None:
         _become(order)

@@ -59,7 +59,8 @@ class BreaksInTheSecondBlock(tiny_world.Dialogue):
 def run(given: dict[str, Any]) -> None:
     """Train as `given` says."""
     rank = int(os.environ.get("RANK", "0"))
-    output_dir = Path(given["output_dir"])
+    # ranks of several hosts need not see the same directory
+    output_dir = Path(given["output_dir"].replace("{rank}", str(rank)))
     output_dir.mkdir(parents=True, exist_ok=True)
     envs = {
         "single": tiny_world.single_turn,

@@ -16,7 +16,7 @@ from evaluation_world import Outlasting, logged_evaluations, stored
 from transformers import TrainerCallback
 
 import verifiers as vf
-from verifiers.errors import NothingScoredError
+from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.evals.viewer.runs import find_runs
 
@@ -93,6 +93,53 @@ def test_an_overlapped_evaluation_is_of_one_steps_weights_while_training_goes_on
     assert trained == list(range(1, 5 * updates + 1))
 
 
+@pytest.mark.parametrize("settings", [{"num_iterations": 1}, {"num_iterations": 2}], ids=str)
+def test_an_epoch_is_a_pass_over_the_prompts_and_saves_and_evaluations_follow_it(
+    make_trainer: Callable[..., Any], server: tiny_world.EmbeddedServer, settings: dict[str, Any]
+) -> None:
+    # two blocks of two prompts an epoch; the last epoch is a half
+    each = 2 * settings["num_iterations"]
+    trainer = make_trainer(
+        tiny_world.single_turn(count=4),
+        max_steps=-1,
+        num_train_epochs=2.5,
+        save_strategy="epoch",
+        eval_strategy="epoch",
+        **settings,
+    )
+    trainer.train()
+    steps = [each, 2 * each, 2.5 * each]
+    assert [entry["step"] for entry in logged_evaluations(trainer)] == steps
+    saved = Path(trainer.args.output_dir).glob("checkpoint-*")
+    assert sorted(int(path.name.split("-")[1]) for path in saved) == steps
+    trained = {entry["step"]: entry["epoch"] for entry in trainer.state.log_history if "loss" in entry}
+    assert trained == {step: pytest.approx(step / each) for step in range(1, int(2.5 * each) + 1)}
+    # the same prompts in each epoch
+    for first in (0, 2):
+        epoch = [*trainer.plan.example_ids(first), *trainer.plan.example_ids(first + 1)]
+        assert sorted(epoch) == [0, 1, 2, 3]
+
+
+def test_training_goes_on_beside_an_evaluation_that_begins_where_an_epoch_ends(
+    make_trainer: Callable[..., Any], server: tiny_world.EmbeddedServer
+) -> None:
+    held_out = Outlasting(server)
+    trainer = make_trainer(
+        tiny_world.single_turn(count=4),
+        eval_env=held_out,
+        max_steps=5,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_overlap=True,
+        save_strategy="epoch",
+    )
+    held_out.watch(trainer)
+    trainer.train()
+    assert [entry["step"] for entry in logged_evaluations(trainer)] == [2, 4, 5]
+    assert held_out.trained_meanwhile == {2: 1, 4: 1, 5: 0}
+    assert (Path(trainer.args.output_dir) / "checkpoint-2").is_dir()
+
+
 class Sees(TrainerCallback):
     """Writes down what loggers see."""
 
@@ -113,7 +160,7 @@ def test_loggers_see_an_overlapped_evaluation_at_the_step_that_it_is_of(make_tra
     # the metrics of step 2 come when step 3 is trained
     assert sees.steps[:-1] == [(1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
     first = logged_evaluations(trainer)[0]
-    assert (first["step"], first["epoch"]) == (2, 0.5)
+    assert (first["step"], first["epoch"]) == (2, 0.25)
     # TRL's own metrics of training are not taken for those of an evaluation
     assert not any(name.startswith("eval_rollouts") for name in first)
     assert len(trainer.logged("frac_reward_zero_std")) == 4
@@ -366,3 +413,56 @@ def test_no_key_of_an_environment_is_stored_with_an_evaluation(make_trainer: Cal
     texts = [path.read_text() for path in stored(trainer, 1).iterdir() if path.is_file()]
     assert any("the judge refused ***" in text for text in texts)
     assert not any(secret in text for text in texts)
+
+
+class WarmMember(vf.SingleTurnEnv):
+    """A member of a group that fixes a temperature of its own, the trainer's."""
+
+    def __init__(self) -> None:
+        options: dict[str, Any] = {
+            "sampling_args": {"temperature": 0.9},
+            "rubric": vf.Rubric(funcs=[tiny_world.vowels]),
+        }
+        super().__init__(dataset=tiny_world.rows(16), eval_dataset=tiny_world.rows(2), **options)
+
+
+@pytest.mark.parametrize(("asked", "grouped"), [(0.0, True), (0.4, False)])
+def test_the_temperature_of_evaluations_is_theirs_and_not_that_of_training(
+    make_trainer: Callable[..., Any], asked: float, grouped: bool
+) -> None:
+    env = vf.EnvGroup([WarmMember(), WarmMember()], ["one", "two"]) if grouped else WarmMember()
+    trainer = make_trainer(env, max_steps=1, temperature=0.9, eval_temperature=asked)
+    with tiny_world.closing(trainer):
+        trainer.evaluate()
+        kept = trainer.evaluate_block()
+        evaluated = {body["temperature"] for body, _ in trainer._client.answers if "messages" in body}
+        assert evaluated == {asked}
+        trainer._client.answers.clear()
+        trainer.train()
+        trained = {body["temperature"] for body, _ in trainer._client.answers if "messages" in body}
+    assert trained == {0.9}
+    assert len(kept.rollouts) == (4 if grouped else 2)
+
+
+def test_a_block_of_held_out_rollouts_is_of_the_held_out_set(make_trainer: Callable[..., Any]) -> None:
+    held_out = tiny_world.Dialogue(eval_dataset=tiny_world.rows(3), reward=lambda completion, **_: 0.25)
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=held_out, num_eval_prompts=2)
+    with tiny_world.closing(trainer):
+        block = trainer.evaluate_block()
+        assert [(rollout.turns, rollout.reward) for rollout in block] == [(3, 0.25)] * 2
+        # the same prompts, seeds and weights as those of an evaluation that is logged
+        assert trainer.evaluate()["eval_completions/mean_length"] == pytest.approx(
+            sum(rollout.usage.completion_tokens for rollout in block) / 2
+        )
+        # rows that are given are played by the environment that is trained on, all of them
+        given = trainer.evaluate_block(tiny_world.single_turn().get_eval_dataset())
+        assert [rollout.turns for rollout in given] == [1] * 4
+    several = make_trainer(tiny_world.single_turn(), eval_env={"one": held_out, "two": held_out})
+    with pytest.raises(ConfigError, match=r"several held-out sets \(one, two\)"):
+        several.evaluate_block()
+
+
+def test_a_block_of_held_out_rollouts_that_does_not_end_is_given_up_too(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=NeverEnds(), eval_timeout=0.3)
+    with tiny_world.closing(trainer), pytest.raises(NothingScoredError, match=r"within 0\.3 s \(eval_timeout\)"):
+        trainer.evaluate_block()

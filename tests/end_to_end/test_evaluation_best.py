@@ -247,7 +247,7 @@ def test_stored_evaluations_are_those_of_the_runs_lineage(make_trainer: Callable
     before = third.evaluate()
     third.train()
     assert steps_of(list(evals.iterdir())) == ["step-0", "step-0-2", "step-1"]
-    assert steps_of(list((tmp_path / "evals-1").iterdir())) == [f"step-{step}" for step in range(5)]
+    assert steps_of(list((tmp_path / "earlier-1" / "evals").iterdir())) == [f"step-{step}" for step in range(5)]
     assert read_run(evals / "step-0-2").metadata["summary"]["rewards"]["reward"]["mean"] == before["eval_reward"]
 
 

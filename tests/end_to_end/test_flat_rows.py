@@ -65,4 +65,8 @@ def test_a_block_in_which_no_group_has_variance_is_trained_and_changes_nothing(
     trainer.train()
     assert trainer.logged("rows/trained") == [0.0, 0.0]
     assert trainer.logged("frac_reward_zero_std") == [1.0, 1.0]
+    # what is a mean over trained tokens is not told where there are none
+    for name in ("entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "staleness", "mismatch_kl"):
+        assert trainer.logged(name) == [], name
+    assert trainer.logged("loss") == [0.0, 0.0]
     assert all(torch.equal(before[name], tensor) for name, tensor in tiny_world.weights(trainer).items())

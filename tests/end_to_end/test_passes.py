@@ -222,6 +222,39 @@ def test_any_number_of_ranks_and_any_budget_give_one_gradient(
         assert_same((*results[0], {}), (*other, {}))
 
 
+def test_the_most_uncertain_tokens_are_those_of_a_whole_micro_batch_on_any_number_of_ranks(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(trainer, monkeypatch, loss_type="dapo", top_entropy_quantile=0.4)
+    entropies: dict[int, list[torch.Tensor]] = {}
+    micro_batch = iter(range(0))
+
+    def of_one_rank(found: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        entropies.setdefault(next(micro_batch), []).append(found[mask.bool()])
+        return mask.bool()
+
+    def of_all_ranks(found: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        least = torch.cat(entropies[next(micro_batch)]).quantile(threshold)
+        return (found >= least) & mask.bool()
+
+    results, held = [], []
+    for ranks in (1, 2, 3):
+        batches = cut(trainer, a_block(), a_plan(ranks), None)
+        assert {len(passes) for by_rank in batches for passes in by_rank} == {1}
+        held.append([sorted(torch.cat([p["rollout_index"] for (p,) in by_rank]).tolist()) for by_rank in batches])
+        noisy(trainer, batches, ("old_per_token_logps",))
+        entropies.clear()
+        for gathered in (of_one_rank, of_all_ranks):
+            micro_batch = iter([*range(len(batches))] * ranks)
+            monkeypatch.setattr(trainer, "get_high_entropy_mask", gathered)
+            result = update(trainer, batches, monkeypatch)
+        results.append((*result[:2], {}))
+    # padding rows apart
+    assert all([[row for row in rows if row >= 0] for rows in one] == held[0] for one in held)
+    for other in results[1:]:
+        assert_same(results[0], other)
+
+
 def test_flat_rows_left_out_change_no_gradient_under_a_budget(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use(trainer, monkeypatch, loss_type="grpo")
     whole, without = (cut(trainer, a_block(), a_plan(1), BUDGET, skip_flat=skip) for skip in (False, True))

@@ -19,9 +19,9 @@ URL = "http://127.0.0.1:9/v1"
 BAD_SETTINGS = {
     "one generation": ({"num_generations": 1}, r"num_generations is 1.* at least 2"),
     "greedy": ({"temperature": 0.0}, r"temperature is 0 with num_generations=4.* above 0"),
-    "top_p": ({"top_p": 0.9}, r"top_p=0\.9 with importance_correction would bias.*importance_correction=False"),
-    "top_k": ({"top_k": 5}, r"top_k=5 with importance_correction"),
-    "min_p": ({"min_p": 0.1}, r"min_p=0\.1 with importance_correction"),
+    "top_p": ({"top_p": 0.9}, r"the trainer samples with top_p=0\.9, under which.*importance_correction=False"),
+    "top_k": ({"top_k": 5}, r"samples with top_k=5, under which"),
+    "min_p": ({"min_p": 0.1}, r"samples with min_p=0\.1, under which"),
     "groups": ({"num_generations": 3}, r"8 completions.* does not divide into groups of num_generations=3"),
     "updates": (
         {"steps_per_generation": 3},

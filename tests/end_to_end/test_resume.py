@@ -34,10 +34,12 @@ def server(model_dir: Path) -> Iterator[tiny_world.EmbeddedServer]:
         yield running
 
 
-def trainer_for(model_dir: Path, server: Any, output_dir: Path, **overrides: Any) -> tiny_world.ObservedTrainer:
+def trainer_for(
+    model_dir: Path, server: Any, output_dir: Path, *, prompts: int = 16, **overrides: Any
+) -> tiny_world.ObservedTrainer:
     values = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "num_iterations": 1, **overrides}
     args = tiny_world.config(output_dir, server.url, **values)
-    return tiny_world.ObservedTrainer(str(model_dir), tiny_world.single_turn(), args)
+    return tiny_world.ObservedTrainer(str(model_dir), tiny_world.single_turn(prompts), args)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -63,6 +65,22 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
             assert torch.equal(one[name], other[name])
         assert torch.allclose(one["advantages"], other["advantages"], atol=1e-6)
     assert not same(tiny_world.weights(whole), tiny_world.weights(first))
+    assert same(tiny_world.weights(whole), tiny_world.weights(second))
+
+
+@pytest.mark.parametrize("cut", [3, 4])
+def test_a_run_goes_on_in_the_epoch_in_which_it_was_cut(
+    model_dir: Path, server: Any, tmp_path: Path, cut: int
+) -> None:
+    """Two blocks an epoch: 4 is between epochs, 3 is in the middle of one."""
+    sizes = {"prompts": 4, "save_steps": cut, "max_steps": 5}
+    whole = trainer_for(model_dir, server, tmp_path / "whole", **sizes)
+    whole.train()
+    trainer_for(model_dir, server, tmp_path / "cut", **{**sizes, "max_steps": cut}).train()
+    second = trainer_for(model_dir, server, tmp_path / "cut", **sizes)
+    second.train(resume_from_checkpoint=True)
+    assert second.seen[0]["step"] == cut
+    assert whole.logged("epoch") == second.logged("epoch") == [0.5, 1.0, 1.5, 2.0, 2.5, 2.5]
     assert same(tiny_world.weights(whole), tiny_world.weights(second))
 
 

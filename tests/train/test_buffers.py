@@ -9,7 +9,6 @@ from verifiers.errors import ConfigError
 from verifiers.train.buffers import (
     TensorDict,
     chunk_layout,
-    concat_tensor_dicts,
     reorder_chunks,
     shuffle_tensor_dict,
     split_tensor_dict,
@@ -77,27 +76,6 @@ def test_misaligned_tensors_are_refused() -> None:
 def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
     with pytest.raises(ConfigError, match="no permutation"):
         shuffle_tensor_dict({"x": torch.arange(3)}, order)
-
-
-def test_concatenation_undoes_a_split() -> None:
-    whole = concat_tensor_dicts(split_tensor_dict(buffer(), 3))
-    assert column(whole, "prompt_ids") == column(buffer(), "prompt_ids")
-    assert whole["ref_per_token_logps"] is None
-    assert column(whole, "num_items_in_batch") == [6.0]
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"x": torch.zeros(2, 4), "n": torch.tensor(1)}, "different shapes"),
-        ({"x": torch.zeros(2, 3), "n": torch.tensor(2)}, "differs between chunks"),
-        ({"x": torch.zeros(2, 3), "n": None}, "None in 1 of 2"),
-        ({"x": torch.zeros(2, 3)}, "different tensors"),
-    ],
-)
-def test_chunks_that_do_not_fit_together_are_refused(other: TensorDict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        concat_tensor_dicts([{"x": torch.zeros(2, 3), "n": torch.tensor(1)}, other])
 
 
 @pytest.mark.parametrize(("num_generations", "sizes"), [(4, (2, 2)), (8, (3, 3, 2)), (3, (1, 1, 1))])

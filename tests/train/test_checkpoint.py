@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from verifiers.data.curriculum import Curriculum, Stage, WeightedDataset
 from verifiers.data.plan import BatchPlan, make_plan
+from verifiers.data.staged import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.train.checkpoint import (
     MARKER,
@@ -22,6 +24,9 @@ from verifiers.train.checkpoint import (
     resume_step,
     told_where_writing_fails,
 )
+from verifiers.train.keeping import drop_old_checkpoints
+from verifiers.train.row_fingerprint import row_fingerprint
+from verifiers.train.saved_blocks import SAVED_BLOCKS, load_blocks
 
 
 @pytest.fixture
@@ -68,7 +73,8 @@ def test_the_marker_is_written_last_after_every_file_is_on_disk(
     monkeypatch.setattr(os, "fsync", spy)
     mark_complete(path, plan, 2)
     before = [Path(name).name for name, marked in synced if not marked]
-    assert before[:2] in (["deep", "model.safetensors"], ["more", "model.safetensors"])
+    # what lies in a directory too, and the directory that names it
+    assert set(before[:-1]) >= {"deep", "more", "model.safetensors"}
     assert before[-1] == f".{MARKER}.partial"
     assert synced[-1] == (str(path), True)
 
@@ -172,3 +178,67 @@ def test_what_is_not_of_writing_a_checkpoint_passes_as_it_is(tmp_path: Path, err
     with pytest.raises(type(error)) as raised, told_where_writing_fails(tmp_path / "checkpoint-4"):
         raise error
     assert raised.value is error
+
+
+class HubError(OSError):
+    """As what a hub's client raises: it knows what was asked."""
+
+    request = "PUT /api/models"
+
+
+@pytest.mark.parametrize("error", [HubError("503"), ConnectionResetError(104, "reset"), TimeoutError("slow")])
+def test_what_a_hub_answers_is_not_called_a_full_disk(tmp_path: Path, error: OSError) -> None:
+    with pytest.raises(type(error)) as raised, told_where_writing_fails(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value is error
+
+
+def test_a_checkpoint_whose_removal_was_cut_does_not_count(
+    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        mark_complete(checkpoint(tmp_path, step), plan, step)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        drop_old_checkpoints(tmp_path, 1)
+    assert not (tmp_path / "checkpoint-2" / MARKER).exists()
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
+
+
+def test_a_save_never_leaves_the_blocks_of_an_older_lineage(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 2)
+    (path / SAVED_BLOCKS).write_text("{}\n")
+    mark_complete(path, plan, 2)
+    mark_incomplete(path)
+    assert load_blocks(path) == []
+
+
+ROWS = [{"prompt": f"p{n}", "answer": "", "info": {"port": n}} for n in range(12)]
+
+
+def test_other_rows_are_refused_and_where_nothing_is_known_of_them_nothing_is_asked(
+    tmp_path: Path, plan: BatchPlan
+) -> None:
+    path, silent = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    mark_complete(path, plan, 2, rows=ROWS)
+    mark_complete(silent, plan, 4)
+    others = [*ROWS[:11], {"prompt": "another"}]
+    moved = [{**row, "info": {}} for row in ROWS]
+    for rows in (None, ROWS, moved):
+        check_resumable(path, plan, rows)
+    check_resumable(silent, plan, others)
+    with pytest.raises(CheckpointError, match="written with other training rows"):
+        check_resumable(path, plan, others)
+
+
+def test_rows_of_a_stage_that_is_yet_to_come_may_be_others(plan: BatchPlan) -> None:
+    stages = (Stage("a", 4, (WeightedDataset("x"),)), Stage("b", None, (WeightedDataset("y"),)))
+    source = StagedRows(Curriculum(stages), {"x": range(6), "y": range(6, 12)})
+    staged = dataclasses.replace(plan, source=source)
+    others = [*ROWS[:6], *({"prompt": "another"} for _ in range(6))]
+    assert row_fingerprint(ROWS, staged, 2) == row_fingerprint(others, staged, 2)
+    assert row_fingerprint(ROWS, staged, 6) != row_fingerprint(others, staged, 6)

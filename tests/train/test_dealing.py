@@ -62,6 +62,13 @@ def test_every_row_is_dealt_once_within_the_limit_and_ranks_run_the_same_passes(
     assert dealt == deal(list(lengths), micro_batches, ranks, limit)
 
 
+def bound(lengths: list[int], dealt: Dealt, tokens: int) -> float:
+    """What padding is at most, of rows dealt together: a padding row counts as one of two tokens."""
+    rows = [row for by_rank in dealt for passes in by_rank for held in passes for row in held]
+    held = [length(row, lengths) for row in rows]
+    return tokens * math.log(max(held) / min(held)) + 1e-6
+
+
 @settings(max_examples=150, deadline=None)
 @given(lengths=LENGTHS.filter(bool), micro_batches=MICRO_BATCHES, ranks=RANKS, tokens=st.integers(1, 6000))
 def test_padding_of_a_rank_is_at_most_the_budget_times_the_log_of_longest_over_shortest(
@@ -70,12 +77,31 @@ def test_padding_of_a_rank_is_at_most_the_budget_times_the_log_of_longest_over_s
     dealt = deal_longest_first(lengths, micro_batches, ranks, PassLimit(tokens=tokens))
     for rank in range(ranks):
         passes = rank_passes(dealt, rank)
-        bound = tokens * math.log(max(lengths) / min([*lengths, 2]))
-        assert sum(padding(rows, lengths) for rows in passes) <= bound + 1e-6
-    one = deal_in_order(lengths, micro_batches, ranks, PassLimit(tokens=tokens))
-    for by_rank in one:
+        assert sum(padding(rows, lengths) for rows in passes) <= bound(lengths, dealt, tokens)
+    # where micro-batches are dealt one by one it is that of each
+    for by_rank in deal_in_order(lengths, micro_batches, ranks, PassLimit(tokens=tokens)):
         for passes in by_rank:
-            assert sum(padding(rows, lengths) for rows in passes) <= tokens * math.log(max(lengths) / 2) + 1e-6
+            assert sum(padding(rows, lengths) for rows in passes) <= bound(lengths, [by_rank], tokens)
+
+
+def test_rows_that_ranks_can_share_evenly_are_padded_by_nothing_where_all_are_equal() -> None:
+    limit = PassLimit(tokens=400)
+    for count, padded_by in ((4, 0), (3, 98)):
+        lengths = [100] * count
+        dealt = deal_longest_first(lengths, 1, 2, limit)
+        assert [sum(padding(rows, lengths) for rows in rank_passes(dealt, rank)) for rank in (0, 1)] == [0, padded_by]
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=LENGTHS, micro_batches=MICRO_BATCHES, limit=LIMITS)
+def test_rows_dealt_in_order_share_a_micro_batch_however_many_ranks_there_are(
+    lengths: list[int], micro_batches: int, limit: PassLimit
+) -> None:
+    held = []
+    for ranks in (1, 2, 3):
+        dealt = deal_in_order(lengths, micro_batches, ranks, limit)
+        held.append([{row for row in chain(*chain(*by_rank)) if row != PADDING} for by_rank in dealt])
+    assert held == [[set(range(first, len(lengths), micro_batches)) for first in range(micro_batches)]] * 3
 
 
 @settings(max_examples=100, deadline=None)
@@ -89,8 +115,7 @@ def test_without_a_budget_there_are_the_passes_that_rows_need_and_none_is_larger
         passes = rank_passes(dealt, rank)
         assert len(passes) <= max(micro_batches, -(-depth // rows))
         assert max(padded(held, lengths) for held in passes) <= rows * max(lengths)
-        bound = rows * max(lengths) * math.log(max(lengths) / min([*lengths, 2]))
-        assert sum(padding(held, lengths) for held in passes) <= bound + 1e-6
+        assert sum(padding(held, lengths) for held in passes) <= bound(lengths, dealt, rows * max(lengths))
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.train.launch import launched_server
 
 SERVER = """
-import argparse, http.server, os, pathlib, threading, time
+import argparse, http.server, os, pathlib, signal, subprocess, threading, time
 
 def main():
     command = argparse.ArgumentParser()
@@ -22,6 +23,10 @@ def main():
     given = command.parse_args()
     if given.extra == "fail":
         raise SystemExit("the model is too large")
+    if given.extra == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "60"])
+        pathlib.Path(given.model, "child").write_text(str(child.pid))
     pathlib.Path(given.model, "started").write_text(str(os.getpid()))
     server = http.server.HTTPServer(("127.0.0.1", int(given.port)), http.server.SimpleHTTPRequestHandler)
     partial = pathlib.Path(given.port_file + ".partial")
@@ -87,3 +92,23 @@ def test_an_environment_without_the_server_is_named(tmp_path: Path) -> None:
         launched_server("odd", str(tmp_path), python=sys.executable),
     ):
         pass
+
+
+def test_a_server_that_hangs_is_killed_soon_after_a_failure_with_what_it_started(
+    other_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verifiers.train.launch._END_AFTER_FAILURE_S", 0.3)
+    pids: list[int] = []
+
+    def fail() -> None:
+        with launched_server("odd", str(tmp_path), args=["--extra", "hang"], python=str(other_environment)):
+            pids.extend(int((tmp_path / name).read_text()) for name in ("started", "child"))
+            raise InterruptedError
+
+    begun = time.monotonic()
+    with pytest.raises(InterruptedError):
+        fail()
+    assert time.monotonic() - begun < 10
+    for pid in pids:
+        # a child of a process that is gone is somebody else's to reap
+        assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_text()

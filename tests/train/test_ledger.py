@@ -82,3 +82,9 @@ def test_a_line_that_cannot_be_written_ends_the_run_and_says_of_which_block(tmp_
     ledger.path.symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"what became of block 3 could not be written .*No space left"):
         ledger.write(block_record(a_block(3), 3, []))
+
+
+def test_a_ledger_that_cannot_be_begun_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be written .*give another output_dir"):
+        Ledger(tmp_path / "file" / "run", 0)

@@ -31,7 +31,16 @@ def test_a_mean_over_tokens_counts_each_token_once() -> None:
 
 def test_a_pass_without_a_sampled_token_counts_nothing() -> None:
     assert joined(({"entropy": 2.0}, call(5, 1)), ({"entropy": 0.0}, call(0, 3, 3))) == {"entropy": 2.0}
-    assert joined(({"entropy": 0.0}, call(0, 3, 3))) == {"entropy": 0.0}
+
+
+def test_where_nothing_is_trained_no_mean_and_no_extreme_is_told() -> None:
+    measured = {"entropy": 0.0, "kl": 0.0, "clip_ratio/region_mean": 0.0, "clip_ratio/low_min": 0.0}
+    for per_row in (False, True):
+        padding = ({**measured, "policy_loss": 0.0, "entropy_coef": 0.1}, call(0, 3, 3))
+        assert joined(padding, per_row=per_row) == {"policy_loss": 0.0, "entropy_coef": 0.1}
+    # the least that was clipped of a row is not that of padding
+    found = joined(({"clip_ratio/low_min": 0.2}, call(4, 2)), ({"clip_ratio/low_min": 0.0}, call(0, 1, 1)))
+    assert found == {"clip_ratio/low_min": 0.2}
 
 
 def test_a_mean_over_rows_counts_real_rows_alone() -> None:

@@ -128,6 +128,48 @@ def test_failed_rollouts_are_counted_and_take_part_in_no_mean() -> None:
     assert metrics["rows/padding"] == 1
 
 
+def failed_on_the_way(generation: int, outcome: Outcome, tokens: int) -> Rollout:
+    """A rollout that had sampled some tokens when it failed."""
+    made = rollout(0, generation, None, outcome)
+    made.rows = rollout(0, generation, 0.0, tokens=tokens).rows
+    return made
+
+
+def test_a_failed_rollout_neither_ended_by_itself_nor_ran_out_of_tokens() -> None:
+    group = [
+        rollout(0, 0, 1.0, tokens=2),
+        rollout(0, 1, 0.0, Outcome.TRUNCATED, tokens=8),
+        failed_on_the_way(2, Outcome.TIMED_OUT, tokens=5),
+        failed_on_the_way(3, Outcome.GRADING_ERROR, tokens=9),
+    ]
+    metrics = metrics_of(block_of([group]), 4)
+    assert (
+        metrics["eos_stop_rate"] == metrics["no_eos_max_length_rate"] == metrics["completions/clipped_ratio"] == 0.5
+    )
+    assert metrics["completions/max_terminated_length"] == metrics["completions/min_length"] == 2
+    assert metrics["completions/max_length"] == 8
+    assert metrics["completions/per_prompt/mean_length_max"] == 5
+    # the server sampled them all the same
+    assert metrics["rollouts/sampled_tokens"] == 24
+    only_failed = metrics_of(block_of([[failed_on_the_way(g, Outcome.TIMED_OUT, tokens=5) for g in range(2)]]), 2)
+    assert "eos_stop_rate" not in only_failed
+    assert only_failed["rollouts/sampled_tokens"] == 10
+
+
+def test_the_spread_of_rewards_is_that_of_all_launched_groups_as_their_mean_is() -> None:
+    block = block_of([[rollout(0, g, float(g)) for g in range(2)], [rollout(1, g, float(g)) for g in range(2)]])
+    block.filtered = [Group(2, [rollout(2, g, 1.0) for g in range(2)])]
+    for group in (*block.groups, *block.filtered):
+        for one in group.rollouts:
+            one.task = "sums" if group.example_id else "words"
+    metrics = metrics_of(block, 2)
+    assert metrics["reward"] == pytest.approx((1 + 1 + 2) / 6)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert metrics["reward_std"] == pytest.approx((math.sqrt(0.5) + math.sqrt(0.5) + 0) / 3)
+    assert metrics["tasks/words/frac_reward_zero_std"] == 0.0
+    assert metrics["tasks/sums/frac_reward_zero_std"] == 0.5
+
+
 def test_a_block_without_a_score_has_no_mean_reward() -> None:
     metrics = metrics_of(block_of([[rollout(0, g, None, Outcome.GRADING_ERROR) for g in range(2)]]), 2)
     assert math.isnan(metrics["reward"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,6 +120,21 @@ def test_strangers_on_the_port_are_sent_away_and_change_nothing(world: World) ->
     one.say_failure(FAILURE)
     world.until(lambda: bool(world.heard[0]))
     stranger.close()
+
+
+def test_a_process_that_may_open_no_more_files_hears_its_ranks_all_the_same(world: World) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    one, listener = world.join(1), world.hub._listener
+    world.hub._listener = SimpleNamespace(accept=refuse)  # type: ignore[assignment]
+    try:
+        world.hub.handle(world.hub._listener)
+    finally:
+        world.hub._listener = listener
+    one.say_failure(FAILURE)
+    world.until(lambda: bool(world.heard[0]))
+    assert world.join(2).rank == 2
 
 
 def rude_was_closed(line: socket.socket) -> bool:

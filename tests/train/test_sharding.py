@@ -1,4 +1,4 @@
-"""What cannot work where ranks hold parts of the policy is refused before anything is trained."""
+"""What cannot work on several ranks, or where they hold parts of the policy, is refused before a run starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
-from verifiers.train.sharding import refuse_unworkable_sharding
+from verifiers.train.sharding import refuse_short_ddp_timeout, refuse_unworkable_sharding
 
 
 def settings(tmp_path: Path, **given: Any) -> GRPOConfig:
@@ -36,3 +36,18 @@ def test_a_copy_of_the_policy_in_this_process_is_refused_where_no_process_holds_
     for sharded in (ranks(DistributedType.FSDP), ranks(DistributedType.DEEPSPEED, zero_stage=3)):
         with pytest.raises(ConfigError, match="rollout_device='cpu'"):
             refuse_unworkable_sharding(sharded, held)
+
+
+def test_deadlines_that_outlast_the_other_ranks_wait_are_refused_with_their_sum(tmp_path: Path) -> None:
+    several = settings(tmp_path, async_generation_timeout=1500.0)
+    # one process, whatever it waits for, keeps no other
+    refuse_short_ddp_timeout(several, 1)
+    with pytest.raises(ConfigError, match=r"ddp_timeout=1800, .* 1920 s \(async_generation_timeout=1500 \+ server_r"):
+        refuse_short_ddp_timeout(several, 2)
+    several.ddp_timeout = 1921
+    refuse_short_ddp_timeout(several, 2)
+    several.eval_timeout = 3600.0
+    refuse_short_ddp_timeout(several, 2)
+    several.eval_strategy = "steps"
+    with pytest.raises(ConfigError, match="eval_timeout=3600"):
+        refuse_short_ddp_timeout(several, 2)

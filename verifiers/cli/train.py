@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,29 +18,45 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_TEARDOWN_AFTER_FAILURE_S = 3.0
+"""A run that fails has ended within 5 seconds, whatever its environments wait for."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="vf-train", description="Train a policy on an environment with GRPO.")
     parser.add_argument("run_file", help="TOML file that describes the run; see docs/reference/run-file.md")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the batch plan, and stop")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument(
+        "--fresh", action="store_true", help="begin at step 0, and move what an earlier run left into earlier-N"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest complete checkpoint; done without it, too"
+    )
     args = parser.parse_args(argv)
-    return run_command("vf-train", lambda: train(args.run_file, dry_run=args.dry_run, resume=args.resume))
+    return run_command(
+        "vf-train", lambda: train(args.run_file, dry_run=args.dry_run, fresh=args.fresh, resume=args.resume)
+    )
 
 
-def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
+def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: bool = False) -> int:
     """Do what the command does; raises instead of printing."""
+    from verifiers.errors import ConfigError
+
+    if fresh and resume:
+        raise ConfigError("--fresh begins at step 0 and --resume goes on; give one of them, or neither to go on.")
     # the file is checked before the slow imports, so that a typo is told at once
     from verifiers.train.run_file import load_run_file
 
     run = load_run_file(run_file)
-    from verifiers.errors import ConfigError
+    from verifiers.train.beginning import finished_steps, note_saved
     from verifiers.train.config import GRPOConfig, lora_defaults
     from verifiers.train.curriculum import planned_run
     from verifiers.train.evaluation_settings import check_held_out
     from verifiers.train.held_out import held_out_sets
-    from verifiers.train.models import check_model_path
+    from verifiers.train.models import check_model_exists, check_model_path
+    from verifiers.train.ranks import on_rank_0
+    from verifiers.train.start_checks import check_start
 
     check_model_path(run.model.path)
     # an environment that is not installed may stand beside the run file
@@ -56,19 +71,32 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
         raise ConfigError(f"{run_file}: [trainer]: {error}") from error
     curriculum = run.curriculum_of(config.seed if config.data_seed is None else config.data_seed)
     plan = planned_run(config, env, curriculum, warn=dry_run)
-    check_held_out(config, held_out_sets(env, None, eval_env))
+    held_out = held_out_sets(env, None, eval_env)
+    check_held_out(config, held_out)
+    check_start(config)
     # one of several processes, where a launcher has started them
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     if dry_run:
         if is_rank_0:
             print(plan.describe())
         return DONE
+    state = config.distributed_state
+    output_dir = str(config.output_dir)
+    done = None if fresh else on_rank_0(state, lambda: finished_steps(output_dir, plan, env.get_dataset()))
+    if done is not None:
+        if is_rank_0:
+            print(f"finished: {done} steps in {output_dir}; --fresh begins anew")
+        return DONE
+    check_model_exists(run.model.path, config.model_init_kwargs)
 
     from verifiers.train.evaluation_line import evaluation_lines
     from verifiers.train.launch import launched_server
     from verifiers.train.trainer import GRPOTrainer
 
+    _quiet_bars()
     with contextlib.ExitStack() as stack:
+        # left last: a server does not wait for it
+        stack.enter_context(_torn_down([env, *(part.env for part in held_out)]))
         if run.server.launch is not None and is_rank_0:
             config.server_url = stack.enter_context(
                 launched_server(
@@ -84,10 +112,10 @@ def train(run_file: str, *, dry_run: bool = False, resume: bool = False) -> int:
         trainer = GRPOTrainer(
             run.model.path, env, config, peft_config=peft_config, curriculum=curriculum, eval_env=eval_env
         )
-        for used in {id(used): used for used in (env, *(part.env for part in trainer.held_out))}.values():
-            stack.callback(_tear_down, used)
-        trainer.train(resume_from_checkpoint=resume)
+        trainer.train(resume_from_checkpoint=not fresh)
         trainer.save_model()
+        if is_rank_0:
+            note_saved(output_dir, trainer.state.global_step, plan.max_steps)
     if is_rank_0:
         for line in evaluation_lines(trainer.state, config):
             print(line)
@@ -111,10 +139,26 @@ def load_eval_environments(run: RunFile) -> Environment | dict[str, Environment]
     return {name: _loaded(table) for name, table in run.eval_environments.items()} or None
 
 
-def _tear_down(env: Environment) -> None:
-    from verifiers.envs.ending import run_teardown
+def _quiet_bars() -> None:
+    """Keep libraries' bars for reading and writing models out of the lines and the table of the run."""
+    import datasets
+    import transformers
 
-    asyncio.run(run_teardown(env))
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+@contextlib.contextmanager
+def _torn_down(envs: Sequence[Environment]) -> Iterator[None]:
+    """Tear environments down on the way out."""
+    from verifiers.envs.ending import TEARDOWN_WITHIN_S, tear_down
+
+    within_s = _TEARDOWN_AFTER_FAILURE_S
+    try:
+        yield
+        within_s = TEARDOWN_WITHIN_S
+    finally:
+        tear_down(envs, within_s)
 
 
 def _loaded(table: EnvironmentTable) -> Environment:

@@ -1,4 +1,7 @@
-"""Dictionaries of row-aligned tensors: shuffled, split and joined without ever losing the alignment.
+"""Dictionaries of row-aligned tensors: shuffled and split without ever losing the alignment.
+
+Public under their classic names, for whoever builds buffers of their own: the trainer deals rows one by one
+(`train.dealing`). `chunk_layout` and `reorder_chunks` do the same for generation that comes in chunks.
 
 Row i of every tensor in a dictionary belongs to the same training row. Values that are None stay None, and
 0-dim tensors (a count for the whole batch) belong to every row, so they go along unchanged.
@@ -17,7 +20,6 @@ from verifiers.errors import ConfigError
 __all__ = [
     "TensorDict",
     "chunk_layout",
-    "concat_tensor_dicts",
     "num_rows",
     "reorder_chunks",
     "shuffle_tensor_dict",
@@ -90,40 +92,6 @@ def split_tensor_dict(tensors: Mapping[str, Tensor | None], num_chunks: int) -> 
         }
         for start in (chunk * size for chunk in range(num_chunks))
     ]
-
-
-def concat_tensor_dicts(chunks: Sequence[Mapping[str, Tensor | None]]) -> TensorDict:
-    """Join chunks row-wise: the inverse of `split_tensor_dict`.
-
-    Raises:
-        ConfigError: where there is no chunk, chunks have different names or shapes, a value is None in some
-            chunks only, or a 0-dim value differs between them.
-    """
-    if not chunks:
-        raise ConfigError("no chunks to join")
-    names = list(chunks[0])
-    for chunk in chunks:
-        num_rows(chunk)
-        if set(chunk) != set(names):
-            raise ConfigError(f"chunks hold different tensors: {sorted(names)} and {sorted(chunk)}")
-    return {name: _concat(name, [chunk[name] for chunk in chunks]) for name in names}
-
-
-def _concat(name: str, values: Sequence[Tensor | None]) -> Tensor | None:
-    present = [value for value in values if value is not None]
-    if not present:
-        return None
-    if len(present) < len(values):
-        raise ConfigError(f"{name!r} is None in {len(values) - len(present)} of {len(values)} chunks")
-    first = present[0]
-    if any(value.shape[1:] != first.shape[1:] or value.dim() != first.dim() for value in present):
-        shapes = [tuple(value.shape) for value in present]
-        raise ConfigError(f"{name!r} has different shapes in the chunks, {shapes}; pad them to one width first")
-    if first.dim() > 0:
-        return torch.cat(present)
-    if any(not torch.equal(value, first) for value in present):
-        raise ConfigError(f"{name!r} is one value for all rows, but differs between chunks: {present}")
-    return first
 
 
 def chunk_layout(num_prompts: int, num_generations: int, chunk_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:

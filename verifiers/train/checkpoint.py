@@ -12,6 +12,8 @@ from typing import Any
 
 from verifiers.data.plan import BatchPlan
 from verifiers.errors import CheckpointError, Error
+from verifiers.train.row_fingerprint import row_fingerprint
+from verifiers.train.saved_blocks import SAVED_BLOCKS
 
 __all__ = [
     "MARKER",
@@ -21,46 +23,62 @@ __all__ = [
     "mark_incomplete",
     "newest_complete",
     "resume_step",
+    "sync_to_disk",
     "told_where_writing_fails",
 ]
 
 MARKER = "verifiers_state.json"
 
+_ANEW = "begin anew (vf-train --fresh, or train() alone), or give another output_dir"
+
 
 def mark_incomplete(directory: Path) -> None:
-    """Take the marker away before a checkpoint's files are written again."""
+    """Take the marker away before a checkpoint's files are written again, or removed."""
     (directory / MARKER).unlink(missing_ok=True)
+    # a save that keeps no blocks would leave those of an older lineage
+    (directory / SAVED_BLOCKS).unlink(missing_ok=True)
 
 
 def mark_complete(
-    directory: Path, plan: BatchPlan, optimizer_step: int, extra: Mapping[str, Any] | None = None
+    directory: Path,
+    plan: BatchPlan,
+    optimizer_step: int,
+    extra: Mapping[str, Any] | None = None,
+    rows: Any = None,
 ) -> None:
     """Sync the files of a checkpoint to disk, then write the marker that says it is whole.
 
     Args:
         extra: further state by the name of what it belongs to, as JSON; `extra_state` gives it back.
+        rows: the training rows; left out, the checkpoint does not say which they were.
     """
     for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            _sync(path)
+        # a directory holds the names of its files
+        if path.is_file() or path.is_dir():
+            sync_to_disk(path)
     # the new directory's own name
-    _sync(directory.parent)
+    sync_to_disk(directory.parent)
     state = {
         "optimizer_step": optimizer_step,
         "block_id": plan.first_block_after(optimizer_step),
         **_fingerprint(plan, optimizer_step),
+        "rows": row_fingerprint(rows, plan, optimizer_step),
         "extra": dict(extra or {}),
     }
     partial = directory / f".{MARKER}.partial"
     partial.write_text(json.dumps(state, indent=2) + "\n")
-    _sync(partial)
+    sync_to_disk(partial)
     partial.rename(directory / MARKER)
-    _sync(directory)
+    sync_to_disk(directory)
 
 
 @contextlib.contextmanager
-def told_where_writing_fails(directory: Path) -> Iterator[None]:
-    """While a checkpoint is written: what the libraries raise of a full or broken disk becomes one sentence.
+def told_where_writing_fails(directory: Path, output_dir: Path | None = None) -> Iterator[None]:
+    """While a model or a checkpoint is written: what the libraries raise of a full or broken disk becomes a sentence.
+
+    Args:
+        directory: what is written.
+        output_dir: of the run; the directory above when left out.
 
     Raises:
         CheckpointError: with the first failure as its cause, the room that is left, and what a run can go on from.
@@ -70,10 +88,11 @@ def told_where_writing_fails(directory: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, Error) or not _is_of_writing(error):
             raise
-        newest = newest_complete(directory.parent)
+        output_dir = output_dir or directory.parent
+        newest = newest_complete(output_dir)
         kept = f"the newest complete one is {newest.name}" if newest is not None else "there is no complete one yet"
         with contextlib.suppress(OSError):
-            kept = f"{shutil.disk_usage(directory.parent).free / 1e6:,.0f} MB are free there, and {kept}"
+            kept = f"{shutil.disk_usage(output_dir).free / 1e6:,.0f} MB are free there, and {kept}"
         raise CheckpointError(
             f"{directory} could not be written ({type(error).__name__}: {error}); {kept}. Make room, perhaps with a "
             "smaller save_total_limit, and give the same command again."
@@ -81,6 +100,9 @@ def told_where_writing_fails(directory: Path) -> Iterator[None]:
 
 
 def _is_of_writing(error: Exception) -> bool:
+    # what a hub answers, or that it does not, is an OSError too
+    if isinstance(error, (ConnectionError, TimeoutError)) or {"request", "response"} & set(dir(error)):
+        return False
     # torch's archives and safetensors' files are written by code that knows no OSError
     return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or "inline_container" in str(error)
 
@@ -95,8 +117,11 @@ def newest_complete(output_dir: str | Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def check_resumable(directory: str | Path, plan: BatchPlan) -> None:
-    """Refuse a checkpoint that is incomplete, or was written under other sizes or another seed.
+def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None) -> None:
+    """Refuse a checkpoint that is incomplete, or was written under other sizes, another seed or other rows.
+
+    Args:
+        rows: the training rows; left out, they are not looked at, nor where the checkpoint does not know its own.
 
     Raises:
         CheckpointError: with the setting that differs, or what is missing.
@@ -113,13 +138,19 @@ def check_resumable(directory: str | Path, plan: BatchPlan) -> None:
             raise CheckpointError(
                 f"{directory} was written under another curriculum than this run has up to step "
                 f"{saved['optimizer_step']} ({_difference(saved.get(name), value)}), so its rows would be others; "
-                "change only what comes later, or start a new output_dir."
+                f"change only what comes later, or {_ANEW}."
             )
         if saved.get(name) != value:
             raise CheckpointError(
                 f"{directory} was written with {name}={saved.get(name)!r}, and this run has {value!r}: its blocks "
-                "would hold other prompts; use the same settings, or start a new output_dir."
+                f"would hold other prompts; use the same settings, or {_ANEW}."
             )
+    had = saved.get("rows")
+    if had is not None and row_fingerprint(rows, plan, int(saved["optimizer_step"])) not in (None, had):
+        raise CheckpointError(
+            f"{directory} was written with other training rows than the environment has now (or another environment, "
+            f"or other arguments of it), so its blocks would hold other prompts; use the same rows, or {_ANEW}."
+        )
 
 
 def resume_step(directory: str | Path) -> int:
@@ -166,7 +197,8 @@ def _difference(saved: Any, now: Any, where: str = "curriculum") -> str:
     return f"{where} was {saved!r} and is {now!r}"
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Have a file, or the names in a directory, reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

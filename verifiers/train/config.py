@@ -16,6 +16,9 @@ import trl
 from verifiers.data.plan import BatchPlan, make_plan
 from verifiers.errors import ConfigError
 from verifiers.train.evaluation_settings import settle_evaluation
+from verifiers.train.row_weights import LOSS_TYPES
+from verifiers.train.settings import refuse_biased_sampling
+from verifiers.train.trl_settings import refuse_ignored_settings
 from verifiers.train.weight_sync.choice import WEIGHT_SYNCS
 
 if TYPE_CHECKING:
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["GRPOConfig", "grpo_defaults", "lora_defaults"]
 
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo")
 
 
 @dataclass
@@ -63,7 +65,8 @@ class GRPOConfig(trl.GRPOConfig):
             and changes neither loss nor gradient. Off where anything else reaches the loss: beta, an entropy term,
             loss_type "bnpo". What TRL measures in the loss (entropy, clipping) is then over the rest.
         importance_correction: weight tokens by min(pi_old / sampler, cap); takes its mode and bounds from
-            TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`.
+            TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`. Off too where TRL's own
+            `vllm_importance_sampling_correction` is off.
         max_tokens_per_pass: most tokens, padding included (rows x the longest of them), that go through the model in
             one forward and backward pass on a device; a micro-batch is cut into as many passes as that takes, by
             length. A row that is longer has a pass of its own, and a log line says so. Left out, there are as many
@@ -163,10 +166,13 @@ class GRPOConfig(trl.GRPOConfig):
         if self.num_generations_eval is None:
             self.num_generations_eval = 1
         settle_evaluation(self)
+        refuse_ignored_settings(self)
+        # one setting under two names
+        self.importance_correction = self.importance_correction and self.vllm_importance_sampling_correction
         # TRL demands that its own evaluation batch divides; ours goes through the rollout server instead
         self.per_device_eval_batch_size = self.num_generations_eval
         super().__post_init__()
-        self._refuse_biased_sampling()
+        refuse_biased_sampling(self)
         if self.old_logprobs_on_rollout_device and self.rollout_device is None:
             raise ConfigError("old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.")
         if self.server_urls:
@@ -189,6 +195,11 @@ class GRPOConfig(trl.GRPOConfig):
             self.activation_checkpointing = old if old is not None else accelerator
 
     def _refuse_bad_sizes(self) -> None:
+        if self.temperature == 0:
+            raise ConfigError(
+                f"temperature is 0 with num_generations={self.num_generations}: the rollouts of a group would be the "
+                "same and no advantage could differ from 0; give a temperature above 0, such as 1.0."
+            )
         if self.num_generations is not None and self.num_generations < 2:
             raise ConfigError(
                 f"num_generations is {self.num_generations}, but a group's advantage compares its rollouts with each "
@@ -196,6 +207,11 @@ class GRPOConfig(trl.GRPOConfig):
             )
         if self.loss_type not in LOSS_TYPES:
             raise ConfigError(f"loss_type is {self.loss_type!r}; choose one of {', '.join(LOSS_TYPES)}.")
+        if self.max_completion_length is None and self.loss_type == "dr_grpo":
+            raise ConfigError(
+                "loss_type='dr_grpo' divides by max_completion_length, which is None; give it a number of tokens, or "
+                "use 'dapo'."
+            )
         if self.num_batches_ahead < 0:
             raise ConfigError(f"num_batches_ahead is {self.num_batches_ahead}; give 0 (on policy) or more.")
         self._refuse_bad_asynchrony()
@@ -217,6 +233,12 @@ class GRPOConfig(trl.GRPOConfig):
             self.use_vllm = False
 
     def _refuse_bad_passes(self) -> None:
+        if self.top_entropy_quantile < 1.0 and (self.entropy_coef != 0.0 or self.use_adaptive_entropy):
+            raise ConfigError(
+                f"top_entropy_quantile={self.top_entropy_quantile:g} makes an entropy bonus a mean over some tokens "
+                "of each micro-batch, which weighs micro-batches and not tokens; set entropy_coef=0.0, or leave it "
+                "at 1.0."
+            )
         if self.max_tokens_per_pass is None:
             return
         if self.max_tokens_per_pass < 1:
@@ -251,6 +273,11 @@ class GRPOConfig(trl.GRPOConfig):
             raise ConfigError(
                 "loss_type='bnpo' divides by each micro-batch's own tokens, which streaming cannot weigh; use "
                 "'dapo', or streaming=False."
+            )
+        if self.top_entropy_quantile < 1.0:
+            raise ConfigError(
+                f"top_entropy_quantile={self.top_entropy_quantile:g} is a quantile over the tokens of a micro-batch, "
+                "which streaming fills with whole groups and not by chance; set it to 1.0, or streaming=False."
             )
         if self.entropy_coef != 0.0 or self.use_adaptive_entropy:
             raise ConfigError(
@@ -294,35 +321,6 @@ class GRPOConfig(trl.GRPOConfig):
             shuffle=bool(self.shuffle_dataset),
             max_tokens_per_pass=self.max_tokens_per_pass,
         )
-
-    def _refuse_biased_sampling(self) -> None:
-        if self.temperature == 0:
-            raise ConfigError(
-                f"temperature is 0 with num_generations={self.num_generations}: the rollouts of a group would be the "
-                "same and no advantage could differ from 0; give a temperature above 0, such as 1.0."
-            )
-        if not self.importance_correction and not self.may_be_stale:
-            return
-        biased = {
-            "top_p": self.top_p if self.top_p < 1.0 else None,
-            "top_k": self.top_k if self.top_k and self.top_k > 0 else None,
-            "min_p": self.min_p if self.min_p else None,
-            "repetition_penalty": self.repetition_penalty if self.repetition_penalty != 1.0 else None,
-        }
-        for name, value in biased.items():
-            if value is not None and not self.importance_correction:
-                raise ConfigError(
-                    f"{name}={value:g} with num_batches_ahead={self.num_batches_ahead} and without "
-                    "importance_correction: the ratio to the sampler's log-probs is then all that tells stale tokens "
-                    f"from fresh ones, and they are those of a cut distribution; leave {name} out, or set "
-                    "num_batches_ahead=0."
-                )
-            if value is not None:
-                raise ConfigError(
-                    f"{name}={value:g} with importance_correction would bias the correction, for the sampler's "
-                    f"log-probs are those of a cut distribution; leave {name} out, or set "
-                    "importance_correction=False."
-                )
 
     def batch_plan(self, num_prompts: int) -> BatchPlan:
         """The plan that these settings give for a dataset of `num_prompts` rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -17,9 +18,10 @@ from verifiers.train.collate import Dropped, rollout_tokens
 from verifiers.train.curriculum import curriculum_metrics
 from verifiers.train.feed import BlockFeed
 from verifiers.train.ledger import Ledger, block_record
+from verifiers.train.loss_metrics import LossMetrics
 from verifiers.train.metrics import block_metrics
 from verifiers.train.passes import MicroBatches, all_passes
-from verifiers.train.pushes import PushingTrainer
+from verifiers.train.probing import ProbingTrainer
 from verifiers.train.ranks import on_rank_0
 from verifiers.train.streaming import BlockStream, StreamedPart
 from verifiers.train.watching.clock import in_stage
@@ -30,7 +32,30 @@ __all__ = ["DataPlane"]
 logger = logging.getLogger("verifiers.train")
 
 
-class DataPlane(WatchedTrainer, PushingTrainer):
+@dataclass(slots=True)
+class InTraining:
+    """What a rank holds of the block in training. Each run has one of its own, so that nothing outlives a run.
+
+    Attributes:
+        block_id: the block; None before the first.
+        batches: its micro-batches, so far.
+        rescales: of a streamed block, by the micro-batch that ends an update: what its gradient is multiplied by.
+        rescale: that of the micro-batch in training, where it has one.
+        stream: where a streamed block's micro-batches come from, on rank 0.
+        update_loss: the losses of the update's micro-batches, added up.
+        said_over: a row over `max_tokens_per_pass` was warned of.
+    """
+
+    block_id: int | None = None
+    batches: MicroBatches = field(default_factory=list)
+    rescales: dict[int, float] = field(default_factory=dict)
+    rescale: float | None = None
+    stream: BlockStream | None = None
+    update_loss: Any = 0.0
+    said_over: bool = False
+
+
+class DataPlane(WatchedTrainer, ProbingTrainer):
     """The part of the trainer that turns blocks into micro-batches on each rank.
 
     Attributes:
@@ -43,13 +68,22 @@ class DataPlane(WatchedTrainer, PushingTrainer):
     feed: BlockFeed | None = None
     last_block: ScoredBlock | None = None
     ledger: Ledger | None = None
-    _block_id: int | None = None
-    _batches: MicroBatches
-    _rescales: dict[int, float]
-    _stream: BlockStream | None = None
-    _rescale_now: float | None = None
-    _update_loss: Any = 0.0
-    _said_over: bool = False
+    _now: InTraining
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._now = InTraining()
+        super().__init__(**kwargs)
+
+    def _begin_run(self) -> None:
+        """Forget what is of an earlier run of this object; every rank calls it."""
+        self._now = InTraining()
+        self.last_block = None
+        # a run that was cut inside an update left it anywhere
+        self._step = 0
+        self._correcting, self._mismatch, self._loss_metrics = None, [], LossMetrics()
+        kept: list[Any] = [*self._metrics.values(), *self._logs.values()]
+        for values in kept:
+            values.clear()
 
     def open(self) -> None:
         """Wait for the rollout server and start the generator (rank 0)."""
@@ -65,12 +99,13 @@ class DataPlane(WatchedTrainer, PushingTrainer):
         position = self.plan.position(step, self._step % self.plan.gradient_accumulation_steps)
         # raised on every rank before the next micro-step
         self._on_rank_0(self._stop_if_broken)
-        if self._block_id != position.block_id:
+        if self._now.block_id != position.block_id:
             self._begin_block(position.block_id, step)
-        if position.micro_batch == len(self._batches):
+        now = self._now
+        if position.micro_batch == len(now.batches):
             self._next_part(position)
-        self._rescale_now = self._rescales.get(position.micro_batch)
-        return {"passes": self._batches[position.micro_batch][self.accelerator.process_index]}
+        now.rescale = now.rescales.get(position.micro_batch)
+        return {"passes": now.batches[position.micro_batch][self.accelerator.process_index]}
 
     def _may_probe_meanwhile(self) -> bool:
         # pushes that drain are for runs that can be repeated: nothing then runs beside a probe
@@ -83,15 +118,16 @@ class DataPlane(WatchedTrainer, PushingTrainer):
     # -- whole blocks ---------------------------------------------------------------------------------------
 
     def _begin_block(self, block_id: int, step: int) -> None:
-        self._batches, self._rescales = [], {}
+        now = self._now
+        now.batches, now.rescales = [], {}
         if self.args.streaming:
             self._on_rank_0(lambda: self._begin_stream(block_id, step))
         else:
             batches, metrics = self._on_rank_0(lambda: self._produce(block_id, step))
-            self._batches = batches
+            now.batches = batches
             self._log_values(metrics)
-            self._score(self._batches)
-        self._block_id = block_id
+            self._score(batches)
+        now.block_id = block_id
 
     def _produce(self, block_id: int, step: int) -> tuple[MicroBatches, dict[str, float]]:
         self.open()
@@ -119,7 +155,8 @@ class DataPlane(WatchedTrainer, PushingTrainer):
         self._say_if_over(metrics["rows/largest_pass_tokens"])
         metrics.update(curriculum_metrics(self.plan, block))
         oldest = trained.oldest_version()
-        metrics["staleness"] = float(step - oldest) if oldest is not None else 0.0
+        if oldest is not None:
+            metrics["staleness"] = float(step - oldest)
         metrics["num_tokens"] = self._total_tokens(block)
         if self.log_completions:
             self._keep_for_table(block, trained)
@@ -128,9 +165,9 @@ class DataPlane(WatchedTrainer, PushingTrainer):
 
     def _say_if_over(self, largest_pass_tokens: float) -> None:
         budget = self.args.max_tokens_per_pass
-        if budget is None or largest_pass_tokens <= budget or self._said_over:
+        if budget is None or largest_pass_tokens <= budget or self._now.said_over:
             return
-        self._said_over = True
+        self._now.said_over = True
         logger.warning(
             "a row of %d tokens is over max_tokens_per_pass=%d and has a pass of its own, as any like it will; drop "
             "such rows by max_seq_len, or lower max_completion_length.",
@@ -163,7 +200,7 @@ class DataPlane(WatchedTrainer, PushingTrainer):
         self.open()
         assert self.feed is not None
         self.feed.begin(block_id, step)
-        self._stream = BlockStream(
+        self._now.stream = BlockStream(
             self.feed,
             self.plan,
             self.args,
@@ -178,15 +215,15 @@ class DataPlane(WatchedTrainer, PushingTrainer):
         step = position.block_id * self.plan.updates_per_block
         last = position.micro_batch == self._micro_batches_reached(step) - 1
         part, metrics = self._on_rank_0(lambda: self._produce_part(last))
-        self._batches.append(part.cells)
+        self._now.batches.append(part.cells)
         if part.rescale is not None:
-            self._rescales[position.micro_batch] = part.rescale
+            self._now.rescales[position.micro_batch] = part.rescale
         self._score([part.cells])
         if last:
             self._log_values(metrics)
 
     def _produce_part(self, last: bool) -> tuple[StreamedPart, dict[str, float]]:
-        stream = self._stream
+        stream = self._now.stream
         assert stream is not None
         part = stream.next()
         metrics = self._finish_block(*stream.finish(), stream.optimizer_step) if last else {}
@@ -197,15 +234,16 @@ class DataPlane(WatchedTrainer, PushingTrainer):
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if not self.args.streaming:
             return loss
-        self._update_loss = self._update_loss + loss.detach()
-        if self._rescale_now is None:
+        now = self._now
+        now.update_loss = now.update_loss + loss.detach()
+        if now.rescale is None:
             return loss
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(self._rescale_now)
+                parameter.grad.mul_(now.rescale)
         # transformers adds up what this returns: the sum over the update is to be the loss
-        total, self._update_loss = self._update_loss, 0.0
-        return loss + total * (self._rescale_now - 1.0)
+        total, now.update_loss = now.update_loss, 0.0
+        return loss + total * (now.rescale - 1.0)
 
     # -- old and reference log-probs --------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 A pass costs its rows times its longest row. With lengths falling along the passes, each pass is padded no further
 than to its own longest row, and no row of it is shorter than the next pass's longest. So if no pass holds more than
-B tokens, padding included, the padding of a rank's rows is at most
+B tokens, padding included, the padding of the rows that a rank is dealt together is at most
 
     sum_k n_k (longest_k - longest_k+1)  <=  B sum_k ln(longest_k / longest_k+1)  =  B ln(longest / shortest)
 
-whatever the number of rows.
+whatever their number. Rows that are dealt together are those of an update, or of a micro-batch where these are dealt
+one by one. Ranks hold equally many: one that has a row less than others gets a padding row, of two tokens, and the
+shortest counts as that then. A micro-batch that stays whole, whatever its rows are, is no such pass and has no bound.
 
 Every rank runs the same passes, each with as many rows as the others' at the same time, so that collectives meet.
 """
@@ -122,14 +124,15 @@ def deal_longest_first(lengths: Sequence[int], micro_batches: int, ranks: int, l
 def deal_in_order(lengths: Sequence[int], micro_batches: int, ranks: int, limit: PassLimit) -> Dealt:
     """Deal rows like cards in the order they come in; lengths only decide who shares a pass of a micro-batch.
 
-    For what depends on the rows that share a micro-batch, which must then be a matter of chance.
+    For what depends on the rows that share a micro-batch, which must then be a matter of chance. Which these are does
+    not depend on the number of ranks.
 
     Args: as `deal_longest_first`.
     """
     cells = micro_batches * ranks
     dealt: Dealt = []
-    for first in range(0, cells, ranks):
-        held = [range(cell, len(lengths), cells) for cell in range(first, first + ranks)]
+    for micro_batch in range(micro_batches):
+        held = [range(cell, len(lengths), cells) for cell in range(micro_batch, cells, micro_batches)]
         lanes = _even_lanes([sorted(rows, key=lambda row: (-lengths[row], row)) for rows in held])
         calls = _calls(lanes, lengths, 1, limit)
         dealt.append([[call[rank] for call in calls] for rank in range(ranks)])

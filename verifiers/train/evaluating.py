@@ -17,14 +17,17 @@ from typing import Any
 
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.hiding import Hider, secrets_of_run, url_without_secrets
-from verifiers.rollouts.balancing import BalancedBackend
 from verifiers.rollouts.meter import RolloutMeter
 from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.share import LimiterShare
 from verifiers.train.data_plane import DataPlane
-from verifiers.train.evaluation import Measured, PolicyEvaluation, SetEvaluation, evaluate_policy, share_of
+from verifiers.train.evaluation import KeptEvaluation, Measured, PolicyEvaluation, SetEvaluation, share_of
 from verifiers.train.evaluation_records import EvaluationRecords, provenance
 from verifiers.train.evaluation_settings import needs_the_metric
 from verifiers.train.held_out import HeldOut, held_out_sets
+from verifiers.train.servers import credentials, each_server
+from verifiers.train.settings import with_template_options
 from verifiers.train.watching.clock import in_stage
 
 __all__ = ["EVALUATION_IN_FLIGHT", "EvaluatingTrainer"]
@@ -87,21 +90,33 @@ class EvaluatingTrainer(DataPlane):
 
     @in_stage("eval")
     def evaluate_block(self, eval_dataset: Any = None) -> ScoredBlock:
-        """Roll out held-out prompts under the present weights and keep the rollouts; on rank 0, nothing is logged."""
-        self.open()
+        """Roll out held-out prompts under the present weights and keep the rollouts; on rank 0, nothing is logged.
+
+        Args:
+            eval_dataset: rows to use instead of the trainer's set.
+
+        Raises:
+            ConfigError: the trainer has several sets.
+            NothingScoredError: no rollout got a reward, or it ran out of time.
+        """
+        sets = self.held_out
+        if eval_dataset is not None:
+            sets = held_out_sets(self.env, eval_dataset, most=-1)
+        if len(sets) > 1:
+            names = ", ".join(held_out.name for held_out in sets)
+            raise ConfigError(f"there are several held-out sets ({names}); give rows of one, or call evaluate().")
+        (held_out,) = sets
+        self._present_weights(judged=True)
         assert self.generator is not None
-        assert self.feed is not None
-        self.feed.sync(self.state.global_step)
-        self._settle_probe()
-        dataset = eval_dataset if eval_dataset is not None else self.env.get_eval_dataset(self.args.num_eval_prompts)
-        return evaluate_policy(
-            self.generator,
-            dataset,
-            num_generations=self.args.num_generations_eval or 1,
-            sampling_args={**self.sampling_args, "temperature": self.args.eval_temperature},
-            seed=self.args.seed,
-            timeout_s=self._evaluation_deadline_s(),
-        )
+        limiter = share_of(self.generator, self.args.eval_max_concurrent)
+        runner = self._runner_of(held_out, self._evaluation_sampling(held_out), limiter)
+        part = KeptEvaluation(runner, held_out.dataset, self.args.num_generations_eval or 1, self.args.seed)
+        evaluation = PolicyEvaluation(self.generator, [part], self._evaluation_deadline_s())
+        evaluation.begin()
+        if failures := evaluation.wait().failures:
+            raise NothingScoredError("; ".join(failures))
+        assert part.block is not None
+        return part.block
 
     # -- one evaluation -------------------------------------------------------------------------------------------
 
@@ -114,31 +129,24 @@ class EvaluatingTrainer(DataPlane):
         self._in_flight = _InFlight(self.state.global_step, self.state.epoch, prefix)
 
     def _begin_on_rank_0(self, sets: Sequence[HeldOut], prefix: str, overlaps: bool, resumes: bool) -> None:
-        self.open()
+        # after the last step nothing more would judge these weights
+        self._present_weights(judged=not overlaps)
         assert self.generator is not None
-        assert self.feed is not None
-        self.feed.sync(self.state.global_step)
-        if not overlaps:
-            # nothing is trained meanwhile, and after the last step nothing more would judge these weights
-            self._settle_probe()
         most = self.args.eval_max_concurrent
         if most is None and overlaps:
             # as many as one more block in flight would have, at most half of all; below 1 there is no bound
             most, bound = self.plan.completions_per_block, self.args.max_concurrent
             most = max(1, min(most, bound // 2)) if bound > 0 else most
+        parts: list[SetEvaluation] = []
         limiter = share_of(self.generator, most)
-        parts = []
         for held_out in sets:
             sampling = self._evaluation_sampling(held_out)
-            # a meter of its own: what the run's table says of the generator is about training
-            options = {"sampling_args": sampling, "limiter": limiter, "meter": RolloutMeter()}
-            runner = self.generator.runner(require_tokens=False, **options)
             metadata = self._evaluation_metadata(held_out, sampling)
             record = self._evaluation_records().record(
                 metadata["optimizer_step"], prefix, held_out.name, metadata, resumes=resumes
             )
             part = SetEvaluation(
-                dataclasses.replace(runner, env=held_out.env),
+                self._runner_of(held_out, sampling, limiter),
                 held_out.dataset,
                 record,
                 prefix=held_out.metric_prefix(prefix),
@@ -148,6 +156,21 @@ class EvaluatingTrainer(DataPlane):
         evaluation = PolicyEvaluation(self.generator, parts, self._evaluation_deadline_s())
         evaluation.begin()
         self._evaluation = evaluation
+
+    def _present_weights(self, *, judged: bool) -> None:
+        """Rank 0: the servers have the present weights; `judged` where nothing that is trained beside it will."""
+        self.open()
+        assert self.feed is not None
+        self.feed.sync(self.state.global_step)
+        if judged:
+            self._settle_probe()
+
+    def _runner_of(self, held_out: HeldOut, sampling: dict[str, Any], limiter: LimiterShare) -> RolloutRunner:
+        assert self.generator is not None
+        # a meter of its own: what the run's table says of the generator is about training
+        options = {"sampling_args": sampling, "limiter": limiter, "meter": RolloutMeter()}
+        runner = self.generator.runner(require_tokens=False, **options)
+        return dataclasses.replace(runner, env=held_out.env)
 
     @in_stage("eval")
     def _finish_evaluation(self) -> dict[str, float]:
@@ -223,7 +246,9 @@ class EvaluatingTrainer(DataPlane):
         step, control = self.state.global_step, self.control
         ends = control.should_training_stop or control.should_epoch_stop or step >= self.state.max_steps
         between_blocks = step % self.plan.updates_per_block == 0
-        if between_blocks or ends or control.should_evaluate or control.should_save:
+        # transformers comes here a second time where a step ends an epoch
+        begun_before = self._in_flight is not None and self._in_flight.step < step
+        if ends or control.should_evaluate or (begun_before and (between_blocks or control.should_save)):
             self._settle_evaluation()
         # a callback may have stopped the run because of what was found
         ends = ends or self.control.should_training_stop
@@ -271,8 +296,7 @@ class EvaluatingTrainer(DataPlane):
 
     def _evaluation_records(self) -> EvaluationRecords:
         if self._records is None:
-            client, args = self._client, self.args
-            key, headers = str(getattr(client, "api_key", "") or ""), dict(getattr(client, "headers", None) or {})
+            args, (key, headers) = self.args, credentials(self._servers)
             given = {str(place): part.env_args for place, part in enumerate(self.held_out)}
             urls = list(args.server_urls or [args.server_url])
             hide = Hider([secret for url in urls for secret in secrets_of_run(url, key, headers, given)])
@@ -287,15 +311,16 @@ class EvaluatingTrainer(DataPlane):
         given = self.sampling_args
         if held_out.env is not self.env:
             own = dict(getattr(held_out.env, "sampling_args", None) or {})
+            if self.args.chat_template_kwargs:
+                extra = own.get("extra_body") or {}
+                options = with_template_options(extra, self.args)
+                own["extra_body"] = {**extra, "chat_template_kwargs": options}
             given = {**own, "max_tokens": self.args.max_completion_length}
         return {**given, "temperature": self.args.eval_temperature}
 
     def _evaluation_metadata(self, held_out: HeldOut, sampling: dict[str, Any]) -> dict[str, Any]:
-        client, args = self._client, self.args
-        if isinstance(client, BalancedBackend):
-            urls = [url_without_secrets(url) for url in client.urls]
-        else:
-            urls = [url_without_secrets(str(getattr(client, "base_url", args.server_url)))]
+        args = self.args
+        urls = [url_without_secrets(one.base_url or args.server_url) for one in each_server(self._servers)]
         step = self.state.global_step
         if not self.is_in_train and args.load_best_model_at_end and self.state.best_model_checkpoint:
             # after a run its best weights are loaded

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from verifiers.errors import DeadlineError, NothingScoredError
 from verifiers.evals.resume import scores_whole_groups
@@ -27,7 +27,7 @@ from verifiers.rollouts.share import LimiterShare
 from verifiers.train.evaluation_records import EvaluationRecord, tolerated
 from verifiers.types import Outcome
 
-__all__ = ["Measured", "PolicyEvaluation", "SetEvaluation", "evaluate_policy", "evaluation_metrics", "share_of"]
+__all__ = ["KeptEvaluation", "Measured", "PolicyEvaluation", "SetEvaluation", "evaluation_metrics", "share_of"]
 
 _GRACE_S = 10.0
 _LOOK_EVERY_S = 0.5
@@ -107,6 +107,40 @@ class SetEvaluation:
         return Measured(metrics, [])
 
 
+class KeptEvaluation:
+    """The evaluation of one set of prompts whose rollouts are kept here, and nothing is written.
+
+    Args:
+        runner: plays the set's environment.
+        dataset: the prompts.
+        num_generations: rollouts of each.
+        seed: of their sampling seeds.
+
+    Attributes:
+        block: the rollouts, once they are scored.
+    """
+
+    def __init__(self, runner: RolloutRunner, dataset: Any, num_generations: int, seed: int) -> None:
+        self._runner = runner
+        self._groups = evaluation_requests(dataset, num_generations, seed)
+        self.block: ScoredBlock | None = None
+
+    async def run(self) -> Measured:
+        """Run and score all of it.
+
+        Raises:
+            NothingScoredError: no rollout got a reward.
+        """
+        self.block = await run_evaluation(self._runner, self._groups)
+        return Measured({}, [])
+
+
+class RunsOnce(Protocol):
+    """What a `PolicyEvaluation` runs."""
+
+    async def run(self) -> Measured: ...
+
+
 class PolicyEvaluation:
     """The evaluation of all sets at one optimizer step, while it runs; used from the trainer's thread.
 
@@ -116,7 +150,7 @@ class PolicyEvaluation:
         timeout_s: deadline from `begin` on, in seconds.
     """
 
-    def __init__(self, generator: AsyncBatchGenerator, sets: Sequence[SetEvaluation], timeout_s: float) -> None:
+    def __init__(self, generator: AsyncBatchGenerator, sets: Sequence[RunsOnce], timeout_s: float) -> None:
         self._generator, self._sets, self._timeout_s = generator, sets, timeout_s
         self._began = time.monotonic()
         self._task: asyncio.Task[Measured] | None = None
@@ -133,7 +167,7 @@ class PolicyEvaluation:
         self._task = self._generator.run(begin(), _GRACE_S)
 
     def wait(self) -> Measured:
-        """Wait until it has ended; one that ran out of time is cancelled, and is a failure.
+        """Wait until it has ended; one that ran out of time is a failure.
 
         Raises:
             ConfigError: a mistake that every rollout would repeat.
@@ -143,21 +177,21 @@ class PolicyEvaluation:
             return self._measured
         assert self._task is not None
         task, waiting = self._task, time.monotonic()
+        # rollouts that are given up may have something to put away first
+        last = max(waiting, self._began + self._timeout_s) + _GRACE_S
 
         async def ended() -> Measured:
             return await asyncio.shield(task)
 
         try:
             while self._measured is None:
-                left = self._began + self._timeout_s - time.monotonic()
                 try:
-                    self._measured = self._generator.run(ended(), min(max(0.0, left), _LOOK_EVERY_S))
+                    self._measured = self._generator.run(ended(), _LOOK_EVERY_S)
                 except DeadlineError:
                     # what is trained beside it may have failed for good
                     self._generator.check()
-                    if left <= _LOOK_EVERY_S:
-                        self._measured = Measured({}, [f"it did not end within {self._timeout_s:g} s (eval_timeout)"])
-                        self._generator.run(_cancelled(task), _GRACE_S)
+                    if time.monotonic() > last:
+                        self._measured = self._out_of_time("; its rollouts are still being given up")
         finally:
             self._waited_s += time.monotonic() - waiting
         return self._measured
@@ -168,6 +202,19 @@ class PolicyEvaluation:
         return self._waited_s
 
     async def _run(self) -> Measured:
+        """All sets, until the deadline: nobody may be waiting by then."""
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return await self._run_sets()
+        except Exception as error:
+            if not deadline.expired():
+                raise
+            if isinstance(error, TimeoutError):
+                return self._out_of_time()
+            return self._out_of_time(f"; giving it up raised {type(error).__name__}: {error}")
+
+    async def _run_sets(self) -> Measured:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(one.run()) for one in self._sets]
@@ -178,6 +225,9 @@ class PolicyEvaluation:
             metrics = {name: value for one in measured for name, value in one.metrics.items()}
             return Measured(metrics, [failure for one in measured for failure in one.failures])
         raise first
+
+    def _out_of_time(self, further: str = "") -> Measured:
+        return Measured({}, [f"it did not end within {self._timeout_s:g} s (eval_timeout){further}"])
 
 
 def evaluation_metrics(summary: RunSummary, prefix: str, lengths: Sequence[int]) -> dict[str, float]:
@@ -215,35 +265,9 @@ def evaluation_metrics(summary: RunSummary, prefix: str, lengths: Sequence[int])
     return metrics
 
 
-def evaluate_policy(
-    generator: AsyncBatchGenerator,
-    dataset: Any,
-    *,
-    num_generations: int,
-    sampling_args: Mapping[str, Any],
-    seed: int,
-    timeout_s: float,
-) -> ScoredBlock:
-    """Roll out every row of `dataset` `num_generations` times, score it, and keep all of it.
-
-    Raises:
-        DeadlineError: not done within `timeout_s` seconds.
-        NothingScoredError: no rollout got a reward.
-    """
-    runner = generator.runner(sampling_args=dict(sampling_args), require_tokens=False)
-    groups = evaluation_requests(dataset, num_generations, seed)
-    block: ScoredBlock = generator.run(run_evaluation(runner, groups), timeout_s)
-    return block
-
-
 def share_of(generator: AsyncBatchGenerator, most: int | None) -> LimiterShare:
     """The part of the generator's limit that an evaluation may use."""
     return LimiterShare(generator.runner().limiter, most)
-
-
-async def _cancelled(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 def _stored_lengths(record: EvaluationRecord) -> dict[tuple[int, int], int]:

@@ -54,14 +54,15 @@ class EvaluationRecords:
         self._ours: set[str] = set()
 
     def begin_run(self, first_step: int) -> None:
-        """Keep what is of the lineage that goes on at `first_step`; at 0, put an earlier run's aside."""
-        if not self.writes:
+        """Keep what is of the lineage that goes on at `first_step`. An earlier run's was put aside with all of it."""
+        if not self.writes or first_step == 0:
             return
-        with tolerated("earlier evaluations stay where they are"):
-            if first_step == 0:
-                self._put_aside()
-            else:
-                self._discard_after(first_step)
+        with tolerated("evaluations of later steps stay where they are"):
+            self._discard_after(first_step)
+
+    def own(self) -> set[Path]:
+        """What this process has stored: before it trains, that is of the run that begins."""
+        return {self.root / name for name in self._ours}
 
     def record(
         self, step: int, prefix: str, name: str, metadata: Mapping[str, Any], *, resumes: bool
@@ -81,18 +82,6 @@ class EvaluationRecords:
             directory = _fresh(directory)
         self._ours.add(directory.relative_to(self.root).parts[0])
         return EvaluationRecord(directory, metadata, self.hide, writes=self.writes)
-
-    def _put_aside(self) -> None:
-        # what this process measured before it trains is the run's own
-        others = [path for path in self.root.glob("step-*") if path.name not in self._ours]
-        if not others:
-            return
-        number = 1
-        while (aside := self.root.with_name(f"{EVALUATIONS}-{number}")).exists():
-            number += 1
-        aside.mkdir()
-        for path in others:
-            path.rename(aside / path.name)
 
     def _discard_after(self, step: int) -> None:
         for path in self.root.glob("step-*"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 
-from verifiers.train.checkpoint import newest_complete
+from verifiers.train.checkpoint import mark_incomplete, newest_complete
 
 __all__ = ["drop_old_checkpoints"]
 
@@ -32,5 +33,8 @@ def drop_old_checkpoints(output_dir: str | Path, limit: int | None, best: str | 
     over = len(checkpoints) - max(limit, len(kept))
     for path in checkpoints:
         if over > 0 and os.path.abspath(path) not in kept:
+            # a process that is killed meanwhile leaves a part, which must not count
+            with contextlib.suppress(OSError):
+                mark_incomplete(path)
             shutil.rmtree(path, ignore_errors=True)
             over -= 1

@@ -18,6 +18,12 @@ from verifiers.errors import ConfigError, WeightSyncError
 
 __all__ = ["installed_servers", "launched_server"]
 
+_END_S = 15.0
+"""Longer than a server takes to end what it started itself."""
+
+_END_AFTER_FAILURE_S = 3.0
+"""A run that fails has ended within 5 seconds, whatever its server does."""
+
 # run by another interpreter, which may have no verifiers
 _START = """
 import sys
@@ -67,12 +73,15 @@ def launched_server(
         command += ["--port", "0", "--port-file", str(port_file), "--parent-pid", str(os.getpid()), *args]
         # idle threads of the server must not spin on the trainer's cores: a training step took several times as long
         environment = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", **os.environ}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        # a group of its own, which ends with it
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
+        within_s = _END_AFTER_FAILURE_S
         try:
             port = _wait_for_port(name, process, port_file, log, start_timeout_s)
             yield f"http://127.0.0.1:{port}/v1"
+            within_s = _END_S
         finally:
-            _stop(process)
+            _stop(process, within_s)
 
 
 def _interpreter_for(name: str, python: str | None) -> str:
@@ -110,10 +119,16 @@ def _tail(log: IO[bytes]) -> str:
     return log.read().decode(errors="replace").strip()[-2000:] or "(it printed nothing)"
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    # longer than a server takes to end what it started itself
-    for attempt, wait_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
+def _stop(process: subprocess.Popen[bytes], within_s: float) -> None:
+    """End a server, and after `within_s` seconds also what it has started."""
+    try:
         if process.poll() is None:
-            process.send_signal(attempt)
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=wait_s)
+                process.wait(timeout=within_s)
+    finally:
+        # also where a second Ctrl-C cuts the wait; a server that has ended may have left processes in its group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1.0)

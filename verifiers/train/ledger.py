@@ -3,8 +3,9 @@
     {"block_id": 3, "optimizer_step": 3, "trained": [[17, 0], ...],
      "dropped": [{"example_id": 9, "generation": 2, "reason": "timed_out", "row": null, "tokens": 0, "seconds": 9.5}]}
 
-`trained` holds (example id, generation). A run that goes on from a checkpoint takes out the lines of blocks that it
-will train again, so the file always tells the lineage of the weights, each block once and in order.
+`trained` holds (example id, generation). A line is written when a block is taken for training, and a run that goes on
+from a checkpoint takes out the lines of blocks that it will train again. So once a run has ended well or gone on, the
+file tells the lineage of the weights, each block once and in order; that of a run which was cut says more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.checkpoint import sync_to_disk
 from verifiers.train.collate import Dropped
 
 __all__ = ["LEDGER", "Ledger", "block_record", "read_ledger"]
@@ -77,15 +79,25 @@ class Ledger:
     Args:
         directory: of the run.
         first_block: the block that this process trains first; lines from there on are taken out.
+
+    Raises:
+        CheckpointError: it cannot be written.
     """
 
     def __init__(self, directory: str | Path, first_block: int) -> None:
         self.path = Path(directory) / LEDGER
         kept = [record for record in read_ledger(directory) if record["block_id"] < first_block]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{LEDGER}.partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(partial, self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            # else a power cut could leave the new name without the lines
+            sync_to_disk(partial)
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written ({error}); make room, or give another output_dir."
+            ) from error
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one block's line.
@@ -104,5 +116,4 @@ class Ledger:
 
     def sync(self) -> None:
         """Have what was written reach the disk; before a checkpoint is marked complete."""
-        with open(self.path, "a") as file:
-            os.fsync(file.fileno())
+        sync_to_disk(self.path)

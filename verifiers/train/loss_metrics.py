@@ -21,6 +21,10 @@ _OF_PADDING = {"vespo/phi_seq_mean": 1.0}
 """What a padding row adds to a mean over rows, where that is not 0."""
 
 
+_OF_THE_UPDATE = ("policy_loss", "entropy_coef")
+"""What is told of an update in which no token is trained too."""
+
+
 @dataclass(slots=True)
 class LossMetrics:
     """Sums over calls of the loss, until they are taken."""
@@ -40,6 +44,9 @@ class LossMetrics:
         """
         tokens = float(batch["call_tokens"])
         for name, values in measured.items():
+            if not tokens and name not in _OF_THE_UPDATE:
+                # made of padding alone
+                continue
             for value in values:
                 if math.isnan(value):
                     continue
@@ -66,10 +73,9 @@ class LossMetrics:
         self._micro_steps += 1
 
     def take(self) -> dict[str, float]:
-        """The joined values by name; begins anew."""
+        """The joined values by name, without means over nothing; begins anew."""
         joined = {
-            name: total / (self._counts[name] or 1.0) if name in self._counts else total / max(1, self._micro_steps)
-            for name, total in self._sums.items()
+            name: total / self._counts.get(name, max(1, self._micro_steps)) for name, total in self._sums.items()
         }
         joined.update(self._extremes)
         self._sums, self._counts, self._extremes, self._micro_steps = {}, {}, {}, 0

@@ -1,7 +1,7 @@
 """What a block says about itself, under TRL's names where there is one.
 
 A mean is always a mean over what exists: rewards over scored rollouts, lengths over rollouts with sampled
-tokens. Counts are counts, so that ranks and blocks can be added up.
+tokens that did not fail. Counts are counts, so that ranks and blocks can be added up.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ def block_metrics(block: ScoredBlock, trained: TrainingBlock, plan: BatchPlan, r
     by_rank = _rewards_by_rank(rollouts, plan.num_processes)
     metrics = reward_summary(by_rank, rank)
     metrics["reward"] = metrics["reward/mean_per_completion_global"]
-    stds = [value for value in trained.advantages.result.group_stds if value is not None]
-    metrics["reward_std"] = fmean(stds) if stds else 0.0
-    metrics["frac_reward_zero_std"] = trained.advantages.result.frac_reward_zero_std
+    deviations = _deviations(block, trained)
+    metrics.update(_spread([std for _, std in deviations]))
     metrics.update(_reward_functions(scored))
     metrics.update(_outcomes(rollouts))
     metrics.update(_drops(rollouts, trained))
-    metrics.update(_tasks(block))
+    metrics.update(_tasks(deviations))
     metrics.update(_lengths(block))
     metrics.update(_rows(rollouts, trained))
     metrics.update(_timing(block))
@@ -59,6 +58,18 @@ def block_metrics(block: ScoredBlock, trained: TrainingBlock, plan: BatchPlan, r
     metrics["rollouts/chunk_size"] = float(plan.completions_per_block)
     metrics["rollouts/total_per_process"] = plan.completions_per_block / plan.num_processes
     return metrics
+
+
+def _deviations(block: ScoredBlock, trained: TrainingBlock) -> list[tuple[Group, float | None]]:
+    """Each group with the deviation of its rewards; the ones that were replaced too, which had none."""
+    kept = zip(block.groups, trained.advantages.result.group_stds, strict=True)
+    return [*kept, *((group, 0.0) for group in block.filtered)]
+
+
+def _spread(deviations: Iterable[float | None]) -> dict[str, float]:
+    stds = [std for std in deviations if std is not None]
+    share = stds.count(0.0) / len(stds) if stds else 0.0
+    return {"reward_std": _mean(stds), "frac_reward_zero_std": share}
 
 
 def _rewards_by_rank(rollouts: Sequence[Rollout], ranks: int) -> list[list[float]]:
@@ -92,14 +103,17 @@ def _sampled(rollout: Rollout) -> int:
 
 
 def _lengths(block: ScoredBlock) -> dict[str, float]:
-    lengths = [_sampled(rollout) for rollout in block if rollout.rows]
-    if not lengths:
+    # a failed rollout neither ended nor ran out of tokens: it was cut off, wherever it stood
+    per_prompt = [[r for r in group.rollouts if r.rows and not r.outcome.is_failure] for group in block.groups]
+    played = [rollout for rollouts in per_prompt for rollout in rollouts]
+    if not played:
         return {}
-    ended = [rollout for rollout in block if rollout.rows and not rollout.is_truncated]
-    terminated = [_sampled(rollout) for rollout in ended] or [0]
-    per_prompt = [[_sampled(r) for r in group.rollouts if r.rows] for group in block.groups]
-    means = [fmean(values) for values in per_prompt if values]
-    cut = sum(rollout.is_truncated for rollout in block)
+    lengths = [_sampled(rollout) for rollout in played]
+    ended = [_sampled(rollout) for rollout in played if not rollout.is_truncated]
+    terminated = ended or [0]
+    by_prompt = [[_sampled(rollout) for rollout in rollouts] for rollouts in per_prompt if rollouts]
+    means = [fmean(values) for values in by_prompt]
+    cut = len(played) - len(ended)
     return {
         "completions/mean_length": fmean(lengths),
         "completions/min_length": float(min(lengths)),
@@ -110,10 +124,9 @@ def _lengths(block: ScoredBlock) -> dict[str, float]:
         "completions/clipped_ratio": cut / len(lengths),
         "completions/per_prompt/mean_length_min": min(means),
         "completions/per_prompt/mean_length_max": max(means),
-        "completions/per_prompt/length_std": fmean([pstdev(values) for values in per_prompt if values]),
+        "completions/per_prompt/length_std": fmean([pstdev(values) for values in by_prompt]),
         "eos_stop_rate": len(ended) / len(lengths),
         "no_eos_max_length_rate": cut / len(lengths),
-        "rollouts/sampled_tokens": float(sum(lengths)),
     }
 
 
@@ -146,19 +159,19 @@ def _drops(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, flo
     return metrics
 
 
-def _tasks(block: ScoredBlock) -> dict[str, float]:
+def _tasks(deviations: Sequence[tuple[Group, float | None]]) -> dict[str, float]:
     """The main figures of each environment of a mixture, by the rollouts' `task`."""
-    by_task: dict[str, list[Group]] = {}
-    for group in (*block.groups, *block.filtered):
-        by_task.setdefault(group.rollouts[0].task, []).append(group)
+    by_task: dict[str, list[tuple[Group, float | None]]] = {}
+    for group, std in deviations:
+        by_task.setdefault(group.rollouts[0].task, []).append((group, std))
     if set(by_task) == {"default"}:
         return {}
     metrics: dict[str, float] = {}
     for task, groups in sorted(by_task.items()):
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for group, _ in groups for rollout in group.rollouts]
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        lengths = [_sampled(rollout) for rollout in rollouts if rollout.rows]
-        compared = [group.scored for group in groups if len(group.scored) > 1]
+        lengths = [_sampled(rollout) for rollout in rollouts if rollout.rows and not rollout.outcome.is_failure]
+        compared = [std for _, std in groups if std is not None]
         metrics[f"tasks/{task}/prompts"] = float(len(groups))
         metrics[f"tasks/{task}/failed"] = float(sum(rollout.outcome.is_failure for rollout in rollouts))
         if rewards:
@@ -166,8 +179,7 @@ def _tasks(block: ScoredBlock) -> dict[str, float]:
         if lengths:
             metrics[f"tasks/{task}/mean_length"] = fmean(lengths)
         if compared:
-            flat = [max(r.reward or 0.0 for r in group) == min(r.reward or 0.0 for r in group) for group in compared]
-            metrics[f"tasks/{task}/frac_reward_zero_std"] = fmean(map(float, flat))
+            metrics[f"tasks/{task}/frac_reward_zero_std"] = _spread(compared)["frac_reward_zero_std"]
     return metrics
 
 
@@ -179,6 +191,7 @@ def _timing(block: ScoredBlock) -> dict[str, float]:
         "time/rollout_p95_s": percentile(latencies, 0.95),
         "time/rollout_max_s": latencies[-1] if latencies else 0.0,
         "time/scoring_mean_s": _mean(rollout.timing.scoring_s for rollout in block),
+        "rollouts/sampled_tokens": float(sum(map(_sampled, block))),
         "rollouts/tokens_per_s": sum(map(_sampled, block)) / max(block.generation_s, 1e-9),
     }
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, Error
 
-__all__ = ["check_model_path", "get_model", "get_model_and_tokenizer", "get_tokenizer"]
+__all__ = [
+    "check_model_exists",
+    "check_model_path",
+    "get_model",
+    "get_model_and_tokenizer",
+    "get_tokenizer",
+    "told_what_cannot_be_loaded",
+]
 
 
 def check_model_path(name_or_path: str) -> None:
@@ -35,12 +44,54 @@ def check_model_path(name_or_path: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def told_what_cannot_be_loaded(
+    name_or_path: str, of: tuple[type[Exception], ...] = (OSError, ValueError)
+) -> Iterator[None]:
+    """While a model or a tokenizer is loaded: what the hub or the files refuse becomes one sentence.
+
+    Args:
+        of: what they raise; less where other things are done meanwhile.
+
+    Raises:
+        ConfigError: with the first line of what was said.
+    """
+    try:
+        yield
+    except of as error:
+        if isinstance(error, Error):
+            raise
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"the model {name_or_path!r} cannot be loaded ({said[0].rstrip('. ')}); give a directory written by "
+            "save_pretrained, or a hub name such as 'Qwen/Qwen3-0.6B'."
+        ) from error
+
+
+def check_model_exists(name_or_path: str, init_kwargs: Any = None) -> None:
+    """Refuse a model that is neither on the disk nor on the hub; fetches no more than its config.json.
+
+    Args:
+        init_kwargs: what `from_pretrained` will be given; a revision counts.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    check_model_path(name_or_path)
+    from transformers.utils import cached_file
+
+    revision = init_kwargs.get("revision") if isinstance(init_kwargs, dict) else None
+    with told_what_cannot_be_loaded(name_or_path):
+        cached_file(os.path.expanduser(name_or_path), "config.json", revision=revision)
+
+
 def get_model(name_or_path: str, **kwargs: Any) -> Any:
     """A causal language model; `kwargs` go to `from_pretrained`, where the default dtype is the checkpoint's."""
     check_model_path(name_or_path)
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(os.path.expanduser(name_or_path), **{"dtype": "auto", **kwargs})
+    with told_what_cannot_be_loaded(name_or_path):
+        return AutoModelForCausalLM.from_pretrained(os.path.expanduser(name_or_path), **{"dtype": "auto", **kwargs})
 
 
 def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
@@ -48,7 +99,8 @@ def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
     check_model_path(name_or_path)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+    with told_what_cannot_be_loaded(name_or_path):
+        return AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
 
 
 def get_model_and_tokenizer(name_or_path: str, **kwargs: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ import os
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = ["HubLinks", "LeafLinks", "Links", "RankFailure", "WireAddress", "join
 
 _MOST_BYTES = 2**17
 _MOST_TEXT = 2**13
+_REFUSAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +151,12 @@ class HubLinks(Links):
         if ready is not self._listener:
             super().handle(ready)
             return
-        line, _ = self._listener.accept()
-        self._listen_to(line)
+        try:
+            line, _ = self._listener.accept()
+            self._listen_to(line)
+        except OSError:
+            # whoever wanted in has gone, or this process may open no more files: the rest of it is watched on
+            time.sleep(_REFUSAL_S)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._pass_on(message, self._lines.values())

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from verifiers.train.termination import Ending
+
 __all__ = ["Signals", "break_collectives", "came_from_collective"]
 
 WAKING = signal.SIGURG
@@ -30,8 +32,7 @@ class Signals:
 
     Args:
         on_wake: called in the main thread by `wake`; may raise.
-        is_leaving: whether the run is being ended already; a SIGTERM then, which launchers send to all ranks once one
-            has ended, does not get in the way.
+        ending: what SIGINT and SIGTERM do; launchers send the latter to all ranks once one has ended.
 
     Attributes:
         readable: the end of the pipe that becomes readable with a signal's number in it.
@@ -39,8 +40,8 @@ class Signals:
         answered: whether the main thread has run handlers since the last `wake`.
     """
 
-    def __init__(self, on_wake: Callable[[], None], is_leaving: Callable[[], bool]) -> None:
-        self._on_wake, self._is_leaving = on_wake, is_leaving
+    def __init__(self, on_wake: Callable[[], None], ending: Ending) -> None:
+        self._on_wake = on_wake
         self._before: dict[int, Any] = {}
         self._fd_before = -1
         self.readable, self._writable = os.pipe()
@@ -51,8 +52,8 @@ class Signals:
         if not self.is_in_force:
             return
         self._handle(WAKING, self._woken, only_over=(signal.SIG_DFL, signal.SIG_IGN, None))
-        self._handle(signal.SIGINT, self._interrupted, only_over=(signal.default_int_handler,))
-        self._handle(signal.SIGTERM, self._terminated, only_over=(signal.SIG_DFL,))
+        self._handle(signal.SIGINT, ending.handle, only_over=(signal.default_int_handler,))
+        self._handle(signal.SIGTERM, ending.handle, only_over=(signal.SIG_DFL,))
         self._fd_before = signal.set_wakeup_fd(self._writable, warn_on_full_buffer=False)
 
     def wake(self) -> None:
@@ -95,14 +96,6 @@ class Signals:
     def _woken(self, number: int, frame: FrameType | None) -> None:
         self.answered = True
         self._on_wake()
-
-    def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_leaving():
-            # a text as code: it is printed, and the exit code is 1
-            raise SystemExit("ended by SIGTERM")
 
 
 def break_collectives() -> None:

@@ -17,13 +17,17 @@ from collections.abc import Callable
 from verifiers.errors import RankError
 from verifiers.train.rank_links import Links, RankFailure
 from verifiers.train.rank_wake import Signals, break_collectives, came_from_collective
+from verifiers.train.termination import Ending
 
 __all__ = ["RankWatch"]
 
 _WAKE_AFTER_S = 0.3
 """What is still waiting then is inside a collective, or computes."""
 _LEAVE_AFTER_S = 3.5
-_CLOSE_WITHIN_S = 0.8
+_CLOSED_AFTER_S = 4.2
+"""As `_LEAVE_AFTER_S`, for one that has got out and closes what it holds."""
+_GIVE_BACK_WITHIN_S = 0.6
+_GONE_AFTER_S = 4.9
 _LINGER_S = 2.0
 _LEAVE_AT_EXIT_S = 8.0
 
@@ -33,25 +37,29 @@ class RankWatch:
 
     A thread listens on the lines between the ranks, and to the signals of this process. When another rank fails or
     vanishes, it raises RankError in the main thread; where that is inside a collective, it breaks the collective;
-    where neither helps within seconds, it closes what `close` closes and ends the process with the sentence.
+    where neither helps within seconds, it calls `give_back` and ends the process with the sentence.
 
     Args:
         links: the lines to the other ranks.
         ranks: how many there are.
-        close: gives back what other processes would miss; called only where the main thread cannot.
+        give_back: gives back what other processes would miss, and notes the cause; called only where the main thread
+            cannot.
+
+    Attributes:
+        ending: what SIGINT and SIGTERM do.
     """
 
-    def __init__(self, links: Links, ranks: int, close: Callable[[], None]) -> None:
-        self._links, self._ranks, self._close = links, ranks, close
+    def __init__(self, links: Links, ranks: int, give_back: Callable[[BaseException], None]) -> None:
+        self._links, self._ranks, self._give_back = links, ranks, give_back
+        self.ending = Ending()
         self._heard: RankFailure | None = None
         self._was_heard = threading.Event()
         self._pressed_since: float | None = None
-        self._is_leaving = False
         self._has_failed = False
         self._was_forced = False
         self._is_over = False
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._signals = Signals(self._raise_heard, lambda: self._is_leaving)
+        self._signals = Signals(self._raise_heard, self.ending)
         links.on_failure = self._hear
         links.selector.register(self._signals.readable, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="verifiers-ranks", daemon=True)
@@ -63,7 +71,7 @@ class RankWatch:
         Returns:
             What is to be raised: `error`, or where it only follows from another rank's failure, that one's.
         """
-        self._is_leaving = True
+        self.ending.begin()
         atexit.register(_exit_after, _LEAVE_AT_EXIT_S)
         if isinstance(error, Exception) and came_from_collective(error):
             # the connection of a rank that dies may break before the word of it has come
@@ -81,7 +89,11 @@ class RankWatch:
 
     def end(self) -> None:
         """This rank is done with the others."""
-        self._is_leaving = True
+        self.ending.begin()
+        if self._has_failed:
+            # the main thread is out of everything
+            self._pressed_since = None
+            faulthandler.cancel_dump_traceback_later()
         deadline = time.monotonic() + _LINGER_S
         # rank 0's output is where people look, and a launcher ends every rank once one has ended
         awaited = set(range(1, self._ranks)) if self._links.rank == 0 else {0}
@@ -137,10 +149,10 @@ class RankWatch:
         waited_s = time.monotonic() - self._pressed_since
         if not self._was_forced and waited_s > _WAKE_AFTER_S:
             self._was_forced = True
-            _exit_after(_LEAVE_AFTER_S + _CLOSE_WITHIN_S)
+            _exit_after(_GONE_AFTER_S - waited_s)
             if not self._has_failed:
                 break_collectives()
-        if waited_s > _LEAVE_AFTER_S:
+        if waited_s > (_CLOSED_AFTER_S if self._has_failed else _LEAVE_AFTER_S):
             self._leave()
 
     def _leave(self) -> None:
@@ -151,17 +163,18 @@ class RankWatch:
             self._links.say_failure(heard)
         text = f"rank {self._links.rank} ends amid other code, which did not return; {heard.sentence}\n"
         os.write(2, (heard.traceback + text).encode())
-        closing = threading.Thread(target=self._close, name="verifiers-closing", daemon=True)
-        closing.start()
-        closing.join(timeout=_CLOSE_WITHIN_S)
+        error = _rank_error(heard)
+        giving = threading.Thread(target=self._give_back, args=(error,), name="verifiers-closing", daemon=True)
+        giving.start()
+        giving.join(timeout=_GIVE_BACK_WITHIN_S)
         os._exit(1)
 
     # -- in the main thread ---------------------------------------------------------------------------------------
 
     def _raise_heard(self) -> None:
         heard = self._heard
-        if heard is not None and not self._is_leaving:
-            self._is_leaving = True
+        if heard is not None and not self.ending.has_begun:
+            self.ending.begin()
             raise _rank_error(heard)
 
     def _do(self, task: Callable[[], None]) -> None:

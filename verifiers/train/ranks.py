@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from verifiers.errors import RankError
 from verifiers.train.rank_links import Links, WireAddress, join_hub, open_hub
 from verifiers.train.rank_watch import RankWatch
-from verifiers.train.termination import ended_by_sigterm
+from verifiers.train.termination import ended_by_signals
 
 __all__ = ["end_together", "on_all_ranks", "on_rank_0"]
 
@@ -90,39 +91,67 @@ def _serve_rank_0(together: Mapping[str, Callable[..., Any]]) -> Any:
         return said.payload
 
 
-def end_together(accelerator: Any, work: Callable[[], T], close: Callable[[], None]) -> T:
+def end_together(
+    accelerator: Any,
+    work: Callable[[], T],
+    close: Callable[[], None],
+    *,
+    watched: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    give_back: Callable[[BaseException], None] = lambda error: None,
+) -> T:
     """Do this rank's part of a run, and then `close`; a rank that fails, is stopped or vanishes ends all of them.
 
     Every rank must call it. What one rank raises is raised there, and as RankError with its text on the others, from
     whatever they do: waiting, computing, or in a collective. A rank that cannot be woken within seconds is ended.
+    SIGINT and SIGTERM do what `Ending` says until everything is closed.
 
     Args:
-        close: gives back what this rank holds outside of the process; may be called twice.
+        close: gives back what this rank holds.
+        watched: makes a context that is left after `close`, with what ended the run.
+        give_back: what of `close` other processes would miss; called with what ended the run, in another thread,
+            where this one cannot be woken.
 
     Raises:
         RankError: another rank failed, was stopped, or vanished.
     """
     if accelerator.num_processes == 1:
-        with ended_by_sigterm():
-            try:
-                return work()
-            finally:
-                close()
-    watch = RankWatch(_lines_between(accelerator), accelerator.num_processes, close)
-    failure: BaseException | None = None
+        with ended_by_signals() as ending:
+            with watched():
+                try:
+                    result = work()
+                finally:
+                    try:
+                        ending.begin()
+                    finally:
+                        # also where a signal came just before
+                        close()
+            ending.raise_waiting()
+        return result
+    watch = RankWatch(_lines_between(accelerator), accelerator.num_processes, give_back)
     try:
-        try:
-            result = work()
-            # a rank that fails after this one is done is not to be left alone
-            accelerator.wait_for_everyone()
-        except BaseException as error:
-            failure = watch.conclude(error)
-            if failure is error:
-                raise
-        finally:
-            close()
+        with watched():
+            result = _end_as_others(accelerator, work, close, watch)
     finally:
         watch.end()
+    watch.ending.raise_waiting()
+    return result
+
+
+def _end_as_others(accelerator: Any, work: Callable[[], T], close: Callable[[], None], watch: RankWatch) -> T:
+    failure: BaseException | None = None
+    try:
+        result = work()
+        # a rank that fails after this one is done is not to be left alone
+        accelerator.wait_for_everyone()
+    except BaseException as error:
+        failure = watch.conclude(error)
+        if failure is error:
+            raise
+    finally:
+        try:
+            watch.ending.begin()
+        finally:
+            close()
     if failure is not None:
         raise failure
     return result

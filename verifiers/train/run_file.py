@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -147,6 +148,11 @@ def load_run_file(path: str | Path) -> RunFile:
         raise ConfigError(f"{path}: {where}: {first['msg']} (given: {first['input']!r}).") from None
     if run.server.url is not None and run.server.launch is not None:
         raise ConfigError(f"{path}: [server] has both url and launch; give url for a running server, else launch.")
+    for key, other in itertools.product(("url", "launch"), ("server_urls", "server_url")):
+        if getattr(run.server, key) is not None and run.trainer.get(other):
+            raise ConfigError(
+                f"{path}: [server] has {key} and [trainer] has {other}, so one would be ignored; leave one out."
+            )
     if run.environment is None and not run.environments:
         raise ConfigError(f"{path}: environment: Field required (give [environment], or [environments.NAME] tables).")
     if run.environment is not None and run.environments:

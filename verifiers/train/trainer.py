@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, ProgressCallback
 
@@ -20,18 +21,16 @@ from verifiers.data.curriculum import Curriculum
 from verifiers.envs.ending import teardown_at_exit
 from verifiers.errors import ConfigError, Error
 from verifiers.rollouts.block_run import GroupPolicy
-from verifiers.rollouts.endpoint import Endpoint
+from verifiers.rollouts.endpoint import backend_for
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group
 from verifiers.rollouts.sync import WeightSync
 from verifiers.train.advantages import group_is_flat
+from verifiers.train.beginning import Beginning, choose_beginning, clear_the_way, seen_from_here
 from verifiers.train.checkpoint import (
-    check_resumable,
     extra_state,
     mark_complete,
     mark_incomplete,
-    newest_complete,
-    resume_step,
     told_where_writing_fails,
 )
 from verifiers.train.config import GRPOConfig
@@ -43,13 +42,16 @@ from verifiers.train.heap import GivesMemoryBack
 from verifiers.train.held_out import held_out_sets
 from verifiers.train.keeping import drop_old_checkpoints
 from verifiers.train.ledger import Ledger
-from verifiers.train.models import check_model_path, get_tokenizer
+from verifiers.train.models import check_model_path, get_tokenizer, told_what_cannot_be_loaded
+from verifiers.train.probing import BeforeUpdates
 from verifiers.train.progress import ProgressLines
-from verifiers.train.pushes import BeforeUpdates
 from verifiers.train.ranks import end_together
 from verifiers.train.saved_blocks import load_blocks, save_blocks
+from verifiers.train.servers import each_server, watched_servers
 from verifiers.train.settings import refuse_mid_block_saves, training_sampling_args
-from verifiers.train.sharding import refuse_unworkable_sharding
+from verifiers.train.sharding import refuse_short_ddp_timeout, refuse_unworkable_sharding
+from verifiers.train.start_checks import check_output_dir
+from verifiers.train.stopping import StopsBetweenBlocks
 from verifiers.train.watching.clock import in_stage
 from verifiers.train.weight_sync import HeldSync
 
@@ -82,8 +84,9 @@ class GRPOTrainer(EvaluatingTrainer):
         env: the environment: its training rows are the prompts, its rubric gives the rewards.
         args: settings; `grpo_defaults()` gives the classic ones.
         processing_class: the tokenizer; loaded beside the model when left out.
-        client: an openai client or Endpoint for the rollouts; routes to `args.server_urls` when left out.
-        weight_sync: how weights reach the servers; the kind that `args.weight_sync` names when left out.
+        client: an openai client, Endpoint or base URL for the rollouts, or a list of them for several servers of the
+            model; `args.server_urls` when left out.
+        weight_sync: how weights reach the servers of `client`; the kind that `args.weight_sync` names when left out.
         callbacks, optimizers, peft_config: as in TRL.
         eval_dataset: rows to evaluate on instead of the environment's own, or several such by name.
         eval_env: an environment to evaluate on instead, with rows of its own, or several by name.
@@ -111,34 +114,47 @@ class GRPOTrainer(EvaluatingTrainer):
         eval_env: Any = None,
     ) -> None:
         args = args if args is not None else GRPOConfig("outputs/verifiers-run")
+        check_output_dir(str(args.output_dir))
         if isinstance(model, str):
             check_model_path(model)
-            processing_class = processing_class or get_tokenizer(model, padding_side="left")
+            given: Any = args.model_init_kwargs or {}
+            options = {"trust_remote_code": args.trust_remote_code, "revision": given.get("revision") or "main"}
+            processing_class = processing_class or get_tokenizer(model, padding_side="left", **options)
         self.env = env
         dataset = env.get_dataset()
         self.plan = planned_run(args, env, curriculum)
+        self._curriculum_at_start = curriculum_state(self.plan)
         args.max_steps = self.plan.max_steps
         refuse_mid_block_saves(args, self.plan.updates_per_block)
         self.sampling_args = training_sampling_args(env, args)
         self.held_out = held_out_sets(env, eval_dataset, eval_env, most=args.num_eval_prompts)
         check_held_out(args, self.held_out)
-        super().__init__(
-            model=model,
-            reward_funcs=_rewards_come_from_the_environment,
-            args=args,
-            train_dataset=dataset,
-            # never read: whoever asks for evaluations must give transformers one
-            eval_dataset=dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
+        loading = (
+            told_what_cannot_be_loaded(model, (OSError,)) if isinstance(model, str) else contextlib.nullcontext()
         )
+        with loading:
+            super().__init__(
+                model=model,
+                reward_funcs=_rewards_come_from_the_environment,
+                args=args,
+                train_dataset=dataset,
+                # never read: whoever asks for evaluations must give transformers one
+                eval_dataset=dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                peft_config=peft_config,
+            )
         self._rows = dataset
         self._client_given = client is not None
-        self._client = client if client is not None else self._default_client()
-        self.weight_sync = weight_sync or self._default_sync()
+        backend = backend_for(client if client is not None else self._default_client())
+        self.weight_sync = weight_sync or self._default_sync(each_server(backend))
+        self._servers = watched_servers(backend, self.weight_sync, args.server_restart_timeout)
+        self._client = client if client is not None else self._servers
+        if args.drain_before_sync is False:
+            self._drains()
         refuse_unworkable_sharding(self.accelerator, args)
+        refuse_short_ddp_timeout(args, self.accelerator.num_processes)
         if args.streaming:
             self._refuse_unstreamable()
         # lines of our own replace the bar and the raw dicts of transformers
@@ -148,6 +164,8 @@ class GRPOTrainer(EvaluatingTrainer):
         if not any(isinstance(callback, ProgressLines) for callback in callbacks or []):
             self.add_callback(ProgressLines(self.plan))
         self.add_callback(GivesMemoryBack())
+        self._stops = StopsBetweenBlocks(self.plan.updates_per_block)
+        self.add_callback(self._stops)
 
     def _refuse_unstreamable(self) -> None:
         if self.aux_loss_enabled:
@@ -173,37 +191,47 @@ class GRPOTrainer(EvaluatingTrainer):
 
         Args:
             resume_from_checkpoint: a checkpoint's path, or True for the newest complete one in `output_dir`
-                (a fresh start where there is none).
+                (step 0 where there is none). Left out, the run begins at step 0; what an earlier one left in
+                `output_dir` is moved into `earlier-N` there.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete or of another plan.
+            CheckpointError: the checkpoint is incomplete, of another plan, or not seen by every process.
             GenerationError, WeightSyncError: with the cause; nothing is left running.
             RankError: another process of the run failed, was stopped or vanished.
         """
-        if resume_from_checkpoint is True:
-            newest = newest_complete(str(self.args.output_dir))
-            resume_from_checkpoint = str(newest) if newest is not None else None
-        if resume_from_checkpoint:
-            check_resumable(resume_from_checkpoint, self.plan)
-        checkpoint = resume_from_checkpoint or None
+        output_dir, rank = str(self.args.output_dir), self.accelerator.process_index
+
+        def choose() -> Beginning:
+            return choose_beginning(output_dir, resume_from_checkpoint, self.plan, self._rows)
 
         def run() -> Any:
-            self._owed = self._on_rank_0(lambda: self._open_run(checkpoint))
+            self._begin_run()
+            beginning = self._on_rank_0(choose)
+            checkpoint = seen_from_here(beginning, output_dir, rank)
+            self._owed = self._on_rank_0(lambda: self._open_run(beginning))
+            # it must hear of a stop after whoever asks for one
+            self.remove_callback(self._stops)
+            self.add_callback(self._stops)
             return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
 
-        with self._watched():
-            return end_together(self.accelerator, run, self.close)
+        return end_together(self.accelerator, run, self.close, watched=self._watched, give_back=self._give_back)
 
-    def _open_run(self, checkpoint: str | bool | None) -> int | None:
+    def _open_run(self, beginning: Beginning) -> int | None:
         """Rank 0: open what a run needs; gives the step whose evaluation the checkpoint still owes."""
         self.open()
         assert self.feed is not None
-        step = resume_step(str(checkpoint)) if checkpoint else 0
-        self.ledger = Ledger(str(self.args.output_dir), self.plan.first_block_after(step))
+        output_dir, checkpoint, step = str(self.args.output_dir), beginning.checkpoint, beginning.step
+        clear_the_way(beginning, output_dir, self._evaluation_records().own())
+        if self.args.save_only_model and self.args.save_strategy != "no":
+            logger.warning(
+                "with save_only_model=True no run can go on from its checkpoints: they lack the optimizer."
+            )
+        self.ledger = Ledger(output_dir, self.plan.first_block_after(step))
+        further = extra_state(checkpoint) if checkpoint else self._curriculum_at_start
+        restore_curriculum(self.plan, further)
         if checkpoint:
-            restore_curriculum(self.plan, extra_state(str(checkpoint)))
-            self.feed.restore(still_planned(self.plan, load_blocks(str(checkpoint))))
-        owed = self._open_evaluations(step, extra_state(str(checkpoint)) if checkpoint else {})
+            self.feed.restore(still_planned(self.plan, load_blocks(checkpoint)))
+        owed = self._open_evaluations(step, further)
         self.watch.begin(self, step if checkpoint else None, owes_evaluation=owed is not None)
         return owed
 
@@ -216,12 +244,12 @@ class GRPOTrainer(EvaluatingTrainer):
             teardown_at_exit(env)
         self._connect_servers()
         if isinstance(self.weight_sync, HeldSync) and not self._client_given:
-            self._client = Endpoint(self.weight_sync.url)
+            self._client = self._servers = backend_for(self.weight_sync.url)
         model = self._policy_name()
         self.args.server_model = model
         self.generator = AsyncBatchGenerator(
             self.env,
-            self._client,
+            self._servers,
             model,
             self.sampling_args,
             num_batches_ahead=self.args.num_batches_ahead,
@@ -244,16 +272,27 @@ class GRPOTrainer(EvaluatingTrainer):
             spare_groups=self.args.spare_groups(self.plan.prompts_per_block),
             clock=self.clock,
         )
+        # the first pushes to servers that were just connected are always probed
+        self._pushes = 0
 
     def close(self) -> None:
         """End the generator's thread and give back what weight pushes used. May be called twice."""
         generator, self.generator, self.feed = self.generator, None, None
         self._give_up_evaluation()
-        self.ledger = None
-        if generator is not None:
-            generator.close()
-        self._leave_probe()
-        self.weight_sync.close()
+        self.ledger = self._records = None
+        # whatever one of them raises, the rest is given back
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.weight_sync.close)
+            stack.callback(self._leave_probe)
+            if generator is not None:
+                stack.callback(generator.close)
+
+    def _give_back(self, error: BaseException) -> None:
+        """What an end cannot leave out, where there is no time for more."""
+        try:
+            self.weight_sync.close()
+        finally:
+            self.watch.end(error)
 
     def _group_policy(self) -> GroupPolicy:
         args = self.args
@@ -265,21 +304,34 @@ class GRPOTrainer(EvaluatingTrainer):
 
     def _drains(self) -> bool:
         """Whether rollouts in flight end before a push: as asked for, or because the server would lose them."""
-        if self.args.drain_before_sync is not None:
-            return self.args.drain_before_sync
-        keeps = bool(getattr(self.weight_sync, "keeps_requests", True))
-        if not keeps and self.args.num_batches_ahead:
+        asked, sync = self.args.drain_before_sync, type(self.weight_sync).__name__
+        if getattr(self.weight_sync, "keeps_requests", True):
+            return bool(asked)
+        if asked is False:
+            raise ConfigError(
+                f"drain_before_sync is False, but with {sync} a request keeps the weights that it began with, "
+                "whatever the server calls them by then: its tokens would be stale unmarked; leave it out."
+            )
+        if asked is None and self.args.num_batches_ahead:
             logger.warning(
                 "%s cannot keep requests in flight while it loads weights, so every push waits for the rollouts in "
                 "flight to end; stragglers then leave the server idle (drain_before_sync).",
-                type(self.weight_sync).__name__,
+                sync,
             )
-        return not keeps
+        return True
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """One empty item a micro-step: the trainer feeds itself, so nothing is read and skipped on resume."""
-        steps = self.plan.max_steps * self.plan.gradient_accumulation_steps
-        return DataLoader(_EmptySteps(steps), batch_size=1, collate_fn=_first)
+        """One empty item a micro-step of an epoch: the trainer feeds itself, so nothing is read and skipped."""
+        plan = self.plan
+        # a curriculum may have fewer rows than a block
+        updates = max(1, plan.blocks_per_epoch) * plan.updates_per_block
+        # a generator of its own: a new epoch must not draw from the one that dropout draws from
+        return DataLoader(
+            _EmptySteps(updates * plan.gradient_accumulation_steps),
+            batch_size=1,
+            collate_fn=_first,
+            generator=torch.Generator(),
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
@@ -297,17 +349,22 @@ class GRPOTrainer(EvaluatingTrainer):
                 self.args.save_total_limit = limit
             self.accelerator.wait_for_everyone()
             # the last checkpoint of a run may stand inside a block; no run can go on from there
-            if self.args.should_save and self.state.global_step % self.plan.updates_per_block == 0:
+            between_blocks = self.state.global_step % self.plan.updates_per_block == 0
+            if self.args.should_save and between_blocks and not self.args.save_only_model:
                 self._keep_blocks_in_flight(directory)
-                mark_complete(directory, self.plan, self.state.global_step, self.checkpoint_extra())
+                mark_complete(directory, self.plan, self.state.global_step, self.checkpoint_extra(), self._rows)
         if self.args.should_save:
             drop_old_checkpoints(str(self.args.output_dir), limit, self.state.best_model_checkpoint)
 
     def checkpoint_extra(self) -> dict[str, Any]:
         """Further state for a checkpoint's marker, as JSON, by the name of what it belongs to."""
-        version = self.feed.server_version if self.feed is not None else None
-        kept = {"policy_version": version, "num_batches_ahead": self.args.num_batches_ahead}
-        return {**kept, **curriculum_state(self.plan), **self._evaluation_state()}
+        return {**curriculum_state(self.plan), **self._evaluation_state()}
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers'; a disk that refuses is one sentence."""
+        run_dir = Path(str(self.args.output_dir))
+        with told_where_writing_fails(Path(output_dir or run_dir), run_dir):
+            super().save_model(output_dir, _internal_call)
 
     def _keep_blocks_in_flight(self, directory: Path) -> None:
         if self.feed is None:

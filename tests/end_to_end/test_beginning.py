@@ -1,0 +1,300 @@
+"""Where a run begins: anew beside an older one, on the same trainer again, and from what rank 0 chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_curriculum
+import tiny_world
+import torch
+from transformers import TrainerCallback
+
+from verifiers.errors import CheckpointError, ConfigError
+from verifiers.testing import FakeOpenAIServer
+from verifiers.train.checkpoint import MARKER, newest_complete
+from verifiers.train.ledger import read_ledger
+
+Make = Callable[..., tiny_world.ObservedTrainer]
+
+
+@pytest.fixture
+def trainer_in(make_fake_trainer: Make, fake: FakeOpenAIServer) -> Make:
+    """A trainer with a checkpoint every second step."""
+
+    def make(directory: Path, env: Any = None, **overrides: Any) -> tiny_world.ObservedTrainer:
+        values = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, **overrides}
+        return make_fake_trainer(env or tiny_world.single_turn(), fake.url, output_dir=directory, **values)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeOpenAIServer]:
+    def vowels(body: dict[str, Any]) -> str:
+        return "aeiou"[: 1 + body["seed"] % 5]
+
+    with FakeOpenAIServer(vowels) as running:
+        yield running
+
+
+class Breaks(TrainerCallback):
+    """Raises once, inside the update that follows a step."""
+
+    def __init__(self, after_step: int) -> None:
+        self._after_step: int | None = after_step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._after_step:
+            self._after_step = None
+            raise KeyboardInterrupt
+
+
+def cut(trainer: tiny_world.ObservedTrainer, after_step: int, **options: Any) -> None:
+    trainer.add_callback(Breaks(after_step))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(**options)
+
+
+def checkpoints(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("checkpoint-*"))
+
+
+def steps(trainer: tiny_world.ObservedTrainer, first: int = 0) -> list[int]:
+    return [batch["step"] for batch in trainer.seen[first:]]
+
+
+def assert_ledger_is_whole(directory: Path, trainer: tiny_world.ObservedTrainer) -> None:
+    records = read_ledger(directory)
+    assert [record["block_id"] for record in records] == list(range(trainer.plan.blocks))
+    for record in records:
+        ended = [tuple(pair) for pair in record["trained"]]
+        ended += [(item["example_id"], item["generation"]) for item in record["dropped"]]
+        assert sorted(ended) == sorted(trainer.plan.requests(record["block_id"]))
+
+
+def test_a_run_begun_anew_keeps_its_checkpoints_and_goes_on_from_them(
+    trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer_in(tmp_path, save_total_limit=1).train()
+    assert checkpoints(tmp_path) == ["checkpoint-6"]
+    anew = trainer_in(tmp_path, save_total_limit=1, learning_rate=1e-4)
+    cut(anew, 3)
+    assert f"{tmp_path} held an earlier run, which is now in {tmp_path / 'earlier-1'}" in caplog.text
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    again = trainer_in(tmp_path, save_total_limit=1, learning_rate=1e-4)
+    again.train(resume_from_checkpoint=True)
+    assert again.seen[0]["step"] == 2
+    assert capsys.readouterr().out.count("goes on from step 2\n") == 1
+    assert_ledger_is_whole(tmp_path, again)
+    aside = tmp_path / "earlier-1"
+    assert checkpoints(aside) == ["checkpoint-6"]
+    assert_ledger_is_whole(aside, again)
+    assert {path.name for path in aside.iterdir()} == {
+        *("blocks.jsonl", "checkpoint-6", "metrics.jsonl", "report.html", "run.json", "samples.jsonl")
+    }
+
+
+def test_going_on_where_nothing_complete_is_loses_no_record_and_says_so(
+    trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut(trainer_in(tmp_path), 1)
+    second = trainer_in(tmp_path, max_steps=1)
+    second.train(resume_from_checkpoint=True)
+    assert f"no complete checkpoint in {tmp_path} yet: starts from step 0" in caplog.text
+    assert "no checkpoint before step 1 (save_steps=2): set save_steps\n" in capsys.readouterr().out
+    assert [record["block_id"] for record in read_ledger(tmp_path / "earlier-1")] == [0, 1]
+    assert_ledger_is_whole(tmp_path, second)
+
+
+def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in: Make, tmp_path: Path) -> None:
+    trainer_in(tmp_path).train()
+    branched = trainer_in(tmp_path)
+    cut(branched, 3, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    assert checkpoints(tmp_path / "earlier-1") == ["checkpoint-4", "checkpoint-6"]
+    back = trainer_in(tmp_path)
+    back.train(resume_from_checkpoint=str(tmp_path / "earlier-1" / "checkpoint-4"))
+    assert back.seen[0]["step"] == 4
+    # of what this directory's own run had done nothing is of that lineage
+    assert [record["block_id"] for record in read_ledger(tmp_path)] == [4, 5]
+    assert checkpoints(tmp_path / "earlier-2") == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize(("streaming", "after_step"), [(False, 3), (True, 2)], ids=["whole blocks", "streaming"])
+def test_a_trainer_that_was_stopped_goes_on_as_a_new_one_would(
+    trainer_in: Make, tmp_path: Path, streaming: bool, after_step: int
+) -> None:
+    settings = {"streaming": streaming, "max_steps": 4}
+    whole = trainer_in(tmp_path / "whole", **settings)
+    whole.train()
+    one = trainer_in(tmp_path / "one", **settings)
+    cut(one, after_step)
+    before = len(one.seen)
+    one.train(resume_from_checkpoint=True)
+    assert steps(one, before) == [step for step in (2, 3) for _ in range(2)]
+    assert_ledger_is_whole(tmp_path / "one", one)
+    for expected, batch in zip(whole.seen[4:], one.seen[before:], strict=True):
+        assert torch.equal(expected["completion_ids"], batch["completion_ids"])
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(tiny_world.weights(t).values() for t in (whole, one)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("adaptive", [False, True], ids=["plain", "adaptive curriculum"])
+def test_a_second_run_of_a_trainer_begins_at_its_first_block(
+    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path, adaptive: bool
+) -> None:
+    args = tiny_world.config(
+        tmp_path, fake.url, probe_tolerance=1e9, max_steps=3, eval_strategy="steps", eval_steps=1
+    )
+    curriculum = run_curriculum.levels() if adaptive else None
+    env = run_curriculum.environment() if adaptive else tiny_world.single_turn()
+    trainer = tiny_world.ObservedTrainer(str(wide_model_dir), env, args, curriculum=curriculum)
+    first_blocks = []
+    for number in range(2):
+        before = len(trainer.seen)
+        trainer.train()
+        assert steps(trainer, before) == [0, 0, 1, 1, 2, 2]
+        records = read_ledger(tmp_path)
+        assert [record["block_id"] for record in records] == [0, 1, 2]
+        first_blocks.append(records[0]["trained"])
+        assert sorted(path.name for path in (tmp_path / "evals").iterdir()) == ["step-1", "step-2", "step-3"]
+        assert (tmp_path / "earlier-1").exists() == bool(number)
+    assert first_blocks[0] == first_blocks[1]
+    logged = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    assert logged == sorted(logged)
+
+
+class Stops(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            control.should_training_stop = control.should_save = True
+
+
+def test_a_callback_that_stops_inside_a_block_leaves_no_rollout_that_is_said_to_be_trained(
+    trainer_in: Make, tmp_path: Path
+) -> None:
+    sizes = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 8}
+    trainer = trainer_in(tmp_path, **sizes)
+    trainer.add_callback(Stops())
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert steps(trainer) == [0, 1, 2, 3]
+    assert [len(record["trained"]) for record in read_ledger(tmp_path)] == [8, 8]
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
+
+
+def test_checkpoints_without_an_optimizer_are_not_gone_on_from(
+    trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_in(tmp_path, save_only_model=True, max_steps=2).train()
+    assert caplog.text.count("with save_only_model=True no run can go on from its checkpoints") == 1
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+    assert newest_complete(tmp_path) is None
+
+
+def test_a_checkpoint_of_other_rows_is_refused(trainer_in: Make, tmp_path: Path) -> None:
+    trainer_in(tmp_path, max_steps=2).train()
+    with pytest.raises(CheckpointError, match=r"other training rows .* begin anew \(vf-train --fresh"):
+        trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a")).train(resume_from_checkpoint=True)
+    # a marker of before rows were looked at
+    marker = tmp_path / "checkpoint-2" / MARKER
+    marker.write_text(json.dumps({k: v for k, v in json.loads(marker.read_text()).items() if k != "rows"}))
+    old = trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a"), max_steps=4)
+    old.train(resume_from_checkpoint=True)
+    assert steps(old) == [2, 2, 3, 3]
+
+
+def test_an_output_dir_that_is_a_file_is_refused_before_anything_is_loaded(trainer_in: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"output_dir .* cannot be written to: Not a directory"):
+        trainer_in(tmp_path / "file" / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_rank_that_does_not_see_the_checkpoint_ends_all_with_a_sentence(model_dir: Path, tmp_path: Path) -> None:
+    with tiny_world.EmbeddedServer(model_dir) as server:
+        given = {
+            "model": str(model_dir),
+            "url": server.url,
+            "output_dir": str(tmp_path / "host-{rank}"),
+            "env": "single",
+            "settings": {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 2},
+            "resume": True,
+        }
+        free = ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+        script = Path(__file__).with_name("run_training.py")
+        command = [sys.executable, "-m", "torch.distributed.run", *free, "--nproc_per_node", "2", str(script)]
+        codes = []
+        for settings in ({"max_steps": 2}, {"max_steps": 4}):
+            given["settings"] = {**given["settings"], **settings}
+            done = subprocess.run([*command, json.dumps(given)], capture_output=True, text=True, timeout=90)
+            codes.append(done.returncode)
+    assert codes == [0, 1]
+    texts = [json.loads((tmp_path / f"host-{rank}" / f"failure-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [text["type"] for text in texts] == ["RankError", "CheckpointError"]
+    for text in texts:
+        assert "output_dir must be on a file system that all hosts mount" in text["text"]
+
+
+ENVIRONMENT = """
+import tiny_world
+
+
+def load_environment():
+    return tiny_world.single_turn()
+"""
+
+RUN_FILE = """
+[environment]
+id = "tiny_env"
+
+[model]
+path = "{model}"
+
+[server]
+url = "{url}"
+
+[trainer]
+output_dir = "{output}"
+max_steps = 40
+save_strategy = "steps"
+save_steps = 2
+num_generations = 4
+per_device_train_batch_size = 8
+max_completion_length = 8
+use_cpu = true
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_the_same_command_after_a_kill_goes_on_and_after_the_end_says_that_it_is_done(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    (tmp_path / "tiny_env.py").write_text(ENVIRONMENT)
+    command = [sys.executable, "-m", "verifiers.cli.train", str(tmp_path / "run.toml")]
+    told = {"text": True, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}}
+    with tiny_world.EmbeddedServer(model_dir) as server:
+        text = RUN_FILE.format(model=model_dir, url=server.url, output=output)
+        (tmp_path / "run.toml").write_text(text)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **told) as first:
+            while newest_complete(output) is None:
+                assert first.poll() is None
+                time.sleep(0.01)
+            first.kill()
+        shown = [subprocess.run(command, capture_output=True, timeout=60, **told) for _ in range(2)]
+    assert [done.returncode for done in shown] == [0, 0], shown[0].stderr + shown[1].stderr
+    assert "goes on from step" in shown[0].stdout
+    assert shown[1].stdout == f"finished: 40 steps in {output}; --fresh begins anew\n"
+    assert [record["block_id"] for record in read_ledger(output)] == list(range(40))

@@ -1,0 +1,105 @@
+"""Faults of the matrix on two processes: all of them end in time, rank 0 says why, and the same command goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_cells import (
+    World,
+    assert_ended_as,
+    assert_every_row_is_accounted_for,
+    assert_in_time,
+    assert_no_files_are_left,
+    assert_nothing_is_left,
+    assert_recorded,
+    go_on,
+    settings_of,
+)
+from fault_matrix import CELLS, Ends
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+# a launcher, and a terminal, send them to all ranks
+TO_ALL = ("Ctrl-C", "SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage"),
+    [
+        ("Ctrl-C", "scoring"),
+        ("SIGTERM", "training"),
+        ("disk full at checkpoint", "saving"),
+        ("server dies", "training"),
+        ("server hangs", "generating"),
+        ("sync fails", "syncing"),
+        ("generator thread killed", "scoring"),
+    ],
+)
+def test_two_ranks_end_with_the_cause_and_go_on(make_world: Any, fault: str, stage: str) -> None:
+    assert_in_time(lambda: run_cell(make_world(fault, stage)))
+
+
+def run_cell(world: World) -> float:
+    cell = CELLS[world.fault, world.stage]
+    assert isinstance(cell, Ends)
+    ranks = world.train_ranks(**settings_of(world.fault))
+    world.inject(*(ranks if world.fault in TO_ALL else ranks[:1]))
+    zero = assert_ended_as(world, ranks[0], cell)
+    # where a signal meets rank 1 in a collective, either may be heard of first
+    other = Ends(f"RankError or {cell.error}", f"rank 0 stopped: |{re.escape(cell.error)}", within_s=cell.within_s)
+    one = assert_ended_as(world, ranks[1], other, codes=(1, cell.code))
+    for rank, run in enumerate(ranks):
+        assert_nothing_is_left(world, run, rank, len(ranks))
+    if world.fault not in ("server hangs", "server dies"):
+        assert not world.server_is_paused()
+    assert_recorded(world)
+    go_on(world, ranks)
+    assert assert_every_row_is_accounted_for(world) == {}
+    return max(zero, one)
+
+
+DRAINED = {"drain_before_sync": True}
+
+
+def final_weights(world: World) -> Mapping[str, torch.Tensor]:
+    loaded: Mapping[str, torch.Tensor] = load_file(world.directory / "run" / "checkpoint-6" / "model.safetensors")
+    return loaded
+
+
+@pytest.mark.parametrize(("killed", "stage"), [(1, "training"), (0, "saving")])
+def test_a_killed_rank_ends_the_other_and_the_same_command_reaches_the_weights_of_an_uninterrupted_run(
+    make_world: Any, model_dir: Path, killed: int, stage: str
+) -> None:
+    whole = make_world("", "")
+    for run in whole.train_ranks(**DRAINED):
+        assert whole.wait(run) == 0, run.log.read_text()[-3000:]
+
+    def run_killed() -> float:
+        world = make_world("kill -9", stage)
+        ranks = world.train_ranks(**DRAINED)
+        world.wait_for("reached", ranks[0])
+        world.inject(ranks[killed])
+        assert world.wait(ranks[killed]) == -9
+        share = assert_ended_as(
+            world, ranks[1 - killed], Ends("RankError", f"rank {killed} stopped: its process vanis")
+        )
+        if killed != 0:
+            assert_no_files_are_left(world, ranks[0])
+            assert not world.server_is_paused()
+            assert world.record()["status"] == "stopped"
+        go_on(world, ranks, **DRAINED)
+        assert assert_every_row_is_accounted_for(world) == {}
+        start = load_file(model_dir / "model.safetensors")
+        wanted, found = final_weights(whole), final_weights(world)
+        assert any(not torch.allclose(wanted[name], tensor, atol=1e-3) for name, tensor in start.items())
+        for name, tensor in wanted.items():
+            assert torch.allclose(found[name], tensor, rtol=0, atol=1e-5), name
+        return share
+
+    assert_in_time(run_killed)

@@ -1,0 +1,99 @@
+"""What an earlier run left in a directory is put aside whole, also where a process is killed meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verifiers.errors import CheckpointError
+from verifiers.train.aside import finish_putting_aside, put_aside, put_later_aside
+from verifiers.train.checkpoint import MARKER
+
+LEFT = ("blocks.jsonl", "metrics.jsonl", "samples.jsonl", "run.json", "report.html")
+
+
+def left_by_a_run(root: Path, steps: tuple[int, ...] = (2, 4)) -> set[str]:
+    for name in LEFT:
+        (root / name).write_text("{}\n")
+    for step in steps:
+        (root / f"checkpoint-{step}").mkdir()
+        (root / f"checkpoint-{step}" / MARKER).write_text("{}")
+        (root / "evals" / f"step-{step}").mkdir(parents=True)
+    return names_in(root)
+
+
+def names_in(root: Path) -> set[str]:
+    names = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() or "step-" in path.name}
+    return {name for name in names if not name.startswith(("earlier-", ".earlier-"))}
+
+
+def test_all_that_a_run_left_is_moved_and_what_is_a_users_stays(tmp_path: Path) -> None:
+    left = left_by_a_run(tmp_path)
+    others = {"run.toml", "model.safetensors", "checkpoint-best", "notes"}
+    for name in others:
+        (tmp_path / name).touch()
+    assert put_aside(tmp_path) == tmp_path / "earlier-1"
+    assert names_in(tmp_path / "earlier-1") == left
+    assert names_in(tmp_path) == others
+    again = left_by_a_run(tmp_path) - others
+    assert put_aside(tmp_path) == tmp_path / "earlier-2"
+    assert names_in(tmp_path / "earlier-2") == again
+
+
+def test_what_this_process_measured_stays(tmp_path: Path) -> None:
+    left_by_a_run(tmp_path)
+    own = tmp_path / "evals" / "step-0"
+    own.mkdir()
+    put_aside(tmp_path, {own})
+    assert names_in(tmp_path) == {"evals/step-0"}
+
+
+def test_a_run_that_did_nothing_is_not_worth_a_directory(tmp_path: Path) -> None:
+    assert put_aside(tmp_path / "nowhere") is None
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "blocks.jsonl").touch()
+    assert put_aside(tmp_path) is None
+    assert not list(tmp_path.glob("*earlier*"))
+
+
+@pytest.mark.parametrize("moves", range(1, 9))
+def test_a_move_that_was_cut_is_finished_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
+) -> None:
+    left, done, rename = left_by_a_run(tmp_path), [], Path.rename
+
+    def killed_after_some(path: Path, target: Path) -> Path:
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed_after_some)
+        with pytest.raises(KeyboardInterrupt):
+            put_aside(tmp_path)
+    finish_putting_aside(tmp_path)
+    assert names_in(tmp_path / "earlier-1") == left
+    assert names_in(tmp_path) == set()
+    assert put_aside(tmp_path) is None
+
+
+def test_only_complete_checkpoints_after_the_step_are_moved(tmp_path: Path) -> None:
+    left_by_a_run(tmp_path, (2, 4, 6))
+    (tmp_path / "checkpoint-8").mkdir()
+    assert put_later_aside(tmp_path, 6) is None
+    assert put_later_aside(tmp_path, 2) == tmp_path / "earlier-1"
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_what_cannot_be_moved_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by_a_run(tmp_path)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointError, match=r"cannot be put aside .*Permission denied.*give another output_dir"):
+        put_aside(tmp_path)
