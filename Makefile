@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CLIENTS := .venv-clients
 VLLM := .venv-vllm
+DEEPSPEED := .venv-deepspeed
 ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
 PACKAGES := -e .[train,gym,mcp,rg,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: help install demo demo-quick test test-slow test-clients test-vllm check docs docs-test bench bench-vllm clean
+.PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed check docs docs-test bench bench-vllm clean
 
 help:
 	@echo "make demo        train a small model end to end on this machine (about 7 minutes)"
@@ -20,9 +21,11 @@ help:
 	@echo "make test-slow   faults, ranks and kills"
 	@echo "make test-clients  other people's clients against the embedded server"
 	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 15 minutes)"
+	@echo "make test-deepspeed  ZeRO-2 and ZeRO-3 on two CPU processes (a C++ compiler; about 2 minutes)"
 	@echo "make check       format, lint, types, import directions"
 	@echo "make docs        build the site into site/"
 	@echo "make bench       the benchmarks, one line of JSON each"
+	@echo "make bench-vllm  those that need the real vLLM"
 
 install: $(INSTALLED)
 
@@ -60,6 +63,15 @@ test-vllm: $(INSTALLED) $(VLLM)/.installed
 # a venv of their own: vLLM wants other versions of torch's companions and of transformers than the trainer
 $(VLLM)/.installed: servers/vllm/install.sh servers/vllm/pyproject.toml
 	PYTHON=$(PYTHON) servers/vllm/install.sh cpu $(VLLM)
+	@touch $@
+
+test-deepspeed: $(INSTALLED) $(DEEPSPEED)/.installed
+	VERIFIERS_DEEPSPEED_PYTHON=$(CURDIR)/$(DEEPSPEED)/bin/python $(BIN)/python -m pytest -m slow \
+	  tests/end_to_end/test_sharded.py -k deepspeed
+
+# on top of ours; the first run compiles deepspeed's collectives for the CPU, which needs a C++ compiler
+$(DEEPSPEED)/.installed: tests/end_to_end/install_deepspeed.sh
+	PYTHON=$(BIN)/python bash tests/end_to_end/install_deepspeed.sh $(DEEPSPEED)
 	@touch $@
 
 check: $(INSTALLED)
