@@ -1,7 +1,7 @@
 """Weights over NCCL, through vLLM's weight-transfer routes: servers on other GPUs, or on other hosts.
 
 Not run on GPUs by this project's tests: there, a fake checks what is asked and in which order, and a stand-in for
-NCCL what is sent (`tests/train/test_nccl_sync.py`).
+NCCL what is sent (`tests/train/weight_sync/test_nccl_sync.py`).
 
 All tensors travel in a few large broadcasts: both sides pack them, in the order that /update_weights names, into
 buffers that are sent as soon as they hold more than `BUFFER_BYTES`. A copy of the newest weights stays in host

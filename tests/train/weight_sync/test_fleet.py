@@ -5,59 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from fleet_world import NEVER_PUSHED, SOME, restarted, until
 
 from verifiers.errors import WeightSyncError
 from verifiers.rollouts.balancing import BalancedBackend, server_pool
 from verifiers.rollouts.retries import RetryableError
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import DirectorySync, Fleet, ServerControl
-from verifiers.train.weight_sync import members as members_module
-from verifiers.train.weight_sync import watch as watch_module
 from verifiers.train.weight_sync.fleet import Held
 from verifiers.train.weight_sync.guard import ConnectionGuard
 
-SOME = {"w": torch.ones(2, 2)}
-NEVER_PUSHED = "default"
-
-
-@pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "WATCH_INTERVAL_S", 0.02)
-    monkeypatch.setattr(members_module, "_WAITS_S", (0.01, 0.02, 0.03))
-
-
-@pytest.fixture
-def servers() -> Iterator[list[FakeOpenAIServer]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(FakeOpenAIServer(weight_version=NEVER_PUSHED)) for _ in range(2)]
-
-
-@pytest.fixture
-def sync(servers: list[FakeOpenAIServer], tmp_path: Path) -> Iterator[DirectorySync]:
-    made = DirectorySync([server.url for server in servers], str(tmp_path), timeout_s=5.0)
-    made.connect(5.0)
-    yield made
-    made.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def restarted(server: FakeOpenAIServer) -> None:
-    """What a restart leaves: weights that nobody pushed, and no pause."""
-    server.weight_version = NEVER_PUSHED
-    server.paused = False
+pytestmark = pytest.mark.usefixtures("in_fast_motion")
 
 
 def test_a_push_reaches_all_servers_and_each_stage_ends_on_all_first(
