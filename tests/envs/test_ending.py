@@ -75,6 +75,21 @@ def test_a_teardown_that_hangs_is_left_behind_with_a_warning_and_keeps_no_other_
     assert "@vf.teardown did not end within 0.2 s" in caplog.text
 
 
+def test_a_member_that_hangs_keeps_neither_the_others_nor_the_group_from_ending(hanging: Hanging) -> None:
+    class Group(vf.EnvGroup):
+        ended = False
+
+        @vf.teardown
+        def end(self) -> None:
+            self.ended = True
+
+    tidy = Tidy()
+    group = Group([hanging, tidy], ["hanging", "tidy"])
+    tear_down([group], within_s=0.2)
+    assert hanging.begun.is_set()
+    assert (tidy.ended, group.ended) == (1, True)
+
+
 def test_a_teardown_that_was_done_is_not_done_again() -> None:
     tidy = Tidy()
     asyncio.run(run_teardown(tidy))
@@ -83,26 +98,32 @@ def test_a_teardown_that_was_done_is_not_done_again() -> None:
 
 
 AT_EXIT = """
-import threading
+import gc, threading
 import verifiers as vf
 from verifiers.envs import ending
 
 class Env(vf.SingleTurnEnv):
     @vf.teardown
     def end(self):
-        print("begun", flush=True)
+        print("begun\\n", end="", flush=True)
         {end}
 
-ending.TEARDOWN_WITHIN_S = 0.2
-env = Env(dataset=[dict(question="q", answer="a")])
-ending.teardown_at_exit(env)
+ending.TEARDOWN_WITHIN_S = {within_s}
+envs = [Env(dataset=[dict(question="q", answer="a")]) for _ in range(3)]
+for env in envs:
+    ending.teardown_at_exit(env)
+ending.teardown_at_exit(vf.EnvGroup(envs))
+del env, envs[2]
+gc.collect()
 """
 
 
-@pytest.mark.parametrize("end", ["pass", "threading.Event().wait()"], ids=["ends", "hangs"])
-def test_a_process_ends_whatever_its_environment_waits_for(end: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT.format(end=end)], capture_output=True, text=True, timeout=15, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
-    assert ("did not end within 0.2 s" in done.stderr) == (end != "pass")
+@pytest.mark.parametrize(
+    ("end", "within_s"), [("pass", 2.0), ("threading.Event().wait()", 1.0)], ids=["ends", "hangs"]
+)
+def test_a_process_ends_whatever_its_environments_wait_for(end: str, within_s: float) -> None:
+    script = AT_EXIT.format(end=end, within_s=within_s)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=15, check=False)
+    # the third is gone by then, and each other's begins whatever the first waits for
+    assert (done.returncode, done.stdout) == (0, "begun\nbegun\n"), done.stderr
+    assert (f"did not end within {within_s:g} s" in done.stderr) == (end != "pass")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from verifiers.envs.calling import maybe_await
@@ -21,10 +22,10 @@ logger = logging.getLogger("verifiers.envs")
 TEARDOWN_WITHIN_S = 5.0
 
 _ended: weakref.WeakSet[Any] = weakref.WeakSet()
-_awaiting_exit: weakref.WeakSet[Any] = weakref.WeakSet()
-_exit_begins = threading.Event()
+# those that have a thread of their own, which their group need not wait for
+_in_threads: weakref.WeakSet[Any] = weakref.WeakSet()
+_at_exit: weakref.WeakKeyDictionary[Any, _AtExit] = weakref.WeakKeyDictionary()
 _starting = threading.Lock()
-_at_exit: list[threading.Thread] = []
 
 
 async def run_teardown(env: Any) -> None:
@@ -37,7 +38,8 @@ async def run_teardown(env: Any) -> None:
         return
     _ended.add(env)
     for member in getattr(env, "envs", None) or ():
-        await run_teardown(member)
+        if member not in _in_threads:
+            await run_teardown(member)
     for method in marked_methods(env, "teardown"):
         try:
             await maybe_await(method)
@@ -47,16 +49,16 @@ async def run_teardown(env: Any) -> None:
 
 
 def tear_down(envs: Iterable[Any], within_s: float = TEARDOWN_WITHIN_S) -> None:
-    """Run the teardown of environments at once, and wait for all of them.
+    """Run the teardown of environments, and of those in groups, at once, and wait for all of them.
 
     Args:
         within_s: seconds for all together; what has not ended by then is left behind, with a warning.
     """
     # in threads: the deadline of an event loop does not bound a method that never awaits
+    waiting = [env for env in {id(env): env for env in _with_members(envs)}.values() if env not in _ended]
+    _in_threads.update(waiting)
     threads = [
-        threading.Thread(target=_run_teardowns, args=([env],), name="verifiers-teardown", daemon=True)
-        for env in {id(env): env for env in envs}.values()
-        if env not in _ended
+        threading.Thread(target=_run_teardown, args=(env,), name="verifiers-teardown", daemon=True) for env in waiting
     ]
     for thread in threads:
         thread.start()
@@ -69,37 +71,58 @@ def teardown_at_exit(env: Any) -> None:
     For the classic calls, which nobody tells when they were the last. It does nothing for an environment without
     marked methods.
     """
-    for member in getattr(env, "envs", None) or ():
-        teardown_at_exit(member)
-    if not marked_methods(env, "teardown"):
-        return
-    _awaiting_exit.add(env)
-    with _starting:
-        # one of a process that was forked does not run in it
-        if not any(thread.is_alive() for thread in _at_exit):
-            # from Python 3.12 on an interpreter that ends starts no thread
-            thread = threading.Thread(target=_teardown_all, name="verifiers-teardown", daemon=True)
-            _at_exit[:] = [thread]
-            thread.start()
-            atexit.register(_begin_exit)
+    for each in _with_members([env]):
+        if not marked_methods(each, "teardown"):
+            continue
+        with _starting:
+            waiting = _at_exit.get(each)
+            # one of a process that was forked does not run in it
+            if waiting is None or not waiting.thread.is_alive():
+                _at_exit[each] = _AtExit(each)
+    # the same again has no effect
+    atexit.unregister(_begin_exit)
+    atexit.register(_begin_exit)
 
 
-def _teardown_all() -> None:
-    _exit_begins.wait()
-    _run_teardowns([env for env in _awaiting_exit if env not in _ended])
+class _AtExit:
+    """A thread that runs one environment's teardown when it is told; it ends with the environment, too.
+
+    It is there before: from Python 3.12 on an interpreter that ends starts no thread.
+    """
+
+    def __init__(self, env: Any) -> None:
+        # unlike an event's, its put may interrupt itself: a weak reference can be called at any moment
+        self.begin: queue.SimpleQueue[None] = queue.SimpleQueue()
+        begin = self.begin
+        ref = weakref.ref(env, lambda _: begin.put(None))
+        self.thread = threading.Thread(target=_await_exit, args=(ref, begin), name="verifiers-at-exit", daemon=True)
+        self.thread.start()
+
+
+def _await_exit(ref: weakref.ref[Any], begin: queue.SimpleQueue[None]) -> None:
+    begin.get()
+    env = ref()
+    if env is not None and env not in _ended:
+        _run_teardown(env)
 
 
 def _begin_exit() -> None:
-    _exit_begins.set()
-    _wait_for(_at_exit, TEARDOWN_WITHIN_S)
+    waiting = [(env, each) for env, each in _at_exit.items() if env not in _ended]
+    _in_threads.update(env for env, _ in waiting)
+    for _, each in waiting:
+        each.begin.put(None)
+    _wait_for([each.thread for _, each in waiting], TEARDOWN_WITHIN_S)
 
 
-def _run_teardowns(envs: Sequence[Any]) -> None:
-    async def all_of_them() -> None:
-        for env in envs:
-            await env.teardown()
+def _run_teardown(env: Any) -> None:
+    asyncio.run(env.teardown())
 
-    asyncio.run(all_of_them())
+
+def _with_members(envs: Iterable[Any]) -> Iterator[Any]:
+    """Environments, those of a group before the group."""
+    for env in envs:
+        yield from _with_members(getattr(env, "envs", None) or ())
+        yield env
 
 
 def _wait_for(threads: Sequence[threading.Thread], within_s: float) -> None:

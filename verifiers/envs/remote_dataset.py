@@ -170,7 +170,8 @@ class RemoteRLDataset:
         """The same rows as a `datasets.Dataset`, which TRL insists on; each is fetched when it is read.
 
         TRL reads the completions of one device and block at once. Another number of rows, or rows of two blocks,
-        raises ConfigError: shuffled, or with other sizes than these, a run would train stages at wrong steps.
+        raises ConfigError: shuffled, or with other sizes than these, a run would train stages at wrong steps. It is
+        for training: as `eval_dataset` give TRL rows with prompt and sample_id alone.
         """
         import datasets
 
@@ -184,13 +185,14 @@ class RemoteRLDataset:
             raise ConfigError(
                 f"{len(wanted)} rows were asked for at once, but a device holds {at_once} completions of a block "
                 f"(per_device_train_batch_size={self.per_device} x {self.steps_per_generation} micro-steps): give "
-                "this dataset the sizes that TRL's GRPOConfig has."
+                "this dataset the sizes that TRL's GRPOConfig has, and TRL's evaluations another dataset."
             )
         blocks = sorted({self.place(index).generation_step for index in wanted})
         if len(blocks) > 1:
             raise ConfigError(
                 f"rows of the generation steps {blocks[0]} and {blocks[1]} were asked for at once: set "
-                "shuffle_dataset=False in TRL's GRPOConfig, and give this dataset the sizes that are set there."
+                "shuffle_dataset=False in TRL's GRPOConfig, give this dataset the sizes that are set there, and "
+                "TRL's evaluations another dataset."
             )
         rows = [self[index] for index in wanted]
         return {name: [row[name] for row in rows] for name in rows[0]}

@@ -29,6 +29,9 @@ def remote_reward(
 
     What cannot be graded is None, which TRL leaves out of the group's statistics; it is never 0. Rows of a
     `RemoteRLDataset` say for which optimizer step they were drawn: where TRL trains them at another, the run ends.
+    Its evaluations come at any step, so they cannot read a `RemoteRLDataset`: give `eval_dataset` rows with prompt
+    and sample_id alone.
+
     Each device asks for the grades of its own completions: where per_device_train_batch_size times
     steps_per_generation is no multiple of num_generations, a grader that compares a group sees a part of it.
 
@@ -36,7 +39,8 @@ def remote_reward(
         max_items: completions in one request; fewer where the server takes fewer.
 
     Raises (when it is called):
-        ConfigError: TRL's sizes are not those that the dataset was given, or it was resumed inside a block.
+        ConfigError: TRL's sizes are not those that the dataset was given, it was resumed inside a block, or it
+            evaluates over a `RemoteRLDataset`.
         GradingError: no completion could be graded, also after retries.
     """
     server = Dataserver(url, token_var, timeout_s, tuple(retry_waits_s))
@@ -86,7 +90,8 @@ def _check_step(drawn_for: Sequence[int] | None, trainer_state: Any) -> None:
     if not drawn_for or step is None or set(drawn_for) == {step}:
         return
     raise ConfigError(
-        f"TRL generates for optimizer step {step} from rows that were drawn for step {min(drawn_for)}: give "
-        "RemoteRLDataset the sizes that TRL's GRPOConfig has, and resume from a checkpoint that was saved where a "
-        "block ends."
+        f"TRL generates for optimizer step {step} from rows that were drawn for step {min(drawn_for)}: in training, "
+        "give RemoteRLDataset the sizes that TRL's GRPOConfig has, and resume from a checkpoint that was saved where "
+        "a block ends; for evaluations, give TRL an eval_dataset of rows with prompt and sample_id alone, not a "
+        "RemoteRLDataset."
     )

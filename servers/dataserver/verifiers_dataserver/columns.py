@@ -66,6 +66,7 @@ def _is_json(source: Any, column: str) -> bool:
             or types.is_decimal(kind)
             or types.is_binary(kind)
             or types.is_large_binary(kind)
+            or types.is_fixed_size_binary(kind)
         ):
             return False
         pending += [kind.field(place).type for place in range(kind.num_fields)]

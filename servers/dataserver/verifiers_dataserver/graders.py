@@ -209,13 +209,13 @@ class HttpGrader:
         return self._joined(tasks, results)
 
     def _joined(self, tasks: Sequence[Task], results: list[Any]) -> list[Score]:
-        by_index: dict[int, Any] = {}
+        by_index: dict[float, Any] = {}
         by_sample: dict[str, Any] = {}
         for result in results:
             if not isinstance(result, Mapping):
                 continue
             index, sample = result.get("completion_index"), result.get("sample_id")
-            if isinstance(index, int):
+            if isinstance(index, (int, float)) and not isinstance(index, bool):
                 by_index.setdefault(index, result.get("reward"))
             if isinstance(sample, str):
                 by_sample.setdefault(sample, result.get("reward"))
@@ -242,7 +242,7 @@ class HttpGrader:
         # a redirection would carry the rows' answers, and perhaps the token, to somebody else
         async with self._session.post(self._url, json=body, allow_redirects=False) as response:
             response.raise_for_status()
-            if response.status != 200:
+            if response.status >= 300:
                 raise ValueError(f"{self._url} answered with status {response.status}")
             return await response.json(content_type=None)
 

@@ -59,6 +59,7 @@ class RubricGrader:
         self._in_groups = getattr(environment.rubric, "has_group_funcs", True) is not False
         self._room = asyncio.Semaphore(table.concurrency)
         self._second_chances = asyncio.Semaphore(_SECOND_CHANCES)
+        self._in_line = 0
         self._child: RubricChild | None = None
         # each for one group at a time, which has been in a process that was brought down
         self._apart: list[RubricChild] = []
@@ -74,27 +75,33 @@ class RubricGrader:
         return [by_index[task.index] for task in tasks]
 
     async def _group(self, group: Sequence[Task]) -> list[tuple[int, Score]]:
+        child: RubricChild | None = None
         try:
             async with asyncio.timeout(self._wait_s), self._room:
-                results = await self._asked(group)
+                child = self._shared_child()
+                results = await self._asked(child, group)
             scores = [_score(self._name, result) for result in results]
         except Exception as error:
             failure = failed(self._name, error)
-            if isinstance(error, TimeoutError) and self._child is not None and self._child.loading:
+            # one that got no process waited for the one that is there
+            waited_for = child or self._child
+            if isinstance(error, TimeoutError) and waited_for is not None and waited_for.loading:
                 failure = Score(
                     problem=f"{self._name}: its environment is still being loaded; ask again later"
                 )
             scores = [failure for _ in group]
         return [(task.index, score) for task, score in zip(group, scores, strict=True)]
 
-    async def _asked(self, group: Sequence[Task]) -> list[Any]:
-        row = group[0].row.as_json()
-        items = [{**asdict(task.completion), "messages": task.completion.as_messages()} for task in group]
-        body = {"row": row, "items": items}
+    def _shared_child(self) -> RubricChild:
         if self._child is None or not self._child.usable:
             self._retire(self._child)
             self._child = self._new_child()
-        child = self._child
+        return self._child
+
+    async def _asked(self, child: RubricChild, group: Sequence[Task]) -> list[Any]:
+        row = group[0].row.as_json()
+        items = [{**asdict(task.completion), "messages": task.completion.as_messages()} for task in group]
+        body = {"row": row, "items": items}
         try:
             answer = await child.ask(body, self._timeout_s)
         except WorkerTimeoutError:
@@ -109,20 +116,31 @@ class RubricGrader:
 
     async def _asked_alone(self, body: dict[str, Any]) -> Any:
         """A second chance for a group whose process ended, for another one may have brought it down."""
-        async with self._second_chances:
-            while self._apart and not self._apart[-1].usable:
-                self._apart.pop()
-            child = self._apart.pop() if self._apart else self._new_child()
-            try:
-                answer = await child.ask(body, self._timeout_s)
-            except BaseException:
-                if child.loading:
-                    # the next second chance finds it loaded
-                    self._apart.append(child)
-                else:
-                    self._retire(child)
-                raise
-        if child.usable and not self._apart:
+        self._in_line += 1
+        try:
+            await self._second_chances.acquire()
+        finally:
+            self._in_line -= 1
+        try:
+            return await self._asked_apart(body)
+        finally:
+            self._second_chances.release()
+
+    async def _asked_apart(self, body: dict[str, Any]) -> Any:
+        while self._apart and not self._apart[-1].usable:
+            self._apart.pop()
+        child = self._apart.pop() if self._apart else self._new_child()
+        try:
+            answer = await child.ask(body, self._timeout_s)
+        except BaseException:
+            if child.loading:
+                # the next second chance finds it loaded
+                self._apart.append(child)
+            else:
+                self._retire(child)
+            raise
+        # one is kept, and one more for each group in line, which takes it in a later turn of the loop
+        if child.usable and len(self._apart) <= self._in_line:
             self._apart.append(child)
         else:
             self._retire(child)

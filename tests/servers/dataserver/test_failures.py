@@ -161,6 +161,9 @@ async def test_a_grader_behind_a_url_gets_the_row_and_is_joined_on_completion_in
     assert (sample["sample_id"], sample["prompt"], sample["answer"]) == ("far:2", "q2", "2")
 
 
+SECOND_ONLY = [{"completion_index": 1, "reward": 0.5}]
+
+
 @pytest.mark.parametrize(
     ("answer", "rewards"),
     [
@@ -168,6 +171,8 @@ async def test_a_grader_behind_a_url_gets_the_row_and_is_joined_on_completion_in
         (lambda samples: [], [None, None, None]),
         (lambda samples: [{"completion_index": 1, "reward": "nan"}], [None, None, None]),
         (lambda samples: ["x", None, {"completion_index": 2, "reward": 0}], [None, None, 0.0]),
+        (lambda samples: [{"completion_index": i, "reward": i} for i in (0.0, True, 2.0)], [0.0, None, 2.0]),
+        (lambda samples: web.json_response({"results": SECOND_ONLY}, status=201), [None, 0.5, None]),
         (lambda samples: web.Response(status=500), [None, None, None]),
         (lambda samples: web.Response(text="no json"), [None, None, None]),
         (lambda samples: web.json_response([]), [None, None, None]),
