@@ -31,6 +31,7 @@ from verifiers.rollouts.token_in import token_in_for
 __all__ = ["AsyncBatchGenerator"]
 
 T = TypeVar("T")
+_LISTENS_EVERY_S = 1.0
 
 
 class AsyncBatchGenerator:
@@ -253,7 +254,8 @@ class AsyncBatchGenerator:
                 drop_at, run = None, self._pending.get(block_id)
                 if run is not None and self._thread is not None:
                     self._thread.loop.call_soon_threadsafe(run.drop_stragglers)
-            self._changed.wait(min(started + timeout, drop_at or math.inf) - now)
+            # an interrupt that comes just before a wait does not end it, only the next one
+            self._changed.wait(min(min(started + timeout, drop_at or math.inf) - now, _LISTENS_EVERY_S))
 
     def check(self) -> None:
         """Raise what made generation fail, if anything did. Cheap: call it between micro-steps."""

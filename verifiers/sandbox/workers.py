@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from verifiers.sandbox.worker import Worker
 __all__ = ["WorkerPool"]
 
 # numerical libraries would start threads when they are imported, and a process with threads cannot be forked
+_LISTENS_EVERY_S = 1.0
 _ONE_THREAD = {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "RAYON")
 } | {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
@@ -102,6 +103,9 @@ class WorkerPool:
         """As `call`, for code without an event loop."""
         job = self._submit(function, args, kwargs, timeout_s)
         try:
+            # an interrupt that comes just before a wait does not end it, only the next one
+            while not wait([job.future], _LISTENS_EVERY_S).done:
+                pass
             return job.future.result()
         except BaseException:
             # an interrupt of this thread; a job that has ended has nothing to abandon
