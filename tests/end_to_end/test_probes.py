@@ -12,6 +12,7 @@ import tiny_world
 from verifiers.errors import ConfigError
 from verifiers.rollouts.wire import NEUTRAL_SAMPLING
 from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train import probing
 from verifiers.train.weight_sync import LoraSync
 from verifiers.train.weight_sync import probe as probe_module
 from verifiers.train.weight_sync.server import NoAnswerError
@@ -20,13 +21,22 @@ from verifiers.train.weight_sync.server import NoAnswerError
 PROBE_SEEDS = range(1000)
 
 
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe's answer is waited for 0.1 s whatever the server says; requests keep their own deadlines."""
+
+    def asked(*args: Any, **options: Any) -> probe_module.AskedProbe:
+        return probe_module.AskedProbe(*args, **{**options, "patience_s": 0.1})
+
+    monkeypatch.setattr(probing, "AskedProbe", asked)
+    monkeypatch.setattr(probe_module, "_LOOK_S", 0.02)
+
+
 def test_a_probe_behind_a_long_queue_is_waited_for_while_the_server_has_the_pushed_weights(
     make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe_module, "_LOOK_S", 0.02)
+    impatient(monkeypatch)
     with FakeOpenAIServer("ok", latency_s=0.4) as fake:
-        options = {"weight_sync_timeout": 0.2, "rollout_timeout": 0.1, "async_generation_timeout": 20.0}
-        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
         trainer.open()
         trainer._push_weights(0)
         assert len(trainer._metrics["train"]["sampling/probe_difference"]) == 1
@@ -36,7 +46,7 @@ def test_a_probe_behind_a_long_queue_is_waited_for_while_the_server_has_the_push
 def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_weights(
     make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
-    monkeypatch.setattr(probe_module, "_LOOK_S", 0.02)
+    impatient(monkeypatch)
 
     def answer(body: dict[str, Any]) -> Any:
         if says == "another version":
@@ -44,7 +54,7 @@ def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_wei
         return Fault.hang()
 
     with FakeOpenAIServer(answer) as fake:
-        options = {"weight_sync_timeout": 0.2, "rollout_timeout": 0.1, "async_generation_timeout": 20.0}
+        options = {"weight_sync_timeout": 5.0, "rollout_timeout": 5.0, "async_generation_timeout": 20.0}
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
         trainer.open()
         if says == "nothing":
@@ -83,11 +93,15 @@ def test_nothing_that_cuts_the_distribution_is_left_to_the_server(make_fake_trai
 
     env = tiny_world.single_turn(sampling_args={"presence_penalty": None, "extra_body": {"top_k": -1}})
     with FakeOpenAIServer(answer) as fake:
-        make_fake_trainer(env, fake.url, max_steps=1).train()
+        trainer = make_fake_trainer(env, fake.url, max_steps=1)
+        trainer.train()
+        trained = len(bodies)
+        trainer.evaluate(env.get_dataset())
     probes = [body for body in bodies if body["seed"] in PROBE_SEEDS]
     rollouts = [body for body in bodies if body["seed"] not in PROBE_SEEDS]
     assert probes
-    assert len(rollouts) == 8
+    assert len([body for body in bodies[:trained] if body in rollouts]) == 8
+    assert [body["temperature"] for body in rollouts[8:]] == [0.0] * len(env.get_dataset())
     for body in probes:
         assert {name: body[name] for name in NEUTRAL_SAMPLING} == NEUTRAL_SAMPLING
     for body in rollouts:

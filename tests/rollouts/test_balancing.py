@@ -252,6 +252,27 @@ async def test_a_request_that_ends_its_server_is_asked_of_one_other_and_no_more(
         await backend.close()
 
 
+async def test_calls_of_one_rollout_that_fall_with_one_server_lose_it_once() -> None:
+    servers = [Scripted("a"), Scripted("b")]
+    backend = BalancedBackend(servers, managed=True)
+    handle = backend.for_rollout()
+    handle._server = backend._servers[0]
+    servers[0].gate = servers[1].gate = asyncio.Event()
+    servers[0].error = RetryableError("reset", unreachable=True, broke=True)
+    tasks = [asyncio.create_task(handle.call(CHAT, ASK)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert servers[0].calls == 3
+    # the first that is asked elsewhere has no answer yet where the others fall
+    servers[1].gate = asyncio.Event()
+    servers[0].gate.set()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert servers[1].calls == 3
+    servers[1].gate.set()
+    assert await asyncio.gather(*tasks) == [ANSWER] * 3
+    assert list(backend.down()) == [servers[0].base_url]
+
+
 async def test_a_server_that_errs_and_then_goes_counts_as_lost_under_the_request() -> None:
     servers = [Scripted(f"s{number}") for number in range(4)]
     backend = BalancedBackend(servers, managed=True)

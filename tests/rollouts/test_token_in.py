@@ -28,7 +28,7 @@ from token_world import (
 import verifiers as vf
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.rollouts.client import RolloutClient
-from verifiers.rollouts.endpoint import DERENDER, GENERATE, ClientBackend, Endpoint, HttpBackend
+from verifiers.rollouts.endpoint import DERENDER, GENERATE, TOKENIZE, ClientBackend, Endpoint, HttpBackend
 from verifiers.rollouts.rendering import SplitRenderer
 from verifiers.rollouts.retries import RetryableError, RetryPolicy
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
@@ -428,13 +428,14 @@ async def test_a_server_that_cannot_be_asked_is_asked_once_for_all_who_wait(mode
     assert await token_in.offered()
 
 
+@pytest.mark.parametrize("broken", [TOKENIZE, GENERATE, DERENDER])
 async def test_turns_go_on_as_messages_where_a_route_of_token_ids_begins_to_fail(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     call = HttpBackend.call
 
     async def failing(self: HttpBackend, path: str, arguments: Any) -> Any:
-        if path == DERENDER:
+        if path == broken:
             raise RetryableError("it fails", status=500)
         return await call(self, path, arguments)
 

@@ -39,9 +39,22 @@ _HOMES_KEPT = 4096
 
 @dataclass(slots=True)
 class Server:
+    """One server as calls are spread; times are the balanced backend's clock.
+
+    Attributes:
+        in_flight: calls that wait for its answer.
+        failures: how often it was set aside since it last answered.
+        falls: how often it went down, or was set aside; calls that fail together are of one fall.
+        aside_until: when it may be tried again.
+        probed_until: how long the call that tries it is alone there.
+        down: why it gets nothing until `mark_up`; None where it is up.
+        calls: what it is answering, each with the loop that waits; filled where servers are managed.
+    """
+
     backend: Backend
     in_flight: int = 0
     failures: int = 0
+    falls: int = 0
     aside_until: float = -float("inf")
     probed_until: float = -float("inf")
     down: str | None = None
@@ -143,8 +156,10 @@ class BalancedBackend:
         server = self._server(url)
         with self._lock:
             was_down, server.down = server.down is not None, server.down or reason
-            if not was_down and all(one.down is not None for one in self._servers):
-                self._none_up_since = self._clock()
+            if not was_down:
+                server.falls += 1
+                if all(one.down is not None for one in self._servers):
+                    self._none_up_since = self._clock()
             calls = list(server.calls.items()) if give_up_calls else []
         for call, loop in calls:
             # a loop that has ended has nobody who waits
@@ -319,6 +334,7 @@ class BalancedBackend:
             # calls that were in flight together fail together, and count once
             aside_s = min(_LONGEST_ASIDE_S, _FIRST_ASIDE_S * 2**server.failures)
             server.failures += 1
+            server.falls += 1
             server.aside_until = self._clock() + aside_s
             logger.warning("%s cannot be reached; set aside for %g s", server.backend.base_url, aside_s)
 

@@ -107,7 +107,7 @@ class BlockRun:
         kept, filtered = self._result()
         block = ScoredBlock(self.block_id, kept, policy_version, seconds, filtered=filtered)
         if not any(rollout.is_scored for rollout in block.launched):
-            raise NothingScoredError(_nothing_scored(block))
+            raise NothingScoredError(_nothing_scored(block), block=block)
         return block
 
     def drop_stragglers(self) -> None:

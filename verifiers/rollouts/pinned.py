@@ -27,7 +27,8 @@ class PinnedBackend:
         self._failed: list[Server] = []
         # where the newest try was answered with an error of the server's own
         self._erred: Server | None = None
-        self._lost: list[str] = []
+        # base URLs of lost servers, each with which of its falls it was: calls of a rollout may be in flight together
+        self._lost: list[tuple[str, int]] = []
         self.base_url = balanced.base_url
         self.api_key = balanced.api_key
 
@@ -35,7 +36,7 @@ class PinnedBackend:
         """As `Backend.call`; a server that cannot be reached is replaced by each of the others in turn.
 
         Raises:
-            ProviderError: also where a second server was lost while it answered, with no answer in between.
+            ProviderError: also where servers were lost twice while they answered, with no answer in between.
         """
         self._note_fall_after_error()
         balanced = self._balanced
@@ -76,12 +77,15 @@ class PinnedBackend:
             self._lose(erred, None)
 
     def _lose(self, server: Server, error: RetryableError | None) -> None:
-        self._lost.append(server.backend.base_url)
+        fall = (server.backend.base_url, server.falls)
+        if fall in self._lost:
+            return
+        self._lost.append(fall)
         if len(self._lost) >= _MOST_LOST:
             lost, self._lost = self._lost, []
             raise ProviderError(
-                f"{' and then '.join(lost)} went away while it answered one request, which is asked of no other: it "
-                "may be what ends them"
+                f"{' and then '.join(url for url, _ in lost)} went away while it answered one request, which is "
+                "asked of no other: it may be what ends them"
             ) from error
 
     async def close(self) -> None:

@@ -231,11 +231,9 @@ class TokenTurns:
         if isinstance(call, str):
             self._shared.say_once(f"a call with {call} goes as messages, not as token ids.")
             return None, None
-        ids = await self._prompt_ids(call)
-        if ids is None:
-            return None, call
         try:
-            return await self._generated(send, call, ids), call
+            ids = await self._prompt_ids(call)
+            return (None if ids is None else await self._generated(send, call, ids)), call
         except ProviderError as error:
             if not self._shared.refuse_for_now(error):
                 raise

@@ -18,6 +18,7 @@ from verifiers.errors import ConfigError
 from verifiers.train.evaluation_settings import settle_evaluation
 from verifiers.train.row_weights import LOSS_TYPES
 from verifiers.train.settings import refuse_biased_sampling
+from verifiers.train.sharding import suit_ddp_timeout
 from verifiers.train.trl_settings import refuse_ignored_settings
 from verifiers.train.weight_sync.choice import WEIGHT_SYNCS
 
@@ -167,6 +168,7 @@ class GRPOConfig(trl.GRPOConfig):
             self.num_generations_eval = 1
         settle_evaluation(self)
         refuse_ignored_settings(self)
+        suit_ddp_timeout(self)
         # one setting under two names
         self.importance_correction = self.importance_correction and self.vllm_importance_sampling_correction
         # TRL demands that its own evaluation batch divides; ours goes through the rollout server instead

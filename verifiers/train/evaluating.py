@@ -21,6 +21,7 @@ from verifiers.rollouts.meter import RolloutMeter
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import RolloutRunner
 from verifiers.rollouts.share import LimiterShare
+from verifiers.rollouts.wire import NEUTRAL_SAMPLING
 from verifiers.train.data_plane import DataPlane
 from verifiers.train.evaluation import KeptEvaluation, Measured, PolicyEvaluation, SetEvaluation, share_of
 from verifiers.train.evaluation_records import EvaluationRecords, provenance
@@ -316,7 +317,12 @@ class EvaluatingTrainer(DataPlane):
                 options = with_template_options(extra, self.args)
                 own["extra_body"] = {**extra, "chat_template_kwargs": options}
             given = {**own, "max_tokens": self.args.max_completion_length}
-        return {**given, "temperature": self.args.eval_temperature}
+        extra = dict(given.get("extra_body") or {})
+        for name, value in NEUTRAL_SAMPLING.items():
+            # as of training's requests: what is left out, a server may take from the model's generation_config.json
+            if given.get(name) is None and extra.get(name) is None:
+                extra[name] = value
+        return {**given, "temperature": self.args.eval_temperature, "extra_body": extra}
 
     def _evaluation_metadata(self, held_out: HeldOut, sampling: dict[str, Any]) -> dict[str, Any]:
         args = self.args

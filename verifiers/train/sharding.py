@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import DistributedType
 
 from verifiers.errors import ConfigError
-from verifiers.train.config import GRPOConfig
 
-__all__ = ["refuse_short_ddp_timeout", "refuse_unworkable_sharding"]
+if TYPE_CHECKING:
+    from verifiers.train.config import GRPOConfig
 
-# while rank 0 does one of these, the others wait in a collective
-_WAITS_OF_RANK_0 = (
-    ("server_wait",),
-    ("async_generation_timeout", "server_restart_timeout", "weight_sync_timeout"),
-    ("eval_timeout", "server_restart_timeout", "weight_sync_timeout"),
-)
+__all__ = ["refuse_short_ddp_timeout", "refuse_unworkable_sharding", "suit_ddp_timeout"]
+
+_DEFAULT_DDP_TIMEOUT_S = 1800
+# writing weights, environments' own code: what has no deadline and takes seconds
+_MARGIN_S = 300
+# a timeout that torch can count
+_LONGEST_S = 30 * 86400.0
+
+
+def suit_ddp_timeout(args: GRPOConfig) -> None:
+    """Raise `ddp_timeout`, where it is transformers' default, to what the other ranks may wait for rank 0."""
+    needed_s = max(sum(seconds for _, seconds in waits) for waits in _waits_of_rank_0(args))
+    if args.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S and needed_s < _LONGEST_S:
+        args.ddp_timeout = max(_DEFAULT_DDP_TIMEOUT_S, math.ceil(needed_s) + _MARGIN_S)
 
 
 def refuse_short_ddp_timeout(args: GRPOConfig, processes: int) -> None:
@@ -27,17 +36,41 @@ def refuse_short_ddp_timeout(args: GRPOConfig, processes: int) -> None:
     """
     if processes == 1:
         return
-    for names in _WAITS_OF_RANK_0:
-        waits = {name: getattr(args, name) for name in names}
-        if None in waits.values() or (names[0] == "eval_timeout" and args.eval_strategy == "no"):
-            continue
-        needed_s = sum(waits.values())
+    for waits in _waits_of_rank_0(args):
+        needed_s = sum(seconds for _, seconds in waits)
         if needed_s >= args.ddp_timeout:
-            listed = " + ".join(f"{name}={value:g}" for name, value in waits.items())
+            listed = " + ".join(f"{name}={seconds:g}" for name, seconds in waits)
             raise ConfigError(
                 f"ddp_timeout={args.ddp_timeout:g}, but rank 0 may wait {needed_s:g} s ({listed}) while the other "
-                f"processes wait for it; set ddp_timeout above {needed_s:g}, or lower the others."
+                f"processes wait for it; set ddp_timeout above {needed_s:g}, leave it out, or lower the others."
             )
+
+
+def _waits_of_rank_0(args: GRPOConfig) -> list[list[tuple[str, float]]]:
+    """What rank 0 may wait for, one after the other, while the others wait in one collective; settings and seconds.
+
+    A block is the longest: the server, rollouts that end before the push, an evaluation that does, whoever gives
+    weights to a server just then, servers that are away, the push, its probe, and the block itself.
+    """
+    block = ["server_wait"]
+    if args.drain_before_sync or (args.drain_before_sync is None and args.weight_sync == "lora"):
+        block.append("async_generation_timeout")
+    evaluation = "async_generation_timeout" if args.eval_timeout is None else "eval_timeout"
+    evaluates = getattr(args.eval_strategy, "value", args.eval_strategy) != "no"
+    if evaluates and args.eval_overlap:
+        block.append(evaluation)
+    probe = max(
+        ("async_generation_timeout", "rollout_timeout", "weight_sync_timeout"), key=lambda name: getattr(args, name)
+    )
+    block += [
+        "weight_sync_timeout",
+        "server_restart_timeout",
+        "weight_sync_timeout",
+        probe,
+        "async_generation_timeout",
+    ]
+    found = [block, [evaluation]] if evaluates else [block]
+    return [[(name, float(getattr(args, name))) for name in names] for names in found]
 
 
 def refuse_unworkable_sharding(accelerator: Any, args: GRPOConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from pathlib import Path
@@ -176,6 +177,37 @@ def test_a_run_that_is_stopped_in_the_middle_of_a_push_leaves_no_server_paused(
     assert sync.fleet._current is None
     assert all([call.path for call in server.weight_calls].count("/pause") == 1 for server in servers)
     assert not any(server.paused for server in servers)
+
+
+def test_an_interrupted_push_waits_for_no_answer_of_several_servers(servers: list[FakeOpenAIServer]) -> None:
+    fleet = Fleet([server.url for server in servers], timeout_s=30.0)
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load(server: ServerControl, timeout_s: float) -> None:
+        if server.url == servers[1].url:
+            loading.set()
+            go_on.wait(10)
+
+    def interrupt() -> None:
+        loading.wait(10)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before, started = threading.enumerate(), time.monotonic()
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        fleet.push(Held(1, load))
+    assert time.monotonic() - started < 5.0
+    assert not any(server.paused for server in servers)
+    interrupting.join()
+    fleet.close()
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert left
+    # nor does the process that ends
+    assert all(thread.daemon for thread in left)
+    go_on.set()
+    for thread in left:
+        thread.join(10)
 
 
 def test_a_push_that_failed_waits_no_longer_for_a_server_that_hangs(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from verifiers.rollouts.sync import WeightSync
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import NcclSync, nccl
 from verifiers.train.weight_sync.fleet import Fleet
+from verifiers.train.weight_sync.members import begin
 from verifiers.train.weight_sync.nccl import packed
 
 WEIGHTS = {
@@ -167,6 +168,22 @@ def test_a_server_that_was_started_again_joins_anew_and_gets_the_kept_copy(serve
     sync.close()
 
 
+def test_weights_that_are_loaded_twice_travel_in_one_group(server: FakeOpenAIServer) -> None:
+    made: list[Recorded] = []
+
+    def make() -> Recorded:
+        made.append(Recorded())
+        return made[-1]
+
+    # as a run before this one left it
+    server.weight_version = "half-loaded"
+    sync = NcclSync(server.url, make_group=make)
+    sync.push(WEIGHTS.items(), 1)
+    assert len(calls(server, "/update_weights")) == 2
+    assert len(made) == len(calls(server, "/init_weight_transfer_engine")) == 1
+    sync.close()
+
+
 def test_a_refusal_is_raised_while_the_broadcast_hangs(server: FakeOpenAIServer) -> None:
     never = threading.Event()
 
@@ -222,8 +239,10 @@ def test_a_process_that_gave_up_a_collective_ends() -> None:
 
 def test_no_process_waits_for_a_collective_that_was_given_up() -> None:
     never = threading.Event()
-    future = nccl._begin(lambda: never.wait(10))
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "verifiers-nccl"]
+    before = threading.enumerate()
+    future = begin(lambda: never.wait(10), "verifiers-nccl")
+    (thread,) = [thread for thread in threading.enumerate() if thread not in before]
+    assert thread.name == "verifiers-nccl"
     assert thread.daemon
     never.set()
     assert future.result(timeout=5)

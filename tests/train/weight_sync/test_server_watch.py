@@ -13,8 +13,8 @@ from fleet_world import NEVER_PUSHED, SOME, loads, restarted, until
 from verifiers.rollouts.balancing import server_pool
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import DirectorySync, Fleet, ServerControl
-from verifiers.train.weight_sync import giving as giving_module
 from verifiers.train.weight_sync.fleet import Held
+from verifiers.train.weight_sync.server import NoAnswerError
 
 pytestmark = pytest.mark.usefixtures("in_fast_motion")
 
@@ -58,6 +58,28 @@ def test_a_push_does_not_wait_for_a_host_that_the_watch_finds_gone(
     assert threading.main_thread() not in asked
 
 
+def test_a_push_does_not_wait_while_the_watch_asks_a_host_that_is_gone(
+    servers: list[FakeOpenAIServer], sync: DirectorySync
+) -> None:
+    sync.push(SOME.items(), 1)
+    gone = sync.fleet._members[1]
+    servers[1].stop()
+    until(lambda: gone.is_silent)
+    asking, go_on = threading.Event(), threading.Event()
+
+    def hangs(*args: Any, **kwargs: Any) -> None:
+        asking.set()
+        go_on.wait(10)
+        raise NoAnswerError("no connection")
+
+    gone.control.request = hangs  # type: ignore[method-assign]
+    assert asking.wait(10)
+    sync.fleet.timeout_s = 2.0
+    sync.push(SOME.items(), 2)
+    assert servers[0].weight_version == 2
+    go_on.set()
+
+
 def test_a_server_that_did_not_answer_at_the_end_of_a_push_goes_on_when_it_is_back(
     servers: list[FakeOpenAIServer], tmp_path: Path
 ) -> None:
@@ -91,9 +113,8 @@ def test_one_answer_that_nobody_expected_does_not_end_the_watch(
 
 
 def test_closing_while_the_watch_loads_leaves_no_server_paused(
-    servers: list[FakeOpenAIServer], sync: DirectorySync, monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeOpenAIServer], sync: DirectorySync
 ) -> None:
-    monkeypatch.setattr(giving_module, "FAREWELL_S", 0.4)
     loading, go_on = threading.Event(), threading.Event()
 
     def load(control: ServerControl, timeout_s: float) -> None:

@@ -26,8 +26,8 @@ from verifiers.train.weight_sync import (
     ServerControl,
     has_tied_tensors,
     policy_tensors,
-    probe_server,
 )
+from verifiers.train.weight_sync.probe import ask_server, judge_answer
 
 SOME = {"model.weight": torch.arange(4.0)}
 
@@ -239,7 +239,8 @@ Score = Callable[[Any, Any], list[float]]
 
 def probe(server: FakeOpenAIServer, score: Score, version: int = 0, prompt: Any = "hello") -> Any:
     control = ServerControl(server.url)
-    return probe_server(control, "fake", prompt, score, temperature=1.0, version=version, tolerance=1e-3)
+    answer = ask_server(control, "fake", prompt, temperature=1.0, version=version)
+    return judge_answer(control, answer, score, version=version, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("prompt", ["hello", [{"role": "user", "content": "hello"}]], ids=["completion", "chat"])

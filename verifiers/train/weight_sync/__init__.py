@@ -7,7 +7,7 @@ from verifiers.train.weight_sync.held import HeldSync
 from verifiers.train.weight_sync.lora import LoraSync
 from verifiers.train.weight_sync.nccl import NcclSync
 from verifiers.train.weight_sync.parameters import has_tied_tensors, policy_tensors
-from verifiers.train.weight_sync.probe import ProbeResult, probe_server
+from verifiers.train.weight_sync.probe import ProbeResult
 from verifiers.train.weight_sync.server import NoAnswerError, ServerControl
 
 __all__ = [
@@ -23,5 +23,4 @@ __all__ = [
     "choose_sync",
     "has_tied_tensors",
     "policy_tensors",
-    "probe_server",
 ]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from verifiers.errors import WeightSyncError
 from verifiers.train.weight_sync.server import NoAnswerError, RefusedError, ServerControl
 
-__all__ = ["LOOK_S", "Held", "Member", "Pool", "Routing", "at_once", "insist", "locked", "time_left"]
+__all__ = ["LOOK_S", "Held", "Member", "Pool", "Routing", "at_once", "begin", "insist", "locked", "time_left"]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -145,8 +146,26 @@ def insist(
             logger.warning("%s; it is asked again", error)
 
 
+def begin(work: Callable[[], T], name: str) -> Future[T]:
+    """What `work` will give, in a thread of that name which the process does not wait for when it ends."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 def at_once(members: Sequence[Member], work: Callable[[Member], object]) -> list[WeightSyncError | None]:
-    """Do something on all members together; gives what each raised."""
+    """Do something on all members together; gives what each raised.
+
+    Nobody who is interrupted meanwhile waits for their answers.
+    """
 
     def attempt(member: Member) -> WeightSyncError | None:
         try:
@@ -157,8 +176,10 @@ def at_once(members: Sequence[Member], work: Callable[[Member], object]) -> list
 
     if len(members) < 2:
         return [attempt(member) for member in members]
-    with ThreadPoolExecutor(len(members), thread_name_prefix="verifiers-push") as threads:
-        return list(threads.map(attempt, members))
+    begun = [begin(functools.partial(attempt, member), "verifiers-push") for member in members]
+    # all of them, before one that raised something else is told
+    wait(begun)
+    return [future.result() for future in begun]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ memory, so that a server that was started again can be given them while the trai
 from __future__ import annotations
 
 import base64
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +19,8 @@ from typing import Any, Protocol
 
 from verifiers.errors import WeightSyncError
 from verifiers.train.weight_sync.fleet import Fleet, Held
+from verifiers.train.weight_sync.giving import HALF_LOADED
+from verifiers.train.weight_sync.members import begin
 from verifiers.train.weight_sync.server import ServerControl
 
 __all__ = ["BUFFER_BYTES", "NcclGroup", "NcclSync", "TorchNcclGroup", "packed"]
@@ -28,6 +29,8 @@ BUFFER_BYTES = 2**29
 """Both sides send a buffer as soon as it holds more than this. NCCL takes at most 2**31 - 1 elements at once."""
 
 NUM_BUFFERS = 2
+
+_THREADS = "verifiers-nccl"
 
 
 class NcclGroup(Protocol):
@@ -176,9 +179,12 @@ class NcclSync:
 
     def _group_with(self, server: ServerControl, deadline: float) -> NcclGroup:
         group = self._groups.get(server.root)
-        # a server that was never pushed to, or was started again, knows of no group
-        if group is not None and server.weight_version(_left(deadline)).isdecimal():
-            return group
+        if group is not None:
+            name = server.weight_version(_left(deadline))
+            # one that was started again knows of no group, and is called neither; the second of two loads in a row
+            # finds the name from before the first
+            if name.isdecimal() or name == HALF_LOADED:
+                return group
         workers = int(server.request("GET", "/get_world_size", timeout_s=_left(deadline))["world_size"])
         group = self._make_group()
         unique_id = group.unique_id()
@@ -226,23 +232,8 @@ def _while_asking(
 
     Both run in threads of their own: a collective that the other side never enters cannot be called back.
     """
-    asked = _begin(lambda: server.request("POST", path, body, _left(deadline)))
-    _first_to_fail(asked, _begin(work), path, deadline)
-
-
-def _begin(work: Callable[[], Any]) -> Future[Any]:
-    """What `work` will give, in a thread that the process does not wait for when it ends."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            # raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="verifiers-nccl", daemon=True).start()
-    return future
+    asked = begin(lambda: server.request("POST", path, body, _left(deadline)), _THREADS)
+    _first_to_fail(asked, begin(work, _THREADS), path, deadline)
 
 
 def _first_to_fail(asked: Future[Any], working: Future[Any], path: str, deadline: float) -> None:

@@ -12,7 +12,7 @@ from verifiers.errors import WeightProbeError
 from verifiers.rollouts.wire import NEUTRAL_SAMPLING
 from verifiers.train.weight_sync.server import NoAnswerError, ServerControl
 
-__all__ = ["AskedProbe", "ProbeResult", "ask_server", "judge_answer", "probe_server"]
+__all__ = ["AskedProbe", "ProbeResult", "ask_server", "judge_answer"]
 
 PROBE_TOKENS = 8
 _LOOK_S = 1.0
@@ -31,30 +31,6 @@ class ProbeResult:
     tokens: int
 
 
-def probe_server(
-    server: ServerControl,
-    model: str,
-    prompt: Any,
-    score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
-    *,
-    temperature: float,
-    version: int,
-    tolerance: float,
-) -> ProbeResult:
-    """Sample a few tokens at the training temperature and compare their log-probs with the trainer's.
-
-    Args:
-        prompt: messages, or a string for a completion model.
-        score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
-        tolerance: largest difference accepted, in nats.
-
-    Raises:
-        WeightProbeError: the difference is larger, or the server names another version than was pushed.
-    """
-    answer = ask_server(server, model, prompt, temperature=temperature, version=version)
-    return judge_answer(server, answer, score, version=version, tolerance=tolerance)
-
-
 def ask_server(
     server: ServerControl,
     model: str,
@@ -64,9 +40,10 @@ def ask_server(
     version: int,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """The server's answer to a probe's prompt; see `probe_server`.
+    """The server's answer to a probe's prompt: a few tokens, sampled at the training temperature.
 
     Args:
+        prompt: messages, or a string for a completion model.
         timeout_s: deadline in seconds; the server's own when left out.
     """
     chat = not isinstance(prompt, str)
@@ -93,7 +70,15 @@ def judge_answer(
     version: int,
     tolerance: float,
 ) -> ProbeResult:
-    """Compare an answer of `ask_server` with the trainer's log-probs; see `probe_server`."""
+    """Compare an answer of `ask_server` with the trainer's log-probs.
+
+    Args:
+        score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
+        tolerance: largest difference accepted, in nats.
+
+    Raises:
+        WeightProbeError: the difference is larger, or the server names another version than was pushed.
+    """
     choice = answer["choices"][0]
     prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
     ids = choice.get("token_ids")

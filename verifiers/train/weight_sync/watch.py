@@ -92,6 +92,10 @@ class Watch:
         Raises:
             WeightSyncError: it refused.
         """
+        # without its lock: a push to the others would wait as long as the question to a host that is gone
+        if self._routing.is_down(member) and not member.control.is_healthy(LOOK_S):
+            member.is_silent = True
+            return
         # a push that is under way finds out by itself
         if not member.lock.acquire(blocking=False):
             return
