@@ -161,7 +161,15 @@ class GenerationError(Error, RuntimeError):
 
 
 class NothingScoredError(GenerationError):
-    """No rollout of a block got a reward. The message names the commonest cause and its count."""
+    """No rollout of a block got a reward. The message names the commonest cause and its count.
+
+    Attributes:
+        block: the `ScoredBlock`; None for an evaluation.
+    """
+
+    def __init__(self, message: str, *, block: object = None) -> None:
+        super().__init__(message)
+        self.block = block
 
 
 class DeadlineError(GenerationError, TimeoutError):

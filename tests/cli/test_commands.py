@@ -105,8 +105,7 @@ def test_help_loads_nothing_that_is_slow(command: str) -> None:
         (GradingError("no grade"), 1, "vf-x: GradingError: no grade"),
         (KeyboardInterrupt(), 130, "vf-x: interrupted"),
         (PermissionError(13, "Permission denied", "/x/y"), 1, "vf-x: /x/y: Permission denied"),
-        (OSError("no room"), 1, "vf-x: OSError: no room"),
-        (TimeoutError(), 1, "vf-x: TimeoutError"),
+        (OSError(28, "No space left on device"), 1, "vf-x: OSError: [Errno 28] No space left on device"),
     ],
 )
 def test_what_a_command_raises_is_one_sentence_and_its_exit_code(
@@ -117,3 +116,12 @@ def test_what_a_command_raises_is_one_sentence_and_its_exit_code(
 
     assert run_command("vf-x", command) == code
     assert capsys.readouterr().err == f"{sentence}\n"
+
+
+@pytest.mark.parametrize("raised", [TimeoutError(), ConnectionResetError(104, "reset by peer"), ZeroDivisionError()])
+def test_what_code_of_others_raises_keeps_its_traceback(raised: Exception) -> None:
+    def command() -> int:
+        raise raised
+
+    with pytest.raises(type(raised)):
+        run_command("vf-x", command)

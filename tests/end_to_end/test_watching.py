@@ -125,6 +125,10 @@ def test_a_run_that_fails_leaves_a_report_that_says_why(
     run_dir = Path(trainer.args.output_dir)
     assert "the grader has no licence" in read_run(run_dir)["stopped_by"]
     assert "the grader has no licence" in (run_dir / "report.html").read_text()
+    # no block came to the trainer, and the rollouts of the one that ended the run are told all the same
+    (cause,) = read_history(run_dir).failures.items()
+    assert "the grader has no licence" in cause[0]
+    assert cause[1].count == trainer.plan.completions_per_block
 
 
 def test_a_key_in_the_settings_is_in_no_file_of_a_run(

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from verifiers.data.plan import make_plan
+from verifiers.evals.summary import summarize
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.trace import Row
 from verifiers.train.advantages import rollout_advantages
 from verifiers.train.block import TrainingBlock
-from verifiers.train.metrics import block_metrics, percentile, reward_summary
+from verifiers.train.evaluation import evaluation_metrics
+from verifiers.train.metrics import _timing, block_metrics, percentile, reward_summary
 from verifiers.types import Failure, Outcome, RolloutKey
 
 RANK_0 = [1, 0.8, 0.9, 1, 0.2, 0.3, 0.1, 0.4]
@@ -153,6 +155,7 @@ def test_a_failed_rollout_neither_ended_by_itself_nor_ran_out_of_tokens() -> Non
     assert metrics["rollouts/sampled_tokens"] == 24
     only_failed = metrics_of(block_of([[failed_on_the_way(g, Outcome.TIMED_OUT, tokens=5) for g in range(2)]]), 2)
     assert "eos_stop_rate" not in only_failed
+    assert [name for name in only_failed if name.startswith("completions/")] == []
     assert only_failed["rollouts/sampled_tokens"] == 10
 
 
@@ -173,9 +176,27 @@ def test_the_spread_of_rewards_is_that_of_all_launched_groups_as_their_mean_is()
 def test_a_block_without_a_score_has_no_mean_reward() -> None:
     metrics = metrics_of(block_of([[rollout(0, g, None, Outcome.GRADING_ERROR) for g in range(2)]]), 2)
     assert math.isnan(metrics["reward"])
-    assert metrics["reward_std"] == 0.0
+    assert not {"reward_std", "frac_reward_zero_std"} & set(metrics)
+
+
+def test_what_a_block_has_none_of_has_no_length_and_no_time() -> None:
+    cut = metrics_of(block_of([[rollout(0, g, float(g), Outcome.TRUNCATED) for g in range(2)]]), 2)
+    assert [name for name in cut if "terminated" in name] == []
+    assert (cut["completions/mean_length"], cut["eos_stop_rate"]) == (3, 0)
+    assert set(_timing(ScoredBlock(0, []))) == {
+        "time/block_generation_s",
+        "rollouts/sampled_tokens",
+        "rollouts/tokens_per_s",
+    }
+
+
+def test_an_evaluation_in_which_nothing_was_sampled_has_no_length() -> None:
+    failed = summarize([{"example_id": n, "outcome": "provider_error"} for n in range(2)])
+    found = evaluation_metrics(failed, "eval", [0, 0])
+    assert "eval_completions/mean_length" not in found
+    assert found["eval_failed"] == 2
+    assert evaluation_metrics(failed, "eval", [0, 8, 4])["eval_completions/mean_length"] == 6
 
 
 def test_percentiles_are_nearest_ranks() -> None:
     assert [percentile([1, 2, 3, 4], share) for share in (0.0, 0.5, 0.75, 0.95, 1.0)] == [1, 2, 3, 4, 4]
-    assert percentile([], 0.5) == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +12,10 @@ from verifiers.errors import ConfigError, Error
 __all__ = ["DONE", "FAILED", "INTERRUPTED", "USAGE", "CommandFailedError", "run_command"]
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a write to a file that is open fails with; Python then names no file."""
 
 
 class CommandFailedError(Error, RuntimeError):
@@ -35,6 +40,9 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
+        if error.filename is None and error.errno not in _FULL:
+            # of code that is played or trained, and told where
+            raise
         print(f"{name}: {_sentence_of(error)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

@@ -257,7 +257,8 @@ def evaluation_metrics(summary: RunSummary, prefix: str, lengths: Sequence[int])
         metrics[f"{prefix}_tasks/{task}/prompts"] = float(counts.prompts)
         metrics[f"{prefix}_tasks/{task}/failed"] = float(counts.unscored)
     sampled = [length for length in lengths if length]
-    metrics[f"{prefix}_completions/mean_length"] = sum(sampled) / max(1, len(sampled))
+    if sampled:
+        metrics[f"{prefix}_completions/mean_length"] = sum(sampled) / len(sampled)
     for outcome in Outcome:
         metrics[f"{prefix}_outcomes/{outcome}"] = float(summary.counts.outcomes.get(str(outcome), 0))
     metrics[f"{prefix}_prompts"] = float(summary.counts.prompts)

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["evaluation_lines"]
 
-_REWARD = re.compile(r"eval(?:_(?P<name>.+))?_reward")
+_REWARD = re.compile(r"eval(?:_(?P<name>[^/]+))?_reward")
 
 
 def evaluation_lines(state: Any, args: Any) -> list[str]:

@@ -68,8 +68,9 @@ def _deviations(block: ScoredBlock, trained: TrainingBlock) -> list[tuple[Group,
 
 def _spread(deviations: Iterable[float | None]) -> dict[str, float]:
     stds = [std for std in deviations if std is not None]
-    share = stds.count(0.0) / len(stds) if stds else 0.0
-    return {"reward_std": _mean(stds), "frac_reward_zero_std": share}
+    if not stds:
+        return {}
+    return {"reward_std": fmean(stds), "frac_reward_zero_std": stds.count(0.0) / len(stds)}
 
 
 def _rewards_by_rank(rollouts: Sequence[Rollout], ranks: int) -> list[list[float]]:
@@ -110,17 +111,13 @@ def _lengths(block: ScoredBlock) -> dict[str, float]:
         return {}
     lengths = [_sampled(rollout) for rollout in played]
     ended = [_sampled(rollout) for rollout in played if not rollout.is_truncated]
-    terminated = ended or [0]
     by_prompt = [[_sampled(rollout) for rollout in rollouts] for rollouts in per_prompt if rollouts]
     means = [fmean(values) for values in by_prompt]
     cut = len(played) - len(ended)
-    return {
+    metrics = {
         "completions/mean_length": fmean(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
-        "completions/mean_terminated_length": fmean(terminated),
-        "completions/min_terminated_length": float(min(terminated)),
-        "completions/max_terminated_length": float(max(terminated)),
         "completions/clipped_ratio": cut / len(lengths),
         "completions/per_prompt/mean_length_min": min(means),
         "completions/per_prompt/mean_length_max": max(means),
@@ -128,6 +125,11 @@ def _lengths(block: ScoredBlock) -> dict[str, float]:
         "eos_stop_rate": len(ended) / len(lengths),
         "no_eos_max_length_rate": cut / len(lengths),
     }
+    if ended:
+        metrics["completions/mean_terminated_length"] = fmean(ended)
+        metrics["completions/min_terminated_length"] = float(min(ended))
+        metrics["completions/max_terminated_length"] = float(max(ended))
+    return metrics
 
 
 def _rows(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, float]:
@@ -171,38 +173,33 @@ def _tasks(deviations: Sequence[tuple[Group, float | None]]) -> dict[str, float]
         rollouts = [rollout for group, _ in groups for rollout in group.rollouts]
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
         lengths = [_sampled(rollout) for rollout in rollouts if rollout.rows and not rollout.outcome.is_failure]
-        compared = [std for _, std in groups if std is not None]
+        spread = _spread([std for _, std in groups])
         metrics[f"tasks/{task}/prompts"] = float(len(groups))
         metrics[f"tasks/{task}/failed"] = float(sum(rollout.outcome.is_failure for rollout in rollouts))
         if rewards:
             metrics[f"tasks/{task}/reward"] = fmean(rewards)
         if lengths:
             metrics[f"tasks/{task}/mean_length"] = fmean(lengths)
-        if compared:
-            metrics[f"tasks/{task}/frac_reward_zero_std"] = _spread(compared)["frac_reward_zero_std"]
+        if spread:
+            metrics[f"tasks/{task}/frac_reward_zero_std"] = spread["frac_reward_zero_std"]
     return metrics
 
 
 def _timing(block: ScoredBlock) -> dict[str, float]:
     latencies = sorted(rollout.timing.generation_s for rollout in block)
-    return {
+    metrics = {
         "time/block_generation_s": block.generation_s,
-        "time/rollout_p50_s": percentile(latencies, 0.50),
-        "time/rollout_p95_s": percentile(latencies, 0.95),
-        "time/rollout_max_s": latencies[-1] if latencies else 0.0,
-        "time/scoring_mean_s": _mean(rollout.timing.scoring_s for rollout in block),
         "rollouts/sampled_tokens": float(sum(map(_sampled, block))),
         "rollouts/tokens_per_s": sum(map(_sampled, block)) / max(block.generation_s, 1e-9),
     }
+    if latencies:
+        metrics["time/rollout_p50_s"] = percentile(latencies, 0.50)
+        metrics["time/rollout_p95_s"] = percentile(latencies, 0.95)
+        metrics["time/rollout_max_s"] = latencies[-1]
+        metrics["time/scoring_mean_s"] = fmean(rollout.timing.scoring_s for rollout in block)
+    return metrics
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value that `share` of the sorted values do not exceed (nearest rank); 0.0 where there are none."""
-    if not ordered:
-        return 0.0
+    """The value that `share` of the sorted values, of which there are some, do not exceed (nearest rank)."""
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
-
-
-def _mean(values: Iterable[float]) -> float:
-    collected = list(values)
-    return fmean(collected) if collected else 0.0

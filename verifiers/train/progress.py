@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 from verifiers.data.plan import BatchPlan
 from verifiers.train.watching.clock import STAGES
 from verifiers.train.watching.history import HELD_OUT
-from verifiers.train.watching.record import METRICS, read_lines
 from verifiers.train.watching.table import LiveTable, can_draw, run_table
 from verifiers.train.watching.watch import RunWatch
 
@@ -44,7 +43,6 @@ class ProgressLines(TrainerCallback):
         self._stream = stream
         self._table: LiveTable | None = None
         self._had_table = False
-        self._run_dir: Path | None = None
         self._started = 0.0
         self._first_step = 0
         self._logged_step = 0
@@ -52,15 +50,10 @@ class ProgressLines(TrainerCallback):
         self._failed = 0.0
         self._state: Any = None
 
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Every logged dict of the run with its step, as its directory holds them, also those before a resume."""
-        return list(read_lines(self._run_dir / METRICS)) if self._run_dir is not None else []
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started, self._first_step = time.perf_counter(), state.global_step
         self._logged_step, self._tokens, self._failed = state.global_step, 0.0, 0.0
-        self._run_dir, self._state = Path(str(args.output_dir)), state
+        self._state = state
         if not state.is_world_process_zero:
             return
         self._print(self.plan.describe() + "\n")
@@ -108,14 +101,14 @@ class ProgressLines(TrainerCallback):
 
     def _training_line(self, state: Any, logs: Mapping[str, float]) -> str:
         elapsed, left = self._elapsed_and_left(state)
-        reward = logs["reward"]
+        reward, staleness = logs["reward"], logs.get("staleness")
         return (
             f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}{self._stage(state)}"
             f"  reward {'-' if reward is None else f'{reward:.3f}'}"
             f"  loss {logs.get('loss', 0.0):+.4f}"
             f"  errors {self._failed:.0f}"
             f"  tok/s {self._tokens / max(elapsed, 1e-9):,.0f}"
-            f"  staleness {logs.get('staleness') or 0.0:.0f}"
+            f"  staleness {'-' if staleness is None else f'{staleness:.0f}'}"
             f"  elapsed {format_seconds(elapsed)}  ETA {format_seconds(left)}"
         )
 

@@ -46,6 +46,7 @@ REFUSED: dict[str, str] = {
     "use_transformers_continuous_batching": "rollouts come from a server; start vf-serve or vf-vllm",
     "transformers_continuous_batching_config": "rollouts come from a server; give options to vf-serve or vf-vllm",
     "use_transformers_paged": "rollouts come from a server; start vf-serve or vf-vllm",
+    "auto_find_batch_size": "sizes are those of the batch plan; bound the memory of a pass by max_tokens_per_pass",
 }
 """Fields that would change what is trained or how a run goes, and are not read here; with what to use instead."""
 
@@ -75,7 +76,7 @@ HARMLESS = (
     | _names("average_tokens_across_devices include_num_input_tokens_seen log_multimodal")
     # of what is refused or replaced, and for scripts that read them
     | _names("""
-        liger_kernel_config disable_tqdm do_train do_eval do_predict resume_from_checkpoint local_rank
+        liger_kernel_config do_train do_eval do_predict resume_from_checkpoint local_rank
     """)
 )
 """Fields that change neither what is trained nor what is told of it."""
@@ -87,12 +88,13 @@ HONOURED = (
         lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
         optim_target_modules gradient_accumulation_steps max_grad_norm bf16 fp16 tf32 activation_checkpointing
         activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs torch_compile
-        torch_compile_backend torch_compile_mode neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size
+        torch_compile_backend torch_compile_mode neftune_noise_alpha torch_empty_cache_steps
         full_determinism seed data_seed use_cpu
     """)
     | _names("""
         logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
-        log_level_replica report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
+        log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+        trackio_static_space_id
         eval_strategy eval_steps eval_delay eval_on_start save_only_model save_strategy save_steps save_on_each_node
         save_total_limit load_best_model_at_end metric_for_best_model greater_is_better
         restore_callback_states_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy

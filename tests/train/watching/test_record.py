@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from verifiers.data.plan import make_plan
+from verifiers.errors import NothingScoredError
 from verifiers.evals.hiding import Hider
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.watching.causes import cause_of
@@ -21,7 +22,7 @@ from verifiers.train.watching.history import few_points, read_history, smoothed
 from verifiers.train.watching.record import METRICS, RUN, SAMPLES, RunRecord, read_lines, read_run
 from verifiers.train.watching.report import write_training_report
 from verifiers.train.watching.samples import SampleChoice, shown_messages
-from verifiers.train.watching.watch import RunWatch
+from verifiers.train.watching.watch import RunWatch, WatchCallback
 from verifiers.types import Failure, Outcome, RolloutKey
 
 
@@ -122,6 +123,62 @@ def test_every_failed_rollout_is_counted_and_texts_that_differ_in_an_id_are_one_
     # taken out before it is folded, which would leave a part of it
     assert counts["E: 401 for ***"] == 14
     assert "failed rollouts</dt><dd>64<" in write_training_report_of(tmp_path)
+
+
+def watched(directory: Path, resume_step: int | None = None) -> RunWatch:
+    """Four steps, each of a block."""
+    plan = make_plan(
+        per_device_train_batch_size=4, steps_per_generation=1, num_generations=4, max_steps=4, num_prompts=1
+    )
+    watch = RunWatch(plan, StageClock())
+    watch.record = RunRecord(directory, resume_step=resume_step)
+    watch.record.describe(status="running")
+    return watch
+
+
+def failing(block_id: int, text: str) -> ScoredBlock:
+    """A block in which every rollout failed."""
+    failure = Failure("E", text)
+    rollouts = [
+        Rollout(RolloutKey(block_id, 0, n), Outcome.TIMED_OUT, prompt=[], completion=[], failure=failure)
+        for n in range(4)
+    ]
+    return ScoredBlock(block_id, [Group(0, rollouts)])
+
+
+NOTHING_TRAINED: Any = types.SimpleNamespace(batches=[], advantages={})
+
+
+def test_a_run_that_dies_of_failures_has_all_their_causes(tmp_path: Path) -> None:
+    watch = watched(tmp_path)
+    watch.note_block(failing(0, "the first"), NOTHING_TRAINED, 0)
+    watch.note_block(failing(1, "the second"), NOTHING_TRAINED, 1)
+    # two blocks after the last log, of which the newest came to nobody
+    report = watch.end(NothingScoredError("none", block=failing(2, "the last")))
+    causes = read_history(tmp_path).failures
+    assert {text: (cause.count, cause.first_step) for text, cause in causes.items()} == {
+        "E: the first": (4, 2),
+        "E: the second": (4, 2),
+        "E: the last": (4, 3),
+    }
+    assert report is not None
+    assert "failed rollouts</dt><dd>12<" in report.read_text()
+
+
+def test_a_checkpoint_tells_failures_of_before_it_and_a_resume_counts_none_twice(tmp_path: Path) -> None:
+    first = watched(tmp_path)
+    first.note_block(failing(0, "before"), NOTHING_TRAINED, 0)
+    state = types.SimpleNamespace(is_world_process_zero=True, global_step=1)
+    WatchCallback(first, None).on_save(None, state, None)
+    first.note_block(failing(1, "after"), NOTHING_TRAINED, 1)
+    first.write_failures()
+    # killed, and resumed from step 1
+    again = watched(tmp_path, resume_step=1)
+    again.note_block(failing(1, "after"), NOTHING_TRAINED, 1)
+    again.end(None)
+    counts = {text: cause.count for text, cause in read_history(tmp_path).failures.items()}
+    assert counts == {"E: before": 4, "E: after": 4}
+    assert list(read_history(tmp_path).steps) == []
 
 
 def write_training_report_of(directory: Path) -> str:

@@ -212,10 +212,10 @@ def test_every_curve_that_was_logged_is_on_the_page_and_held_out_ones_by_set(tmp
         "pass_at_2_stderr": 0.0625,
         "pass_hat_2": 0.25,
         "easy_pass_at_2": 0.875,
-        "rewards/exact": 0.5,
+        "rewards/exact_reward": 0.5,
         "rewards/short": 0.3,
         "rewards/short_stderr": 0.01,
-        "easy_rewards/exact": 0.4,
+        "easy_rewards/exact_reward": 0.4,
         "tasks/add/reward": 0.1,
         "tasks/add/prompts": 3.0,
     }.items():
@@ -236,7 +236,7 @@ def test_every_curve_that_was_logged_is_on_the_page_and_held_out_ones_by_set(tmp
     history = read_history(run)
     assert {kind: sorted(found) for kind, found in history.details.items()} == {
         "at_k": ["pass@2", "pass@2 easy", "pass^2"],
-        "function": ["exact", "exact easy", "short"],
+        "function": ["exact_reward", "exact_reward easy", "short"],
         "task": ["add"],
     }
     assert (history.details["at_k"]["pass@2"].rewards, history.details["at_k"]["pass@2"].errors) == (

@@ -151,7 +151,7 @@ def test_what_is_of_the_whole_run_and_what_of_the_newest_log_stand_apart() -> No
 def test_named_held_out_sets_are_shown_the_first_two_of_many() -> None:
     total = RunTime(10.0, {"wait": 71.0, "train": 29.0})
     latest = {"reward": 0.5, "eval_easy_reward": 0.9, "eval_easy_reward_stderr": 0.01, "eval_tasks/a/reward": 0.7}
-    latest |= {"eval_of_a_very_long_name_reward": 0.25, "eval_third_reward": 0.1}
+    latest |= {"eval_rewards/exact_reward": 0.3, "eval_of_a_very_long_name_reward": 0.25, "eval_third_reward": 0.1}
     text = "\n".join(drawn(80, latest, total))
     assert "held out easy" in text
     assert "0.900 ± 0.010" in text
@@ -240,8 +240,11 @@ def shown(stream: Any, *, rank: int = 0, disable_tqdm: bool = False) -> Progress
     lines.on_train_begin(args, state, None)
     for step in (1, 2, 3):
         state.global_step = step
-        lines.on_log(args, state, None, logs={"reward": None if step == 2 else 0.5, "loss": 0.1, "staleness": None})
-    lines.on_log(args, state, None, logs={"eval_math_reward": 0.75, "eval_math_prompts": 4.0})
+        staleness = 1.0 if step == 3 else None
+        reward = None if step == 2 else 0.5
+        lines.on_log(args, state, None, logs={"reward": reward, "loss": 0.1, "staleness": staleness})
+    evaluation = {"eval_math_reward": 0.75, "eval_math_prompts": 4.0, "eval_rewards/exact_reward": 0.5}
+    lines.on_log(args, state, None, logs=evaluation)
     lines.end(None)
     return lines
 
@@ -253,6 +256,8 @@ def test_a_pipe_gets_one_line_a_log_step() -> None:
     assert [line[:10] for line in lines] == ["step  1/10", "step  2/10", "step  3/10", "step  3/10"]
     assert "  reward 0.500  loss +0.1000  errors 0" in lines[0]
     assert "  reward -  " in lines[1]
+    assert "  staleness -  " in lines[1]
+    assert "  staleness 1  " in lines[2]
     assert "held-out reward of math 0.750  (4 prompts, 0 failed" in lines[3]
     assert "\x1b" not in stream.getvalue()
 

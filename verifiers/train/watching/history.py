@@ -32,7 +32,7 @@ MOST_POINTS = 240
 
 _MOST_CAUSES = 1000
 
-HELD_OUT = re.compile(r"eval(_.+)?_reward")
+HELD_OUT = re.compile(r"eval(_[^/]+)?_reward")
 """The metric that an evaluation's mean reward has: "eval_reward", or "eval_<set>_reward"."""
 
 _HELD_OUT_DETAIL = re.compile(
@@ -122,6 +122,7 @@ def read_history(run_dir: str | Path) -> History:
         history.last_at = max(history.last_at, float(line.get("at") or 0.0))
         step = float(line["step"])
         _take_evaluations(history, line, step)
+        _take_failures(history, line, int(step))
         if not line.get("steps"):
             continue
         history.time.take(line)
@@ -131,7 +132,6 @@ def read_history(run_dir: str | Path) -> History:
                 column = history.columns.setdefault(name, array("d"))
                 column.extend([math.nan] * (len(history.steps) - 1 - len(column)))
                 column.append(value)
-        _take_failures(history, line, int(step))
     for column in history.columns.values():
         column.extend([math.nan] * (len(history.steps) - len(column)))
     return history

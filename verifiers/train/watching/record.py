@@ -101,7 +101,7 @@ class RunRecord:
         """Append the numbers of one log.
 
         Args:
-            steps: optimizer steps since the last one; 0 for an evaluation.
+            steps: optimizer steps since the last one; 0 for an evaluation, and for failures between two logs.
             failures: rollouts that failed meanwhile, by cause.
         """
         line: dict[str, Any] = {"step": step, "steps": steps, "at": round(time.time(), 1)}

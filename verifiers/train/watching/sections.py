@@ -167,7 +167,7 @@ def _facts(run: Mapping[str, Any], history: History) -> Iterable[tuple[str, str]
             yield f"best {held_out_name(name)}", f"{_estimate(found, best)} at step {found.steps[best]:,.0f}"
     yield "tokens sampled", short(round(history.time.sampled_tokens)) if history.time.sampled_tokens else ""
     failed = sum(cause.count for cause in history.failures.values())
-    yield "failed rollouts", f"{failed:,}" if history.steps else ""
+    yield "failed rollouts", f"{failed:,}" if failed or history.steps else ""
 
 
 def _estimate(found: Evaluations, at: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from verifiers.data.plan import BatchPlan
+from verifiers.errors import NothingScoredError
 from verifiers.evals.hiding import Hider, secrets_of_run
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.block import TrainingBlock
@@ -55,6 +56,7 @@ class RunWatch:
         self._samples = SampleChoice(plan.max_steps)
         self._judged_by: dict[str, Any] = {"num_batches_ahead": 0}
         self._failures = CauseCounts()
+        self._noted_step = 0
         self._lap_step = 0
         self._lap_steps = 0
         # tokens of the block in training, by optimizer step
@@ -108,12 +110,17 @@ class RunWatch:
         sampled = sum(row.sampled_tokens for rollout in block.launched for row in rollout.rows)
         rows = sum(int(batch["sampled_tokens"].sum()) for batch in all_passes(trained.batches))
         self._rate = (sampled / updates, rows * self.plan.num_iterations / updates)
-        # half a secret is none that could be recognized
-        hide = self.record.hide if self.record is not None else str
-        self._failures.add(hide(str(rollout.failure)) for rollout in block.launched if rollout.failure is not None)
+        self._note_failures(block, step)
         if self.record is not None:
             is_last = step + updates >= self.plan.max_steps
             self.record.write_samples(self._samples.of_block(block, trained.advantages, step + 1, is_last=is_last))
+
+    def _note_failures(self, block: ScoredBlock, step: int) -> None:
+        # half a secret is none that could be recognized
+        hide = self.record.hide if self.record is not None else str
+        self._failures.add(hide(str(rollout.failure)) for rollout in block.launched if rollout.failure is not None)
+        # what goes on from a checkpoint at `step` generates the block again
+        self._noted_step = step + 1
 
     def note_step(self) -> None:
         """An optimizer step is done."""
@@ -141,6 +148,11 @@ class RunWatch:
         failures = self._failures.take(_CAUSES_A_LINE) if is_step else {}
         self.record.write_metrics(step, steps, logs, failures)
 
+    def write_failures(self) -> None:
+        """Record failures that no log has told yet."""
+        if self.record is not None and (causes := self._failures.take(_CAUSES_A_LINE)):
+            self.record.write_metrics(self._noted_step, 0, {}, causes)
+
     def verdict(self) -> Verdict | None:
         """What the run is bound by so far."""
         return judge(self.total, **self._judged_by)
@@ -161,6 +173,11 @@ class RunWatch:
         """Close the record and write the last report."""
         if self.record is None:
             return None
+        self.write_failures()
+        if isinstance(error, NothingScoredError) and isinstance(error.block, ScoredBlock):
+            # it never came to the trainer
+            self._note_failures(error.block, error.block.block_id * self.plan.updates_per_block)
+            self.write_failures()
         if error is None:
             self.record.describe(status="finished", ended=time.time())
         else:
@@ -261,4 +278,6 @@ class WatchCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             with self._watch.clock.stage("save"):
+                # a kill before the next log would lose them, and what goes on from here does not meet them again
+                self._watch.write_failures()
                 self._watch.write_report()
