@@ -16,6 +16,7 @@ from verifiers.cli.exit_codes import CommandFailedError
 from verifiers.cli.train import main
 from verifiers.data.plan import make_plan
 from verifiers.train.checkpoint import mark_complete
+from verifiers.train.output_lock import OutputLock
 from verifiers.train.watching.record import read_run
 
 RUN = """
@@ -113,6 +114,10 @@ def replaced(old: str, new: str) -> str:
         (
             replaced("max_steps = 3", 'max_steps = 3\neval_strategy = "steps"\neval_steps = 1\neval_timeout = 0.0'),
             "eval_timeout is 0; give a number above 0",
+        ),
+        (
+            replaced("max_steps = 3", 'max_steps = 3\nresume_from_checkpoint = "a"'),
+            r"resume_from_checkpoint has no effect here: .* train\(resume_from_checkpoint=\.\.\.\)",
         ),
         ("[environment", "the run file 'run.toml' cannot be read"),
         (
@@ -214,6 +219,10 @@ def test_the_same_command_goes_on_and_fresh_begins_anew(
     assert main([str(run_file), "--fresh"]) == 1
     assert main([str(run_file)]) == 0
     assert asked[4:] == [False, True]
+    # what was trained with another seed is another run
+    run_file.write_text(replaced("max_steps = 3", "max_steps = 3\nseed = 7"))
+    assert main([str(run_file)]) == 0
+    assert asked[6:] == [True]
     assert main([str(run_file), "--fresh", "--resume"]) == 2
     assert "give one of them" in capsys.readouterr().err
 
@@ -225,11 +234,33 @@ def test_a_checkpoint_that_does_not_fit_is_told_before_anything_is_loaded(
     checkpoint = Path("outputs/toy-sums-env/checkpoint-2")
     checkpoint.mkdir(parents=True)
     mark_complete(checkpoint, plan, 2)
+    with OutputLock(checkpoint.parent):
+        assert main([str(run_file)]) == 1
+    assert "another run writes to outputs/toy-sums-env" in capsys.readouterr().err
     assert main([str(run_file)]) == 1
     (sentence,) = capsys.readouterr().err.strip().splitlines()
     assert re.search(
         r"was written with seed=7, and this run has 42: .*--fresh.* or give another output_dir", sentence
     )
+
+
+def test_a_checkpoint_of_another_start_is_told_before_anything_is_loaded(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_steps=3,
+        num_prompts=6,
+        seed=42,
+    )
+    checkpoint = Path("outputs/toy-sums-env/checkpoint-2")
+    checkpoint.mkdir(parents=True)
+    mark_complete(checkpoint, plan, 2, model="elsewhere")
+    assert main([str(run_file)]) == 1
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(r"the model 'elsewhere', and this one is to begin from 'start'.*--fresh", sentence)
 
 
 def test_a_model_that_is_nowhere_is_one_sentence_before_the_server_is_started(

@@ -173,6 +173,55 @@ def test_a_second_run_of_a_trainer_begins_at_its_first_block(
     assert logged == sorted(logged)
 
 
+@pytest.mark.parametrize("max_steps", [4, 3])
+def test_going_on_where_all_steps_are_done_trains_nothing_and_ends_well(
+    trainer_in: Make, tmp_path: Path, max_steps: int
+) -> None:
+    """Inside an epoch of eight steps."""
+    first = trainer_in(tmp_path, max_steps=4)
+    first.train()
+    again = trainer_in(tmp_path, max_steps=max_steps)
+    assert again.plan.blocks_per_epoch > 4
+    again.train(resume_from_checkpoint=True)
+    assert (again.seen, again.state.global_step) == ([], 4)
+    assert [record["block_id"] for record in read_ledger(tmp_path)] == [0, 1, 2, 3]
+    again.train()
+    assert steps(again)[::2] == list(range(max_steps))
+
+
+class TrainsAnother(TrainerCallback):
+    def __init__(self, other: tiny_world.ObservedTrainer) -> None:
+        self._other = other
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with pytest.raises(CheckpointError, match="another run writes to"):
+            self._other.train()
+
+
+def test_two_runs_at_once_in_one_directory_are_refused(trainer_in: Make, tmp_path: Path) -> None:
+    one, other = (trainer_in(tmp_path, max_steps=1) for _ in range(2))
+    one.add_callback(TrainsAnother(other))
+    one.train()
+    assert_ledger_is_whole(tmp_path, one)
+    assert not (tmp_path / "earlier-1").exists()
+    other.train()
+    assert steps(other) == [0, 0]
+
+
+class FindsTheBest(TrainerCallback):
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.best_model_checkpoint = str(Path(args.output_dir) / "checkpoint-1")
+
+
+def test_the_end_of_a_run_leaves_what_it_could_go_on_from(trainer_in: Make, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, max_steps=3, save_steps=1, save_total_limit=1)
+    trainer.add_callback(FindsTheBest())
+    trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
+    assert trainer.args.save_total_limit == 1
+
+
 class Stops(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
@@ -201,16 +250,40 @@ def test_checkpoints_without_an_optimizer_are_not_gone_on_from(
     assert newest_complete(tmp_path) is None
 
 
-def test_a_checkpoint_of_other_rows_is_refused(trainer_in: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_rows_or_another_model_is_refused(trainer_in: Make, tmp_path: Path) -> None:
     trainer_in(tmp_path, max_steps=2).train()
     with pytest.raises(CheckpointError, match=r"other training rows .* begin anew \(vf-train --fresh"):
         trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a")).train(resume_from_checkpoint=True)
-    # a marker of before rows were looked at
     marker = tmp_path / "checkpoint-2" / MARKER
-    marker.write_text(json.dumps({k: v for k, v in json.loads(marker.read_text()).items() if k != "rows"}))
+    saved = json.loads(marker.read_text())
+    marker.write_text(json.dumps({**saved, "rows": None, "model": "elsewhere"}))
+    with pytest.raises(CheckpointError, match=f"the model 'elsewhere', .* to begin from '{saved['model']}'"):
+        trainer_in(tmp_path).train(resume_from_checkpoint=True)
+    # a marker of before rows and models were looked at
+    marker.write_text(json.dumps({k: v for k, v in saved.items() if k not in ("rows", "model")}))
     old = trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a"), max_steps=4)
     old.train(resume_from_checkpoint=True)
     assert steps(old) == [2, 2, 3, 3]
+
+
+class HubRefusesError(OSError):
+    """As what a hub's client raises."""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_raised"),
+    [(OSError("no file named model.safetensors"), ConfigError), (HubRefusesError("403"), HubRefusesError)],
+    ids=["loading", "a hub"],
+)
+def test_only_what_loading_raises_is_called_a_model_that_cannot_be_loaded(
+    trainer_in: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_raised: type[Exception]
+) -> None:
+    def init(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("trl.GRPOTrainer.__init__", init)
+    with pytest.raises(is_raised, match="cannot be loaded" if is_raised is ConfigError else "403"):
+        trainer_in(tmp_path)
 
 
 def test_an_output_dir_that_is_a_file_is_refused_before_anything_is_loaded(trainer_in: Make, tmp_path: Path) -> None:

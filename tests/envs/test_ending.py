@@ -83,9 +83,16 @@ def test_a_member_that_hangs_keeps_neither_the_others_nor_the_group_from_ending(
         def end(self) -> None:
             self.ended = True
 
-    tidy = Tidy()
-    group = Group([hanging, tidy], ["hanging", "tidy"])
-    tear_down([group], within_s=0.2)
+    class Late(Hanging):
+        async def teardown(self) -> None:
+            # the group's thread comes to it before its own does
+            await asyncio.sleep(0.1)
+            await super().teardown()
+
+    tidy, late = Tidy(), Late()
+    group = Group([hanging, late, tidy], ["hanging", "late", "tidy"])
+    tear_down([group], within_s=0.3)
+    late.over.set()
     assert hanging.begun.is_set()
     assert (tidy.ended, group.ended) == (1, True)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from verifiers.data.plan import make_plan
 from verifiers.errors import CheckpointError
 from verifiers.train.aside import finish_putting_aside, put_aside, put_later_aside
-from verifiers.train.checkpoint import MARKER
+from verifiers.train.beginning import Beginning, clear_the_way, finished_steps, note_saved
+from verifiers.train.checkpoint import MARKER, mark_complete
+from verifiers.train.watching.record import read_run
 
 LEFT = ("blocks.jsonl", "metrics.jsonl", "samples.jsonl", "run.json", "report.html")
 
@@ -97,3 +102,44 @@ def test_what_cannot_be_moved_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(CheckpointError, match=r"cannot be put aside .*Permission denied.*give another output_dir"):
         put_aside(tmp_path)
+
+
+PLAN = make_plan(per_device_train_batch_size=4, num_generations=4, max_steps=4, num_prompts=8)
+
+
+def test_what_was_finished_with_another_seed_other_rows_or_another_model_is_not_this_run(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{number}", "answer": ""} for number in range(8)]
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "ended": 1.0}))
+    note_saved(tmp_path, 4, PLAN, rows, "start")
+    assert finished_steps(tmp_path, dataclasses.replace(PLAN, max_steps=2), rows, "start") == 4
+    assert finished_steps(tmp_path, PLAN) == 4
+    for other in ((dataclasses.replace(PLAN, seed=7), rows, "start"), (PLAN, rows[::-1], "start"), (PLAN, rows, "b")):
+        assert finished_steps(tmp_path, *other) is None
+    run = read_run(tmp_path)
+    # as it was written before these were noted
+    del run["saved"]["of"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert finished_steps(tmp_path, PLAN, rows, "b") == 4
+
+
+def test_a_run_that_is_half_put_aside_is_not_the_finished_one_of_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "ended": 1.0}))
+    note_saved(tmp_path, 4, PLAN)
+    assert finished_steps(tmp_path, PLAN) == 4
+    (tmp_path / ".earlier-1.partial").mkdir()
+    assert finished_steps(tmp_path, PLAN) is None
+    assert (tmp_path / "earlier-1" / "run.json").is_file()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_going_back_to_a_run_whose_best_checkpoint_has_moved_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_there: bool
+) -> None:
+    back = tmp_path / "earlier-1" / "checkpoint-4"
+    best = back.with_name("checkpoint-2") if is_there else tmp_path / "checkpoint-2"
+    for path in (back, best) if is_there else (back,):
+        path.mkdir(parents=True)
+    (back / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(best)}))
+    mark_complete(back, PLAN, 4)
+    clear_the_way(Beginning(str(back), goes_on=True), str(tmp_path))
+    assert (f"the best checkpoint before step 4, {best}, is not there" in caplog.text) == (not is_there)

@@ -20,6 +20,7 @@ from verifiers.train.checkpoint import (
     extra_state,
     mark_complete,
     mark_incomplete,
+    model_name,
     newest_complete,
     resume_step,
     told_where_writing_fails,
@@ -233,6 +234,33 @@ def test_other_rows_are_refused_and_where_nothing_is_known_of_them_nothing_is_as
     check_resumable(silent, plan, others)
     with pytest.raises(CheckpointError, match="written with other training rows"):
         check_resumable(path, plan, others)
+
+
+def test_another_start_of_the_policy_is_refused_with_both_names(
+    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, silent = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    mark_complete(path, plan, 2, model="start")
+    mark_complete(silent, plan, 4)
+    for model in (None, "start", "./start/", str(tmp_path / "start")):
+        check_resumable(path, plan, model=model)
+    check_resumable(silent, plan, model="other")
+    with pytest.raises(CheckpointError, match=r"the model 'start', .* from 'other'.*--fresh"):
+        check_resumable(path, plan, model="other")
+
+
+def test_a_model_without_a_name_or_out_of_a_run_is_not_compared(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 2)
+    mark_complete(path, plan, 2)
+
+    class Loaded:
+        def __init__(self, name: str) -> None:
+            self.config = self
+            self._name_or_path = name
+
+    assert [model_name(model) for model in ("start", Loaded("start"))] == ["start", "start"]
+    assert [model_name(model) for model in (str(path), Loaded(str(path)), Loaded(""), object())] == [None] * 4
 
 
 def test_rows_of_a_stage_that_is_yet_to_come_may_be_others(plan: BatchPlan) -> None:

@@ -43,7 +43,7 @@ class Left(RankWatch):
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
     monkeypatch.setattr(rank_watch, "_WAKE_AFTER_S", 0.05)
-    monkeypatch.setattr(rank_watch, "_LEAVE_AFTER_S", 0.2)
+    monkeypatch.setattr(rank_watch, "_LEAVE_AFTER_S", 1.0)
     monkeypatch.setattr(rank_watch, "_CLOSED_AFTER_S", 60.0)
     monkeypatch.setattr(rank_watch, "_LINGER_S", 0.1)
     # both are of the whole process
@@ -63,7 +63,7 @@ def conclude(watch: Left) -> None:
 
 def test_a_rank_that_closes_what_it_holds_has_longer_than_one_that_cannot_be_woken(watch: Left) -> None:
     conclude(watch)
-    time.sleep(0.45)
+    time.sleep(1.3)
     watch.end()
     assert watch.left_after_s == 0.0
 
@@ -78,7 +78,7 @@ def test_a_rank_that_cannot_be_woken_is_ended(watch: Left) -> None:
     # its main thread does not come to raise
     watch.ending.begin()
     watch.hear()
-    assert watch.until_left() >= 0.2
+    assert watch.until_left() >= 1.0
 
 
 def test_further_signals_let_a_rank_close_what_it_holds(watch: Left) -> None:

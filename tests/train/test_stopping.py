@@ -32,6 +32,7 @@ def test_a_stop_between_blocks_is_left_alone(at: StopsBetweenBlocks) -> None:
 def test_a_stop_inside_a_block_waits_for_its_end_and_a_save_comes_with_it(
     at: StopsBetweenBlocks, event: str, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    at.on_train_begin(None, TrainerState(global_step=step, max_steps=10), None)
     assert after(at, event, step, should_training_stop=True, should_save=True) == (False, False)
     assert after(at, event, step, should_training_stop=True) == (False, False)
     assert after(at, "on_step_end", 3) == (False, False)
@@ -44,5 +45,12 @@ def test_a_stop_inside_a_block_waits_for_its_end_and_a_save_comes_with_it(
 def test_a_run_may_end_inside_its_last_block_and_a_new_one_knows_nothing_of_it(at: StopsBetweenBlocks) -> None:
     assert after(at, "on_step_end", 10, should_training_stop=True, should_save=True) == (True, True)
     after(at, "on_step_end", 9, should_training_stop=True)
-    at.on_train_begin(None, None, None)
+    at.on_train_begin(None, TrainerState(), None)
     assert after(at, "on_step_end", 4) == (False, False)
+
+
+def test_a_stop_of_an_overlapped_evaluation_counts_at_the_step_that_is_now(at: StopsBetweenBlocks) -> None:
+    after(at, "on_step_end", 6)
+    # the state says the evaluation's own step, which was between blocks
+    assert after(at, "on_evaluate", 4, should_training_stop=True) == (False, False)
+    assert after(at, "on_step_end", 8) == (True, False)

@@ -18,9 +18,12 @@ from verifiers.train.saved_blocks import SAVED_BLOCKS
 __all__ = [
     "MARKER",
     "check_resumable",
+    "describe_run",
     "extra_state",
+    "is_same_run",
     "mark_complete",
     "mark_incomplete",
+    "model_name",
     "newest_complete",
     "resume_step",
     "sync_to_disk",
@@ -45,12 +48,14 @@ def mark_complete(
     optimizer_step: int,
     extra: Mapping[str, Any] | None = None,
     rows: Any = None,
+    model: str | None = None,
 ) -> None:
     """Sync the files of a checkpoint to disk, then write the marker that says it is whole.
 
     Args:
         extra: further state by the name of what it belongs to, as JSON; `extra_state` gives it back.
         rows: the training rows; left out, the checkpoint does not say which they were.
+        model: path or hub name of what the policy was at step 0; left out, the checkpoint does not say.
     """
     for path in sorted(directory.rglob("*")):
         # a directory holds the names of its files
@@ -61,8 +66,7 @@ def mark_complete(
     state = {
         "optimizer_step": optimizer_step,
         "block_id": plan.first_block_after(optimizer_step),
-        **_fingerprint(plan, optimizer_step),
-        "rows": row_fingerprint(rows, plan, optimizer_step),
+        **describe_run(plan, optimizer_step, rows, model),
         "extra": dict(extra or {}),
     }
     partial = directory / f".{MARKER}.partial"
@@ -117,11 +121,12 @@ def newest_complete(output_dir: str | Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None) -> None:
-    """Refuse a checkpoint that is incomplete, or was written under other sizes, another seed or other rows.
+def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, model: str | None = None) -> None:
+    """Refuse a checkpoint that is incomplete, or was written under other sizes, another seed, rows or model.
 
     Args:
         rows: the training rows; left out, they are not looked at, nor where the checkpoint does not know its own.
+        model: path or hub name of what the policy is at step 0; likewise.
 
     Raises:
         CheckpointError: with the setting that differs, or what is missing.
@@ -151,6 +156,43 @@ def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None) ->
             f"{directory} was written with other training rows than the environment has now (or another environment, "
             f"or other arguments of it), so its blocks would hold other prompts; use the same rows, or {_ANEW}."
         )
+    if not _is_same_model(saved.get("model"), model):
+        raise CheckpointError(
+            f"{directory} is of a run that began from the model {saved['model']!r}, and this one is to begin from "
+            f"{model!r}, whose weights it would never see; use the same model, or {_ANEW}."
+        )
+
+
+def describe_run(plan: BatchPlan, optimizer_step: int, rows: Any = None, model: str | None = None) -> dict[str, Any]:
+    """What must stay the same while a run goes on, as JSON; None where it is not known."""
+    return {
+        **_fingerprint(plan, optimizer_step),
+        "rows": row_fingerprint(rows, plan, optimizer_step),
+        "model": model,
+    }
+
+
+def is_same_run(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two of `describe_run` may be of one run; what one of them does not know is not compared."""
+    if not _is_same_model(one.get("model"), other.get("model")):
+        return False
+    if None not in (one.get("rows"), other.get("rows")) and one["rows"] != other["rows"]:
+        return False
+    return all(one[name] == other[name] for name in ({*one} & {*other}) - {"model", "rows"})
+
+
+def model_name(model: Any) -> str | None:
+    """Path or hub name of a model, given as such or loaded; None where it has none, or is a run's own checkpoint."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
+    if not name or (Path(name) / MARKER).is_file():
+        return None
+    return str(name)
+
+
+def _is_same_model(one: str | None, other: str | None) -> bool:
+    if one is None or other is None or one == other:
+        return True
+    return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
 def resume_step(directory: str | Path) -> int:

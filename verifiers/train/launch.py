@@ -21,8 +21,8 @@ __all__ = ["installed_servers", "launched_server"]
 _END_S = 15.0
 """Longer than a server takes to end what it started itself."""
 
-_END_AFTER_FAILURE_S = 3.0
-"""A run that fails has ended within 5 seconds, whatever its server does."""
+_END_AFTER_FAILURE_S = 2.0
+"""A run that fails has ended within 5 seconds, whatever its server and its environments do."""
 
 # run by another interpreter, which may have no verifiers
 _START = """

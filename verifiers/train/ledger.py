@@ -5,7 +5,8 @@
 
 `trained` holds (example id, generation). A line is written when a block is taken for training, and a run that goes on
 from a checkpoint takes out the lines of blocks that it will train again. So once a run has ended well or gone on, the
-file tells the lineage of the weights, each block once and in order; that of a run which was cut says more.
+file tells the lineage of the weights, each block once and in order: from the checkpoint on, where that was of another
+directory. That of a run which was cut says more.
 """
 
 from __future__ import annotations

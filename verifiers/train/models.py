@@ -46,12 +46,13 @@ def check_model_path(name_or_path: str) -> None:
 
 @contextlib.contextmanager
 def told_what_cannot_be_loaded(
-    name_or_path: str, of: tuple[type[Exception], ...] = (OSError, ValueError)
+    name_or_path: str, of: tuple[type[Exception], ...] = (OSError, ValueError), *, exact: bool = False
 ) -> Iterator[None]:
     """While a model or a tokenizer is loaded: what the hub or the files refuse becomes one sentence.
 
     Args:
         of: what they raise; less where other things are done meanwhile.
+        exact: only of these types themselves, where subclasses are raised for other reasons.
 
     Raises:
         ConfigError: with the first line of what was said.
@@ -59,7 +60,7 @@ def told_what_cannot_be_loaded(
     try:
         yield
     except of as error:
-        if isinstance(error, Error):
+        if isinstance(error, Error) or (exact and type(error) not in of):
             raise
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(

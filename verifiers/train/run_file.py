@@ -139,6 +139,12 @@ def load_run_file(path: str | Path) -> RunFile:
                     _check_keys(path, f"{several}.{name}", table, EnvironmentTable.model_fields)
     if isinstance(data.get("trainer"), dict):
         _check_keys(path, "trainer", data["trainer"], trainer_fields())
+        if "resume_from_checkpoint" in data["trainer"]:
+            raise ConfigError(
+                f"{path}: [trainer] resume_from_checkpoint has no effect here: vf-train goes on from the newest "
+                "complete checkpoint of output_dir; another one is given in Python, "
+                "train(resume_from_checkpoint=...)."
+            )
         data["trainer"] = _checked_values(path, data["trainer"])
     try:
         run = RunFile.model_validate(data)

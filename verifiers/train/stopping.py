@@ -24,14 +24,19 @@ class StopsBetweenBlocks(TrainerCallback):
     def __init__(self, updates_per_block: int) -> None:
         self._updates = updates_per_block
         self._stops = self._saves = False
+        # what an overlapped evaluation is told of, the state says the evaluation's own
+        self._step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stops = self._saves = False
+        self._step = state.global_step
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step
         self._hold_back(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step
         self._settle(state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -44,9 +49,9 @@ class StopsBetweenBlocks(TrainerCallback):
         self._settle(state, control)
 
     def _settle(self, state: Any, control: Any) -> None:
-        if state.global_step >= state.max_steps:
+        if self._step >= state.max_steps:
             return
-        if state.global_step % self._updates:
+        if self._step % self._updates:
             self._hold_back(state, control)
         elif self._stops:
             control.should_training_stop = True
@@ -59,7 +64,7 @@ class StopsBetweenBlocks(TrainerCallback):
         if not self._stops and state.is_world_process_zero:
             logger.warning(
                 "a callback stops the run inside a block: it ends at step %d, when the block has been trained.",
-                (state.global_step // self._updates + 1) * self._updates,
+                (self._step // self._updates + 1) * self._updates,
             )
         self._saves = self._saves or control.should_save
         self._stops, control.should_training_stop, control.should_save = True, False, False

@@ -12,8 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback
 
 from verifiers.data.adaptive import Adapts
@@ -31,10 +30,13 @@ from verifiers.train.checkpoint import (
     extra_state,
     mark_complete,
     mark_incomplete,
+    model_name,
+    resume_step,
     told_where_writing_fails,
 )
 from verifiers.train.config import GRPOConfig
 from verifiers.train.curriculum import curriculum_state, planned_run, restore_curriculum, still_planned
+from verifiers.train.epochs import empty_epoch
 from verifiers.train.evaluating import EvaluatingTrainer
 from verifiers.train.evaluation_settings import check_held_out
 from verifiers.train.feed import BlockFeed
@@ -43,6 +45,7 @@ from verifiers.train.held_out import held_out_sets
 from verifiers.train.keeping import drop_old_checkpoints
 from verifiers.train.ledger import Ledger
 from verifiers.train.models import check_model_path, get_tokenizer, told_what_cannot_be_loaded
+from verifiers.train.output_lock import OutputLock
 from verifiers.train.probing import BeforeUpdates
 from verifiers.train.progress import ProgressLines
 from verifiers.train.ranks import end_together
@@ -61,6 +64,7 @@ TRL_PRIVATE_NAMES = (
     "_compute_loss",
     "_determine_best_metric",
     "_evaluate",
+    "_finalize_training",
     "_get_per_token_logps_and_entropies",
     "_logs",
     "_maybe_log_save_evaluate",
@@ -97,6 +101,9 @@ class GRPOTrainer(EvaluatingTrainer):
         ConfigError: sizes that do not divide, settings that contradict each other or the environment.
     """
 
+    _lock: OutputLock | None = None
+    _begins_at = 0
+
     def __init__(
         self,
         model: Any,
@@ -129,10 +136,10 @@ class GRPOTrainer(EvaluatingTrainer):
         self.sampling_args = training_sampling_args(env, args)
         self.held_out = held_out_sets(env, eval_dataset, eval_env, most=args.num_eval_prompts)
         check_held_out(args, self.held_out)
-        loading = (
-            told_what_cannot_be_loaded(model, (OSError,)) if isinstance(model, str) else contextlib.nullcontext()
-        )
-        with loading:
+        with contextlib.ExitStack() as loading:
+            if isinstance(model, str):
+                # a hub that refuses a push raises subclasses
+                loading.enter_context(told_what_cannot_be_loaded(model, (OSError,), exact=True))
             super().__init__(
                 model=model,
                 reward_funcs=_rewards_come_from_the_environment,
@@ -145,7 +152,7 @@ class GRPOTrainer(EvaluatingTrainer):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
-        self._rows = dataset
+        self._rows, self._model_name = dataset, model_name(model)
         self._client_given = client is not None
         backend = backend_for(client if client is not None else self._default_client())
         self.weight_sync = weight_sync or self._default_sync(each_server(backend))
@@ -195,19 +202,22 @@ class GRPOTrainer(EvaluatingTrainer):
                 `output_dir` is moved into `earlier-N` there.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete, of another plan, or not seen by every process.
+            CheckpointError: the checkpoint is incomplete, of another plan, or not seen by every process; or another
+                run writes to `output_dir`.
             GenerationError, WeightSyncError: with the cause; nothing is left running.
             RankError: another process of the run failed, was stopped or vanished.
         """
         output_dir, rank = str(self.args.output_dir), self.accelerator.process_index
 
         def choose() -> Beginning:
-            return choose_beginning(output_dir, resume_from_checkpoint, self.plan, self._rows)
+            self._lock = OutputLock(output_dir)
+            return choose_beginning(output_dir, resume_from_checkpoint, self.plan, self._rows, self._model_name)
 
         def run() -> Any:
             self._begin_run()
             beginning = self._on_rank_0(choose)
             checkpoint = seen_from_here(beginning, output_dir, rank)
+            self._begins_at = resume_step(checkpoint) if checkpoint else 0
             self._owed = self._on_rank_0(lambda: self._open_run(beginning))
             # it must hear of a stop after whoever asks for one
             self.remove_callback(self._stops)
@@ -280,8 +290,11 @@ class GRPOTrainer(EvaluatingTrainer):
         generator, self.generator, self.feed = self.generator, None, None
         self._give_up_evaluation()
         self.ledger = self._records = None
+        lock, self._lock = self._lock, None
         # whatever one of them raises, the rest is given back
         with contextlib.ExitStack() as stack:
+            if lock is not None:
+                stack.callback(lock.release)
             stack.callback(self.weight_sync.close)
             stack.callback(self._leave_probe)
             if generator is not None:
@@ -321,17 +334,8 @@ class GRPOTrainer(EvaluatingTrainer):
         return True
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """One empty item a micro-step of an epoch: the trainer feeds itself, so nothing is read and skipped."""
-        plan = self.plan
-        # a curriculum may have fewer rows than a block
-        updates = max(1, plan.blocks_per_epoch) * plan.updates_per_block
-        # a generator of its own: a new epoch must not draw from the one that dropout draws from
-        return DataLoader(
-            _EmptySteps(updates * plan.gradient_accumulation_steps),
-            batch_size=1,
-            collate_fn=_first,
-            generator=torch.Generator(),
-        )
+        """As `empty_epoch`."""
+        return empty_epoch(self.plan, self._begins_at)
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
@@ -352,9 +356,18 @@ class GRPOTrainer(EvaluatingTrainer):
             between_blocks = self.state.global_step % self.plan.updates_per_block == 0
             if self.args.should_save and between_blocks and not self.args.save_only_model:
                 self._keep_blocks_in_flight(directory)
-                mark_complete(directory, self.plan, self.state.global_step, self.checkpoint_extra(), self._rows)
+                of = (self._rows, self._model_name)
+                mark_complete(directory, self.plan, self.state.global_step, self.checkpoint_extra(), *of)
         if self.args.should_save:
             drop_old_checkpoints(str(self.args.output_dir), limit, self.state.best_model_checkpoint)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # transformers would delete complete ones without a word to their markers
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
 
     def checkpoint_extra(self) -> dict[str, Any]:
         """Further state for a checkpoint's marker, as JSON, by the name of what it belongs to."""
@@ -374,21 +387,6 @@ class GRPOTrainer(EvaluatingTrainer):
             save_blocks(directory, self.feed.finished_blocks())
         if self.ledger is not None:
             self.ledger.sync()
-
-
-class _EmptySteps(Dataset[Any]):
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {}
-
-
-def _first(items: list[Any]) -> Any:
-    return items[0]
 
 
 def _rewards_come_from_the_environment(**_: Any) -> list[float]:
