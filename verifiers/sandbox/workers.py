@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,7 @@ class WorkerPool:
         job = self._submit(function, args, kwargs, timeout_s)
         try:
             # an interrupt that comes just before a wait does not end it, only the next one
-            while not wait([job.future], _LISTENS_EVERY_S).done:
+            while not job.ended.acquire(timeout=_LISTENS_EVERY_S):
                 pass
             return job.future.result()
         except BaseException:
@@ -173,7 +173,12 @@ class _Plan:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A call on its way."""
+    """A call on its way.
+
+    Attributes:
+        ended: held until `future` is done. Whoever may be interrupted waits here: an interrupt inside the future's
+            own wait can leave its lock taken, and the thread that has the result would stand still.
+    """
 
     function: str
     args: Sequence[Any]
@@ -182,6 +187,13 @@ class _Job:
     future: Future[Any] = field(default_factory=Future)
     worker: Worker | None = None
     abandoned: bool = False
+    ended: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        ended = self.ended
+        ended.acquire()
+        # not `self`: a call's arguments would live until the next garbage collection
+        self.future.add_done_callback(lambda _: ended.release())
 
     def abandon(self) -> None:
         """Nobody waits for it any more: it is not started, or killed."""
