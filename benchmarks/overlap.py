@@ -132,11 +132,11 @@ def run(policy: Path, url: str, seconds: float, steps: int, **settings: Any) -> 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             # what the micro-step waits for is not training
             waited_before = sum(self.feed.seconds.values()) if self.feed is not None else 0.0
-            block_before, started = self._block_id, time.perf_counter()
+            block_before, started = self._now.block_id, time.perf_counter()
             loss = super().training_step(model, inputs, num_items_in_batch)
             spent = time.perf_counter() - started
             assert self.feed is not None
-            waited = sum(self.feed.seconds.values()) - (waited_before if self._block_id == block_before else 0.0)
+            waited = sum(self.feed.seconds.values()) - (waited_before if self._now.block_id == block_before else 0.0)
             time.sleep(max(0.0, seconds / MICRO_STEPS - (spent - waited)))
             return loss
 
