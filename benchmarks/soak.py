@@ -33,8 +33,6 @@ from typing import Any
 
 from overlap import make_policy
 
-# a benchmark beside this one has the name of a library
-sys.path.remove(str(Path(__file__).resolve().parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
