@@ -62,6 +62,18 @@ def test_a_run_that_did_nothing_is_not_worth_a_directory(tmp_path: Path) -> None
     assert not list(tmp_path.glob("*earlier*"))
 
 
+def test_the_directory_that_trl_made_for_its_tables_is_there_after_the_move(tmp_path: Path) -> None:
+    left_by_a_run(tmp_path)
+    tables = tmp_path / "completions"
+    tables.mkdir()
+    put_aside(tmp_path)
+    assert list(tables.iterdir()) == []
+    (tables / "step-1.parquet").touch()
+    assert put_aside(tmp_path) == tmp_path / "earlier-2"
+    assert list(tables.iterdir()) == []
+    assert (tmp_path / "earlier-2" / "completions" / "step-1.parquet").is_file()
+
+
 @pytest.mark.parametrize("moves", range(1, 9))
 def test_a_move_that_was_cut_is_finished_before_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int

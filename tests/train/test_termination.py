@@ -128,9 +128,10 @@ def test_closing_a_trainer_gives_back_the_weights_whatever_else_fails(broken: st
         generator=SimpleNamespace(close=closes("generator")),
         _give_up_evaluation=lambda: None,
         _leave_probe=closes("probe"),
+        _lock=SimpleNamespace(release=closes("lock")),
         weight_sync=SimpleNamespace(close=closes("weights")),
         feed=None,
     )
     with pytest.raises(KeyboardInterrupt):
         GRPOTrainer.close(trainer)
-    assert did == ["generator", "probe", "weights"]
+    assert did == ["generator", "probe", "weights", "lock"]

@@ -20,8 +20,9 @@ from verifiers.train.watching.record import METRICS, RUN, SAMPLES
 
 __all__ = ["finish_putting_aside", "put_aside", "put_later_aside"]
 
-# the last is the table that TRL writes with log_completions
-_RECORDS = (LEDGER, METRICS, SAMPLES, "completions")
+# the tables that TRL writes with log_completions, into a directory that it makes with the trainer
+_COMPLETIONS = "completions"
+_RECORDS = (LEDGER, METRICS, SAMPLES, _COMPLETIONS)
 # says nothing that a run without any of the others would miss
 _ABOUT = (RUN, "report.html")
 
@@ -89,6 +90,8 @@ def _move(root: Path, paths: list[Path], to: Path) -> Path:
         target = to / path.relative_to(root)
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
+        if path.name == _COMPLETIONS:
+            path.mkdir()
     if not to.name.startswith("."):
         return to
     return to.rename(root / to.name.removeprefix(".").removesuffix(".partial"))
@@ -97,7 +100,8 @@ def _move(root: Path, paths: list[Path], to: Path) -> Path:
 def _left_by_a_run(root: Path, keeps: Collection[Path] = ()) -> list[Path]:
     found = [root / name for name in (*_RECORDS, *_ABOUT)]
     found += [*_checkpoints(root), *(root / EVALUATIONS).glob("step-*")]
-    return [path for path in found if path.exists() and path not in keeps]
+    empty = {root / _COMPLETIONS} if not any((root / _COMPLETIONS).glob("*")) else set()
+    return [path for path in found if path.exists() and path not in keeps and path not in empty]
 
 
 def _is_worth_keeping(path: Path) -> bool:

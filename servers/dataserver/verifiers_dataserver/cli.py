@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     # Until the server has its own handlers: a SIGTERM while datasets load is a normal end, too.
-    signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, _leave)
     if arguments.parent_pid is not None:
         _follow_parent(arguments.parent_pid)
     try:
@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        # for whoever called this from a program of their own
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _run(arguments: argparse.Namespace) -> int:

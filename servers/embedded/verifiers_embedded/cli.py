@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     # Until the server has its own handlers: a SIGTERM while the model loads is a normal end, too.
-    signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, _leave)
     if arguments.parent_pid is not None:
         follow_parent(arguments.parent_pid)
     set_environment(arguments.threads)
@@ -120,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    finally:
+        # for whoever called this from a program of their own
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
