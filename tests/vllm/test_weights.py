@@ -154,9 +154,12 @@ def test_a_push_in_mid_answer_is_stamped_and_no_token_comes_from_old_keys_and_va
     server: vllm_world.Server, sync: DirectorySync, models: dict[str, Path], weights: dict[str, Weights]
 ) -> None:
     sync.push(weights["policy"].items(), 6)
+    before, deadline = server.generated_tokens(), time.monotonic() + 30
     with ThreadPoolExecutor(4) as threads:
         answers = [threads.submit(server.sample, PROMPT, max_tokens=400, seed=seed) for seed in range(4)]
-        time.sleep(0.25)
+        while server.generated_tokens() < before + 40:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         sync.push(weights["other"].items(), 7)
         choices = [answer.result() for answer in answers]
     assert any({span["version"] for span in choice["weight_versions"]} == {"6", "7"} for choice in choices)

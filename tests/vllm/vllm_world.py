@@ -132,6 +132,12 @@ class Server:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join([line[:300] for line in lines if "ERROR" in line][:40])
 
+    def generated_tokens(self) -> float:
+        """How many tokens it has sampled since it started."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
     def sample(self, prompt_ids: Sequence[int], **sampling: Any) -> dict[str, Any]:
         """One choice of /inference/v1/generate."""
         settings = {"max_tokens": 16, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **sampling}
