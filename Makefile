@@ -3,13 +3,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
+WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CLIENTS := .venv-clients
 VLLM := .venv-vllm
 DEEPSPEED := .venv-deepspeed
 ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
-PACKAGES := -e .[train,gym,mcp,rg,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
+PACKAGES := -e .[train,gym,mcp,rg,sandbox,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
@@ -43,7 +44,7 @@ demo-quick: $(INSTALLED)
 	$(BIN)/python examples/demo/run.py --quick
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow --ignore tests/clients --ignore tests/vllm

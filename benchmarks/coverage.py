@@ -1,4 +1,4 @@
-"""How often 95 % intervals cover the truth, by simulation, beside intervals that take rollouts as independent.
+"""The share of 95 % intervals that cover the truth, by simulation, beside intervals over independent rollouts.
 
     python benchmarks/coverage.py [--simulations 4000] [--seed 0]
 

@@ -1,4 +1,4 @@
-"""What the dataserver bears: prompts and grades at a fixed rate, while one of its graders hangs.
+"""The load that the dataserver carries: prompts and grades at a fixed rate, while one of its graders hangs.
 
     python benchmarks/dataserver.py [--rate 500] [--seconds 15] [--rounds 3]
 
@@ -39,7 +39,7 @@ Check = Callable[[Any], bool]
 
 
 def write_config(directory: Path) -> Path:
-    """A configuration of two stages, and a dataset whose grader hangs."""
+    """Return a configuration of two stages, and a dataset whose grader hangs."""
     with (directory / "rows.jsonl").open("w") as file:
         for index in range(ROWS):
             file.write(json.dumps({"prompt": f"How much is {index} plus {index}?", "answer": str(2 * index)}) + "\n")

@@ -62,7 +62,7 @@ class Request:
 
 
 def make_model(directory: Path, size: str) -> None:
-    """Writes a random model of 4 layers; no token ends its completions."""
+    """Write a random model of 4 layers; no token ends its completions."""
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -165,7 +165,7 @@ async def conversations(url: str, requests: list[Request]) -> int:
 
 @contextlib.contextmanager
 def process(command: list[str], port: int, path: str) -> Iterator[str]:
-    """A server process, once it answers `path`."""
+    """Return a server process, once it answers `path`."""
     url = f"http://127.0.0.1:{port}"
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, start_new_session=True, **quiet) as running:
@@ -225,7 +225,7 @@ def rate(run: Run, requests: list[Request]) -> float:
 
 
 def compare(sides: dict[str, tuple[Run, list[Request]]], rounds: int) -> dict[str, float]:
-    """The sides in turn, round after round; prints and returns their medians."""
+    """Run the sides round after round; print and return their medians."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for run, requests in sides.values():
         rate(run, requests[:IN_FLIGHT])

@@ -75,7 +75,7 @@ Runs = dict[Side, list[dict[str, Any]]]
 
 
 def python_of(side: Side, cache: Path, *, build: bool) -> Path | None:
-    """The interpreter of a side, whose environment is built where it is missing; None where it must not be built."""
+    """Return the interpreter of a side, and build its environment where it is missing; None where it must not be."""
     if not side.pins:
         return Path(sys.executable)
     directory = cache / side.venv
@@ -95,7 +95,7 @@ def python_of(side: Side, cache: Path, *, build: bool) -> Path | None:
 
 @contextlib.contextmanager
 def instant_server(answer: str) -> Iterator[str]:
-    """The base URL of a server that answers everything with `answer`."""
+    """Return the base URL of a server that answers everything with `answer`."""
     with tempfile.TemporaryDirectory() as scratch:
         port_file = Path(scratch) / "port"
         process = subprocess.Popen([sys.executable, SIDES / "instant_server.py", port_file, answer])
@@ -149,7 +149,7 @@ def cpu_s_per_1000(of_side: Sequence[dict[str, Any]]) -> float:
 
 
 def table_of(runs: Runs, rollouts: int) -> Iterator[str]:
-    """A line for each side."""
+    """Return a line for each side."""
     columns = ("rollouts/s", "range", "CPU s per 1,000", "peak MB", "stored MB", "aside s")
     yield f"{f'{rollouts:,} rollouts':<24}" + "".join(f"{name:>17}" for name in columns)
     for side, of_side in runs.items():
@@ -166,7 +166,7 @@ def table_of(runs: Runs, rollouts: int) -> Iterator[str]:
 
 
 def ratios_of(runs: Runs, beside_raw: Runs) -> dict[str, Any]:
-    """What the last line says of speed and CPU time."""
+    """Return what the last line says of speed and CPU time."""
     found: dict[str, Any] = {}
     for name, of_run, side in (
         ("ratio_to_verifiers", runs, VERIFIERS),

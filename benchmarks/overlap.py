@@ -1,4 +1,4 @@
-"""How much of generation and training happens at the same time, against taking strict turns.
+"""The overlap of generation and training, against taking strict turns.
 
     python benchmarks/overlap.py [--seconds 1.0] [--steps 24] [--sigma 1.0] [--ahead 2]
 
@@ -91,7 +91,7 @@ def server(seconds: float, sigma: float) -> Iterator[str]:
 
 
 def make_policy(directory: Path) -> None:
-    """A model of some thousand parameters, and one token a character."""
+    """Return a model of some thousand parameters, and one token a character."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -131,12 +131,13 @@ def run(policy: Path, url: str, seconds: float, steps: int, **settings: Any) -> 
     class Paced(GRPOTrainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             # what the micro-step waits for is not training
-            waited_before = sum(self.feed.seconds.values()) if self.feed is not None else 0.0
-            block_before, started = self._now.block_id, time.perf_counter()
+            prefetcher, loop = self.session.prefetcher, self.data_loop
+            assert prefetcher is not None
+            waited_before = sum(prefetcher.seconds.values())
+            block_before, started = loop._block_id, time.perf_counter()
             loss = super().training_step(model, inputs, num_items_in_batch)
             spent = time.perf_counter() - started
-            assert self.feed is not None
-            waited = sum(self.feed.seconds.values()) - (waited_before if self._now.block_id == block_before else 0.0)
+            waited = sum(prefetcher.seconds.values()) - (waited_before if loop._block_id == block_before else 0.0)
             time.sleep(max(0.0, seconds / MICRO_STEPS - (spent - waited)))
             return loss
 

@@ -1,4 +1,4 @@
-"""What sorting by length and a token budget save: padding, time and memory of training one block.
+"""Savings of sorting by length and of a token budget: padding, time and memory of training one block.
 
     python benchmarks/padding.py [--completions 128] [--rounds 3] [--budget 4096]
 
@@ -7,7 +7,7 @@ model and one thread:
 
 - shuffled: rows in random order, as many to a pass as `per_device_train_batch_size`; prompts padded on the left to
   the longest of the pass, completions on the right;
-- sorted: what the trainer does as it comes, as many passes, dealt by length and padded on the right alone;
+- sorted: what the trainer does as it comes, as many passes, packed by length and padded on the right alone;
 - budget: the trainer with `max_tokens_per_pass`.
 
 Two distributions of lengths: log-normal completions from 16 to 512 tokens (median 100, sigma 1) after prompts of 20
@@ -61,7 +61,7 @@ def lengths(kind: str, completions: int) -> list[tuple[int, int]]:
 
 def make_block(kind: str, completions: int) -> Any:
     from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-    from verifiers.rollouts.trace import Row
+    from verifiers.rollouts.trace import TokenSequence
     from verifiers.types import Outcome, RolloutKey
 
     draw = random.Random(1)
@@ -72,7 +72,7 @@ def make_block(kind: str, completions: int) -> Any:
     rollouts = []
     for index, (prompt, tokens) in enumerate(lengths(kind, completions)):
         example, generation = divmod(index, GENERATIONS)
-        row = Row(ids(prompt), ids(tokens), [1] * tokens, [-6.0] * tokens, [0] * tokens)
+        row = TokenSequence(ids(prompt), ids(tokens), [1] * tokens, [-6.0] * tokens, [0] * tokens)
         key = RolloutKey(0, example, generation)
         rollouts.append(Rollout(key, Outcome.COMPLETED, "p", "c", reward=draw.random(), rows=[row]))
     size = GENERATIONS
@@ -81,13 +81,13 @@ def make_block(kind: str, completions: int) -> Any:
 
 
 def make_trainer(scratch: str, completions: int, budget: int | None) -> Any:
-    """The trainer around a model of 0.9 million parameters; it never meets a server."""
+    """Return the trainer around a model of 0.9 million parameters; it never meets a server."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     import verifiers as vf
-    from verifiers.rollouts.endpoint import Endpoint
+    from verifiers.inference.endpoint import Endpoint
     from verifiers.train.config import GRPOConfig
     from verifiers.train.trainer import GRPOTrainer
 
@@ -117,19 +117,25 @@ def make_trainer(scratch: str, completions: int, budget: int | None) -> Any:
 
 
 def cut(trainer: Any, block: Any, side: str) -> Any:
-    """A block's passes by micro-batch and rank."""
+    """Return a block's micro-batches by micro-step and rank."""
     from unittest.mock import patch
 
-    from verifiers.train.block import build_training_block
-    from verifiers.train.dealing import PassLimit, deal_in_order
+    from verifiers.train.batching.packing import MicroBatchLimit, keep_micro_steps
+    from verifiers.train.batching.training_block import build_training_block
 
-    def shuffled(rows: list[Any], micro_batches: int, plan: Any, args: Any) -> Any:
-        return deal_in_order([1] * len(rows), micro_batches, 1, PassLimit())
+    def shuffled(lengths: list[int], micro_steps: int, plan: Any, args: Any) -> Any:
+        return keep_micro_steps([1] * len(lengths), micro_steps, 1, MicroBatchLimit())
+
+    def longest(prompts: list[int], lengths: list[int], is_padding: list[bool]) -> int:
+        return max(prompts)
 
     if side != "shuffled":
-        return build_training_block(block, trainer.plan, trainer.args, 0).batches
-    with patch("verifiers.train.block._dealt", shuffled), patch("verifiers.train.passes.even_prompts", list):
-        return build_training_block(block, trainer.plan, trainer.args, 0).batches
+        return build_training_block(block, trainer.plan, trainer.args, 0).micro_steps
+    with (
+        patch("verifiers.train.batching.training_block._packing", shuffled),
+        patch("verifiers.train.batching.collate._shared_prompt", longest),
+    ):
+        return build_training_block(block, trainer.plan, trainer.args, 0).micro_steps
 
 
 def peak_bytes() -> int:
@@ -141,7 +147,7 @@ def train(side: str, kind: str, completions: int, budget: int) -> dict[str, Any]
     """Train two updates of a side; the second is timed."""
     import torch
 
-    from verifiers.train.passes import pass_metrics
+    from verifiers.train.batching.packing import packing_metrics
 
     with tempfile.TemporaryDirectory() as scratch:
         trainer = make_trainer(scratch, completions, budget if side == "budget" else None)
@@ -153,8 +159,8 @@ def train(side: str, kind: str, completions: int, budget: int) -> dict[str, Any]
     for _ in range(2):
         optimizer.zero_grad(set_to_none=True)
         started = time.perf_counter()
-        for (passes,) in batches:
-            trainer.compute_loss(trainer.model, {"passes": passes}).backward()
+        for (micro_batches,) in batches:
+            trainer.compute_loss(trainer.model, {"micro_batches": micro_batches}).backward()
         optimizer.step()
         seconds.append(time.perf_counter() - started)
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in trainer.model.parameters() if p.grad is not None))
@@ -162,7 +168,7 @@ def train(side: str, kind: str, completions: int, budget: int) -> dict[str, Any]
         "seconds": min(seconds),
         "peak_mib": (peak_bytes() - before) / 2**20,
         "gradient_norm": norm,
-        **pass_metrics(batches),
+        **packing_metrics(batches),
     }
 
 

@@ -1,6 +1,6 @@
 """Python tool calls per second through PythonEnv, beside bare `python -c` processes.
 
-    python benchmarks/python_tool.py [--calls 200] [--calls-per-rollout 10] [--rounds 5] [--tier auto]
+    python benchmarks/python_tool.py [--calls 200] [--calls-per-rollout 10] [--rounds 5] [--isolation auto]
 
 All calls of a round are in flight at once. Three ways take turns, several rounds; rates are medians over rounds, so
 that a machine whose speed drifts treats all alike:
@@ -31,10 +31,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import verifiers as vf
-from verifiers.rollouts.endpoint import ClientBackend
-from verifiers.rollouts.limits import Limiter
+from verifiers.inference.endpoint import ClientBackend
+from verifiers.inference.limits import Limiter
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeClient
 from verifiers.types import RolloutKey
 
@@ -48,7 +48,7 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> set[int]:
-    """The processes under this one that still run."""
+    """Return the processes under this one that still run."""
     listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True)
     parents = {
         int(pid): int(parent) for pid, parent, stat in map(str.split, listing.stdout.splitlines()) if stat[0] != "Z"
@@ -75,8 +75,8 @@ async def bare(calls: int, _: int, __: str) -> int:
     return sum(await asyncio.gather(*(one(call) for call in range(calls))))
 
 
-async def rollouts(calls: int, per_rollout: int, tier: str) -> int:
-    """The calls of whole rollouts; how many of them gave the right answer."""
+async def rollouts(calls: int, per_rollout: int, isolation: str) -> int:
+    """Make the calls in whole rollouts; returns how many of them gave the right answer."""
 
     def answer(body: dict[str, Any]) -> Any:
         done = sum(message["role"] == "tool" for message in body["messages"])
@@ -86,7 +86,7 @@ async def rollouts(calls: int, per_rollout: int, tier: str) -> int:
         return {"tool_calls": [{"name": "python", "arguments": {"code": code_of(call)}}]}
 
     env = vf.PythonEnv(
-        vf.SandboxSpec(tier=tier),
+        vf.SandboxSpec(isolation=isolation),
         eval_dataset=[{"question": "0"}],
         max_turns=per_rollout + 1,  # type: ignore[arg-type]
     )
@@ -117,18 +117,18 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--calls-per-rollout", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tier", default="auto")
+    parser.add_argument("--isolation", default="auto")
     args = parser.parse_args()
     adopt_orphans()
     rates: dict[str, list[float]] = {name: [] for name in WAYS}
     lost = 0
     for way, _ in WAYS.values():
-        asyncio.run(way(10, 1, args.tier))  # type: ignore[arg-type]
+        asyncio.run(way(10, 1, args.isolation))  # type: ignore[arg-type]
     before = descendants()
     for _ in range(args.rounds):
         for name, (way, keeps) in WAYS.items():
             started = time.perf_counter()
-            right = asyncio.run(way(args.calls, args.calls_per_rollout if keeps else 1, args.tier))  # type: ignore[arg-type]
+            right = asyncio.run(way(args.calls, args.calls_per_rollout if keeps else 1, args.isolation))  # type: ignore[arg-type]
             rates[name].append(args.calls / (time.perf_counter() - started))
             lost += args.calls - right
     left = descendants() - before

@@ -7,7 +7,7 @@ chat request with the same number in flight, in turn, several rounds; rates are 
 machine whose speed drifts treats all alike. A rollout here is the whole thing: `Environment.run_rollouts` with
 recording handle, limiter, retry loop and deadline, and then its score.
 
-Rollouts run with rarer garbage collections (`verifiers.rollouts.garbage`), which helps any client: the floor is
+Rollouts run with rarer garbage collections (`verifiers.concurrency.relaxed_gc`), which helps any client: the floor is
 measured with Python's setting, as people write it, and with ours.
 
 Ends with one line of JSON: ratio_to_raw (1.0 would be no overhead at all over aiohttp), ratio_to_raw_same_gc (the
@@ -33,11 +33,11 @@ import aiohttp
 import openai
 
 import verifiers as vf
-from verifiers.rollouts.endpoint import Endpoint, HttpBackend
-from verifiers.rollouts.garbage import fewer_collections
-from verifiers.rollouts.limits import Limiter
+from verifiers.concurrency import relaxed_gc
+from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.inference.limits import Limiter
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.types import RolloutKey
 
 MESSAGES = [{"role": "user", "content": "What is 6 times 7?"}]
@@ -61,7 +61,7 @@ def instant_server() -> Iterator[str]:
 
 
 async def raw_aiohttp(url: str, requests: int, in_flight: int) -> None:
-    """The floor: encode, post, read, decode, nothing else."""
+    """Return the floor: encode, post, read, decode, nothing else."""
     slots = asyncio.Semaphore(in_flight)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -77,7 +77,7 @@ async def raw_aiohttp(url: str, requests: int, in_flight: int) -> None:
 
 
 async def raw_aiohttp_same_gc(url: str, requests: int, in_flight: int) -> None:
-    with fewer_collections():
+    with relaxed_gc():
         await raw_aiohttp(url, requests, in_flight)
 
 
@@ -121,7 +121,7 @@ CLIENTS: dict[str, Client] = {
 
 
 def measure(client: Client, url: str, requests: int, in_flight: int) -> tuple[float, float]:
-    """Requests per second, and CPU seconds of this process per 1,000 requests."""
+    """Return requests per second, and CPU seconds of this process per 1,000 requests."""
     started, cpu = time.perf_counter(), time.process_time()
     asyncio.run(client(url, requests, in_flight))  # type: ignore[arg-type]
     elapsed, used = time.perf_counter() - started, time.process_time() - cpu

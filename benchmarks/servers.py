@@ -33,7 +33,7 @@ FIELDS = {"ignore_eos": True, "logprobs": 0, "return_token_ids": True}
 
 @contextlib.contextmanager
 def vllm(directory: Path) -> Iterator[str]:
-    """vLLM in float32, without prefix cache."""
+    """Start vLLM in float32, without prefix cache."""
     args = ["--served-model-name", "m", "--threads", "1", "--dtype", "float32", "--max-model-len", "1024"]
     args += ["--no-enable-prefix-caching", "--max-num-seqs", "64"]
     with launched_server("vllm", str(directory), args=args, start_timeout_s=300.0) as url:

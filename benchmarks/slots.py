@@ -1,4 +1,4 @@
-"""How much of the time slots are busy while an evaluation runs against a server whose latency varies a lot.
+"""The share of time in which slots are busy while an evaluation runs against a server whose latency varies a lot.
 
     python benchmarks/slots.py [--in-flight 512] [--rollouts 12000] [--median-s 1.0] [--sigma 1.0]
 
@@ -31,11 +31,11 @@ from typing import Any
 from aiohttp import ClientSession, web
 
 import verifiers as vf
-from verifiers.evals.runner import iter_requests, run_units
+from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.evals.store import ResultStore
-from verifiers.rollouts.endpoint import Endpoint, HttpBackend
-from verifiers.rollouts.limits import Limiter
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.inference.limits import Limiter
+from verifiers.rollouts.runner import RolloutRunner
 
 GROUP = 8
 SCORING_S = 1.0

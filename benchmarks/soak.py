@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--steps 20000] [--logging-steps 1] [--save-steps 500] [--ahead 2]
 
-A real `GRPOTrainer` (plan, generator, collation, loss, optimizer, weight push and probe, ledger, checkpoints) on a
+A real `GRPOTrainer` (plan, generator, collation, loss, optimizer, weight push and probe, block log, checkpoints) on a
 model of some thousand parameters, against a server in a process of its own that answers at once with token ids and
 log-probs; 8 completions a step, one update a block. So an hour holds the steps of a day or more of real training.
 

@@ -40,7 +40,7 @@ WINDOW = 10
 
 @dataclass(frozen=True)
 class Run:
-    """What a side needed: seconds and steps to the target, tokens per second, and its largest memory in bytes."""
+    """The costs of a side: seconds and steps to the target, tokens per second, and its largest memory in bytes."""
 
     seconds: float
     steps: int
@@ -50,7 +50,7 @@ class Run:
 
 
 def proportional_bytes(root: int) -> int:
-    """The sum of the proportional set sizes of a process and its descendants (bytes)."""
+    """Return the sum of the proportional set sizes of a process and its descendants (bytes)."""
     total = 0
     try:
         process = psutil.Process(root)
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, work: Path) -> None:
-    """Runs both sides for every seed, near and far, and prints the ratios."""
+    """Run both sides for every seed, near and far, and print the ratios."""
     runs: dict[tuple[str, str], list[Run]] = {}
     for seed in range(args.seeds):
         home = work / f"seed-{seed}"

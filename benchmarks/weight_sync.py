@@ -50,7 +50,7 @@ FREE_S = 0.1
 
 
 def make_model(directory: Path, size: str) -> Qwen3ForCausalLM:
-    """A random model, written where servers can start from it."""
+    """Return a random model, written where servers can start from it."""
     hidden, inner, layers, heads, kv_heads, head_dim, vocabulary = SIZES[size]
     tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(1000)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t1").save_pretrained(directory)

@@ -10,6 +10,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import asyncio
+import gc
 import ipaddress
 import signal
 import socket
@@ -21,6 +22,13 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a run in the background of a shell ignores Ctrl-C, and the commands that tests start would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take the imported libraries out of the garbage collector's sight: transformers collects at every training."""
+    gc.collect()
+    gc.freeze()
+
 
 _connect = socket.socket.connect
 _connect_ex = socket.socket.connect_ex
@@ -71,7 +79,7 @@ def _guarded_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections and name look-ups beyond this machine raise at once instead of hanging or passing by luck."""
+    """Make connections and name look-ups beyond this machine raise at once instead of hanging or passing by luck."""
     monkeypatch.setattr(socket.socket, "connect", _guarded_connect)
     monkeypatch.setattr(socket.socket, "connect_ex", _guarded_connect_ex)
     monkeypatch.setattr(socket, "getaddrinfo", _guarded_getaddrinfo)
@@ -95,7 +103,7 @@ class _VirtualTime(asyncio.SelectorEventLoop):
 
 @pytest.fixture
 def in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """Runs a coroutine to its end in an event loop of its own, whose sleeps take no time."""
+    """Run a coroutine to its end in an event loop of its own, whose sleeps take no time."""
 
     def run(work: Coroutine[Any, Any, Any]) -> Any:
         loop = _VirtualTime()

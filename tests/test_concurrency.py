@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import gc
 
 import pytest
 
 from verifiers.concurrency import at_loop_end
-from verifiers.rollouts.endpoint import Endpoint, HttpBackend
+from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.loop_thread import run_blocking
 from verifiers.testing import FakeOpenAIServer
 
 
@@ -60,3 +63,40 @@ def test_a_backend_that_nobody_closes_leaves_no_connection_behind_its_loop() -> 
             assert backend._session.closed
             backend._session = None
             gc.collect()
+
+
+def test_synchronous_calls_share_one_loop_wherever_they_come_from() -> None:
+    async def loop_of_call() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    async def inside_a_loop() -> asyncio.AbstractEventLoop:
+        return run_blocking(loop_of_call)
+
+    first = run_blocking(loop_of_call)
+    assert run_blocking(loop_of_call) is first
+    assert asyncio.run(inside_a_loop()) is first
+    # a call on that loop itself would wait for itself
+    assert run_blocking(inside_a_loop) is not first
+
+
+def test_a_synchronous_call_raises_what_its_work_raises_and_the_next_one_works() -> None:
+    async def fail(error: BaseException) -> None:
+        raise error
+
+    async def answer() -> int:
+        return 42
+
+    for error in (LookupError("mine"), SystemExit(3)):
+        with pytest.raises(type(error)):
+            run_blocking(functools.partial(fail, error))
+        assert run_blocking(answer) == 42
+
+
+def test_a_synchronous_call_keeps_the_context_of_its_caller() -> None:
+    setting = contextvars.ContextVar("setting", default="none")
+
+    async def read() -> str:
+        return setting.get()
+
+    setting.set("the caller's")
+    assert run_blocking(read) == "the caller's"

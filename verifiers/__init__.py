@@ -11,24 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verifiers.data.curriculum import Curriculum, curriculum_from
     from verifiers.data.sampler import RepeatSampler
-    from verifiers.envs.adapters.gym_env import GymEnv
-    from verifiers.envs.adapters.mcp_env import MCPEnv as MCPEnv
-    from verifiers.envs.adapters.openenv_env import OpenEnvEnv
-    from verifiers.envs.adapters.reasoning_gym_env import ReasoningGymEnv as ReasoningGymEnv
-    from verifiers.envs.adapters.textarena_env import TextArenaEnv as TextArenaEnv
-    from verifiers.envs.decorators import cleanup, stop, teardown
+    from verifiers.envs.classic.example_datasets import load_example_dataset
     from verifiers.envs.env_group import EnvGroup
     from verifiers.envs.environment import Environment
-    from verifiers.envs.example_datasets import load_example_dataset
-    from verifiers.envs.loading import load_environment
+    from verifiers.envs.lifecycle import cleanup, stop, teardown
     from verifiers.envs.multiturn_env import MultiTurnEnv
-    from verifiers.envs.python_env import PythonEnv
-    from verifiers.envs.remote_dataset import RemoteRLDataset, remote_reward
-    from verifiers.envs.remote_env import RemoteEnv
-    from verifiers.envs.sandbox_env import SandboxEnv
+    from verifiers.envs.registry import load_environment
+    from verifiers.envs.sandbox_env import PythonEnv, SandboxEnv
     from verifiers.envs.singleturn_env import SingleTurnEnv
-    from verifiers.envs.stateful_tool_env import StatefulToolEnv
-    from verifiers.envs.tool_env import ToolEnv
+    from verifiers.envs.tool_env import StatefulToolEnv, ToolEnv
     from verifiers.errors import (
         ConfigError,
         EmptyModelResponseError,
@@ -47,21 +38,26 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerTimeoutError,
     )
+    from verifiers.integrations.dataserver import RemoteEnv
+    from verifiers.integrations.dataserver_trl import RemoteRLDataset, remote_reward
+    from verifiers.integrations.gymnasium import GymEnv
+    from verifiers.integrations.mcp import MCPEnv as MCPEnv
+    from verifiers.integrations.openenv import OpenEnvEnv
+    from verifiers.integrations.reasoning_gym import ReasoningGymEnv as ReasoningGymEnv
+    from verifiers.integrations.textarena import TextArenaEnv as TextArenaEnv
     from verifiers.log import setup_logging
-    from verifiers.parsers.boxed import extract_boxed_answer, extract_hash_answer
-    from verifiers.parsers.parser import Parser
-    from verifiers.parsers.printable import print_prompt_completions_sample
+    from verifiers.parsers.messages import print_prompt_completions_sample
+    from verifiers.parsers.parser import Parser, extract_boxed_answer, extract_hash_answer
     from verifiers.parsers.think_parser import MaybeThinkParser, ThinkParser
     from verifiers.parsers.xml_parser import XMLParser
+    from verifiers.rollouts.batch_request import BatchRequest
     from verifiers.rollouts.generator import AsyncBatchGenerator
-    from verifiers.rubrics.episodic_sum_rubric import EpisodicSumRubric
     from verifiers.rubrics.judge_rubric import JudgeRubric
     from verifiers.rubrics.math_rubric import MathRubric
-    from verifiers.rubrics.overlong import overlong_penalty
-    from verifiers.rubrics.r1_zero import r1_zero_reward
     from verifiers.rubrics.ranking_rubric import RankingRubric
     from verifiers.rubrics.rubric import Rubric
     from verifiers.rubrics.rubric_group import RubricGroup
+    from verifiers.rubrics.shaping import EpisodicSumRubric, overlong_penalty, r1_zero_reward
     from verifiers.rubrics.tool_rubric import ToolRubric
     from verifiers.sandbox.spec import Sandbox, SandboxSpec
     from verifiers.train.config import (
@@ -112,6 +108,7 @@ __version__: str
 __all__ = [
     "AssistantMessage",
     "AsyncBatchGenerator",
+    "BatchRequest",
     "ChatMessage",
     "ClientConfig",
     "ConfigError",
@@ -199,15 +196,16 @@ _LAZY_IMPORTS = {
     "Environment": "verifiers.envs.environment:Environment",
     "MultiTurnEnv": "verifiers.envs.multiturn_env:MultiTurnEnv",
     "SingleTurnEnv": "verifiers.envs.singleturn_env:SingleTurnEnv",
-    "load_environment": "verifiers.envs.loading:load_environment",
-    "cleanup": "verifiers.envs.decorators:cleanup",
-    "stop": "verifiers.envs.decorators:stop",
-    "teardown": "verifiers.envs.decorators:teardown",
-    "extract_boxed_answer": "verifiers.parsers.boxed:extract_boxed_answer",
-    "extract_hash_answer": "verifiers.parsers.boxed:extract_hash_answer",
-    "load_example_dataset": "verifiers.envs.example_datasets:load_example_dataset",
+    "load_environment": "verifiers.envs.registry:load_environment",
+    "cleanup": "verifiers.envs.lifecycle:cleanup",
+    "stop": "verifiers.envs.lifecycle:stop",
+    "teardown": "verifiers.envs.lifecycle:teardown",
+    "extract_boxed_answer": "verifiers.parsers.parser:extract_boxed_answer",
+    "extract_hash_answer": "verifiers.parsers.parser:extract_hash_answer",
+    "load_example_dataset": "verifiers.envs.classic.example_datasets:load_example_dataset",
     "setup_logging": "verifiers.log:setup_logging",
     "AsyncBatchGenerator": "verifiers.rollouts.generator:AsyncBatchGenerator",
+    "BatchRequest": "verifiers.rollouts.batch_request:BatchRequest",
     "RepeatSampler": "verifiers.data.sampler:RepeatSampler",
     "AssistantMessage": "verifiers.types:AssistantMessage",
     "ChatMessage": "verifiers.types:ChatMessage",
@@ -247,28 +245,28 @@ _LAZY_IMPORTS = {
     "JudgeRubric": "verifiers.rubrics.judge_rubric:JudgeRubric",
     "ToolRubric": "verifiers.rubrics.tool_rubric:ToolRubric",
     "MathRubric": "verifiers.rubrics.math_rubric:MathRubric",
-    "EpisodicSumRubric": "verifiers.rubrics.episodic_sum_rubric:EpisodicSumRubric",
+    "EpisodicSumRubric": "verifiers.rubrics.shaping:EpisodicSumRubric",
     "RankingRubric": "verifiers.rubrics.ranking_rubric:RankingRubric",
-    "overlong_penalty": "verifiers.rubrics.overlong:overlong_penalty",
-    "r1_zero_reward": "verifiers.rubrics.r1_zero:r1_zero_reward",
+    "overlong_penalty": "verifiers.rubrics.shaping:overlong_penalty",
+    "r1_zero_reward": "verifiers.rubrics.shaping:r1_zero_reward",
     "ToolEnv": "verifiers.envs.tool_env:ToolEnv",
-    "StatefulToolEnv": "verifiers.envs.stateful_tool_env:StatefulToolEnv",
+    "StatefulToolEnv": "verifiers.envs.tool_env:StatefulToolEnv",
     "SandboxEnv": "verifiers.envs.sandbox_env:SandboxEnv",
-    "PythonEnv": "verifiers.envs.python_env:PythonEnv",
+    "PythonEnv": "verifiers.envs.sandbox_env:PythonEnv",
     "EnvGroup": "verifiers.envs.env_group:EnvGroup",
     "Sandbox": "verifiers.sandbox.spec:Sandbox",
     "SandboxSpec": "verifiers.sandbox.spec:SandboxSpec",
-    "print_prompt_completions_sample": "verifiers.parsers.printable:print_prompt_completions_sample",
-    "TextArenaEnv": "verifiers.envs.adapters.textarena_env:TextArenaEnv",
-    "ReasoningGymEnv": "verifiers.envs.adapters.reasoning_gym_env:ReasoningGymEnv",
-    "GymEnv": "verifiers.envs.adapters.gym_env:GymEnv",
-    "MCPEnv": "verifiers.envs.adapters.mcp_env:MCPEnv",
-    "RemoteEnv": "verifiers.envs.remote_env:RemoteEnv",
-    "RemoteRLDataset": "verifiers.envs.remote_dataset:RemoteRLDataset",
-    "remote_reward": "verifiers.envs.remote_dataset:remote_reward",
+    "print_prompt_completions_sample": "verifiers.parsers.messages:print_prompt_completions_sample",
+    "TextArenaEnv": "verifiers.integrations.textarena:TextArenaEnv",
+    "ReasoningGymEnv": "verifiers.integrations.reasoning_gym:ReasoningGymEnv",
+    "GymEnv": "verifiers.integrations.gymnasium:GymEnv",
+    "MCPEnv": "verifiers.integrations.mcp:MCPEnv",
+    "RemoteEnv": "verifiers.integrations.dataserver:RemoteEnv",
+    "RemoteRLDataset": "verifiers.integrations.dataserver_trl:RemoteRLDataset",
+    "remote_reward": "verifiers.integrations.dataserver_trl:remote_reward",
     "Curriculum": "verifiers.data.curriculum:Curriculum",
     "curriculum_from": "verifiers.data.curriculum:curriculum_from",
-    "OpenEnvEnv": "verifiers.envs.adapters.openenv_env:OpenEnvEnv",
+    "OpenEnvEnv": "verifiers.integrations.openenv:OpenEnvEnv",
     "WorkerError": "verifiers.errors:WorkerError",
     "WorkerTimeoutError": "verifiers.errors:WorkerTimeoutError",
     "WorkerCallError": "verifiers.errors:WorkerCallError",

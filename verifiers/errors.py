@@ -1,6 +1,6 @@
 """Every exception that verifiers raises, in one tree.
 
-    Error
+Error:
     ├── ConfigError (ValueError)              a setting, size or file from the user that cannot work
     │   └── UnknownEnvironmentError           no entry point and no module has that name
     ├── EnvironmentLoadError (RuntimeError)   an environment's own code failed while it was loaded
@@ -193,4 +193,4 @@ class CheckpointError(Error, RuntimeError):
 
 
 class RankError(Error, RuntimeError):
-    """Another process of the run failed, was stopped, or vanished; the message has its rank and what it said."""
+    """Another process of the run failed or ended; the message has its rank and its error, where it raised one."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
+import re
 import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-__all__ = ["setup_logging"]
+__all__ = ["Redactor", "redact_logs", "secrets_of_run", "setup_logging", "url_without_secrets"]
 
 
 def setup_logging(level: int | str = "INFO", log_format: str | None = None, date_format: str | None = None) -> None:
@@ -32,3 +40,127 @@ def setup_logging(level: int | str = "INFO", log_format: str | None = None, date
     logger.handlers[:] = [handler]
     # the handler above already prints it; a root handler would print it twice
     logger.propagate = False
+
+
+REDACTED = "***"
+_SHORTEST = 8  # shorter keys are placeholders such as EMPTY, and shorter texts stand everywhere
+_SHORTEST_ELSEWHERE = 16
+_SECRET_NAME = re.compile(
+    r"(key|token|secret|password|passwd|authorization|cookie|auth|credentials?)$", re.IGNORECASE
+)
+
+
+class Redactor:
+    """Replaces secrets by `***`; call it with a text.
+
+    Args:
+        secrets: the values; those of fewer than 8 characters are left alone.
+    """
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        forms: set[str] = set()
+        for secret in secrets:
+            stripped = secret.strip()
+            if len(stripped) >= _SHORTEST:
+                # as they stand, and as they stand inside JSON or the repr of an exception
+                escaped = (json.dumps(stripped)[1:-1], json.dumps(stripped, ensure_ascii=False)[1:-1])
+                forms.update((stripped, *escaped, repr(stripped)[1:-1]))
+        self._forms = sorted(forms, key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        for form in self._forms:
+            if form in text:
+                text = text.replace(form, REDACTED)
+        return text
+
+    @contextlib.contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Take secrets out of the texts of what is raised inside, and of its causes; the class stays."""
+        try:
+            yield
+        except Exception as error:
+            seen: set[int] = set()
+            current: BaseException | None = error
+            while current is not None and id(current) not in seen:
+                seen.add(id(current))
+                current.args = tuple(self(arg) if isinstance(arg, str) else arg for arg in current.args)
+                current = current.__cause__ or current.__context__
+            raise
+
+
+def secrets_of_run(
+    base_url: str,
+    api_key: str,
+    headers: Mapping[str, str],
+    arguments: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return every value that must not be written: key, headers, credentials in the URL, keys of the environment.
+
+    Args:
+        base_url: of the endpoint; user, password and secret parameters are secrets.
+        api_key: of the endpoint.
+        headers: of requests; long values, and those under names of secrets, are secrets.
+        arguments: of the environment and of sampling; long texts under names like api_key are secrets.
+        environ: variables whose names end in KEY, TOKEN, SECRET or the like are secrets; default `os.environ`.
+    """
+    found = [api_key, *_secrets_in(arguments or {})]
+    for name, value in headers.items():
+        if _SECRET_NAME.search(name) or len(value) >= 20:
+            found += [value, value.rpartition(" ")[2]]
+    try:
+        parts = urlsplit(base_url)
+        found += [part for part in (parts.password, unquote(parts.password or "")) if part]
+        if parts.password:
+            found.append(parts.netloc.rpartition("@")[0])
+        found += [value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)]
+    except ValueError:
+        pass  # no URL: the endpoint says so
+    for name, value in (os.environ if environ is None else environ).items():
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_ELSEWHERE and not os.path.exists(value):
+            found.append(value)
+    return found
+
+
+def url_without_secrets(url: str) -> str:
+    """Return the URL without user, password and query."""
+    try:
+        parts = urlsplit(url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    except ValueError:
+        return REDACTED
+
+
+def _secrets_in(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for inner, item in value.items():
+            yield from _secrets_in(item, str(inner))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _secrets_in(item, name)
+    elif isinstance(value, str) and len(value) >= _SHORTEST_ELSEWHERE and _SECRET_NAME.search(name):
+        yield value
+
+
+@contextlib.contextmanager
+def redact_logs(redact: Redactor) -> Iterator[None]:
+    """Take secrets out of the texts and tracebacks of all log records of the process while this is open."""
+    before = logging.getLogRecordFactory()
+
+    def make(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = before(*args, **kwargs)
+        try:
+            text = record.getMessage()
+        except Exception:
+            return record  # a record that cannot be printed: logging says so itself
+        record.msg, record.args = redact(text), ()
+        if record.exc_info and record.exc_info[1] is not None:
+            # formatters print this text where it is there already
+            record.exc_text = redact("".join(traceback.format_exception(record.exc_info[1])).rstrip("\n"))
+        return record
+
+    logging.setLogRecordFactory(make)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(before)

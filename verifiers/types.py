@@ -15,6 +15,7 @@ __all__ = [
     "AssistantMessage",
     "ChatMessage",
     "ClientConfig",
+    "FailedGrade",
     "GenerateInputs",
     "GenerateOutputs",
     "Info",
@@ -37,6 +38,12 @@ __all__ = [
     "ToolMessage",
     "TrajectoryStep",
     "UserMessage",
+    "as_message",
+    "as_messages",
+    "content_text",
+    "joined",
+    "message_field",
+    "message_text",
 ]
 
 ChatMessage = dict[str, Any]
@@ -116,7 +123,7 @@ class MessageRecord(Record):
         return type(self)({name: copy.deepcopy(value, memo) for name, value in self.items()})
 
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        """The message as plain nested data."""
+        """Return the message as plain nested data."""
         return {name: _dumped(value) for name, value in self.items() if not (exclude_none and value is None)}
 
 
@@ -133,7 +140,7 @@ class _Part(Record):
 
 
 def _readable(owner: dict[str, Any], name: str) -> Any:
-    """A field whose dicts answer to attributes; they are put back, so that what is written to them stays."""
+    """Return a field whose dicts answer to attributes; they are put back, so that what is written to them stays."""
     value = owner[name]
     if type(value) is dict:
         value = owner[name] = _Part(value)
@@ -180,6 +187,91 @@ class ToolMessage(_MessageOfRole):
     _role = "tool"
 
 
+_KINDS: dict[Any, type[MessageRecord]] = {
+    "assistant": AssistantMessage,
+    "system": SystemMessage,
+    "tool": ToolMessage,
+    "user": UserMessage,
+}
+
+
+def message_field(message: Any, name: str, default: Any = None) -> Any:
+    """Return a field of a message that is a dict (classic) or an object with attributes (openai's and pydantic's)."""
+    if isinstance(message, Mapping):
+        return message.get(name, default)
+    return getattr(message, name, default)
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a message's content: a string, None, or a list of OpenAI content parts.
+
+    Parts that are not text (images, audio) count as empty.
+    """
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, (list, tuple)):
+        return "".join(part if isinstance(part, str) else message_field(part, "text") or "" for part in content)
+    return str(content)
+
+
+def message_text(message: Any) -> str:
+    """Return the text of a message; a string is its own text."""
+    return message if isinstance(message, str) else content_text(message_field(message, "content"))
+
+
+def as_message(message: Any) -> MessageRecord:
+    """Return the message as states hold it: a dict that answers to attributes too.
+
+    Args:
+        message: a dict, a pydantic object (its `model_dump` is taken, without what is None), another object with
+            `role` and `content`, or a string, which becomes a user message.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(message, MessageRecord):
+        return message
+    if isinstance(message, dict):
+        return _KINDS.get(message.get("role"), MessageRecord)(message)
+    if isinstance(message, str):
+        return UserMessage(role="user", content=message)
+    if isinstance(message, Mapping):
+        return as_message(dict(message))
+    dump = getattr(message, "model_dump", None)
+    if callable(dump):
+        fields = dump(exclude_none=True)
+        if isinstance(fields, dict):
+            # the key is expected also beside tool calls
+            fields.setdefault("content", None)
+            return as_message(fields)
+    if hasattr(message, "role") and hasattr(message, "content"):
+        return as_message({name: value for name, value in vars(message).items() if value is not None})
+    raise TypeError(f"{message!r:.200} is no chat message; give a dict with 'role' and 'content'.")
+
+
+def as_messages(messages: Any) -> Any:
+    """Return a conversation as states hold it: a list of `as_message`, always a new one; a string is left as it is.
+
+    One message by itself counts as a list of it, None as an empty one.
+    """
+    if isinstance(messages, str):
+        return messages
+    if messages is None:
+        return []
+    if isinstance(messages, (list, tuple)):
+        return [as_message(message) for message in messages]
+    return [as_message(messages)]
+
+
+def joined(before: Any, after: Any) -> Any:
+    """Join two parts of a conversation: messages after messages, or text after text in completion mode."""
+    if isinstance(before, str):
+        return before + (after if isinstance(after, str) else "".join(map(message_text, as_messages(after))))
+    return before + as_messages([after] if isinstance(after, str) else after)
+
+
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
     """How an endpoint is spoken to, for `verifiers.utils.client_utils.setup_client`.
@@ -201,11 +293,36 @@ class ClientConfig:
     extra_headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class RolloutScore(Record):
-    """Score of one rollout: `reward` (float) and `metrics` (name -> unweighted float)."""
+class FailedGrade(TypedDict):
+    """A reward function that failed on one rollout: its name, and the error as text."""
 
-    def __init__(self, reward: float, metrics: dict[str, float] | None = None, **extra: Any) -> None:
-        super().__init__(reward=reward, metrics=metrics if metrics is not None else {}, **extra)
+    func: str
+    error: str
+
+
+class RolloutScore(Record):
+    """Score of one rollout.
+
+    Attributes:
+        reward: the weighted sum, a finite float.
+        metrics: name -> unweighted float.
+        errors: the reward functions that failed, each a `FailedGrade`. Where there are any, the reward is that of
+            the other functions alone, and the rollout is a failed grade.
+    """
+
+    def __init__(
+        self,
+        reward: float,
+        metrics: dict[str, float] | None = None,
+        errors: list[FailedGrade] | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__(
+            reward=reward,
+            metrics=metrics if metrics is not None else {},
+            errors=errors if errors is not None else [],
+            **extra,
+        )
 
 
 class RolloutScores(Record):
@@ -224,8 +341,10 @@ class GenerateOutputs(Record):
 
 
 class ProcessedOutputs(Record):
-    """Token lists of rollouts in the classic layout: prompt_ids, prompt_mask, completion_ids, completion_mask,
-    completion_logprobs, rewards."""
+    """Token lists of rollouts in the classic layout.
+
+    Keys: prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs, rewards.
+    """
 
 
 class RolloutInput(TypedDict, total=False):

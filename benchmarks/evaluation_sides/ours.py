@@ -15,10 +15,10 @@ import side
 
 import verifiers as vf
 from verifiers.cli import evaluate as command
-from verifiers.evals.viewer import writing
+from verifiers.reports import evaluation
 
 _report_s = _report_cpu_s = 0.0
-_write_report = writing.write_evaluation_report
+_write_report = evaluation.write_evaluation_report
 
 
 def _timed_report(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def _timed_report(*args: Any, **kwargs: Any) -> Any:
 
 
 def load_environment(rows: int = 1) -> vf.Environment:
-    """The task, as any environment package gives it."""
+    """Return the task, as any environment package gives it."""
     from datasets import Dataset
 
     def correct(completion: vf.Messages, answer: str) -> float:
@@ -54,6 +54,6 @@ def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Eva
 
 
 if __name__ == "__main__":
-    writing.write_evaluation_report = _timed_report
+    evaluation.write_evaluation_report = _timed_report
     sys.path.insert(0, str(Path(__file__).parent))
     side.measure(evaluate)

@@ -35,9 +35,9 @@ def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Eva
     """All requests at once, bounded by a semaphore."""
     setting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if sys.argv[4:] == ["same-gc"]:
-        from verifiers.rollouts.garbage import fewer_collections
+        from verifiers.concurrency import relaxed_gc
 
-        setting = fewer_collections()
+        setting = relaxed_gc()
     with setting:
         return side.Evaluated(asyncio.run(_evaluate(url, rollouts, in_flight)))
 

@@ -1,4 +1,4 @@
-"""What all sides share: the task, the measurement, and the line that each prints. Standard library alone.
+"""The common parts of all sides: the task, the measurement, and the line that each prints. Standard library alone.
 
 A side is a program `SIDE.py URL ROLLOUTS IN_FLIGHT` that evaluates a small task first, so that imports, caches and
 compiled patterns are there, and then the whole one, and prints one line of JSON about the second.
@@ -24,7 +24,7 @@ WARM_UP = 64
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation came to.
+    """The result of an evaluation.
 
     Attributes:
         mean: reward.
@@ -37,12 +37,12 @@ class Evaluated:
 
 
 def question(index: int) -> str:
-    """The prompt of row `index`: no two are alike."""
+    """Return the prompt of row `index`: no two are alike."""
     return f"Question {index}: what is 6 times 7? End with 'The answer is N.'"
 
 
 def answer(index: int) -> str:
-    """The right answer of row `index`; the server's is right for every second row, so that a score says something."""
+    """Return the right answer of row `index`; the server gives it for every second row."""
     return "42" if index % 2 == 0 else "41"
 
 
@@ -53,7 +53,7 @@ def cpu_s() -> float:
 
 
 def peak_mb() -> float:
-    """The most memory that this process has held, in MB."""
+    """Return the most memory that this process has held, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e3)
 

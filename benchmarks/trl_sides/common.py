@@ -1,4 +1,4 @@
-"""What both trainers are given: the task, the sizes, and how they tell the benchmark of their steps."""
+"""The inputs of both trainers: the task, the sizes, and the reports of their steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def environment() -> Any:
-    """The words of the demo, each right or wrong."""
+    """Return the words of the demo, each right or wrong."""
     import verifiers as vf
 
     return vf.load_environment(
@@ -77,7 +77,7 @@ class Told(TrainerCallback):
 
 
 def arguments() -> dict[str, Any]:
-    """What the benchmark asks of a side, as JSON in the first argument."""
+    """Return what the benchmark asks of a side, as JSON in the first argument."""
     asked: dict[str, Any] = json.loads(sys.argv[1])
     Path(asked["output_dir"]).mkdir(parents=True, exist_ok=True)
     return asked

@@ -19,7 +19,7 @@ import verifiers as vf
 
 @contextlib.contextmanager
 def served(asked: dict[str, Any]) -> Iterator[str]:
-    """A rollout server that answers late."""
+    """Return a rollout server that answers late."""
     out = Path(asked["output_dir"])
     port_file = out / "port"
     port_file.unlink(missing_ok=True)

@@ -48,7 +48,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def remainder(a: int, b: int) -> int:
-    """What is left over when a whole number is divided by a positive one: from 0 to b - 1.
+    """Return the remainder of a whole number divided by a positive one: from 0 to b - 1.
 
     Args:
         a: the number to divide
@@ -64,7 +64,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": add, "-": subtract, "*"
 
 
 def make_expression(rng: random.Random, steps: int) -> tuple[str, int]:
-    """An expression of `steps` operations, fully in brackets, and its value."""
+    """Make an expression of `steps` operations, fully in brackets, and its value."""
     if steps == 0:
         number = rng.randint(12, 999)
         return str(number), number
@@ -90,7 +90,7 @@ def load_environment(
     Args:
         steps: operations of an expression, 2 to 20.
         num_train: training expressions.
-        num_eval: held-out expressions; none of them is a training expression, and they do not depend on `num_train`.
+        num_eval: evaluation expressions, none of them trained on; they do not depend on `num_train`.
         seed: chooses the expressions.
         max_turns: messages of the policy in one rollout; each may call several tools.
 

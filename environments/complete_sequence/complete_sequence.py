@@ -21,7 +21,7 @@ EXAMPLES: list[Rule] = [("add", 100, 7), ("multiply", 110, 2), ("fibonacci", 50,
 
 
 def terms(rule: Rule) -> Iterator[int]:
-    """The numbers of a sequence, without end."""
+    """Yield the numbers of a sequence, without end."""
     kind, first, second = rule
     if kind == "add":
         yield from itertools.count(first, second)
@@ -54,14 +54,14 @@ def make_row(rule: Rule) -> dict[str, str]:
 
 
 def numbers_in(completion: str) -> list[str]:
-    """The numbers that the completion begins with, up to the first thing that is neither number nor comma."""
+    """Return the numbers at the start of the completion, up to the first thing that is neither number nor comma."""
     line = completion.partition("\n")[0].strip().rstrip(",.")
     numbers = [number.strip() for number in line.split(",")]
     return list(itertools.takewhile(lambda number: re.fullmatch(r"-?[0-9]{1,12}", number), numbers))
 
 
 def continued(completion: str, answer: str) -> float:
-    """The share of the terms held back that come in order before the first wrong one; more terms may follow."""
+    """Return the share of the hidden terms given in order before the first wrong one; more may follow."""
     right = answer.split()
     pairs = zip(numbers_in(completion), right, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(right)
@@ -77,7 +77,7 @@ def load_environment(num_train: int = 2000, num_eval: int = 200, seed: int = 0) 
 
     Args:
         num_train: training sequences.
-        num_eval: held-out sequences; none of them is a training sequence, and they do not depend on `num_train`.
+        num_eval: evaluation sequences; none of them is a training sequence, and they do not depend on `num_train`.
         seed: chooses the sequences.
 
     Raises:

@@ -26,7 +26,7 @@ class DoubleCheckEnv(vf.MultiTurnEnv):
 
 
 def answers_of(completion: vf.Messages) -> list[str | None]:
-    """What each of the policy's messages answers. One without tags is None: an earlier answer does not stand in."""
+    """Return the answer of each of the policy's messages. One without tags is None: no earlier answer counts."""
     return [PARSER.parse_answer([message]) for message in PARSER.get_assistant_messages(completion)]
 
 
@@ -47,7 +47,7 @@ def changed(completion: vf.Messages) -> float:
 
 
 def make_problem(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer: two factors of two digits, and a third number added or taken away."""
+    """Make a question and its answer: two factors of two digits, and a third number added or taken away."""
     a, b, c, sign = rng.randint(12, 99), rng.randint(12, 99), rng.randint(101, 999), rng.choice("+-")
     return f"What is {a} * {b} {sign} {c}?", str(a * b + (c if sign == "+" else -c))
 
@@ -57,7 +57,7 @@ def load_environment(num_train: int = 1000, num_eval: int = 200, seed: int = 0, 
 
     Args:
         num_train: training problems.
-        num_eval: held-out problems; none of them is a training problem, and they do not depend on `num_train`.
+        num_eval: evaluation problems; none of them is a training problem, and they do not depend on `num_train`.
         seed: chooses the problems.
         doubt: what the environment says after the first answer.
 

@@ -94,7 +94,7 @@ def load_environment(
 
     Args:
         num_train: training messages.
-        num_eval: held-out messages; none of them is a training message, and they do not depend on `num_train`.
+        num_eval: evaluation messages; none of them is a training message, and they do not depend on `num_train`.
         seed: chooses the messages.
         judge_model: the judge's name on its endpoint.
         judge_base_url: any OpenAI-compatible endpoint, with /v1; the policy's own server will do. Default: OpenAI's.

@@ -14,7 +14,7 @@ def load_environment(num_train: int = 400, num_eval: int = 50, seed: int = 0) ->
 
     Args:
         num_train: training rows of each package.
-        num_eval: held-out rows of each package; none of them is a training row.
+        num_eval: evaluation rows of each package; none of them is a training row.
         seed: chooses the rows.
 
     Raises:

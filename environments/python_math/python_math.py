@@ -20,13 +20,13 @@ Problem = tuple[str, str]
 
 
 def boxed(text: str) -> str:
-    r"""What the last `\boxed{...}` holds, "" where it is missing or stays open: numbers in the text are no answer."""
+    r"""Return the text in the last `\boxed{...}`; "" where that is missing or not closed."""
     found = vf.extract_boxed_answer(text)
     return "" if found == text else found
 
 
 def prime_factors(number: int) -> list[int]:
-    """The distinct prime factors, in rising order."""
+    """Return the distinct prime factors, in rising order."""
     found = []
     factor = 2
     while factor * factor <= number:
@@ -91,7 +91,7 @@ def load_environment(
 
     Args:
         num_train: training problems.
-        num_eval: held-out problems; none of them is a training problem, and they do not depend on `num_train`.
+        num_eval: evaluation problems; none of them is a training problem, and they do not depend on `num_train`.
         seed: chooses the problems.
         max_turns: messages of the policy in one rollout.
         timeout_s: seconds that one run of its code may take.

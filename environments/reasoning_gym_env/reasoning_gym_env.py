@@ -1,6 +1,6 @@
 """All tasks of reasoning-gym, scored by reasoning-gym's own scorers.
 
-Training and held-out questions never overlap, and the same arguments always give the same rows.
+Training and evaluation questions never overlap, and the same arguments always give the same rows.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import verifiers as vf
-from verifiers.envs.adapters.reasoning_gym_rows import Entry, draw_split, gym_tasks
-from verifiers.envs.adapters.reasoning_gym_scoring import COMPARING_TASKS
+from verifiers.integrations.reasoning_gym_rows import Entry, draw_split, gym_tasks
 
-__all__ = ["COMPARING_TASKS", "disjoint_entries", "load_environment"]
+__all__ = ["disjoint_entries", "load_environment"]
 
 
 def disjoint_entries(
@@ -23,10 +22,12 @@ def disjoint_entries(
     task_config: dict[str, Any] | None = None,
     question_pattern: str = "",
 ) -> tuple[list[Entry], list[Entry]]:
-    """The training and the held-out entries that `load_environment` makes its rows of."""
+    """Return the training and the evaluation entries of the rows of `load_environment`."""
     tasks = gym_tasks(task, task_config=task_config)
-    split = draw_split(tasks, num_train=num_train, num_eval=num_eval, seed=seed, question_pattern=question_pattern)
-    return [entry for _, entry in split.train], [entry for _, entry in split.held_out]
+    train, evaluation = draw_split(
+        tasks, num_train=num_train, num_eval=num_eval, seed=seed, question_pattern=question_pattern
+    )
+    return [entry for _, entry in train], [entry for _, entry in evaluation]
 
 
 def load_environment(
@@ -47,7 +48,7 @@ def load_environment(
     Args:
         task: name of a reasoning-gym task, or a list of names and of {"name", "weight", "config", "curriculum"}.
         num_train: distinct training questions.
-        num_eval: distinct held-out questions; none of them is a training question.
+        num_eval: distinct evaluation questions; none of them is a training question.
         seed: chooses the questions.
         system_prompt: put before each question, if given.
         task_config: settings of the task, such as {"min_word_len": 3, "max_word_len": 5}.

@@ -47,7 +47,7 @@ def similarity(text: str, target: str) -> float:
 
 
 def reversed_similarity(parser: vf.XMLParser, completion: vf.Messages, answer: str) -> float:
-    """How close the tagged text is to the right one; 0.0 without tags."""
+    """Score the similarity of the tagged text to the right one; 0.0 without tags."""
     return similarity(parser.parse_answer(completion) or "", answer)
 
 
@@ -61,7 +61,7 @@ def load_environment(num_train: int = 1000, num_eval: int = 200, seed: int = 0) 
 
     Args:
         num_train: training sentences.
-        num_eval: held-out sentences; none of them is a training sentence, and they do not depend on `num_train`.
+        num_eval: evaluation sentences; none of them is a training sentence, and they do not depend on `num_train`.
         seed: chooses the sentences.
 
     Raises:

@@ -35,7 +35,7 @@ def said_in_turns(parser: vf.Parser, completion: vf.Messages) -> list[str]:
 
 
 def repeated(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> float:
-    """The share of turns that repeat their sentence exactly; a turn that never came counts too."""
+    """Return the share of turns that repeat their sentence exactly, of all planned turns."""
     pairs = itertools.zip_longest(said_in_turns(parser, completion), info["sentences"])
     return sum(said == wanted for said, wanted in pairs) / len(info["sentences"])
 
@@ -64,7 +64,7 @@ def load_environment(
     Args:
         num_sentences: sentences of a text, which is also the number of turns; at least 2.
         num_train: training texts.
-        num_eval: held-out texts; they share no sentence with training texts, and do not depend on `num_train`.
+        num_eval: evaluation texts; they share no sentence with training texts, and do not depend on `num_train`.
         seed: chooses the sentences.
 
     Raises:

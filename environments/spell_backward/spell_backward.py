@@ -13,7 +13,7 @@ QUESTION = "Spell this word backward, and answer with that one word only: {word}
 
 
 def read_words(min_letters: int, max_letters: int) -> list[str]:
-    """The bundled words of these lengths, in alphabetical order; none is the same in both directions."""
+    """Return the bundled words of these lengths, in alphabetical order; none is the same in both directions."""
     words = Path(__file__).with_name("spell_backward_words.txt").read_text(encoding="utf-8").split()
     return [word for word in words if min_letters <= len(word) <= max_letters]
 
@@ -28,7 +28,7 @@ def exact_match(parser: vf.Parser, completion: vf.Messages, answer: str) -> floa
 
 
 def letters_in_place(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
-    """The share of letters in their place; what is too much counts as wrong."""
+    """Return the share of letters in their place; extra letters count as wrong."""
     word = said(parser, completion)
     right = sum(letter == wanted for letter, wanted in zip(word, answer, strict=False))
     return right / max(len(word), len(answer))
@@ -45,9 +45,10 @@ def load_environment(
     """Build the environment.
 
     Args:
-        min_letters, max_letters: lengths of the words, 3 to 9 in the bundled list.
+        min_letters: shortest length of the words; the bundled list has 3 to 9.
+        max_letters: longest length of the words.
         num_train: training words.
-        num_eval: held-out words; none of them is a training word, and they do not depend on `num_train`.
+        num_eval: evaluation words; none of them is a training word, and they do not depend on `num_train`.
         seed: chooses the words.
         partial_credit: weight of `letters_in_place`, from 0 to 1; `exact_match` has the rest. A weak policy that
             never gets a word right learns nothing from exact matches alone.

@@ -22,7 +22,7 @@ Write your guess as <guess>...</guess>, once in each message."""
 
 
 def read_words() -> list[str]:
-    """The bundled words, in alphabetical order: the secrets, and what counts as a guess."""
+    """Return the bundled words, in alphabetical order: the secrets and the valid guesses."""
     return Path(__file__).with_name("wordle_words.txt").read_text(encoding="utf-8").split()
 
 
@@ -49,10 +49,11 @@ class Guess:
 
 
 def read_guesses(completion: vf.Messages, words: frozenset[str] | None) -> list[Guess]:
-    """What each of the policy's messages guesses.
+    """Return the guess in each of the policy's messages.
 
     Args:
-        words: what may be guessed; None for any five letters.
+        completion: messages of the rollout.
+        words: the valid guesses; None for any five letters.
     """
     guesses: list[Guess] = []
     for message in PARSER.get_assistant_messages(completion):
@@ -104,13 +105,13 @@ def make_rubric(words: frozenset[str] | None) -> vf.Rubric:
         return solved(completion, answer) * (TURNS + 1 - len(guesses)) / TURNS
 
     def closeness(completion: vf.Messages, answer: str) -> float:
-        """The newest valid guess: 1/5 for each G, half of that for each Y."""
+        """Score the newest valid guess: 1/5 for each G, half of that for each Y."""
         valid = [guess.word for guess in read_guesses(completion, words) if guess.word]
         marks = marks_for(valid[-1], answer) if valid else ""
         return (marks.count("G") + marks.count("Y") / 2) / LETTERS
 
     def valid_guesses(completion: vf.Messages) -> float:
-        """The share of messages that were valid guesses; a repeated word is not."""
+        """Return the share of messages that were valid guesses; a repeated word is not."""
         guesses = read_guesses(completion, words)
         return sum(bool(guess.word) for guess in guesses) / max(len(guesses), 1)
 
@@ -124,7 +125,7 @@ def load_environment(
 
     Args:
         num_train: training secrets.
-        num_eval: held-out secrets; none of them is a training secret, and they do not depend on `num_train`.
+        num_eval: evaluation secrets; none of them is a training secret, and they do not depend on `num_train`.
         seed: chooses the secrets.
         any_letters: take any five letters as a guess; default: only words of the bundled list.
 

@@ -19,7 +19,7 @@ Shop = Mapping[str, Mapping[str, int]]
 
 
 def price(shop: Shop, item: str) -> int:
-    """What one piece of an item costs, in cents."""
+    """Return the price of one piece of an item, in cents."""
     return shop[item]["price"]
 
 
@@ -69,7 +69,7 @@ class XMLToolEnv(vf.MultiTurnEnv):
         return [{"role": "user", "content": f"<result>{result}</result>"}]
 
     def call(self, text: str, shop: Shop) -> Any:
-        """What the tool named in `text` says; ValueError with a sentence for the policy where that cannot be."""
+        """Return the result of the tool named in `text`; raise ValueError with a sentence for the policy."""
         try:
             request = json.loads(text)
             tool, arguments = self.tools[request["name"]], dict(request.get("args", {}))
@@ -89,7 +89,7 @@ class XMLToolEnv(vf.MultiTurnEnv):
 
 
 def final_answer(completion: vf.Messages) -> str | None:
-    """The answer in the newest message, if the policy wrote it.
+    """Return the answer in the newest message, if the policy wrote it.
 
     A message that calls a tool too is no answer yet: what it answers was written before the result was known.
     """
@@ -112,7 +112,7 @@ def tool_errors(state: vf.State) -> float:
 
 
 def make_row(rng: random.Random) -> dict[str, Any]:
-    """A shop of six goods, an order of two of them, and what it costs."""
+    """Make a shop of six goods, an order of two of them, and its total."""
     shop = {
         item: {"price": rng.randint(200, 9900), "discount": rng.randint(5, 150), "stock": rng.randint(1, 40)}
         for item in rng.sample(GOODS, 6)
@@ -137,7 +137,7 @@ def load_environment(num_train: int = 1000, num_eval: int = 200, seed: int = 0, 
 
     Args:
         num_train: training orders.
-        num_eval: held-out orders; none of them is a training order, and they do not depend on `num_train`.
+        num_eval: evaluation orders; none of them is a training order, and they do not depend on `num_train`.
         seed: chooses the orders and the shops.
         max_turns: messages of the policy in one rollout; three calls and an answer are enough.
 

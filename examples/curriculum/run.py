@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def environment(url: str, arm: str, seed: int) -> tuple[Any, Any]:
-    """The arm's environment, and held-out rows whose words are in no dataset that either arm trains on."""
-    from verifiers.envs.remote_env import RemoteEnv
+    """Return the arm's environment, and held-out rows whose words are in no dataset that either arm trains on."""
+    from verifiers.integrations.dataserver import RemoteEnv
 
     if arm == "curriculum":
         env = RemoteEnv(url, eval_dataset="held_out", seed=seed)
@@ -145,7 +145,7 @@ def settings(args: argparse.Namespace) -> Any:
 
 
 def warm_started_model(output_dir: Path, seed: int) -> Path:
-    """The demo's model after its supervised start on words of 3 to 5 letters; made once for each seed."""
+    """Return the demo's model after its supervised start on words of 3 to 5 letters; made once for each seed."""
     from model import make_model
     from warm_start import warm_start
 
@@ -193,7 +193,7 @@ def dataserver(config: Path) -> Iterator[str]:
 
 
 def table(output_dir: Path) -> str:
-    """What the runs in a directory found: a line an arm, and the difference paired by seed."""
+    """Return what the runs in a directory found: a line an arm, and the difference paired by seed."""
     found = [json.loads(path.read_text()) for path in sorted(output_dir.glob("*-*.json"))]
     by_arm = {arm: {run["seed"]: run for run in found if run["arm"] == arm} for arm in ARMS}
     lines = [f"{'arm':<12}{'seeds':>6}{'before':>10}{'after':>10}{'± stderr':>10}"]
@@ -210,7 +210,7 @@ def table(output_dir: Path) -> str:
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
-    """The mean over seeds and its standard error; NaN for a single seed."""
+    """Return the mean over seeds and its standard error; NaN for a single seed."""
     mean = sum(values) / len(values)
     if len(values) < 2:
         return mean, float("nan")

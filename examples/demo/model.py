@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A fast tokenizer with one token per character; decoding gives back the exact text.
+    """Return a fast tokenizer with one token per character; decoding gives back the exact text.
 
     A character outside `CHARACTERS` becomes "?".
     """
@@ -61,7 +61,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int, head_dim: int = 16) -> Qwen3ForCausalLM:
-    """A Qwen3 of some 0.3 million parameters with seeded random weights, in float32.
+    """Return a Qwen3 of some 0.3 million parameters with seeded random weights, in float32.
 
     Args:
         head_dim: width of an attention head; vLLM on the CPU takes no less than 32.

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The demo; returns what goes into summary.json."""
+    """Run the demo; return what goes into summary.json."""
     import datasets
     import torch
     import transformers
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def environment_and_pairs() -> tuple[Any, list[tuple[str, str]], list[tuple[str, str]]]:
-    """The environment, the pairs whose answers the warm start is shown, and the held-out pairs.
+    """Return the environment, the pairs whose answers the warm start is shown, and the held-out pairs.
 
     What is shown is a small part of the training words. No answer to a held-out word is ever shown or rewarded: the
     warm start only looks at its score on them to know when to stop.

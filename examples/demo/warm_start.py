@@ -29,7 +29,7 @@ MAX_ANSWER_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class WarmStartResult:
-    """How the warm start ended.
+    """The end of a warm start.
 
     Attributes:
         accuracy: greedy exact match on the held-out words, 0 .. 1.
@@ -153,7 +153,7 @@ class StopInWindow(TrainerCallback):
 
 @torch.no_grad()
 def greedy_answers(model: Any, tokenizer: Any, questions: Sequence[str]) -> list[str]:
-    """The model's greedy answer to each question, in one batch, left-padded."""
+    """Return the model's greedy answer to each question, in one batch, left-padded."""
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True

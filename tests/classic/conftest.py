@@ -32,7 +32,7 @@ def client() -> FakeClient:
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The packages word_hunt (first generation) and unit_quiz (second) can be imported."""
+    """Make the packages word_hunt (first generation) and unit_quiz (second) importable."""
     for folder in PACKAGES.iterdir():
         monkeypatch.syspath_prepend(str(folder))
     yield

@@ -13,10 +13,10 @@ import pytest
 from datasets import Dataset
 
 import verifiers as vf
+from verifiers.inference.endpoint import ClientBackend
 from verifiers.parsers.messages import as_message
-from verifiers.rollouts.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeClient, Fault
 from verifiers.types import Outcome, RolloutKey
 

@@ -13,11 +13,11 @@ import pytest
 
 import verifiers as vf
 from verifiers.cli.evaluate import main as evaluate
-from verifiers.evals.runner import evaluation_requests, run_evaluation
+from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
 from verifiers.evals.store import result_row
-from verifiers.rollouts.endpoint import Endpoint, HttpBackend
+from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeClient, FakeOpenAIServer, decode_ids, encode_text
 from verifiers.types import Outcome
 
@@ -176,7 +176,7 @@ def test_the_command_evaluates_both_and_tears_them_down(tmp_path: Path, monkeypa
         made.append(make(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr("verifiers.envs.loading.load_environment", remember)
+    monkeypatch.setattr("verifiers.envs.registry.load_environment", remember)
     with FakeOpenAIServer(lambda body: quizzed(body) if "Answer in" in json.dumps(body) else hunter(body)) as server:
         for name in ("word-hunt", "unit-quiz"):
             assert evaluate([name, "-m", "fake", "-b", server.url, "-n", "2", "-r", "1"]) == 0

@@ -20,7 +20,7 @@ def load_environment(size: int = 2, **kwargs) -> vf.Environment:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes a module that can be imported, and forgets it afterwards."""
+    """Write a module that can be imported, and forgets it afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     names: list[str] = []
 

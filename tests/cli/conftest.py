@@ -46,7 +46,7 @@ def env_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def server() -> Iterator[FakeOpenAIServer]:
-    """An endpoint that always has the right answer."""
+    """Return an endpoint that always has the right answer."""
     with FakeOpenAIServer("4") as server:
         yield server
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.cli.exit_codes import CommandFailedError, run_command
+from verifiers.cli.main import CommandFailedError, run_command
 from verifiers.errors import ConfigError, GradingError
 
 ROOT = Path(__file__).parents[2]

@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_is_one_sentence(
 
     # the summary cannot be written either
     monkeypatch.setattr("verifiers.evals.store.ResultStore.append", full)
-    monkeypatch.setattr("verifiers.evals.session.EvaluationRun.summary", full)
+    monkeypatch.setattr("verifiers.evals.run.EvaluationRun.summary", full)
     assert main([env_name, "-b", server.url]) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
     assert re.match(r"vf-eval: results cannot be written to 'outputs/.*No space left on device\.", sentence)
@@ -257,7 +257,7 @@ def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_nam
         (["ENV", "-S", "top_p=1"], "--sampling-args is 'top_p=1', which is no JSON"),
         (["ENV", "--header", "X-Team blue"], "--header is 'X-Team blue'; give it as 'Name: value'"),
         (["ENV", "--header", ": blue"], "--header is ': blue'"),
-        (["ENV", "-b", "localhost:8000"], "base URL 'localhost:8000' is no HTTP address"),
+        (["ENV", "-b", "localhost:8000"], "base URL 'localhost:8000' is not an HTTP address"),
         (["ENV", "-n", "0"], "--num-examples is 0; give 1 or more, or -1 for all"),
         (["ENV", "-r", "0"], "--rollouts-per-example is 0; give 1 or more"),
         (["ENV", "-c", "0"], "max_concurrent is 0"),
@@ -308,7 +308,7 @@ def test_an_unknown_flag_is_exit_code_2(env_name: str, capsys: pytest.CaptureFix
 def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(
     env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("verifiers.cli.evaluation_plan.LISTENER_GRACE_S", 0.3)
+    monkeypatch.setattr("verifiers.cli.evaluate.LISTENER_GRACE_S", 0.3)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"

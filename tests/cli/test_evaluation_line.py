@@ -7,9 +7,9 @@ import io
 
 import pytest
 
-from verifiers.cli import evaluation_line
-from verifiers.cli.evaluation_line import live_line, progress_text
-from verifiers.evals.tally import Tally
+from verifiers.cli import evaluate_output
+from verifiers.cli.evaluate_output import live_line, progress_text
+from verifiers.evals.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -18,13 +18,13 @@ class Terminal(io.StringIO):
 
 
 def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
-    tally = Tally()
+    progress = Progress()
     for generation, reward in enumerate((1.0, 0.0, None)):
         outcome = "timed_out" if reward is None else "completed"
-        tally.add_row(
+        progress.add_row(
             {"example_id": 0, "generation": generation, "outcome": outcome, "reward": reward, "attempts": 2}
         )
-    text = progress_text(tally, planned=103, finished_before=1, ran=2, tokens=500, elapsed_s=4.0, in_flight=7)
+    text = progress_text(progress, planned=103, finished_before=1, ran=2, tokens=500, elapsed_s=4.0, in_flight=7)
     assert text.split("  ") == [
         "3/103 rollouts",
         "reward 0.5000",
@@ -37,7 +37,7 @@ def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
 
 
 def test_nothing_is_made_up_before_the_first_rollout() -> None:
-    text = progress_text(Tally(), planned=5, finished_before=0, ran=0, tokens=0, elapsed_s=0.0, in_flight=0)
+    text = progress_text(Progress(), planned=5, finished_before=0, ran=0, tokens=0, elapsed_s=0.0, in_flight=0)
     assert text.split("  ")[1] == "reward -"
     assert text.endswith("? left")
 
@@ -58,7 +58,7 @@ async def test_a_terminal_is_written_to_at_most_four_times_a_second() -> None:
 
 
 async def test_elsewhere_plain_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_line, "_PLAIN_EVERY_S", 0.05)
+    monkeypatch.setattr(evaluate_output, "_PLAIN_EVERY_S", 0.05)
     stream = io.StringIO()
     async with live_line(lambda: "5 of 9", stream):
         await asyncio.sleep(0.2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from verifiers.cli.evaluate import main
-from verifiers.evals.endpoints import registries
+from verifiers.inference.endpoint_registry import registries
 from verifiers.testing import FakeOpenAIServer, Fault
 
 SMALL = ["-m", "small", "-n", "1", "-r", "1"]

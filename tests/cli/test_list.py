@@ -142,7 +142,7 @@ def test_the_table_has_one_line_an_environment(add_package: AddPackage, capsys: 
 def test_with_nothing_installed_it_says_how_to_begin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("verifiers.cli.installed.distributions", lambda: iter(()))
+    monkeypatch.setattr("verifiers.cli.list.distributions", lambda: iter(()))
     assert main([]) == 0
     assert "vf-init" in capsys.readouterr().out
     assert main(["--json"]) == 0

@@ -71,7 +71,7 @@ Type = Callable[[str], None]
 
 @pytest.fixture
 def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Type]:
-    """What stands on the standard input, from a pipe; the current directory has an environment `zz-game`."""
+    """Return what writes to the standard input, a pipe; the current directory has an environment `zz-game`."""
     game = tmp_path / "environments/zz_game/zz_game.py"
     game.parent.mkdir(parents=True)
     game.write_text(SOURCE)

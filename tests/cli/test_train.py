@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from transformers import TrainerState
 
-from verifiers.cli.exit_codes import CommandFailedError
+from verifiers.cli.main import CommandFailedError
 from verifiers.cli.train import main
-from verifiers.data.plan import make_plan
-from verifiers.train.checkpoint import mark_complete
-from verifiers.train.output_lock import OutputLock
-from verifiers.train.watching.record import read_run
+from verifiers.data.batch_plan import make_plan
+from verifiers.monitoring.run_log import read_run
+from verifiers.train.checkpoint.checkpoint import mark_complete
+from verifiers.train.checkpoint.resume import lock_output_dir
 
 RUN = """
 [environment]
@@ -186,7 +186,7 @@ def test_no_bar_of_a_library_is_drawn_into_the_lines_of_a_run(
     assert bars == [False]
 
 
-def test_the_same_command_goes_on_and_fresh_begins_anew(
+def test_the_same_command_resumes_and_fresh_starts_again(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[bool] = []
@@ -209,7 +209,9 @@ def test_the_same_command_goes_on_and_fresh_begins_anew(
     monkeypatch.setattr("verifiers.train.trainer.GRPOTrainer", Trainer)
     # a run whose model is not saved has something left to do, and so has one that is to have more steps
     assert [main([str(run_file)]) for _ in range(3)] == [1, 0, 0]
-    assert capsys.readouterr().out.splitlines()[-1] == f"finished: 3 steps in {output}; --fresh begins anew"
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == f"finished: 3 steps in {output}; --fresh starts again at step 0"
+    )
     assert asked == [True, True]
     run_file.write_text(replaced("max_steps = 3", "max_steps = 6"))
     assert main([str(run_file), "--resume"]) == 0
@@ -234,8 +236,9 @@ def test_a_checkpoint_that_does_not_fit_is_told_before_anything_is_loaded(
     checkpoint = Path("outputs/toy-sums-env/checkpoint-2")
     checkpoint.mkdir(parents=True)
     mark_complete(checkpoint, plan, 2)
-    with OutputLock(checkpoint.parent):
-        assert main([str(run_file)]) == 1
+    lock = lock_output_dir(checkpoint.parent)
+    assert main([str(run_file)]) == 1
+    lock.release()
     assert "another run writes to outputs/toy-sums-env" in capsys.readouterr().err
     assert main([str(run_file)]) == 1
     (sentence,) = capsys.readouterr().err.strip().splitlines()

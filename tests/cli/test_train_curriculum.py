@@ -110,8 +110,10 @@ def test_a_rule_that_adapts_is_shown_with_its_settings(
         (replaced("[environments.short]", "[environment]"), r"has both \[environment\] and \[environments\]"),
         (RUN[RUN.index("[curriculum]") :], r"environment: Field required \(give \[environment\], or"),
         (
-            replaced("max_steps = 4", "max_steps = 4\nnum_iterations = 4"),
-            "a stage of the curriculum ends at optimizer step 2, inside block 0 .* end it at step 4 and 8",
+            replaced("max_steps = 4", "max_steps = 12\nnum_iterations = 4").replace(
+                "]\n\n[model]", '    { name = "late", datasets = ["long"] },\n]\n\n[model]'
+            ),
+            "stage 'main' of the curriculum ends at optimizer step 4, inside the block .* end it at step 8",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from verifiers.cli import train
-from verifiers.envs import ending
+from verifiers.envs import lifecycle
 from verifiers.errors import GenerationError
 
 SOURCE = """
@@ -59,7 +59,7 @@ use_cpu = true
 
 @pytest.fixture
 def did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A run of nothing but an environment; what happens at its end, in order."""
+    """Run nothing but an environment; return what happens at its end, in order."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "start").mkdir()
@@ -76,7 +76,7 @@ def did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             waiting_env.DID.append("server")
 
     monkeypatch.setattr("verifiers.train.launch.launched_server", launched)
-    monkeypatch.setattr(ending, "TEARDOWN_WITHIN_S", 0.1)
+    monkeypatch.setattr(lifecycle, "TEARDOWN_WITHIN_S", 0.1)
     monkeypatch.setattr(train, "_TEARDOWN_AFTER_FAILURE_S", 0.1)
     yield waiting_env.DID
     waiting_env.OVER.set()
@@ -110,7 +110,7 @@ def test_a_teardown_that_hangs_keeps_neither_the_server_nor_the_command(
 ) -> None:
     monkeypatch.setattr(Trained, "fails", fails)
     monkeypatch.setattr("verifiers.train.trainer.GRPOTrainer", Trained)
-    monkeypatch.setattr("verifiers.train.evaluation_line.evaluation_lines", lambda state, config: [])
+    monkeypatch.setattr("verifiers.train.evaluation.storage.evaluation_lines", lambda state, config: [])
     with caplog.at_level(logging.WARNING, "verifiers.envs"):
         code = train.main(["run.toml"])
     shown = capsys.readouterr()

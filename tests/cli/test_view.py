@@ -18,7 +18,8 @@ import aiohttp
 import pytest
 
 from verifiers.cli import view
-from verifiers.evals.viewer.serving import RunServer
+from verifiers.reports.runs import find_runs
+from verifiers.reports.server import RunServer
 
 
 def row(example: int, generation: int, reward: float | None = 1.0) -> dict[str, Any]:
@@ -124,6 +125,46 @@ async def test_two_runs_are_compared_the_newer_against_the_older(visitor: Visito
     data = json.loads(found[1])
     assert [run["name"] for run in data["runs"]] == ["sums--m/old1", "sums--m/new2"]
     assert data["difference"]["measures"]["reward"]["mean"] == -1.0
+
+
+def store_training(directory: Path, steps: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": n, "steps": 1, "reward": n / 4, "time/step_s": 1.0}) for n in range(1, steps + 1)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "run.json").write_text(
+        json.dumps({"env": "sums", "model": "m", "max_steps": 8, "status": "running"})
+    )
+
+
+async def test_training_runs_are_listed_beside_evaluations_and_followed(visitor: Visitor, root: Path) -> None:
+    store_training(root / "run", 2)
+    store(root / "run" / "evals" / "step-2", [row(0, 0)])
+    _, listed = await visitor.get("/")
+    assert "/run/run/" in listed
+    assert "/run/run/evals/step-2/" in listed
+    (line,) = (line for line in listed.split("<tr>") if 'href="/run/run/"' in line)
+    assert "<td>training</td>" in line
+    assert "<td>0.500</td><td>2 of 8, running</td>" in line
+    assert "checkbox" not in line
+    _, page = await visitor.get("/run/run/")
+    assert "connect-src &#x27;self&#x27;" in page
+    found = re.search(r'id="vf-data">(.*?)</script>', page)
+    assert found
+    data = json.loads(found[1])
+    assert (data["live"], data["head"]["steps"]) == (True, 2)
+    known = urllib.parse.quote(data["version"])
+    assert await visitor.get(f"/run/run/training?known={known}") == (204, "")
+    store_training(root / "run", 3)
+    assert (await visitor.json(f"/run/run/training?known={known}"))["head"]["steps"] == 3
+    for path in ("/run/run/rows", "/run/run/block/0", "/run/sums--m/old1/training"):
+        assert (await visitor.get(path))[0] == 404
+
+
+def test_the_folder_of_a_run_shows_the_run_and_its_evaluations(tmp_path: Path) -> None:
+    store_training(tmp_path / "run", 1)
+    store(tmp_path / "run" / "evals" / "step-1" / "easy", [row(0, 0)])
+    assert set(find_runs(tmp_path / "run")) == {"run", "evals/step-1/easy"}
+    assert set(find_runs(tmp_path / "run" / "evals" / "step-1" / "easy")) == {"easy"}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """A virtual environment that sees what is installed here and takes what is installed into it."""
+    """Make a virtual environment that sees what is installed here and takes what is installed into it."""
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = str(environment / "bin" / "python")
@@ -106,11 +106,36 @@ def test_pip_keeps_verifiers_and_takes_an_excluded_package_only_when_told(
     call = [python, "-m", "verifiers.cli.install", "zz-pinned"]
     refused = subprocess.run(call, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "zz-pinned requires verifiers>=0.1.5,<0.2" in refused.stderr
+    assert "zz-pinned requires verifiers<0.2,>=0.1.5" in refused.stderr
     assert "installed zz-pinned 0.1.0" in run(python, "vf-install zz-pinned --ignore-pin")
     # in place: an edit counts at once
     run(python, "vf-install zz-pinned --ignore-pin -e")
     assert str(project.parent.resolve()) in run(python, "vf-list")
+
+
+def test_a_new_commit_of_an_installed_version_is_installed(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    monkeypatch.chdir(tmp_path)
+    require_registry(python)
+    run(python, "vf-init zz-git")
+
+    def commit() -> None:
+        for call in ("init --quiet", "add .", "commit --quiet -m x"):
+            command = ["git", "-c", "user.name=a", "-c", "user.email=a@example.invalid", *call.split()]
+            subprocess.run(command, cwd="environments", check=True)
+
+    url = f"git+{Path('environments').resolve().as_uri()}#subdirectory=zz_git"
+    commit()
+    assert "installed zz-git 0.1.0" in run(python, f"vf-install '{url}'")
+    module = Path("environments/zz_git/zz_git.py")
+    module.write_text(module.read_text() + "\nNEW = True\n")
+    commit()
+    # pip takes the version for installed, so that the package is installed once more
+    assert "--force-reinstall" in run(python, f"vf-install '{url}'")
+    subprocess.run([python, "-c", "import zz_git; assert zz_git.NEW"], cwd="/", check=True)
 
 
 def test_a_package_that_is_not_whole_is_exit_code_1_and_never_reported_as_installed(

@@ -50,7 +50,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def examples(rng: random.Random) -> list[tuple[str, str]]:
-    """A conversation, one that offers a tool, and one in which the tool has answered: each with its answer."""
+    """Return a conversation, one that offers a tool, and one in which the tool has answered: each with its answer."""
 
     def said() -> str:
         return "".join(rng.choices(string.ascii_letters + string.digits + " ?.", k=rng.randint(1, 60)))
@@ -64,7 +64,7 @@ def examples(rng: random.Random) -> list[tuple[str, str]]:
 
 
 def taught_model(directory: Path, steps: int = 250) -> Path:
-    """Writes a tiny model that calls the tool it is offered, reads the result, and answers all else with 4."""
+    """Write a tiny model that calls the tool it is offered, reads the result, and answers all else with 4."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tokenizer = character_tokenizer()
@@ -105,7 +105,7 @@ def taught_model(directory: Path, steps: int = 250) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL, without /v1, of a `vf-serve` that asks for KEY and calls its model "taught"."""
+    """Return the base URL, without /v1, of a `vf-serve` that asks for KEY and calls its model "taught"."""
     directory = taught_model(tmp_path_factory.mktemp("clients") / "model")
     command = [sys.executable, "-m", "verifiers_embedded", "--model", str(directory), "--port", "0", "--seed", "0"]
     command += ["--threads", "1", "--served-model-name", "taught", "--api-key-var", "VF_TEST_KEY"]
@@ -128,7 +128,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(server: str, tmp_path: Path) -> Run:
-    """Runs a program of the clients' venv, in an empty folder; its output. Skips where there is no such venv."""
+    """Run a program of the clients' venv, in an empty folder; its output. Skips where there is no such venv."""
     if not (CLIENTS / "python").exists():
         pytest.skip("the clients are not installed; run: make test-clients")
 
@@ -169,7 +169,7 @@ router_settings: {num_retries: 0}
 
 @pytest.fixture(scope="session")
 def proxy(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL, without /v1, of litellm's proxy in front of the server; it has a key of its own."""
+    """Return the base URL, without /v1, of litellm's proxy in front of the server; it has a key of its own."""
     if not (CLIENTS / "litellm").exists():
         pytest.skip("the clients are not installed; run: make test-clients")
     directory = tmp_path_factory.mktemp("proxy")

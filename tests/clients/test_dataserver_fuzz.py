@@ -36,7 +36,7 @@ def right(completion, answer):
 
 @pytest.fixture
 def readable() -> Iterator[Path]:
-    """A module of graders where the user that sandboxes run as may read it."""
+    """Return a module of graders where the user that sandboxes run as may read it."""
     with tempfile.TemporaryDirectory(prefix="graders-") as directory:
         os.chmod(directory, 0o755)
         (Path(directory) / "fuzzed_graders.py").write_text("def length(text):\n    return len(text)\n")
@@ -45,7 +45,7 @@ def readable() -> Iterator[Path]:
 
 @pytest.fixture
 def dataserver(tmp_path: Path, readable: Path) -> Iterator[str]:
-    """The URL of a `vf-dataserver` of datasets and graders of all kinds."""
+    """Return the URL of a `vf-dataserver` of datasets and graders of all kinds."""
     rows = [{"prompt": f"q{i}", "answer": f"{i}", "info": {"schema": {"type": "object"}}} for i in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     turns = [{"role": role, "content": "?"} for role in ("system", "user", "assistant", "user")]

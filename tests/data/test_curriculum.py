@@ -55,7 +55,7 @@ datasets = st.dictionaries(st.sampled_from("abc"), st.integers(1, 5), min_size=1
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Curriculum, int, int]:
-    """A curriculum, prompts in a block and optimizer steps that a block serves, with borders between blocks."""
+    """Return a curriculum, prompts in a block and optimizer steps of a block, with borders between blocks."""
     updates = draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     stages, until = [], 0

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import Any
 
 import pytest
 
-from verifiers.data.plan import make_plan
+from verifiers.data.batch_plan import make_plan
 from verifiers.data.sampler import RepeatSampler
 from verifiers.errors import ConfigError
 
@@ -31,32 +30,6 @@ def test_the_length_is_the_number_of_rows_yielded(sizes: tuple[int, ...], shuffl
     rows, mini, batch, repeat = sizes
     sampler = RepeatSampler(rows, mini, batch, repeat, shuffle=shuffle, seed=1)
     assert len(list(sampler)) == len(sampler)
-
-
-@pytest.fixture(scope="module")
-def trl_sampler() -> Any:
-    pytest.importorskip("trl")
-    from trl.trainer.utils import RepeatSampler as TrlSampler
-
-    return TrlSampler
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_order_is_that_of_trl(trl_sampler: Any, sizes: tuple[int, ...]) -> None:
-    rows, mini, batch, repeat = sizes
-    theirs = trl_sampler(range(rows), mini, batch, repeat, shuffle=False)
-    assert list(RepeatSampler(rows, mini, batch, repeat, shuffle=False)) == list(theirs)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_shuffled_order_has_the_structure_of_trl(trl_sampler: Any) -> None:
-    ours = list(RepeatSampler(9, 2, 3, 2, seed=4))
-    theirs = list(trl_sampler(range(9), 2, 3, 2, shuffle=True, seed=4))
-    assert len(ours) == len(theirs)
-    assert Counter(Counter(ours).values()) == Counter(Counter(theirs).values())
-    # Where TRL starts a new row, so do we: renaming rows by first appearance makes the two equal.
-    assert _renamed(ours) == _renamed(theirs)
 
 
 def test_a_seed_fixes_the_order_and_each_epoch_has_its_own() -> None:
@@ -109,8 +82,3 @@ def test_a_dropped_tail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_bad_size_is_an_error_that_names_it(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         RepeatSampler(**{"data_source": [1, 2], **settings})
-
-
-def _renamed(rows: list[int]) -> list[int]:
-    names: dict[int, int] = {}
-    return [names.setdefault(row, len(names)) for row in rows]

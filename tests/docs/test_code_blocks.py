@@ -37,7 +37,7 @@ def blocks_of(page: Path) -> list[tuple[str, str | None, str]]:
 
 
 def check_run_file(path: Path) -> None:
-    """What `vf-train --dry-run` checks: the environment is loaded, the sizes divide, held-out sets exist."""
+    """Return what `vf-train --dry-run` checks: the environment is loaded, the sizes divide, held-out sets exist."""
     model = Path(load_run_file(path).model.path)
     try:
         check_model_path(str(model))
@@ -87,7 +87,7 @@ def test_run_files_of_the_examples_pass_a_dry_run(
 
 
 def settings_rows() -> dict[str, str]:
-    """The settings of the page on run files, with what it says of their defaults."""
+    """Return the settings of the page on run files, with what it says of their defaults."""
     part = (ROOT / "docs/reference/run-file.md").read_text().split("## `[trainer]`")[1]
     rows = [row.strip().strip("|").split(" | ") for row in part.splitlines() if row.startswith("| `")]
     return {cells[0].strip(" `"): cells[-1].strip() for cells in rows}

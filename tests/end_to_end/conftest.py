@@ -25,13 +25,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights."""
+    """Return the same architecture with other weights."""
     return tiny_world.make_model(tmp_path_factory.mktemp("models") / "other", seed=1)
 
 
 @pytest.fixture(scope="session")
 def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy whose vocabulary holds the fake server's token ids: the code points of ASCII."""
+    """Return a policy whose vocabulary holds the fake server's token ids: the code points of ASCII."""
     return tiny_world.make_model(tmp_path_factory.mktemp("models") / "wide", seed=2, vocab_size=128)
 
 
@@ -45,7 +45,7 @@ def server(model_dir: Path) -> Iterator[tiny_world.EmbeddedServer]:
 def make_trainer(
     model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
 ) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
-    """Makes trainers against the module's server, each with a recording client, and closes them."""
+    """Make trainers against the module's server, each with a recording client, and close them."""
     made: list[tiny_world.ObservedTrainer] = []
 
     def make(
@@ -67,14 +67,15 @@ def make_trainer(
 
 @pytest.fixture
 def make_fake_trainer(wide_model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
-    """Makes trainers against a fake server, whose log-probs belong to no model: the probe accepts anything."""
+    """Make trainers against a fake server, whose log-probs belong to no model: the probe accepts anything."""
     made: list[tiny_world.ObservedTrainer] = []
 
-    def make(env: Any, url: str, **overrides: Any) -> tiny_world.ObservedTrainer:
+    def make(env: Any, url: str, *, weight_sync: Any = None, **overrides: Any) -> tiny_world.ObservedTrainer:
         output_dir = overrides.pop("output_dir", tmp_path / f"fake-{len(made)}")
         args = tiny_world.config(output_dir, url, **{"probe_tolerance": 1e9, **overrides})
         client = tiny_world.RecordingBackend(url)
-        trainer = tiny_world.ObservedTrainer(str(wide_model_dir), env, args, client=client)
+        options = {"client": client, "weight_sync": weight_sync}
+        trainer = tiny_world.ObservedTrainer(str(wide_model_dir), env, args, **options)
         made.append(trainer)
         return trainer
 
@@ -91,7 +92,7 @@ def fault_forks() -> Iterator[Forks]:
 
 @pytest.fixture
 def make_world(fault_forks: Forks, tmp_path: Path, model_dir: Path) -> Iterator[Callable[[str, str], World]]:
-    """Makes cells of the fault matrix, each in a directory of its own."""
+    """Make cells of the fault matrix, each in a directory of its own."""
     with contextlib.ExitStack() as stack:
         made: list[World] = []
 

@@ -14,7 +14,7 @@ import verifiers as vf
 
 
 def logged_evaluations(trainer: Any) -> list[dict[str, Any]]:
-    """The log's entries of evaluations, in the order in which they were logged."""
+    """Return the log's entries of evaluations, in the order in which they were logged."""
     return [entry for entry in trainer.state.log_history if any(name.startswith("eval_") for name in entry)]
 
 
@@ -41,7 +41,8 @@ class Outlasting(tiny_world.Dialogue):
 
     def watch(self, trainer: Any) -> None:
         """Look at this trainer's evaluations."""
-        begin, take, push = trainer._begin_on_rank_0, trainer._take_measured, trainer.weight_sync.push
+        evaluator, push = trainer.evaluator, trainer.weight_sync.push
+        begin, take = evaluator._begin_on_rank_0, evaluator._take_measured
 
         def beginning(*args: Any) -> None:
             self._step = trainer.state.global_step
@@ -59,7 +60,7 @@ class Outlasting(tiny_world.Dialogue):
             if version > self._step:
                 self._let_go.set()
 
-        trainer._begin_on_rank_0, trainer._take_measured = beginning, taking
+        evaluator._begin_on_rank_0, evaluator._take_measured = beginning, taking
         trainer.weight_sync.push = pushing
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
@@ -84,5 +85,5 @@ def scripted(scores: dict[int, float], version: Callable[[], int]) -> vf.SingleT
 
 
 def steps_of(found: Sequence[Path]) -> list[str]:
-    """The names of directories, sorted as numbers."""
+    """Return the names of directories, sorted as numbers."""
     return sorted((path.name for path in found), key=lambda name: int(name.split("-")[1]))

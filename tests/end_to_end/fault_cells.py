@@ -29,7 +29,6 @@ __all__ = [
     "settings_of",
 ]
 
-SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "kill -9": signal.SIGKILL}
 OF_THE_SERVER = ("server 500s", "server hangs", "server dies", "server restarts", "sync fails")
 # idle threads for users' own functions end by themselves; the last is the harness's
 MAY_BE_LEFT = {"verifiers-weight check", "verifiers-reward function", "killer"}
@@ -65,7 +64,8 @@ class World:
         given = {"directory": str(self.directory), "model": str(self._model), "port": self._port}
         self.server = self._start("serve", given, "server.log")
 
-    def train(self, rank: int = 0, environ: dict[str, str] | None = None, **settings: Any) -> Forked:
+    def train(self, ranks: int = 1, **settings: Any) -> Forked:
+        """Start the run; on several ranks, what is started is their launcher."""
         self.wait_for("listening", self.server)
         (self.directory / "mode").unlink(missing_ok=True)
         for path in self.directory.glob("ended-*"):
@@ -79,19 +79,19 @@ class World:
             "url": f"http://127.0.0.1:{self._port}/v1",
             "fault": self.fault,
             "stage": self.stage,
-            "settings": {"server_restart_timeout": DEADLINE_S, **settings},
+            "ranks": ranks,
+            "settings": {
+                "server_restart_timeout": DEADLINE_S,
+                "per_device_train_batch_size": 4 // ranks,
+                **settings,
+            },
         }
-        return self._start("train", given, f"run-{rank}.log", {"TMPDIR": str(scratch), **(environ or {})})
+        environ = {"TMPDIR": str(scratch), "ACCELERATE_USE_CPU": "true"}
+        return self._start("train" if ranks == 1 else "train_ranks", given, "run.log", environ)
 
-    def train_ranks(self, ranks: int = 2, **settings: Any) -> list[Forked]:
-        """One run on several processes, as a launcher starts them."""
-        common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
-        settings = {**settings, "per_device_train_batch_size": 4 // ranks}
-        return [
-            self.train(rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **settings)
-            for rank in range(ranks)
-        ]
+    def pids(self) -> dict[int, int]:
+        """Return the processes that trained last, by rank."""
+        return {int(path.name.removeprefix("pid-")): int(path.read_text()) for path in self.directory.glob("pid-*")}
 
     def _start(self, what: str, given: dict[str, Any], log: str, environ: dict[str, str] | None = None) -> Forked:
         started = self._forks.start(f"fault_world:{what}", given, self.directory / log, environ)
@@ -108,12 +108,20 @@ class World:
             assert time.monotonic() < until, f"it never came: {process.log.read_text()[-3000:]}"
             time.sleep(0.002)
 
-    def inject(self, run: Forked, *further: Forked) -> None:
-        """Break what the cell says, once the run is in the stage; a signal goes to all that are given."""
+    def inject(self, run: Forked, rank: int = 0) -> None:
+        """Break what the cell says, once the run is in the stage.
+
+        Args:
+            run: what `train` gave. A terminal sends Ctrl-C to all of its processes, a scheduler SIGTERM to the first.
+            rank: which rank is killed.
+        """
         self.wait_for("reached", run)
-        if self.fault in SIGNALS:
-            for signalled in (run, *further):
-                signalled.kill(SIGNALS[self.fault])
+        if self.fault == "kill -9":
+            os.kill(self.pids()[rank], signal.SIGKILL)
+        elif self.fault == "Ctrl-C":
+            os.killpg(run.pid, signal.SIGINT)
+        elif self.fault == "SIGTERM":
+            run.kill(signal.SIGTERM)
         elif self.fault == "server 500s":
             kind = "weights 1" if self.stage == "syncing" else "generation 3"
             self._put("mode", kind)
@@ -153,7 +161,7 @@ class World:
         return found
 
     def record(self) -> dict[str, Any]:
-        """What the run says of itself."""
+        """Return what the run says of itself."""
         found: dict[str, Any] = json.loads((self.directory / "run" / "run.json").read_text())
         return found
 
@@ -170,33 +178,36 @@ class World:
             self._forks.end(process)
 
 
-def assert_nothing_is_left(world: World, run: Forked, rank: int = 0, ranks: int = 1) -> None:
-    ended = world.ended(rank)
-    # who asks a server that hangs hears of the end when its question runs out of time
-    may_be_left = MAY_BE_LEFT | ({"verifiers-fleet", "verifiers-probe"} if world.fault == "server hangs" else set())
+def assert_nothing_is_left(world: World) -> None:
+    """Rank 0 has closed the run: no thread, no connection, no file."""
+    ended = world.ended()
+    # a thread that asks a server that hangs ends when its question runs out of time
+    may_be_left = MAY_BE_LEFT | ({"verifiers-servers"} if world.fault == "server hangs" else set())
     assert set(ended["threads"]) <= may_be_left, ended["threads"]
-    if ranks == 1:
+    if len(world.pids()) == 1:
         # several have some of torch's until the process ends
         assert ended["sockets"] <= len(may_be_left.intersection(ended["threads"]) - MAY_BE_LEFT)
-    assert_no_files_are_left(world, run)
+    assert_no_files_are_left(world)
 
 
-def assert_no_files_are_left(world: World, run: Forked) -> None:
+def assert_no_files_are_left(world: World) -> None:
     assert list((world.directory / "tmp").iterdir()) == []
-    assert list(Path("/dev/shm").glob(f"verifiers-weights-{run.pid}-*")) == []
+    for pid in world.pids().values():
+        assert list(Path("/dev/shm").glob(f"verifiers-weights-{pid}-*")) == []
+        assert not Path(f"/proc/{pid}").exists()
     if world.fault != "disk full at checkpoint":
         # where there is no room, what could not be written stays until it is
         assert not [path for path in (world.directory / "run").rglob("*") if "partial" in path.name]
 
 
-def ledger(world: World) -> list[dict[str, Any]]:
+def block_log(world: World) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (world.directory / "run" / "blocks.jsonl").read_text().splitlines()]
 
 
 def assert_every_row_is_accounted_for(world: World) -> dict[str, int]:
     """Each planned rollout ended once, in order; gives how many were dropped, by reason."""
     planned, dropped = world.ended()["planned"], dict[str, int]()
-    records = ledger(world)
+    records = block_log(world)
     assert [record["block_id"] for record in records] == list(range(len(planned)))
     for record, plan in zip(records, planned, strict=True):
         ended = record["trained"] + [[item["example_id"], item["generation"]] for item in record["dropped"]]
@@ -223,7 +234,7 @@ def assert_in_time(cell: Callable[[], float]) -> None:
 
 
 def assert_ended_as(world: World, run: Forked, expected: Ends, codes: Sequence[int] = ()) -> float:
-    """The process has ended with the cause; gives the time that took as a share of the bound."""
+    """Assert that the process has ended with the cause; return the time that took as a share of the bound."""
     code = world.wait(run)
     said = run.log.read_text()
     assert code in (codes or (expected.code,)), said[-3000:]
@@ -248,14 +259,11 @@ def assert_recorded(world: World) -> None:
         assert world.record()["status"] == "stopped"
 
 
-def go_on(world: World, ended: Sequence[Forked], **settings: Any) -> None:
-    """The same command again, where nothing is broken any more."""
+def go_on(world: World, ranks: int = 1, **settings: Any) -> None:
+    """Give the same command again, where nothing is broken any more."""
     if world.fault in ("server hangs", "server dies"):
         world.serve()
     world.fault = world.stage = ""
-    again = world.train_ranks(len(ended), **settings) if len(ended) > 1 else [world.train(**settings)]
-    for rank, run in enumerate(again):
-        assert world.wait(run) == 0, run.log.read_text()[-3000:]
-        assert_nothing_is_left(world, run, rank, len(ended))
-    for run in ended:
-        assert_no_files_are_left(world, run)
+    run = world.train(ranks, **settings)
+    assert world.wait(run) == 0, run.log.read_text()[-3000:]
+    assert_nothing_is_left(world)

@@ -91,7 +91,7 @@ CELLS: dict[tuple[str, str], Cell] = {
     **{("reward raises", stage): Goes("grading_error") for stage in STAGES},
     **{("environment hangs", stage): Goes("timed_out") for stage in STAGES},
     **{("server 500s", stage): Goes() for stage in STAGES},
-    **{("server hangs", stage): _found_out("got no answer|timed_out") for stage in STAGES},
+    **{("server hangs", stage): _found_out("got no answer|did not answer|timed_out") for stage in STAGES},
     ("server hangs", "generating"): Ends("NothingScoredError", "8 timed_out", within_s=5.0 + DEADLINE_S),
     **{("server dies", stage): _found_out("did not reach|no rollout server was up") for stage in STAGES},
     ("server dies", "generating"): Ends("NothingScoredError", "no rollout server was up", within_s=5.0 + DEADLINE_S),
@@ -110,7 +110,7 @@ CELLS: dict[tuple[str, str], Cell] = {
 
 
 def as_markdown() -> str:
-    """The table as docs/concepts/faults.md has it."""
+    """Return the table as docs/concepts/faults.md has it."""
     lines = ["| what breaks | " + " | ".join(STAGES) + " |", "|---" * (len(STAGES) + 1) + "|"]
     for fault, meaning in FAULTS.items():
         cells = [_in_words(CELLS[fault, stage]) for stage in STAGES]

@@ -16,6 +16,8 @@ import contextlib
 import json
 import logging
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,11 +29,12 @@ import small_disk
 import tiny_world
 import tqdm
 from aiohttp import web
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from verifiers_embedded.app import Routes
 
 import verifiers as vf
-from verifiers.cli.exit_codes import run_command
-from verifiers.train.weight_sync.fleet import Held
+from verifiers.cli.main import run_command
+from verifiers.inference.replica import WeightUpdate
 
 # a thread of tqdm's own, which outlives its bars
 tqdm.tqdm.monitor_interval = 0
@@ -184,12 +187,11 @@ class GatedTrainer(tiny_world.GRPOTrainer):
 
     gate: Gate
 
-    def open(self) -> None:
-        super().open()
-        feed, gate = self.feed, self.gate
-        if feed is None:
-            return
-        take, push = feed.take, self.weight_sync.fleet.push  # type: ignore[attr-defined]
+    def open(self) -> Any:
+        opened, prefetcher, gate = self.session.prefetcher is not None, super().open(), self.gate
+        if opened:
+            return prefetcher
+        take, push = prefetcher.take, self.weight_sync.pool.push  # type: ignore[union-attr]
 
         def watched_take(block_id: int, optimizer_step: int) -> Any:
             gate.trainer_waits = gate.trainer_waits or block_id == gate.block
@@ -197,24 +199,31 @@ class GatedTrainer(tiny_world.GRPOTrainer):
                 gate.reach()
             return take(block_id, optimizer_step)
 
-        def watched_push(held: Held) -> None:
-            def load(server: Any, timeout_s: float) -> None:
-                if gate.is_at("syncing", held.version) and not gate.injected:
-                    gate.hold()
+        def watched_push(update: WeightUpdate) -> None:
+            async def load(server: Any, timeout_s: float) -> None:
+                if gate.is_at("syncing", update.version) and not gate.injected:
+                    await asyncio.to_thread(gate.hold)
                     if gate.fault == "sync fails":
                         _cut_files(self.weight_sync)
-                held.load(server, timeout_s)
+                await update.apply(server, timeout_s)
 
-            push(Held(held.version, load))
+            push(WeightUpdate(update.version, load))
 
-        feed.take = watched_take  # type: ignore[method-assign]
-        self.weight_sync.fleet.push = watched_push  # type: ignore[attr-defined]
+        prefetcher.take = watched_take  # type: ignore[method-assign]
+        self.weight_sync.pool.push = watched_push  # type: ignore[union-attr,method-assign]
+        return prefetcher
 
-    def _begin_block(self, block_id: int, step: int) -> None:
-        # where rank 0 waits, pushes and scores, the others run this
-        for stage in ("generating", "scoring", "syncing"):
-            self._raise_on_rank_1(stage, block_id)
-        super()._begin_block(block_id, step)
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        begin = self.data_loop._begin_block
+
+        def begin_block(block_id: int, step: int) -> None:
+            # where rank 0 waits, pushes and scores, the others run this
+            for stage in ("generating", "scoring", "syncing"):
+                self._raise_on_rank_1(stage, block_id)
+            begin(block_id, step)
+
+        self.data_loop._begin_block = begin_block  # type: ignore[method-assign]
+        return super().train(*args, **kwargs)
 
     def _raise_on_rank_1(self, stage: str, block: int) -> None:
         gate = self.gate
@@ -244,13 +253,13 @@ class GatedTrainer(tiny_world.GRPOTrainer):
 
 
 def _cut_files(sync: Any) -> None:
-    """What half a copy over a network leaves."""
+    """Return what half a copy over a network leaves."""
     for path in sync._files.directory().rglob("*.safetensors"):
         os.truncate(path, 100)
 
 
 def train(given: dict[str, Any]) -> int:
-    """One run, as a command: gives its exit code."""
+    """One run, as a command: return its exit code."""
     directory = Path(given["directory"])
     logging.basicConfig(level=logging.WARNING)
     gate = Gate(directory, given["fault"], given["stage"])
@@ -261,8 +270,31 @@ def train(given: dict[str, Any]) -> int:
         return run_command("train", lambda: _run(given, gate))
 
 
+def train_ranks(given: dict[str, Any]) -> int:
+    """One run on several processes, under the supervision that torchrun is made of."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=given["ranks"],
+        start_method="fork",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    elastic_launch(config, _train_one_rank)(given)
+    return 0
+
+
+def _train_one_rank(given: dict[str, Any]) -> None:
+    # a process that torchrun starts has not inherited its handlers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(train(given))
+
+
 def _sockets_left(before: int) -> int:
-    """Connections beyond those before, once the questions of threads that may be left are answered."""
+    """Count the connections beyond those before, once threads that may be left have their answers."""
     # some of several ranks' are torch's until the process ends
     deadline = time.monotonic() + ("RANK" not in os.environ)
     while (left := len(psutil.Process().net_connections()) - before) > 0 and time.monotonic() < deadline:
@@ -272,6 +304,8 @@ def _sockets_left(before: int) -> int:
 
 def _run(given: dict[str, Any], gate: Gate) -> int:
     directory = Path(given["directory"])
+    rank = os.environ.get("RANK", "0")
+    write_whole(directory / f"pid-{rank}", str(os.getpid()))
     sockets = len(psutil.Process().net_connections())
     env = Faulty(gate)
     trainer = _trainer(given, env, gate)
@@ -288,7 +322,6 @@ def _run(given: dict[str, Any], gate: Gate) -> int:
             "sockets": _sockets_left(sockets),
             "planned": blocks,
         }
-        rank = os.environ.get("RANK", "0")
         write_whole(directory / f"ended-{rank}.json", json.dumps(left))
     return 0
 
@@ -310,16 +343,16 @@ def _trainer(given: dict[str, Any], env: Faulty, gate: Gate) -> GatedTrainer:
 
 
 def _kill_generator(gate: Gate, trainer: GatedTrainer) -> None:
-    """Ends the generator's thread from outside of every task, where no code of the environment can catch it."""
+    """End the generator's thread from outside of every task, where no code of the environment can catch it."""
     while not gate.reached:
         time.sleep(PATIENCE_S)
 
     def end() -> None:
         raise SystemExit if gate.stage in ("scoring", "syncing") else KeyboardInterrupt
 
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "verifiers-generator")
-    assert trainer.generator is not None
-    trainer.generator._thread.loop.call_soon_threadsafe(end)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "verifiers-servers")
+    assert trainer.session.generator is not None
+    trainer.session.generator._thread.loop.call_soon_threadsafe(end)
     thread.join(GATE_S)
     gate.inject()
 
@@ -367,7 +400,7 @@ class FaultyServer(tiny_world.EmbeddedServer):
 
 
 def serve(given: dict[str, Any]) -> int:
-    """The server, until it is killed."""
+    """Return the server, until it is killed."""
     directory = Path(given["directory"])
     with FaultyServer(Path(given["model"]), given["port"], directory):
         (directory / "listening").touch()

@@ -64,7 +64,7 @@ class Forks:
     def start(
         self, run: str, given: Mapping[str, Any], log: Path, environ: Mapping[str, str] | None = None
     ) -> Forked:
-        """A process that calls `module:function` with `given`; its output is appended to `log`."""
+        """Return a process that calls `module:function` with `given`; its output is appended to `log`."""
         order = {"run": run, "given": dict(given), "log": str(log), "environ": dict(environ or {})}
         assert self._parent.stdin is not None
         with self._changed:
@@ -79,7 +79,7 @@ class Forks:
             return forked
 
     def wait(self, forked: Forked, timeout_s: float) -> int:
-        """The exit code. Raises TimeoutError, with the end of the output, where it still runs after `timeout_s`."""
+        """Return the exit code; a TimeoutError after `timeout_s` has the end of the output."""
         with self._changed:
             if self._changed.wait_for(lambda: forked.code is not None, timeout_s):
                 assert forked.code is not None
@@ -109,7 +109,7 @@ class Forks:
 
 @contextlib.contextmanager
 def fork_parent(*modules: str) -> Iterator[Forks]:
-    """A parent that has imported `modules` of this folder; it ends, and its children with it, on the way out."""
+    """Return a parent that has imported `modules` of this folder; it ends with its children on the way out."""
     parent = subprocess.Popen([sys.executable, __file__, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield Forks(parent)

@@ -24,7 +24,7 @@ import torch.distributed
 
 import verifiers as vf
 from verifiers.data.curriculum import Curriculum, curriculum_from
-from verifiers.data.levels import Levels
+from verifiers.data.curriculum_policies import LevelsPolicy
 from verifiers.testing import Fault
 
 ROWS = 24
@@ -55,13 +55,13 @@ def three_stages(first: int, second: int) -> Curriculum:
     )
 
 
-def levels() -> Levels:
+def levels() -> LevelsPolicy:
     """Up after nearly every block: a rollout passes when it has some vowel."""
-    return Levels(("d0", "d1", "d2"), window=2, raise_at=0.6, lower_at=0.1, passes_at=1.0, seed=5)
+    return LevelsPolicy(("d0", "d1", "d2"), window=2, raise_at=0.6, lower_at=0.1, passes_at=1.0, seed=5)
 
 
 def answer(body: dict[str, Any]) -> Any:
-    """An answer that its request alone decides, as a seeded sampler's does; some rollouts fail for good."""
+    """Return an answer that its request alone decides, as a seeded sampler's does; some rollouts fail for good."""
     draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
     if draw.random() < 0.05 and body["seed"] > 1000:
         return Fault(400)

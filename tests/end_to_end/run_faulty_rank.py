@@ -2,13 +2,11 @@
 
     python run_faulty_rank.py '{"model": DIR, "url": URL, "output_dir": DIR, "rank": 1, "place": "backward"}'
 
-The rank that breaks writes the time into broke; a rank whose training raised writes what and when into
-failure-RANK.json, and the time at which its interpreter ends into ended-RANK.
+The rank that breaks writes the time into broke; a rank whose training raised writes what into failure-RANK.json.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -21,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_world
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerCallback
 
 
@@ -39,6 +38,9 @@ class Breaking(tiny_world.ObservedTrainer):
             if how == "alone":
                 # nobody ever sends: this rank waits in C++ code, and the others for it in their next collective
                 torch.distributed.recv(torch.zeros(2), src=0)
+            if how == "in flight":
+                # the other rank never joins, and the interpreter would wait for it at its exit
+                torch.distributed.all_reduce(torch.zeros(2), async_op=True)
             raise ValueError(f"no more of this at {place}")
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -72,6 +74,7 @@ class Calls(TrainerCallback):
         self._trainer.reach("callback")
 
 
+@record
 def main() -> None:
     given = json.loads(sys.argv[1])
     rank = int(os.environ["RANK"])
@@ -83,11 +86,10 @@ def main() -> None:
     if rank == given["rank"]:
         trainer.place = given["place"]
     trainer.add_callback(Calls(trainer))
-    atexit.register(lambda: (output_dir / f"ended-{rank}").write_text(str(time.time())))
     try:
         trainer.train()
     except BaseException as error:
-        failure = {"type": type(error).__name__, "text": str(error), "time": time.time()}
+        failure = {"type": type(error).__name__, "text": str(error)}
         (output_dir / f"failure-{rank}.json").write_text(json.dumps(failure))
         raise
 

@@ -23,11 +23,11 @@ from accelerate import state
 
 from verifiers.train.config import lora_defaults
 from verifiers.train.weight_sync.lora import LoraSync
-from verifiers.train.weight_sync.parameters import gathered_tensors, is_sharded
+from verifiers.train.weight_sync.tensors import gathered_tensors, is_sharded
 
 
 def shard_on_the_cpu() -> None:
-    """accelerate shards on GPUs and their like alone; here it is told that this CPU is one."""
+    """Have accelerate take this CPU for a GPU: it shards on nothing else."""
     original = state.AcceleratorState.__init__
 
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, deepspeed_plugin: Any = None, **kwargs: Any) -> None:
@@ -51,10 +51,16 @@ class Keeping(tiny_world.ObservedTrainer):
 
     sent: list[dict[str, torch.Tensor]]
 
-    def _push_once(self, version: int) -> None:
-        with self._pushed_tensors() as tensors:
-            self.sent.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
-        super()._push_once(version)
+    def keep_pushes(self) -> None:
+        """Keep what is sent from now on."""
+        self.sent, push = [], self.publisher._push_once
+
+        def keeping(version: int) -> None:
+            with self.weights.tensors(self.weight_sync) as tensors:
+                self.sent.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
+            push(version)
+
+        self.publisher._push_once = keeping
 
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -66,9 +72,8 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def adapter_of(trainer: Keeping) -> dict[str, torch.Tensor]:
-    """What a push of the adapter alone would send."""
-    trainer.weight_sync = LoraSync("http://127.0.0.1:9/v1")
-    with trainer._pushed_tensors() as tensors:
+    """Return what a push of the adapter alone would send."""
+    with trainer.weights.tensors(LoraSync("http://127.0.0.1:9/v1")) as tensors:
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
@@ -80,11 +85,11 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     args = tiny_world.config(output_dir, given["url"], **given.get("settings", {}))
     peft_config = lora_defaults() if given.get("lora") else None
     trainer = Keeping(given["model"], tiny_world.single_turn(), args, peft_config=peft_config)
-    trainer.sent = []
+    trainer.keep_pushes()
     trainer.train(resume_from_checkpoint=given.get("resume"))
     if given.get("save"):
         trainer.save_model(given["save"])
-    adapter = trainer._on_rank_0(lambda: adapter_of(trainer)) if given.get("lora") else None
+    adapter = trainer.ranks.on_rank_0(lambda: adapter_of(trainer)) if given.get("lora") else None
     return {
         "adapter": adapter,
         "kind": str(trainer.accelerator.distributed_type),

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_world
 import torch
 import torch.distributed
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerCallback
 
 import verifiers as vf
@@ -56,6 +57,7 @@ class BreaksInTheSecondBlock(tiny_world.Dialogue):
         return await super().rollout(*args, **kwargs)
 
 
+@record
 def run(given: dict[str, Any]) -> None:
     """Train as `given` says."""
     rank = int(os.environ.get("RANK", "0"))

@@ -17,7 +17,7 @@ OURS = ("ACCELERATE_", "FSDP_")
 
 
 def launcher_environment(name: str) -> dict[str, str]:
-    """What `accelerate launch --config_file examples/accelerate/NAME.yaml` tells the processes of how to share."""
+    """Return the environment that `accelerate launch --config_file examples/accelerate/NAME.yaml` sets."""
     given = ["--config_file", str(EXAMPLES / f"{name}.yaml"), "--main_process_port", "0", "script.py"]
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(given))
     if arguments.use_deepspeed:
@@ -26,6 +26,12 @@ def launcher_environment(name: str) -> dict[str, str]:
     else:
         environment = prepare_multi_gpu_env(arguments)
     return {key: value for key, value in environment.items() if key.startswith(OURS)}
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Return the start of a command that runs a script on some ranks, with a free port."""
+    free = ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+    return [PYTHON, "-m", "torch.distributed.run", *free, "--nproc_per_node", str(ranks)]
 
 
 def start_ranks(
@@ -65,7 +71,7 @@ def wait_for(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list
 
 
 def printed(logs: Path, ranks: int) -> str:
-    """What the ranks said, one after another."""
+    """Return what the ranks said, one after another."""
     return "\n".join((logs / f"rank-{rank}.log").read_text(errors="replace") for rank in range(ranks))
 
 

@@ -15,13 +15,13 @@ import torch
 import verifiers as vf
 from verifiers.errors import GenerationError
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.correction import correction_weights
-from verifiers.train.ledger import read_ledger
+from verifiers.train.checkpoint.block_log import read_block_log
+from verifiers.train.loss.importance_sampling import correction_weights
 from verifiers.train.weight_sync import DirectorySync
 
 
 def letters(body: dict[str, Any]) -> str:
-    """An answer that its request alone decides."""
+    """Return an answer that its request alone decides."""
     draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
     return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, 8)))
 
@@ -85,18 +85,18 @@ def test_rollouts_in_flight_end_before_a_push_only_where_pushes_drain(
     make_fake_trainer: Callable[..., Any], drains: bool
 ) -> None:
     latency = random.Random(3)
-    with FakeOpenAIServer(letters, latency_s=lambda _: 0.02 + latency.random() * 0.1) as fake:
+    with FakeOpenAIServer(letters, latency_s=lambda _: 0.2 + latency.random()) as fake:
         trainer = make_fake_trainer(
             tiny_world.single_turn(), fake.url, num_batches_ahead=2, max_steps=5, drain_before_sync=drains
         )
         in_flight: list[int] = []
-        push = trainer._push_weights
+        push = trainer.session.push
 
         def watched(version: int) -> None:
             in_flight.append(fake.in_flight)
             push(version)
 
-        trainer._push_weights = watched
+        trainer.session.push = watched
         trainer.train()
     assert len(in_flight) == 5
     assert (max(in_flight) == 0) == drains
@@ -109,10 +109,10 @@ def test_a_server_that_loses_requests_while_it_loads_weights_is_drained_and_the_
         keeps_requests = False
 
     with FakeOpenAIServer(letters) as fake:
-        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, num_batches_ahead=1, max_steps=1)
-        trainer.weight_sync = Loses(fake.url)
+        options = {"num_batches_ahead": 1, "max_steps": 1, "weight_sync": Loses(fake.url)}
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
         trainer.open()
-    assert trainer.feed.drains
+    assert trainer.session.prefetcher.drains
     assert "Loses cannot keep requests in flight while it loads weights" in caplog.text
 
 
@@ -204,14 +204,14 @@ def test_rollouts_of_a_server_that_lags_are_dropped_and_counted_by_length(
             max_staleness=1,
             drain_before_sync=True,
             max_steps=4,
+            weight_sync=Lags(fake.url),
         )
-        trainer.weight_sync = Lags(fake.url)
-        trainer._probe = lambda version: None
+        trainer.publisher.check = lambda version: None
         trainer.train()
     # block 2 was begun at step 1, whose weights the server never had
     assert trainer.logged("rows/dropped/stale") == [8.0]
     assert trainer.logged("rows/dropped_tokens/stale")[0] > 10
-    stale = [record for record in read_ledger(tmp_path) if record["dropped"]]
+    stale = [record for record in read_block_log(tmp_path) if record["dropped"]]
     assert [(record["block_id"], record["trained"]) for record in stale] == [(2, [])]
     assert {item["reason"] for item in stale[0]["dropped"]} == {"stale"}
 
@@ -226,10 +226,14 @@ def test_a_server_that_is_further_behind_than_any_push_explains_stops_the_run(
 
     with FakeOpenAIServer(letters) as fake:
         trainer = make_fake_trainer(
-            tiny_world.single_turn(), fake.url, num_batches_ahead=1, max_steps=4, drain_before_sync=True
+            tiny_world.single_turn(),
+            fake.url,
+            num_batches_ahead=1,
+            max_steps=4,
+            drain_before_sync=True,
+            weight_sync=Never(fake.url),
         )
-        trainer.weight_sync = Never(fake.url)
-        trainer._probe = lambda version: None
+        trainer.publisher.check = lambda version: None
         with pytest.raises(GenerationError, match=r"policy version 0 at optimizer step 2, .* a staleness of 1"):
             trainer.train()
 
@@ -257,14 +261,15 @@ def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
         trainer = make_fake_trainer(
             tiny_world.single_turn(), fake.url, num_batches_ahead=1, max_steps=4, **PATHS[path]
         )
-        correct = trainer._correct
+        weigh = trainer.corrected_loss._weight_advantages
 
-        def watched(inputs: dict[str, Any], current: torch.Tensor) -> None:
+        def watched(inputs: dict[str, Any], current: torch.Tensor) -> Any:
             before = {**inputs, "current": current}
-            correct(inputs, current)
+            mismatch = weigh(inputs, current)
             corrected.append((before, inputs["advantages"]))
+            return mismatch
 
-        trainer._correct = watched
+        trainer.corrected_loss._weight_advantages = watched
         trainer.train()
     first_seen: dict[str, torch.Tensor] = {}
     for inputs, weighted in corrected:

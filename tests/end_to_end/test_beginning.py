@@ -19,15 +19,15 @@ from transformers import TrainerCallback
 
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.testing import FakeOpenAIServer
-from verifiers.train.checkpoint import MARKER, newest_complete
-from verifiers.train.ledger import read_ledger
+from verifiers.train.checkpoint.block_log import read_block_log
+from verifiers.train.checkpoint.checkpoint import MARKER, newest_complete
 
 Make = Callable[..., tiny_world.ObservedTrainer]
 
 
 @pytest.fixture
 def trainer_in(make_fake_trainer: Make, fake: FakeOpenAIServer) -> Make:
-    """A trainer with a checkpoint every second step."""
+    """Return a trainer with a checkpoint every second step."""
 
     def make(directory: Path, env: Any = None, **overrides: Any) -> tiny_world.ObservedTrainer:
         values = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, **overrides}
@@ -71,8 +71,8 @@ def steps(trainer: tiny_world.ObservedTrainer, first: int = 0) -> list[int]:
     return [batch["step"] for batch in trainer.seen[first:]]
 
 
-def assert_ledger_is_whole(directory: Path, trainer: tiny_world.ObservedTrainer) -> None:
-    records = read_ledger(directory)
+def assert_block_log_is_whole(directory: Path, trainer: tiny_world.ObservedTrainer) -> None:
+    records = read_block_log(directory)
     assert [record["block_id"] for record in records] == list(range(trainer.plan.blocks))
     for record in records:
         ended = [tuple(pair) for pair in record["trained"]]
@@ -92,11 +92,11 @@ def test_a_run_begun_anew_keeps_its_checkpoints_and_goes_on_from_them(
     again = trainer_in(tmp_path, save_total_limit=1, learning_rate=1e-4)
     again.train(resume_from_checkpoint=True)
     assert again.seen[0]["step"] == 2
-    assert capsys.readouterr().out.count("goes on from step 2\n") == 1
-    assert_ledger_is_whole(tmp_path, again)
+    assert capsys.readouterr().out.count("resumes from step 2\n") == 1
+    assert_block_log_is_whole(tmp_path, again)
     aside = tmp_path / "earlier-1"
     assert checkpoints(aside) == ["checkpoint-6"]
-    assert_ledger_is_whole(aside, again)
+    assert_block_log_is_whole(aside, again)
     assert {path.name for path in aside.iterdir()} == {
         *("blocks.jsonl", "checkpoint-6", "metrics.jsonl", "report.html", "run.json", "samples.jsonl")
     }
@@ -108,10 +108,10 @@ def test_going_on_where_nothing_complete_is_loses_no_record_and_says_so(
     cut(trainer_in(tmp_path), 1)
     second = trainer_in(tmp_path, max_steps=1)
     second.train(resume_from_checkpoint=True)
-    assert f"no complete checkpoint in {tmp_path} yet: starts from step 0" in caplog.text
+    assert f"no complete checkpoint in {tmp_path} yet: the run starts at step 0" in caplog.text
     assert "no checkpoint before step 1 (save_steps=2): set save_steps\n" in capsys.readouterr().out
-    assert [record["block_id"] for record in read_ledger(tmp_path / "earlier-1")] == [0, 1]
-    assert_ledger_is_whole(tmp_path, second)
+    assert [record["block_id"] for record in read_block_log(tmp_path / "earlier-1")] == [0, 1]
+    assert_block_log_is_whole(tmp_path, second)
 
 
 def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in: Make, tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in:
     back.train(resume_from_checkpoint=str(tmp_path / "earlier-1" / "checkpoint-4"))
     assert back.seen[0]["step"] == 4
     # of what this directory's own run had done nothing is of that lineage
-    assert [record["block_id"] for record in read_ledger(tmp_path)] == [4, 5]
+    assert [record["block_id"] for record in read_block_log(tmp_path)] == [4, 5]
     assert checkpoints(tmp_path / "earlier-2") == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize(("streaming", "after_step"), [(False, 3), (True, 2)], ids=["whole blocks", "streaming"])
+@pytest.mark.parametrize(("streaming", "after_step"), [(False, 3), pytest.param(True, 2, marks=pytest.mark.slow)])
 def test_a_trainer_that_was_stopped_goes_on_as_a_new_one_would(
     trainer_in: Make, tmp_path: Path, streaming: bool, after_step: int
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_trainer_that_was_stopped_goes_on_as_a_new_one_would(
     before = len(one.seen)
     one.train(resume_from_checkpoint=True)
     assert steps(one, before) == [step for step in (2, 3) for _ in range(2)]
-    assert_ledger_is_whole(tmp_path / "one", one)
+    assert_block_log_is_whole(tmp_path / "one", one)
     for expected, batch in zip(whole.seen[4:], one.seen[before:], strict=True):
         assert torch.equal(expected["completion_ids"], batch["completion_ids"])
     assert all(
@@ -148,7 +148,7 @@ def test_a_trainer_that_was_stopped_goes_on_as_a_new_one_would(
     )
 
 
-@pytest.mark.parametrize("adaptive", [False, True], ids=["plain", "adaptive curriculum"])
+@pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_second_run_of_a_trainer_begins_at_its_first_block(
     wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path, adaptive: bool
 ) -> None:
@@ -163,7 +163,7 @@ def test_a_second_run_of_a_trainer_begins_at_its_first_block(
         before = len(trainer.seen)
         trainer.train()
         assert steps(trainer, before) == [0, 0, 1, 1, 2, 2]
-        records = read_ledger(tmp_path)
+        records = read_block_log(tmp_path)
         assert [record["block_id"] for record in records] == [0, 1, 2]
         first_blocks.append(records[0]["trained"])
         assert sorted(path.name for path in (tmp_path / "evals").iterdir()) == ["step-1", "step-2", "step-3"]
@@ -173,7 +173,7 @@ def test_a_second_run_of_a_trainer_begins_at_its_first_block(
     assert logged == sorted(logged)
 
 
-@pytest.mark.parametrize("max_steps", [4, 3])
+@pytest.mark.parametrize("max_steps", [pytest.param(4, marks=pytest.mark.slow), 3])
 def test_going_on_where_all_steps_are_done_trains_nothing_and_ends_well(
     trainer_in: Make, tmp_path: Path, max_steps: int
 ) -> None:
@@ -184,7 +184,7 @@ def test_going_on_where_all_steps_are_done_trains_nothing_and_ends_well(
     assert again.plan.blocks_per_epoch > 4
     again.train(resume_from_checkpoint=True)
     assert (again.seen, again.state.global_step) == ([], 4)
-    assert [record["block_id"] for record in read_ledger(tmp_path)] == [0, 1, 2, 3]
+    assert [record["block_id"] for record in read_block_log(tmp_path)] == [0, 1, 2, 3]
     again.train()
     assert steps(again)[::2] == list(range(max_steps))
 
@@ -202,7 +202,7 @@ def test_two_runs_at_once_in_one_directory_are_refused(trainer_in: Make, tmp_pat
     one, other = (trainer_in(tmp_path, max_steps=1) for _ in range(2))
     one.add_callback(TrainsAnother(other))
     one.train()
-    assert_ledger_is_whole(tmp_path, one)
+    assert_block_log_is_whole(tmp_path, one)
     assert not (tmp_path / "earlier-1").exists()
     other.train()
     assert steps(other) == [0, 0]
@@ -237,7 +237,7 @@ def test_a_callback_that_stops_inside_a_block_leaves_no_rollout_that_is_said_to_
     trainer.train()
     assert trainer.state.global_step == 4
     assert steps(trainer) == [0, 1, 2, 3]
-    assert [len(record["trained"]) for record in read_ledger(tmp_path)] == [8, 8]
+    assert [len(record["trained"]) for record in read_block_log(tmp_path)] == [8, 8]
     assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
 
 
@@ -245,14 +245,14 @@ def test_checkpoints_without_an_optimizer_are_not_gone_on_from(
     trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer_in(tmp_path, save_only_model=True, max_steps=2).train()
-    assert caplog.text.count("with save_only_model=True no run can go on from its checkpoints") == 1
+    assert caplog.text.count("with save_only_model=True no run can resume its checkpoints") == 1
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
     assert newest_complete(tmp_path) is None
 
 
 def test_a_checkpoint_of_other_rows_or_another_model_is_refused(trainer_in: Make, tmp_path: Path) -> None:
     trainer_in(tmp_path, max_steps=2).train()
-    with pytest.raises(CheckpointError, match=r"other training rows .* begin anew \(vf-train --fresh"):
+    with pytest.raises(CheckpointError, match=r"other training rows .* start again at step 0 \(vf-train --fresh"):
         trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a")).train(resume_from_checkpoint=True)
     marker = tmp_path / "checkpoint-2" / MARKER
     saved = json.loads(marker.read_text())
@@ -368,6 +368,6 @@ def test_the_same_command_after_a_kill_goes_on_and_after_the_end_says_that_it_is
             first.kill()
         shown = [subprocess.run(command, capture_output=True, timeout=60, **told) for _ in range(2)]
     assert [done.returncode for done in shown] == [0, 0], shown[0].stderr + shown[1].stderr
-    assert "goes on from step" in shown[0].stdout
-    assert shown[1].stdout == f"finished: 40 steps in {output}; --fresh begins anew\n"
-    assert [record["block_id"] for record in read_ledger(output)] == list(range(40))
+    assert "resumes from step" in shown[0].stdout
+    assert shown[1].stdout == f"finished: 40 steps in {output}; --fresh starts again at step 0\n"
+    assert [record["block_id"] for record in read_block_log(output)] == list(range(40))

@@ -19,13 +19,13 @@ import tiny_world
 
 import verifiers as vf
 from verifiers.data.curriculum import curriculum_from
-from verifiers.data.staged import StagedRows
+from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.testing import FakeOpenAIServer
-from verifiers.train.checkpoint import newest_complete
-from verifiers.train.curriculum import planned_run
-from verifiers.train.ledger import read_ledger
-from verifiers.train.saved_blocks import load_blocks
+from verifiers.train.checkpoint.block_log import read_block_log
+from verifiers.train.checkpoint.checkpoint import newest_complete
+from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
+from verifiers.train.planned_run import planned_run
 
 SCRIPT = Path(__file__).parent / "run_curriculum.py"
 
@@ -60,20 +60,15 @@ def assert_the_file_was_followed(rows: list[tuple[int, str]], ends: tuple[int, i
 
 
 CADENCES = [
-    # (accumulation, passes, generations, micro-batches in a block, ends of the stages)
-    (1, 1, 2, 1, (2, 5)),
-    (2, 1, 2, 4, (3, 6)),
-    (4, 1, 4, 4, (2, 5)),
-    (1, 1, 4, 4, (3, 6)),
-    (1, 1, 16, 4, (4, 8)),
-    (1, 2, 2, 1, (2, 6)),
-    (2, 2, 4, 4, (4, 8)),
-    (4, 2, 16, 4, (2, 6)),
+    # (accumulation, passes, generations, micro-batches in a block, ends of the stages, steps at which the next begin)
+    (1, 1, 2, 1, (2, 5), (2, 5), False),
+    (2, 1, 2, 4, (3, 6), (4, 6), True),
+    (1, 1, 16, 4, (3, 8), (4, 8), False),
+    (2, 2, 4, 4, (4, 7), (4, 8), True),
 ]
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["blocks", "streaming"])
-@pytest.mark.parametrize(("accumulation", "passes", "group", "held", "ends"), CADENCES)
+@pytest.mark.parametrize(("accumulation", "passes", "group", "held", "ends", "begins", "streaming"), CADENCES)
 def test_what_is_trained_at_each_optimizer_step_is_of_the_stage_that_the_file_names(
     wide_model_dir: Path,
     fake: FakeOpenAIServer,
@@ -83,9 +78,10 @@ def test_what_is_trained_at_each_optimizer_step_is_of_the_stage_that_the_file_na
     group: int,
     held: int,
     ends: tuple[int, int],
+    begins: tuple[int, int],
     streaming: bool,
 ) -> None:
-    steps = ends[1] + 2 * passes
+    steps = begins[1] + 2 * passes
     trainer = trainer_for(
         wide_model_dir,
         fake,
@@ -100,20 +96,19 @@ def test_what_is_trained_at_each_optimizer_step_is_of_the_stage_that_the_file_na
         streaming=streaming,
     )
     trainer.train()
-    assert_the_file_was_followed(run_curriculum.trained(trainer), ends, steps)
+    assert_the_file_was_followed(run_curriculum.trained(trainer), begins, steps)
     logged = [entry for entry in trainer.state.log_history if "curriculum/stage" in entry]
     first_updates = [entry["step"] - 1 for entry in logged]
     assert [entry["curriculum/stage"] for entry in logged] == [
-        float(sum(end <= step // trainer.plan.updates_per_block * trainer.plan.updates_per_block for end in ends))
-        for step in first_updates
+        float(sum(begin <= step for begin in begins)) for step in first_updates
     ]
 
 
 def test_a_file_that_cannot_be_followed_is_refused_before_anything_starts(
     wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"ends at optimizer step 3, inside block 1 .* end it at step 2 and 4"):
-        trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.three_stages(3, 6), num_iterations=2, max_steps=8)
+    with pytest.raises(ConfigError, match=r"ends at optimizer step 4, inside the block .* end it at step 6"):
+        trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.three_stages(3, 4), num_iterations=2, max_steps=8)
     with pytest.raises(ConfigError, match="cannot name any; set dynamic_sampling=False"):
         trainer_for(wide_model_dir, fake, tmp_path, run_curriculum.levels(), dynamic_sampling=True)
     with pytest.raises(ConfigError, match=r"a block takes 32 different rows of level 'd0', which has 24"):
@@ -171,10 +166,10 @@ def test_a_checkpoint_of_another_curriculum_is_refused_by_what_differs(
     first = trainer(2, 6, max_steps=6)
     first.train()
     shutil.rmtree(tmp_path / "checkpoint-6")
-    assert [block.block_id for block in load_blocks(tmp_path / "checkpoint-4")] == [4]
+    assert [block.block_id for block in load_pending_blocks(tmp_path / "checkpoint-4")] == [4]
     with pytest.raises(CheckpointError, match=r"another curriculum .* up to step 4 .*until_step was 2 and is 3"):
         trainer(3, 6, max_steps=6).train(resume_from_checkpoint=True)
-    # what is still to come may be planned anew, also for a block that was generated before
+    # what is still to come may be planned again, also for a block that was generated before
     resumed = trainer(2, 4, max_steps=6)
     resumed.train(resume_from_checkpoint=True)
     assert datasets_by_step(run_curriculum.trained(resumed)) == {4: {"d2"}, 5: {"d2"}}
@@ -226,7 +221,7 @@ def test_a_run_killed_in_its_second_stage_goes_on_with_the_same_prompts(
 
     def prompts(name: str) -> list[tuple[int, list[int]]]:
         found = []
-        for record in read_ledger(tmp_path / name):
+        for record in read_block_log(tmp_path / name):
             rollouts = record["trained"] + [[item["example_id"], 0] for item in record["dropped"]]
             found.append((record["block_id"], sorted({example_id for example_id, _ in rollouts})))
         return found
@@ -250,7 +245,7 @@ def test_two_ranks_train_at_each_step_what_one_rank_does(
         of_ranks = [json.loads((tmp_path / str(ranks) / f"trained-{rank}.json").read_text()) for rank in range(ranks)]
         for rows in of_ranks:
             for step, names in datasets_by_step(rows).items():
-                assert names <= run_curriculum.stage_names(step, (3, 8))
+                assert names <= run_curriculum.stage_names(step, (4, 8))
         found[ranks] = Counter((step, question) for rows in of_ranks for step, question in rows)
     assert found[1] == found[2]
     assert {step for step, _ in found[1]} == set(range(10))

@@ -19,6 +19,7 @@ import tiny_world
 import verifiers as vf
 from verifiers.errors import DeadlineError, GenerationError, GeneratorClosedError
 from verifiers.errors import Error as VerifiersError
+from verifiers.rollouts.batch_request import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.testing import FakeOpenAIServer, Fault
@@ -56,9 +57,9 @@ def requests(block_id: int, count: int = 4) -> list[RolloutRequest]:
 def test_a_failure_of_the_generator_wakes_whoever_waits_with_its_own_traceback() -> None:
     env = Breaking(good=0)
     with FakeOpenAIServer("x") as fake, AsyncBatchGenerator(env, fake.url, "fake") as generator:
-        generator.submit(0, requests(0))
+        generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
         with pytest.raises(vf.ConfigError, match="configured badly") as raised:
-            generator.get(0, timeout_s=10)
+            generator.get_batch(0, timeout_s=10)
         assert time.monotonic() - env.broke_at < 1.0
     frames = [frame.name for frame in traceback.extract_tb(raised.tb)]
     assert "_stumble" in frames
@@ -71,9 +72,9 @@ def test_what_nobody_foresaw_is_wrapped_with_its_cause(monkeypatch: pytest.Monke
     env = tiny_world.single_turn()
     with FakeOpenAIServer("x") as fake, AsyncBatchGenerator(env, fake.url, "fake") as generator:
         monkeypatch.setattr(generator, "_count", stumble)
-        generator.submit(0, requests(0))
+        generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
         with pytest.raises(GenerationError, match="ArithmeticError: nobody foresaw this") as raised:
-            generator.get(0, timeout_s=10)
+            generator.get_batch(0, timeout_s=10)
     cause = raised.value.__cause__
     assert isinstance(cause, ArithmeticError)
     assert "stumble" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
@@ -105,7 +106,7 @@ def test_a_failure_ahead_stops_the_trainer_at_its_next_micro_step(make_trainer: 
     assert len(trainer.seen) == 3
     assert trainer.state.global_step == 0
     assert "_stumble" in [frame.name for frame in traceback.extract_tb(raised.tb)]
-    assert not [thread for thread in threading.enumerate() if thread.name == "verifiers-generator"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "verifiers-servers"]
 
 
 def test_an_environment_that_exits_ends_nothing_but_its_rollout(make_trainer: Callable[..., Any]) -> None:
@@ -125,11 +126,11 @@ def test_get_has_a_deadline_that_says_what_was_waited_for() -> None:
         FakeOpenAIServer("x", faults=hanging) as fake,
         AsyncBatchGenerator(env, fake.url, "fake", generation_timeout_s=0.3) as generator,
     ):
-        generator.submit(0, requests(0))
+        generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
         fake.wait_until(lambda server: server.in_flight == 4)
         started = time.monotonic()
         with pytest.raises(DeadlineError, match=r"0\.3 s \(async_generation_timeout\): 0 of 4 .* 4 are in flight"):
-            generator.get(0)
+            generator.get_batch(0)
         assert time.monotonic() - started < 1.0
 
 
@@ -149,12 +150,12 @@ def test_closing_wakes_whoever_waits() -> None:
     env = tiny_world.single_turn()
     with FakeOpenAIServer("x", faults=[Fault.hang(times=100)]) as fake:
         generator = AsyncBatchGenerator(env, fake.url, "fake").start()
-        generator.submit(0, requests(0))
+        generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
         fake.wait_until(lambda server: server.in_flight == 4)
         closing = threading.Timer(0.1, generator.close)
         closing.start()
         with pytest.raises(GeneratorClosedError):
-            generator.get(0, timeout_s=10)
+            generator.get_batch(0, timeout_s=10)
         closing.join()
         fake.wait_until(lambda server: server.in_flight == 0)
 

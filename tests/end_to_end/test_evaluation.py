@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 import verifiers as vf
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.store import ResultStore, read_run
-from verifiers.evals.viewer.runs import find_runs
+from verifiers.reports.runs import find_runs
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -49,7 +49,8 @@ def test_an_evaluation_is_stored_as_vf_eval_stores_one(
         assert entry["eval_reward_stderr"] == pytest.approx(means["stderr"])
         assert entry["eval_pass_at_2"] == pytest.approx(run.metadata["summary"]["pass_at_k"]["2"]["mean"])
         assert (run.directory / "report.html").is_file()
-    assert set(find_runs(Path(trainer.args.output_dir))) == {"evals/step-2", "evals/step-4"}
+    run = Path(trainer.args.output_dir)
+    assert set(find_runs(run)) == {run.name, "evals/step-2", "evals/step-4"}
     capsys.readouterr()
     assert compare([str(stored(trainer, 2)), str(stored(trainer, 4)), "--json"]) == 0
     (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
@@ -359,13 +360,13 @@ def test_no_push_overtakes_an_evaluation_in_flight(make_trainer: Callable[..., A
         push, ended = trainer.weight_sync.push, []
 
         def pushing(parameters: Any, version: int) -> None:
-            running = trainer._evaluation
+            running = trainer.evaluator._evaluation
             ended.append(running is None or running._task.done())
             push(parameters, version)
 
         trainer.weight_sync.push = pushing
-        trainer._begin_evaluation(trainer.held_out)
-        trainer.feed.sync(1)
+        trainer._begin_evaluation(trainer.eval_sets)
+        trainer.session.prefetcher.sync(1)
         assert ended == [True, True]
         assert trainer._finish_evaluation()["eval_prompts"] == 4
 
@@ -435,11 +436,11 @@ def test_the_temperature_of_evaluations_is_theirs_and_not_that_of_training(
     with tiny_world.closing(trainer):
         trainer.evaluate()
         kept = trainer.evaluate_block()
-        evaluated = {body["temperature"] for body, _ in trainer._client.answers if "messages" in body}
+        evaluated = {body["temperature"] for body, _ in trainer.client.answers if "messages" in body}
         assert evaluated == {asked}
-        trainer._client.answers.clear()
+        trainer.client.answers.clear()
         trainer.train()
-        trained = {body["temperature"] for body, _ in trainer._client.answers if "messages" in body}
+        trained = {body["temperature"] for body, _ in trainer.client.answers if "messages" in body}
     assert trained == {0.9}
     assert len(kept.rollouts) == (4 if grouped else 2)
 

@@ -16,7 +16,7 @@ import torch
 from evaluation_world import steps_of
 
 from verifiers.evals.store import read_run
-from verifiers.train.checkpoint import MARKER
+from verifiers.train.checkpoint.checkpoint import MARKER
 
 SCRIPT = Path(__file__).parent / "run_training.py"
 

@@ -104,4 +104,4 @@ def test_a_dry_run_tells_that_there_is_nothing_to_evaluate_on(
         assert main(["run.toml", "--dry-run"]) == 2
     finally:
         sys.modules.pop("letters", None)
-    assert "letters has no held-out rows; give it an eval_dataset" in capsys.readouterr().err
+    assert "letters has no eval set; give it an eval_dataset" in capsys.readouterr().err

@@ -15,8 +15,9 @@ import torch
 
 import verifiers as vf
 from verifiers.errors import NothingScoredError
+from verifiers.inference.retries import RetryPolicy
+from verifiers.rollouts.batch_request import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey
@@ -209,8 +210,8 @@ def test_the_messages_of_failures_name_their_causes() -> None:
             for i, kind in enumerate(KINDS)
             for j in range(2)
         ]
-        g.submit(0, requests)
-        block = g.get(0, timeout_s=10)
+        g.submit_batch(BatchRequest.of_rollouts(0, requests))
+        block = g.get_batch(0, timeout_s=10)
         assert g.launched == g.finished == len(requests) == sum(block.outcomes().values())
     said = {str(r.prompt[-1]["content"]).split()[0]: str(r.failure) for r in block if r.failure is not None}
     assert "the environment's own mistake" in said["raise"]
@@ -258,6 +259,6 @@ def test_a_swallowed_provider_error_is_still_a_provider_error() -> None:
         FakeOpenAIServer(Fault(503)) as fake,
         AsyncBatchGenerator(env, fake.url, "fake", retry=RetryPolicy(max_attempts=2, base_s=0.01)) as generator,
     ):
-        generator.submit(0, [request])
+        generator.submit_batch(BatchRequest.of_rollouts(0, [request]))
         with pytest.raises(NothingScoredError, match=r"1 provider_error.*503.*after 2 attempts"):
-            generator.get(0, timeout_s=10)
+            generator.get_batch(0, timeout_s=10)

@@ -9,11 +9,11 @@ import pytest
 import tiny_world
 import torch
 
-from verifiers.train.row_weights import LOSS_TYPES
+from verifiers.train.batching.weighting import LOSS_TYPES
 
 
 def flat_for_some(completion: Any, info: Any, prompt: Any) -> float:
-    """The same for every rollout of a short prompt, so that its group has no variance; the length for others."""
+    """Return the same for every rollout of a short prompt, whose group has no variance; the length for others."""
     return 1.0 if len(prompt[-1]["content"]) % 2 else float(len(completion[-1]["content"]))
 
 

@@ -15,7 +15,7 @@ import torch
 
 import verifiers as vf
 from verifiers.testing import FakeOpenAIServer
-from verifiers.train.ledger import read_ledger
+from verifiers.train.checkpoint.block_log import read_block_log
 
 
 def letters(body: dict[str, Any]) -> str:
@@ -25,14 +25,14 @@ def letters(body: dict[str, Any]) -> str:
 
 def reasons(directory: Path) -> dict[str, int]:
     found: dict[str, int] = {}
-    for record in read_ledger(directory):
+    for record in read_block_log(directory):
         for item in record["dropped"]:
             found[item["reason"]] = found.get(item["reason"], 0) + 1
     return found
 
 
 def of_every_third_prompt(completion: Any, prompt: Any = None, **kwargs: Any) -> float:
-    """A reward without variance for the other prompts."""
+    """Return a reward without variance for the other prompts."""
     index = sum(map(ord, prompt[-1]["content"]))
     return tiny_world.vowels(completion) if index % 3 == 0 else 1.0
 
@@ -52,7 +52,7 @@ def test_flat_groups_are_replaced_by_other_prompts_and_recorded(
     assert trainer.logged("frac_reward_zero_std") == [count / (2 + count) for count in replaced]
     assert reasons(tmp_path) == {"zero_variance": 4 * sum(replaced)}
     assert trainer.logged("rollouts/launched") == [8 + 4 * count for count in replaced]
-    for record in read_ledger(tmp_path):
+    for record in read_block_log(tmp_path):
         ended = [tuple(pair) for pair in record["trained"]]
         ended += [(item["example_id"], item["generation"]) for item in record["dropped"]]
         assert len(set(ended)) == len(ended)
@@ -122,7 +122,7 @@ def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
     assert sum(trainer.logged("rows/dropped/straggler")) == dropped["straggler"]
     assert sum(trainer.logged("outcomes/cancelled")) == dropped["straggler"]
     assert min(trainer.logged("time/straggler_mean_s")) >= 0.19
-    items = [item for record in read_ledger(tmp_path) for item in record["dropped"]]
+    items = [item for record in read_block_log(tmp_path) for item in record["dropped"]]
     assert min(item["seconds"] for item in items if item["reason"] == "straggler") >= 0.19
 
 
@@ -225,7 +225,7 @@ def test_what_the_run_ends_before_is_recorded_too(
         options = {"max_steps": 3, "steps_per_generation": 4, "streaming": streaming}
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, output_dir=tmp_path, **options)
         trainer.train()
-    whole, half = read_ledger(tmp_path)
+    whole, half = read_block_log(tmp_path)
     assert (len(whole["trained"]), whole["dropped"]) == (16, [])
     assert {item["reason"] for item in half["dropped"]} == {"run_ended"}
     ended = [tuple(pair) for pair in half["trained"]]

@@ -11,12 +11,12 @@ import tiny_world
 import torch
 
 import verifiers as vf
-from verifiers.train import old_log_probs, pushes
+from verifiers.train.loss import logprobs
 
 
 @pytest.fixture
 def make(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
-    """Makes trainers that hold their own server, and closes them."""
+    """Make trainers that hold their own server, and close them."""
     made: list[tiny_world.ObservedTrainer] = []
 
     def trainer(env: Any, **overrides: Any) -> tiny_world.ObservedTrainer:
@@ -45,7 +45,7 @@ def test_the_held_copy_follows_pushes_and_nothing_else(make: Callable[..., Any])
     trainer = make(tiny_world.single_turn())
     with tiny_world.closing(trainer):
         trainer.open()
-        trainer._push_weights(0)
+        trainer.session.push(0)
         copy = trainer.weight_sync.copy_of(0)
         ids = torch.tensor([[3, 4, 5]])
         with torch.no_grad():
@@ -53,7 +53,7 @@ def test_the_held_copy_follows_pushes_and_nothing_else(make: Callable[..., Any])
             for parameter in trainer.model.parameters():
                 parameter.add_(0.05)
             assert torch.equal(copy(input_ids=ids).logits, logits)
-            trainer._push_weights(1)
+            trainer.session.push(1)
             assert trainer.weight_sync.copy_of(0) is None
             pushed = copy.state_dict()
             assert all(torch.equal(pushed[name], value) for name, value in tiny_world.weights(trainer).items())
@@ -62,14 +62,14 @@ def test_the_held_copy_follows_pushes_and_nothing_else(make: Callable[..., Any])
 def test_old_log_probs_on_the_copy_are_the_trainers_own(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared = []
+    compared, on_copy = [], logprobs.log_probs_of_copy
 
     def comparing(copy: Any, batch: Any, temperature: float, batch_size: int) -> torch.Tensor:
-        there = old_log_probs.log_probs_of_copy(copy, batch, temperature, batch_size)
-        compared.append((there, trainer._logps(trainer.model, batch), batch["completion_mask"].bool()))
+        there = on_copy(copy, batch, temperature, batch_size)
+        compared.append((there, trainer.logprobs.of_model(trainer.model, batch), batch["completion_mask"].bool()))
         return there
 
-    monkeypatch.setattr(pushes, "log_probs_of_copy", comparing)
+    monkeypatch.setattr(logprobs, "log_probs_of_copy", comparing)
     trainer = make(tiny_world.Dialogue(), num_iterations=2, temperature=0.7, old_logprobs_on_rollout_device=True)
     trainer.train()
     assert compared

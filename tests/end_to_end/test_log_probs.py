@@ -13,9 +13,9 @@ import tiny_world
 import torch
 
 from verifiers.errors import WeightProbeError
-from verifiers.train.probing import BeforeUpdates
+from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
 from verifiers.train.weight_sync import DirectorySync
-from verifiers.train.weight_sync.server import NoAnswerError, RefusedError
+from verifiers.train.weight_sync.publisher import BeforeOptimizerStep
 
 TOLERANCE = 1e-4
 
@@ -48,7 +48,7 @@ def test_the_servers_log_probs_are_those_of_a_plain_forward_pass(
     trainer = make_trainer(tiny_world.Dialogue(), temperature=temperature, max_steps=1)
     start = tiny_world.weights(trainer)
     trainer.train()
-    for prompt, ids, log_probs in trainer._client.sampled():
+    for prompt, ids, log_probs in trainer.client.sampled():
         plain = tiny_world.plain_log_probs(start, model_dir, prompt + ids, temperature)[len(prompt) - 1 :]
         assert plain == pytest.approx(log_probs, abs=TOLERANCE)
 
@@ -87,24 +87,26 @@ def test_example_20_through_the_real_server(
                 assert batch[name][first].tolist() == pytest.approx([value] * int(first.sum()), abs=1e-5)
 
 
-class DeafSync(DirectorySync):
+class IgnoringSync(DirectorySync):
     """Tells the server everything but to load the weights; the server acknowledges all of it."""
 
     def push(self, named_parameters: Any, version: int) -> None:
         dict(named_parameters)
-        self.server.request("POST", "/update_weight_version", {"new_version": str(version)})
+        body = {"new_version": str(version)}
+        self.pool.run(self.pool.servers[0].request("POST", "/update_weight_version", body), 30.0)
 
 
 def test_a_server_that_keeps_old_weights_stops_the_run(make_trainer: Callable[..., Any], server: Any) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=4, learning_rate=1e-2)
+    trainer = make_trainer(
+        tiny_world.single_turn(), max_steps=4, learning_rate=1e-2, weight_sync=IgnoringSync(server.url)
+    )
     DirectorySync(server.url).push(tiny_world.weights(trainer).items(), 0)
-    trainer.weight_sync = DeafSync(server.url)
     with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 1, but its log-probs differ"):
         trainer.train()
     assert trainer.state.global_step == 1
 
 
-class LateDeafSync(DeafSync):
+class LateIgnoringSync(IgnoringSync):
     """A server that takes the first three versions, and of later ones only their numbers."""
 
     def __init__(self, url: str) -> None:
@@ -119,11 +121,11 @@ class LateDeafSync(DeafSync):
             super().push(named_parameters, version)
 
 
-def test_a_server_that_goes_deaf_later_is_found_before_the_weights_change_again(
+def test_a_server_that_ignores_pushes_later_is_found_before_the_weights_change_again(
     make_trainer: Callable[..., Any], server: Any
 ) -> None:
     trainer = make_trainer(
-        tiny_world.single_turn(), max_steps=6, learning_rate=1e-2, weight_sync=LateDeafSync(server.url)
+        tiny_world.single_turn(), max_steps=6, learning_rate=1e-2, weight_sync=LateIgnoringSync(server.url)
     )
     with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 3, but its log-probs differ"):
         trainer.train()
@@ -134,7 +136,7 @@ def test_an_evaluation_after_the_last_step_is_of_weights_that_were_judged(
     make_trainer: Callable[..., Any], server: Any
 ) -> None:
     settings = {"max_steps": 3, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 3}
-    trainer = make_trainer(tiny_world.single_turn(), weight_sync=LateDeafSync(server.url), **settings)
+    trainer = make_trainer(tiny_world.single_turn(), weight_sync=LateIgnoringSync(server.url), **settings)
     with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 3, but its log-probs differ"):
         trainer.train()
     assert not trainer.logged("eval_reward")
@@ -143,11 +145,11 @@ def test_an_evaluation_after_the_last_step_is_of_weights_that_were_judged(
 def watched_probes(trainer: Any) -> list[str]:
     """In order: "asked" for each probe that is on its way, "trained" for each micro-step, "judged"."""
     seen: list[str] = []
-    settle, step, push = trainer._settle_probe, trainer.training_step, trainer._push_weights
+    settle, step, push = trainer.publisher.settle, trainer.training_step, trainer.publisher.push
 
-    def pushing(version: int) -> None:
-        push(version)
-        seen.extend(["asked"] * (trainer._asked is not None))
+    def pushing(version: int, **options: Any) -> None:
+        push(version, **options)
+        seen.extend(["asked"] * trainer.check.is_pending)
 
     def training(*args: Any) -> Any:
         loss = step(*args)
@@ -155,12 +157,12 @@ def watched_probes(trainer: Any) -> list[str]:
         return loss
 
     def settling() -> None:
-        seen.extend(["judged"] * (trainer._asked is not None))
+        seen.extend(["judged"] * trainer.check.is_pending)
         settle()
 
-    trainer._push_weights, trainer.training_step = pushing, training
+    trainer.publisher.push, trainer.training_step = pushing, training
     for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, BeforeUpdates):
+        if isinstance(callback, BeforeOptimizerStep):
             callback._work = settling
     return seen
 
@@ -185,17 +187,17 @@ def test_nothing_runs_beside_a_probe_where_pushes_drain(make_trainer: Callable[.
 
 def test_a_probe_that_met_a_passing_trouble_is_asked_again(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
-    ask, refused = type(trainer.weight_sync.server).request, []
+    ask, refused = ServerClient.request, []
 
-    def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+    async def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
         # a probe's seed is its version and 1
         if path.startswith("/v1/chat") and body["seed"] == 4 and not refused:
             refused.append(path)
             raise RefusedError("POST was answered 503: come back later", 503)
-        return ask(self, method, path, body, *args, **kwargs)
+        return await ask(self, method, path, body, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(trainer.weight_sync.server), "request", request)
+        patch.setattr(ServerClient, "request", request)
         trainer.train()
     assert refused
     assert len(trainer.logged("sampling/probe_difference")) == 4
@@ -203,16 +205,16 @@ def test_a_probe_that_met_a_passing_trouble_is_asked_again(make_trainer: Callabl
 
 def test_a_server_that_is_gone_when_it_is_probed_ends_nothing(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
-    ask, gone = type(trainer.weight_sync.server).request, []
+    ask, gone = ServerClient.request, []
 
-    def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+    async def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
         if path.startswith("/v1/chat") and body["seed"] == 3:
             gone.append(path)
             raise NoAnswerError("POST got no answer: Connection refused")
-        return ask(self, method, path, body, *args, **kwargs)
+        return await ask(self, method, path, body, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(trainer.weight_sync.server), "request", request)
+        patch.setattr(ServerClient, "request", request)
         trainer.train()
     assert len(gone) == 1
     assert trainer.state.global_step == 4
@@ -234,13 +236,13 @@ def test_a_server_that_samples_at_another_temperature_is_found_by_the_probe(
     make_trainer: Callable[..., Any], server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(tiny_world.single_turn(), temperature=0.7)
-    ask = type(trainer.weight_sync.server).request
+    ask = ServerClient.request
 
-    def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+    async def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
         # what a server does that reports log-probs from before temperature
-        return ask(self, method, path, {**body, "temperature": 1.0} if path.startswith("/v1/chat") else body)
+        return await ask(self, method, path, {**body, "temperature": 1.0} if path.startswith("/v1/chat") else body)
 
-    monkeypatch.setattr(type(trainer.weight_sync.server), "request", request)
+    monkeypatch.setattr(ServerClient, "request", request)
     with pytest.raises(WeightProbeError, match=r"before temperature.*--logprobs-mode processed_logprobs"):
         trainer.train()
 
@@ -253,19 +255,19 @@ def test_a_tied_head_that_stays_old_is_sent_by_itself_or_refused(tmp_path: Path,
         args = tiny_world.config(tmp_path / "run", server.url, max_steps=3, probe_every=0)
         trainer = tiny_world.ObservedTrainer(str(directory), tiny_world.single_turn(), args)
         sent: list[tuple[int, bool]] = []
-        push, probe = trainer.weight_sync.push, trainer._probe
+        push, check = trainer.weight_sync.push, trainer.check.run
 
         def pushing(named: Any, version: int) -> None:
             tensors = dict(named)
             sent.append((version, "lm_head.weight" in tensors))
             push(tensors.items(), version)
 
-        def probing(version: int) -> None:
-            probe(version)
+        def checking(version: int, servers: Any) -> None:
+            check(version, servers)
             if version and not (helps and trainer.weight_sync.sends_tied):
                 raise WeightProbeError("its head is old.")
 
-        trainer.weight_sync.push, trainer._probe = pushing, probing
+        trainer.weight_sync.push, trainer.check.run = pushing, checking
         with tiny_world.closing(trainer):
             if helps:
                 trainer.train()

@@ -10,7 +10,7 @@ import tiny_world
 import torch
 from torch import Tensor
 
-from verifiers.train.row_weights import LOSS_TYPES
+from verifiers.train.batching.weighting import LOSS_TYPES
 
 Batch = dict[str, Any]
 
@@ -42,7 +42,7 @@ def environment_tokens(batch: Batch) -> Tensor:
 
 
 def test_the_masks_cover_what_they_say(trainer: Any) -> None:
-    served = {tuple(prompt + ids) for prompt, ids, _ in trainer._client.sampled()}
+    served = {tuple(prompt + ids) for prompt, ids, _ in trainer.client.sampled()}
     for prompt, ids, mask, _, batch, place in trainer.rows():
         assert sum(mask) == int(batch["sampled_tokens"][place])
         ends = [i + 1 for i, sampled in enumerate(mask) if sampled and (i + 1 == len(mask) or not mask[i + 1])]
@@ -58,7 +58,9 @@ def test_changing_a_prompt_token_changes_the_log_probs_of_the_completion(trainer
     last = batch["prompt_ids"].shape[1] - 3
     changed["prompt_ids"][:, last] = (batch["prompt_ids"][:, last] + 1) % 38
     sampled = batch["tool_mask"].bool()
-    difference = (trainer._logps(trainer.model, changed) - trainer._logps(trainer.model, batch)).abs()
+    difference = (
+        trainer.logprobs.of_model(trainer.model, changed) - trainer.logprobs.of_model(trainer.model, batch)
+    ).abs()
     assert all(difference[row][sampled[row]].max() > 1e-3 for row in range(len(sampled)))
 
 
@@ -66,11 +68,11 @@ def test_the_policy_sees_what_the_environment_said(trainer: Any) -> None:
     batch, changed = loss_inputs(trainer.seen[0]), loss_inputs(trainer.seen[0])
     said = environment_tokens(batch)
     sampled = batch["tool_mask"].bool()
-    logps = trainer._logps(trainer.model, batch)
+    logps = trainer.logprobs.of_model(trainer.model, batch)
     for row in range(len(said)):
         place = int(said[row].nonzero()[3])
         changed["completion_ids"][row, place] = (batch["completion_ids"][row, place] + 1) % 38
-    difference = (trainer._logps(trainer.model, changed) - logps).abs()
+    difference = (trainer.logprobs.of_model(trainer.model, changed) - logps).abs()
     for row in range(len(said)):
         place = int(said[row].nonzero()[3])
         assert difference[row, :place].max() < 1e-5
@@ -91,7 +93,7 @@ def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(tr
         if name == "advantages":
             changed[name] = batch[name].unsqueeze(1).expand(-1, said.shape[1]).clone()
         elif name == "old_per_token_logps":
-            changed[name] = trainer._logps(trainer.model, batch)
+            changed[name] = trainer.logprobs.of_model(trainer.model, batch)
         else:
             changed[name] = batch[name].clone()
         same = loss_and_gradient(trainer, changed)
@@ -125,7 +127,7 @@ def test_the_policys_own_log_prob_of_an_environment_token_carries_no_loss(traine
 def test_padding_changes_no_log_prob(trainer: Any) -> None:
     """Rows of unequal length in one batch score as each does alone."""
     for prompt, ids, mask, _, batch, place in trainer.rows():
-        alone = torch.tensor(trainer._score_ids(prompt, ids))
+        alone = torch.tensor(trainer.logprobs.of_tokens(prompt, ids))
         together = batch["current_logps"][place][: len(ids)]
         assert torch.allclose(alone, together, atol=1e-5)
         assert sum(mask) > 0

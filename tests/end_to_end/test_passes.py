@@ -18,13 +18,13 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from verifiers.data.plan import BatchPlan, make_plan
+from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import Row
+from verifiers.rollouts.trace import TokenSequence
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.block import build_training_block
-from verifiers.train.passes import MicroBatches, all_passes, padded_tokens
-from verifiers.train.row_weights import LOSS_TYPES
+from verifiers.train.batching.packing import MicroSteps, all_micro_batches, padded_tokens
+from verifiers.train.batching.training_block import build_training_block
+from verifiers.train.batching.weighting import LOSS_TYPES
 from verifiers.types import Outcome, RolloutKey
 
 BUDGET = 40
@@ -33,7 +33,7 @@ PROMPTS, GENERATIONS = 4, 6
 
 @pytest.fixture(scope="module")
 def trainer(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A trainer that is handed its passes; it has no server."""
+    """Return a trainer that is given its micro-batches; it has no server."""
     sizes: dict[str, Any] = {"per_device_train_batch_size": 12, "num_generations": GENERATIONS}
     args = tiny_world.config(tmp_path_factory.mktemp("run"), "http://127.0.0.1:9/v1", **sizes)
     made = tiny_world.GRPOTrainer(
@@ -47,13 +47,13 @@ def a_block(forked: bool = True, failed: bool = True) -> ScoredBlock:
     """Rollouts of very unequal length, some of two rows, some failed, one group without variance."""
     draw = random.Random(3)
 
-    def a_row(most: int) -> Row:
+    def a_row(most: int) -> TokenSequence:
         count = draw.choice([1, 2, 3, most])
         ids = [draw.randrange(1, 38) for _ in range(count)]
         mask = [1 if place in (0, count - 1) or draw.random() < 0.8 else 0 for place in range(count)]
         logps = [-draw.uniform(0.5, 4.0) if sampled else 0.0 for sampled in mask]
         prompt = [draw.randrange(1, 38) for _ in range(draw.choice([2, 3, 9]))]
-        return Row(prompt, ids, mask, logps, [0 if sampled else -1 for sampled in mask])
+        return TokenSequence(prompt, ids, mask, logps, [0 if sampled else -1 for sampled in mask])
 
     groups = []
     for example in range(PROMPTS):
@@ -81,7 +81,7 @@ def a_plan(ranks: int) -> BatchPlan:
 
 
 def use(trainer: Any, patch: pytest.MonkeyPatch, **values: Any) -> None:
-    """Settings that the loss reads from the trainer, and those that it reads from its config."""
+    """Return the settings that the loss reads from the trainer, and those that it reads from its config."""
     for name, value in values.items():
         if hasattr(trainer.args, name):
             patch.setattr(trainer.args, name, value)
@@ -91,10 +91,10 @@ def use(trainer: Any, patch: pytest.MonkeyPatch, **values: Any) -> None:
         patch.setattr(trainer, "epsilon_high", 1.2)
 
 
-def noisy(trainer: Any, batches: MicroBatches, names: tuple[str, ...]) -> None:
-    """Stored log-probs near the policy's own, by the token alone."""
-    for batch in all_passes(batches):
-        logps = trainer._logps(trainer.model, batch)
+def noisy(trainer: Any, batches: MicroSteps, names: tuple[str, ...]) -> None:
+    """Store log-probs near the policy's own, by the token alone."""
+    for batch in all_micro_batches(batches):
+        logps = trainer.logprobs.of_model(trainer.model, batch)
         for salt, name in enumerate(names):
             noise = (batch["completion_ids"] * 37 + salt) % 11 / 10 - 0.5
             # what nobody sampled may have any value
@@ -102,7 +102,7 @@ def noisy(trainer: Any, batches: MicroBatches, names: tuple[str, ...]) -> None:
 
 
 def update(
-    trainer: Any, batches: MicroBatches, patch: pytest.MonkeyPatch
+    trainer: Any, batches: MicroSteps, patch: pytest.MonkeyPatch
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient and logged values of an update: the mean over ranks of sums over micro-steps."""
     ranks = len(batches[0])
@@ -114,11 +114,11 @@ def update(
     for rank in range(ranks):
         for number, by_rank in enumerate(batches):
             trainer.accelerator.gradient_state._set_sync_gradients(number == len(batches) - 1)
-            loss = trainer.compute_loss(trainer.model, {"passes": by_rank[rank]})
+            loss = trainer.compute_loss(trainer.model, {"micro_batches": by_rank[rank]})
             loss.backward()
             losses.append(float(loss.detach()))
         assert trainer.accelerator.sync_gradients
-        measured = trainer._loss_metrics.take()
+        measured = trainer.corrected_loss.metrics.take()
         if ranks == 1:
             logged = measured
     gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]) / ranks
@@ -126,14 +126,14 @@ def update(
     return sum(losses) / ranks, gradient.clone(), logged
 
 
-def cut(trainer: Any, block: ScoredBlock, plan: BatchPlan, budget: int | None, **options: Any) -> MicroBatches:
+def cut(trainer: Any, block: ScoredBlock, plan: BatchPlan, budget: int | None, **options: Any) -> MicroSteps:
     trainer.args.max_tokens_per_pass = budget
     try:
-        batches = build_training_block(block, plan, trainer.args, 0, **options).batches
+        batches = build_training_block(block, plan, trainer.args, 0, **options).micro_steps
     finally:
         trainer.args.max_tokens_per_pass = None
     if budget is not None:
-        assert all(len(b["prompt_ids"]) == 1 or padded_tokens(b) <= budget for b in all_passes(batches))
+        assert all(len(b["prompt_ids"]) == 1 or padded_tokens(b) <= budget for b in all_micro_batches(batches))
     return batches
 
 
@@ -257,15 +257,15 @@ def test_the_most_uncertain_tokens_are_those_of_a_whole_micro_batch_on_any_numbe
 
 def test_flat_rows_left_out_change_no_gradient_under_a_budget(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use(trainer, monkeypatch, loss_type="grpo")
-    whole, without = (cut(trainer, a_block(), a_plan(1), BUDGET, skip_flat=skip) for skip in (False, True))
-    assert len(list(all_passes(without))) < len(list(all_passes(whole)))
+    whole, without = (cut(trainer, a_block(), a_plan(1), BUDGET, skip_zero_advantage=skip) for skip in (False, True))
+    assert len(list(all_micro_batches(without))) < len(list(all_micro_batches(whole)))
     assert_same(*((*update(trainer, batches, monkeypatch)[:2], {}) for batches in (whole, without)))
 
 
 def test_without_a_budget_no_pass_is_larger_than_the_device_batch_of_the_longest_row(trainer: Any) -> None:
     block, plan = a_block(forked=True), a_plan(2)
     batches = cut(trainer, block, plan, None)
-    passes = list(all_passes(batches))
+    passes = list(all_micro_batches(batches))
     longest = max(len(row.prompt_ids) + len(row.completion_ids) for rollout in block for row in rollout.rows)
     rows = sum(len(rollout.rows) for rollout in block)
     assert rows > 24
@@ -337,7 +337,7 @@ def test_replicas_reduce_gradients_once_an_update_and_shards_after_each_pass(
 
 
 def answer(body: dict[str, Any]) -> str | Fault:
-    """An answer that its request alone decides, of very unequal length; some requests fail."""
+    """Return an answer that its request alone decides, of very unequal length; some requests fail."""
     draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
     if draw.random() < 0.1 and body["seed"] > 1000:
         return Fault(400)

@@ -10,25 +10,23 @@ import pytest
 import tiny_world
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.wire import NEUTRAL_SAMPLING
+from verifiers.inference.server_client import NoAnswerError
+from verifiers.inference.wire import NEUTRAL_SAMPLING
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train import probing
-from verifiers.train.weight_sync import LoraSync
-from verifiers.train.weight_sync import probe as probe_module
-from verifiers.train.weight_sync.server import NoAnswerError
+from verifiers.train.weight_sync import LoraSync, verification
 
 # a probe's seed is its version and 1, and no rollout's is as small
 PROBE_SEEDS = range(1000)
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe's answer is waited for 0.1 s whatever the server says; requests keep their own deadlines."""
+    """Wait 0.1 s for a check's answer whatever the server says; requests keep their own deadlines."""
 
-    def asked(*args: Any, **options: Any) -> probe_module.AskedProbe:
-        return probe_module.AskedProbe(*args, **{**options, "patience_s": 0.1})
+    def check(*args: Any, **options: Any) -> verification.LogprobCheck:
+        return verification.LogprobCheck(*args, **{**options, "patience_s": 0.1})
 
-    monkeypatch.setattr(probing, "AskedProbe", asked)
-    monkeypatch.setattr(probe_module, "_LOOK_S", 0.02)
+    monkeypatch.setattr("verifiers.train.trainer.LogprobCheck", check)
+    monkeypatch.setattr(verification, "_POLL_S", 0.02)
 
 
 def test_a_probe_behind_a_long_queue_is_waited_for_while_the_server_has_the_pushed_weights(
@@ -38,7 +36,7 @@ def test_a_probe_behind_a_long_queue_is_waited_for_while_the_server_has_the_push
     with FakeOpenAIServer("ok", latency_s=0.4) as fake:
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
         trainer.open()
-        trainer._push_weights(0)
+        trainer.session.push(0)
         assert len(trainer._metrics["train"]["sampling/probe_difference"]) == 1
 
 
@@ -58,10 +56,10 @@ def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_wei
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
         trainer.open()
         if says == "nothing":
-            monkeypatch.setattr(trainer.weight_sync.fleet, "holds_pushed_weights", lambda url: False)
+            monkeypatch.setattr(trainer.weight_sync.pool, "holds_pushed_weights", lambda url: False)
         started = time.monotonic()
-        with pytest.raises(NoAnswerError, match=r"a probe of .* got no answer"):
-            trainer._push_weights(0)
+        with pytest.raises(NoAnswerError, match=r"did not answer a log-prob check"):
+            trainer.session.push(0)
         assert time.monotonic() - started < 5.0
 
 
@@ -72,19 +70,18 @@ def test_a_push_after_a_doubtful_load_is_probed_and_waited_for(
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, probe_every=0)
         trainer.open()
         probed: list[int] = []
-        trainer._probe = probed.append
+        trainer.publisher.check = probed.append
         for version in range(3):
-            trainer._push_weights(version)
-        giving = trainer.weight_sync.fleet._giving
-        giving.repeated_loads += 1
-        trainer._push_weights(3)
-        trainer._push_weights(4)
-        assert trainer._asked is None
+            trainer.session.push(version)
+        trainer.weight_sync.pool.replicas[0].repeated_loads += 1
+        trainer.session.push(3)
+        trainer.session.push(4)
+        assert not trainer.check.is_pending
     assert probed == [0, 1, 3]
 
 
 def test_nothing_that_cuts_the_distribution_is_left_to_the_server(make_fake_trainer: Callable[..., Any]) -> None:
-    """vLLM fills in what a request leaves out from the model's generation_config.json."""
+    """Assert that vLLM fills in what a request leaves out from the model's generation_config.json."""
     bodies: list[dict[str, Any]] = []
 
     def answer(body: dict[str, Any]) -> str:
@@ -114,5 +111,5 @@ def test_requests_that_keep_their_old_weights_are_not_let_run_through_a_push(
     sync = LoraSync(server.url)
     with pytest.raises(ConfigError, match=r"drain_before_sync is False, but with LoraSync .* stale unmarked"):
         make_trainer(tiny_world.single_turn(), weight_sync=sync, drain_before_sync=False)
-    assert make_trainer(tiny_world.single_turn(), weight_sync=sync)._drains()
+    assert make_trainer(tiny_world.single_turn(), weight_sync=sync).publisher.drains()
     sync.close()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from verifiers.errors import GenerationError
-from verifiers.rollouts.client import RolloutClient
+from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.trace import Turn
 from verifiers.train.weight_sync import DirectorySync, policy_tensors
 
@@ -49,7 +49,7 @@ def ask(url: str, temperature: float = 1.0) -> tuple[list[int], list[float]]:
 
 
 def long_turns(server: tiny_world.EmbeddedServer, push: Callable[[], None], count: int = 4) -> list[Turn]:
-    """Turns of `count` rollouts that are in the middle of their answers when `push` is called."""
+    """Return the turns of `count` rollouts that are in the middle of their answers when `push` is called."""
 
     async def roll(backend: Any, seed: int) -> Turn:
         client = RolloutClient(backend, model="policy", seed=seed, require_tokens=True, policy_version=lambda: 0)
@@ -162,7 +162,7 @@ def test_tokens_staler_than_allowed_stop_the_run(make_trainer: Callable[..., Any
                 super().push(named_parameters, version)
 
     trainer = make_trainer(tiny_world.single_turn(), weight_sync=PushesOnce(server.url), max_steps=3)
-    trainer._probe = lambda version: None
+    trainer.publisher.check = lambda version: None
     with pytest.raises(GenerationError, match=r"policy version 0 at optimizer step 1, .* a staleness of 0"):
         trainer.train()
 

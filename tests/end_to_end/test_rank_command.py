@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,10 +59,8 @@ def test_the_documented_command_trains_on_two_processes_and_speaks_once(model_di
         re.M,
     )
     assert documented is not None
-    # a free port: several runs may share a machine
-    free = ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *free, *documented[1].split(), str(run_file)],
+        [*sharded_world.torchrun(2), *documented[1].split(), str(run_file)],
         capture_output=True,
         text=True,
         timeout=110,

@@ -116,7 +116,7 @@ def test_a_provider_without_token_ids_ends_the_run_and_is_never_re_tokenized(
 ) -> None:
     with FakeOpenAIServer("ok", token_ids=False) as fake:
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
-        monkeypatch.setattr(trainer, "_probe", lambda version: None)
+        monkeypatch.setattr(trainer.publisher, "check", lambda version: None)
         with pytest.raises(GenerationError, match=r"answered without prompt_token_ids and token_ids") as raised:
             trainer.train()
     assert isinstance(raised.value.__cause__, MissingTokenIdsError)
@@ -132,14 +132,15 @@ def test_a_first_row_whose_messages_hold_nulls_does_not_disturb_the_probe(make_t
     assert env.get_dataset()[0]["prompt"][0]["name"] is None
     trainer = make_trainer(env, max_steps=1, shuffle_dataset=False)
     bodies: list[Any] = []
-    request = trainer.weight_sync.server.request
+    server = trainer.weight_sync.pool.servers[0]
+    request = server.request
 
-    def spy(method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+    async def spy(method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
         bodies.append((path, body))
-        return request(method, path, body, *args, **kwargs)
+        return await request(method, path, body, *args, **kwargs)
 
-    trainer.weight_sync.server.request = spy
+    server.request = spy
     trainer.open()
-    trainer._push_weights(0)
+    trainer.session.push(0)
     asked = [body for path, body in bodies if path.startswith("/v1/chat")]
     assert asked[0]["messages"] == [{"role": "user", "content": "why"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -18,11 +19,13 @@ import torch
 from transformers import TrainerCallback
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.balancing import BalancedBackend, server_pool
-from verifiers.rollouts.endpoint import Endpoint, backend_for
+from verifiers.inference import server_pool
+from verifiers.inference.endpoint import Endpoint
+from verifiers.inference.load_balancer import LoadBalancer, backend_for, credentials
+from verifiers.inference.server_client import ServerClient
+from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer
-from verifiers.train.servers import credentials, watched_servers
-from verifiers.train.weight_sync import DirectorySync, ServerControl, watch
+from verifiers.train.weight_sync import DirectorySync
 
 
 class Process:
@@ -105,39 +108,32 @@ def clients(kind: str, url: str) -> Any:
         from openai import AsyncOpenAI
 
         return AsyncOpenAI(base_url=url, api_key="EMPTY")
-    return {"Endpoint": Endpoint(url), "url": url, "list": [Endpoint(url)], "pool": server_pool([url])}[kind]
+    return {"Endpoint": Endpoint(url), "url": url, "list": [Endpoint(url)], "pool": LoadBalancer([url])}[kind]
 
 
 @pytest.mark.parametrize("kind", ["AsyncOpenAI", "Endpoint", "url", "list", "pool"])
-def test_no_kind_of_client_reaches_weights_that_were_not_pushed(
+def test_with_no_kind_of_client_is_an_answer_used_from_weights_that_were_not_pushed(
     wide_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    # nobody but the requests themselves finds out within the test
-    monkeypatch.setattr(watch, "WATCH_INTERVAL_S", 60.0)
-    answered: list[Any] = []
-
-    def answer(body: dict[str, Any]) -> str:
-        answered.append(fake.weight_version)
-        return f"a{body['seed']}"
-
-    with FakeOpenAIServer(answer, weight_version="default") as fake:
+    # nothing but the answers themselves shows it within the test
+    monkeypatch.setattr(server_pool, "CHECK_INTERVAL_S", 3600.0)
+    with FakeOpenAIServer(lambda body: f"a{body['seed']}", weight_version="default") as fake:
         args = tiny_world.config(tmp_path / "run", fake.url, probe_tolerance=1e9, server_restart_timeout=20.0)
         trainer = tiny_world.ObservedTrainer(
             str(wide_model_dir), tiny_world.single_turn(), args, client=clients(kind, fake.url)
         )
         with tiny_world.closing(trainer):
             trainer.open()
-            feed = trainer.feed
+            feed = trainer.session.prefetcher
             assert feed is not None
             feed.sync(0)
-            answered.clear()
-            fake.weight_version = "default"  # a server that has just started says so
+            fake.weight_version = "default"  # a server that has just started has weights of that name
             feed.begin(0, 0)
             block = feed.take(0, 0)
-    assert {str(version) for version in answered} == {"0"}
-    assert len(answered) == len(block.rollouts) == 8
+    assert len(block.rollouts) == 8
     assert all(rollout.is_scored for rollout in block)
-    assert trainer.weight_sync.fleet.restarts == 1  # type: ignore[attr-defined]
+    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
+    assert {version for rollout in block for row in rollout.rows for version in row.versions} == {0}
 
 
 def test_every_server_of_a_list_gets_the_pushes(wide_model_dir: Path, tmp_path: Path) -> None:
@@ -147,7 +143,7 @@ def test_every_server_of_a_list_gets_the_pushes(wide_model_dir: Path, tmp_path: 
         trainer = tiny_world.ObservedTrainer(str(wide_model_dir), tiny_world.single_turn(), args, client=client)
         with tiny_world.closing(trainer):
             trainer.open()
-            trainer._push_weights(5)
+            trainer.session.push(5)
         assert (one.weight_version, two.weight_version) == (5, 5)
 
 
@@ -158,19 +154,19 @@ def test_servers_with_different_keys_are_refused(wide_model_dir: Path, tmp_path:
         tiny_world.ObservedTrainer(str(wide_model_dir), tiny_world.single_turn(), args, client=client)
 
 
-def test_what_every_kind_of_client_authenticates_with_is_known_to_who_must_hide_it() -> None:
+def test_the_credentials_of_every_kind_of_client_are_known_to_the_redaction() -> None:
     from openai import AsyncOpenAI
 
     one = Endpoint("http://127.0.0.1:1/v1", "a-key", headers={"X-Token": "first"})
     two = Endpoint("http://127.0.0.1:2/v1", "a-key", headers={"X-Token": "second"})
-    for client in ([one, two], server_pool([one.base_url], api_key="a-key"), one):
+    for client in ([one, two], LoadBalancer([one]), one):
         assert credentials(backend_for(client))[0] == "a-key"
     assert sorted(credentials(backend_for([one, two]))[1].values()) == ["first", "second"]
     given = AsyncOpenAI(base_url=one.base_url, api_key="a-key", default_headers={"X-Token": "third"})
     assert credentials(backend_for(given)) == ("a-key", {"0:X-Token": "third"})
 
 
-def test_a_client_that_has_to_be_called_as_it_is_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_has_to_be_called_as_it_is_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     from openai import AsyncOpenAI
 
     class Wrapped(AsyncOpenAI):
@@ -178,9 +174,9 @@ def test_a_client_that_has_to_be_called_as_it_is_is_told_of(caplog: pytest.LogCa
 
     url = "http://127.0.0.1:1/v1"
     sync = DirectorySync(url)
-    backend = watched_servers(Wrapped(base_url=url, api_key="EMPTY"), sync, 1.0)
+    backend = sync.route(backend_for(Wrapped(base_url=url, api_key="EMPTY")))
     sync.close()
-    assert not isinstance(backend, BalancedBackend)
+    assert not isinstance(backend, ServerPool)
     assert "may answer some before it has the pushed weights" in caplog.text
 
 
@@ -205,7 +201,7 @@ def test_training_goes_on_after_the_server_was_killed_with_rollouts_in_flight(
     trainer.train()
     restarting[0].join()
     assert trainer.state.global_step == 5
-    assert trainer.weight_sync.fleet.restarts == 1  # type: ignore[attr-defined]
+    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
     assert sum(trainer.logged("outcomes/provider_error")) == 0
     witness.check(model_dir)
 
@@ -220,16 +216,16 @@ def test_a_restart_that_no_request_met_is_mended_while_the_trainer_computes(
     def restart() -> None:
         process.kill()
         process.start()
-        control = ServerControl(process.url)
-        until = time.monotonic() + 10
-        while control.weight_version().startswith("default") and time.monotonic() < until:
+        client = ServerClient(process.url)
+        until = time.monotonic() + 60
+        while (version := asyncio.run(client.weight_version())).startswith("default") and time.monotonic() < until:
             time.sleep(0.02)
-        seen.append(control.weight_version())
+        seen.append(version)
 
     args = tiny_world.config(tmp_path / "run", process.url, max_steps=3, learning_rate=1e-2)
     trainer = tiny_world.ObservedTrainer(str(model_dir), tiny_world.single_turn(), args)
     witness = Witness(trainer, 1, restart)
     trainer.train()
     assert seen == ["0"]
-    assert trainer.weight_sync.fleet.restarts == 1  # type: ignore[attr-defined]
+    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
     witness.check(model_dir)

@@ -37,7 +37,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture
 def given(model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What the script is told of one run."""
+    """Return the script's settings of one run."""
 
     def tell(name: str, ranks: int = 2, *, lora: bool = False, **told: Any) -> dict[str, Any]:
         sizes = {"per_device_train_batch_size": 4 // ranks}
@@ -50,7 +50,7 @@ def given(model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path) ->
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., list[Results]]:
-    """Runs trainings one after another on two ranks; gives the ranks' results of each."""
+    """Run trainings one after another on two ranks; return the ranks' results of each."""
 
     def run(runs: list[dict[str, Any]], python: str = sharded_world.PYTHON) -> list[Results]:
         logs = tmp_path / "logs"
@@ -71,7 +71,7 @@ def one_process(given: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 
 def assert_same_training(ranks: Results, one: dict[str, Any], tolerance: float = 1e-5) -> None:
-    """The same pushes, sent by rank 0 alone, the same weights on every rank, and the same losses."""
+    """Assert the same pushes, sent by rank 0 alone, the same weights on every rank, and the same losses."""
     zero = ranks[0]
     assert [len(rank["sent"]) for rank in ranks] == [len(one["sent"]), 0]
     for ours, wanted in zip(zero["sent"], one["sent"], strict=True):
@@ -90,7 +90,7 @@ def assert_same_training(ranks: Results, one: dict[str, Any], tolerance: float =
 
 
 def resumed_from(whole: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The run that goes on from the second checkpoint of another."""
+    """Return the run that goes on from the second checkpoint of another."""
     return {**given, "resume": str(whole / "checkpoint-2")}
 
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 def run_in_terminal(
     command: list[str], *, interrupt_at: str | None = None, deadline_s: float = 90.0
 ) -> tuple[str, int]:
-    """What a program writes to a terminal of 100 columns, and how it ends; Ctrl-C once it has written a text."""
+    """Return a program's output on a terminal of 100 columns, and its end; Ctrl-C once it has written a text."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
@@ -89,4 +89,4 @@ def test_ctrl_c_ends_the_table_and_leaves_a_report(
     assert code != 0
     assert "KeyboardInterrupt" in written
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
-    assert "Stopped by Ctrl-C" in (tmp_path / "run" / "report.html").read_text()
+    assert '"stoppedBy":"Ctrl-C"' in (tmp_path / "run" / "report.html").read_text()

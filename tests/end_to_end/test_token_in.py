@@ -11,9 +11,9 @@ import pytest
 import tiny_world
 import tool_world
 
+from verifiers.inference.token_in import token_in_for
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
-from verifiers.rollouts.token_in import token_in_for
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.types import RolloutKey
 
 TURNS = 50
@@ -67,7 +67,7 @@ def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets
 ) -> None:
     directory = tool_world.make_model(tmp_path / "policy", template)
     trainer = train(directory, tool_world.environment(TURNS), max_steps=1)
-    said = sorted(trainer._client.sampled())
+    said = sorted(trainer.client.sampled())
     assert len(said) == 8 * TURNS
     # byte for byte: every trained span is an answer of the server, behind exactly the ids that it was sent
     assert trained_spans(trainer) == said
@@ -75,7 +75,7 @@ def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets
     assert trainer.logged("rollouts/fork_rate") == [0.0]
     assert trainer.logged("rollouts/turns") == [float(TURNS)]
     assert largest_difference(trainer) < 1e-4
-    sent = [body for body, _ in trainer._client.answers if "sampling_params" in body and "seed" in str(body)]
+    sent = [body for body, _ in trainer.client.answers if "sampling_params" in body and "seed" in str(body)]
     assert len(sent) == 8 * (TURNS - 1)
 
 
@@ -94,7 +94,7 @@ def test_a_template_that_strips_thoughts_forks_with_messages_alone(
     else:
         assert rates == [0.0, 0.0]
         assert len(list(trainer.rows())) == 16
-    assert trained_spans(trainer) == sorted(trainer._client.sampled())
+    assert trained_spans(trainer) == sorted(trainer.client.sampled())
     assert largest_difference(trainer) < 1e-4
 
 

@@ -20,7 +20,7 @@ def test_trained_ids_and_log_probs_are_the_servers_own(
     trainer = make_trainer(ENVIRONMENTS[kind](), temperature=temperature)
     trainer.train()
     trained = [span for row in trainer.rows() for span in tiny_world.spans(row)]
-    answers = trainer._client.sampled()
+    answers = trainer.client.sampled()
     assert len(answers) == 2 * 8 * (1 if kind == "single" else 3)
     key = lambda item: (item[0], item[1])  # noqa: E731
     trained.sort(key=key)

@@ -36,7 +36,7 @@ def train(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]
 
 
 def sampled_spans(trainer: tiny_world.ObservedTrainer) -> list[tuple[list[int], list[int], list[float]]]:
-    """What was trained, span by span, in the order of the ids."""
+    """Return what was trained, span by span, in the order of the ids."""
     return sorted(span for row in trainer.rows() for span in tiny_world.spans(row))
 
 
@@ -53,7 +53,7 @@ def largest_difference(trainer: tiny_world.ObservedTrainer) -> float:
 
 def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(train: Callable[..., Any]) -> None:
     trainer = train(tool_world.TEMPLATE, TURNS, generation="messages")
-    answers = sorted(trainer._client.sampled())
+    answers = sorted(trainer.client.sampled())
     assert len(answers) == 2 * 8 * TURNS
     assert sampled_spans(trainer) == [(prompt, ids, logps) for prompt, ids, logps in answers]
     rows = list(trainer.rows())
@@ -68,7 +68,7 @@ def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(train: Ca
 def test_a_template_that_forgets_makes_forks_and_no_crash(train: Callable[..., Any]) -> None:
     turns = 12
     trainer = train(tool_world.FORGETFUL_TEMPLATE, turns, generation="messages")
-    answers = sorted(trainer._client.sampled())
+    answers = sorted(trainer.client.sampled())
     assert len(answers) == 2 * 8 * turns
     assert sampled_spans(trainer) == [(prompt, ids, logps) for prompt, ids, logps in answers]
     # turn two extends turn one, every later turn begins a row

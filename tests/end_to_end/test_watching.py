@@ -15,10 +15,10 @@ import tiny_world
 from transformers import TrainerCallback
 
 import verifiers as vf
-from verifiers.train.checkpoint import mark_complete
-from verifiers.train.watching.clock import STAGES
-from verifiers.train.watching.history import read_history
-from verifiers.train.watching.record import SAMPLES, read_lines, read_run
+from verifiers.monitoring.history import read_history
+from verifiers.monitoring.run_log import SAMPLES, read_lines, read_run
+from verifiers.monitoring.stage_timer import STAGES
+from verifiers.train.checkpoint.checkpoint import mark_complete
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
@@ -45,7 +45,7 @@ class Interrupts(TrainerCallback):
 
 
 def documented() -> list[re.Pattern[str]]:
-    """The names of the page on metrics, as patterns: `<...>` is any text, `...` and `*` too, {a,b} is a choice."""
+    """Return the names of the page on metrics as patterns: `<...>`, `...` and `*` are any text, {a,b} a choice."""
     patterns = []
     for row in METRICS_PAGE.read_text().splitlines():
         if not row.startswith("| `"):
@@ -73,15 +73,15 @@ def test_every_step_adds_up_and_one_record_survives_an_interrupt(
     saved_in: list[str] = []
 
     def mark(*args: Any) -> None:
-        saved_in.append(first.clock.current)
+        saved_in.append(first.timer.current)
         mark_complete(*args)
 
     monkeypatch.setattr("verifiers.train.trainer.mark_complete", mark)
     with pytest.raises(KeyboardInterrupt):
         first.train()
     said = (run_dir / "report.html").read_text()
-    assert "Stopped by Ctrl-C" in said
-    assert "3 of 5" in said
+    assert '"stoppedBy":"Ctrl-C"' in said
+    assert '"steps":3,"maxSteps":5' in said
     assert "report: " in capsys.readouterr().out
     steps = [log for log in reporter.logs if "reward" in log]
     assert [log["step"] for log in steps] == [1, 2, 3]
@@ -108,7 +108,7 @@ def test_every_step_adds_up_and_one_record_survives_an_interrupt(
     samples = list(read_lines(run_dir / SAMPLES))
     assert sorted({line["step"] for line in samples}) == [1, 2, 3, 4, 5]
     assert all(rollout["advantage"] is not None for line in samples for rollout in line["rollouts"])
-    assert "finished" in (run_dir / "report.html").read_text()
+    assert '"status":"finished"' in (run_dir / "report.html").read_text()
     peaks = history.values("memory/train_gib")
     assert (len(peaks), all(peaks)) == (5 if sys.platform == "linux" else 0, True)
 
@@ -156,7 +156,7 @@ def test_a_report_that_cannot_be_made_ends_no_run(
     def breaks(*_: Any) -> None:
         raise ZeroDivisionError("a figure")
 
-    monkeypatch.setattr("verifiers.train.watching.report.curve_sections", breaks)
+    monkeypatch.setattr("verifiers.reports.training_run.chart_sections", breaks)
     trainer = make_trainer(tiny_world.single_turn(), max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
@@ -187,16 +187,16 @@ def test_steps_that_no_log_was_due_for_are_in_the_record_too(
 def test_the_generator_is_metered_while_it_works(make_trainer: Callable[..., tiny_world.ObservedTrainer]) -> None:
     trainer = make_trainer(Slow(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels])), max_steps=2)
     trainer.train()
-    total = trainer.watch.total
+    total = trainer.monitor.total
     # strictly on policy: rollouts run while the trainer waits, and hardly at any other time
     assert total.server > 0.6
     assert total.stages["wait"] > 0.6
     assert total.overlapped < 0.3 * total.generator
     assert total.most_in_flight == 8
-    verdict = trainer.watch.verdict()
-    assert verdict is not None
-    assert verdict.kind == "rollout-bound"
-    assert verdict.advice.startswith("num_batches_ahead=1")
+    bottleneck = trainer.monitor.bottleneck()
+    assert bottleneck is not None
+    assert bottleneck.kind == "rollout-bound"
+    assert bottleneck.advice.startswith("num_batches_ahead=1")
     assert total.sampled_tokens == pytest.approx(sum(trainer.logged("rollouts/sampled_tokens")), rel=1e-4)
 
 

@@ -21,11 +21,11 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from verifiers_embedded.held import HeldServer
+from verifiers_embedded.in_process_server import InProcessServer
 from verifiers_embedded.loading import load_model
 
 import verifiers as vf
-from verifiers.rollouts.endpoint import Endpoint, HttpBackend
+from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.train.config import GRPOConfig
 from verifiers.train.trainer import GRPOTrainer
 
@@ -106,7 +106,7 @@ def _said(completion: Any) -> str:
 
 
 def vowels(completion: Any, **kwargs: Any) -> float:
-    """A reward that nearly always differs between two answers."""
+    """Return a reward that nearly always differs between two answers."""
     return sum(_said(completion).count(letter) for letter in "aeiou") + 0.01 * len(_said(completion))
 
 
@@ -137,7 +137,7 @@ class Rewriting(Dialogue):
 # -- a server in this process, over real HTTP --------------------------------------------------------------------
 
 
-class EmbeddedServer(HeldServer):
+class EmbeddedServer(InProcessServer):
     """The embedded server on a thread, on 127.0.0.1."""
 
     def __init__(self, directory: Path, slots: int = 64) -> None:
@@ -202,17 +202,19 @@ class ObservedTrainer(GRPOTrainer):
     """Keeps what reaches the loss, and the trainer's own log-probs of it at that moment.
 
     Attributes:
+        client: what it was made with.
         seen: a dict of cloned inputs for each micro-step, with `step` and `current_logps`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.seen: list[dict[str, Any]] = []
+        self.client = kwargs.get("client")
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         kept = {name: value.clone() for name, value in inputs.items()}
         kept["step"] = self.state.global_step
-        kept["current_logps"] = self._logps(self.model, inputs)
+        kept["current_logps"] = self.logprobs.of_model(self.model, inputs)
         self.seen.append(kept)
         return super()._compute_loss(model, inputs)
 
@@ -255,7 +257,7 @@ def spans(row: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[float]]
 
 @contextmanager
 def closing(trainer: GRPOTrainer) -> Iterator[GRPOTrainer]:
-    """A trainer that is used without `train`, closed on the way out."""
+    """Return a trainer that is used without `train`, closed on the way out."""
     try:
         yield trainer
     finally:
@@ -263,5 +265,5 @@ def closing(trainer: GRPOTrainer) -> Iterator[GRPOTrainer]:
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    """A copy of the policy's tensors."""
+    """Return a copy of the policy's tensors."""
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}

@@ -101,13 +101,13 @@ def add(n: int) -> str:
 
 
 def called_digits(completion: Any, **kwargs: Any) -> float:
-    """The sum of the numbers in all calls: differs between nearly all rollouts."""
+    """Return the sum of the numbers in all calls: differs between nearly all rollouts."""
     calls = [call for message in completion for call in message.get("tool_calls") or []]
     return float(sum(int(digit) for call in calls for digit in call["function"]["arguments"] if digit.isdigit()))
 
 
 def environment(max_turns: int) -> vf.Environment:
-    """A tool environment whose rollouts last `max_turns` answers as long as the policy calls its tool."""
+    """Return a tool environment whose rollouts last `max_turns` answers as long as the policy calls its tool."""
     return vf.ToolEnv(
         tools=[add], max_turns=max_turns, dataset=tiny_world.rows(8), rubric=vf.Rubric(funcs=[called_digits])
     )

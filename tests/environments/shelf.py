@@ -10,18 +10,18 @@ import random
 import re
 import sys
 import tomllib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import verifiers as vf
-from verifiers.evals.runner import estimates, evaluation_requests, run_evaluation
+from verifiers.evals.evaluation_loop import estimates, evaluation_requests, run_evaluation
 from verifiers.evals.statistics import Estimate
-from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeClient
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
@@ -32,7 +32,7 @@ _row: ContextVar[dict[str, Any]] = ContextVar("row")
 
 
 def names() -> list[str]:
-    """The packages' module names, which are their folders' names."""
+    """Return the packages' module names, which are their folders' names."""
     return sorted(
         path.parent.name for path in ENVIRONMENTS.glob("*/pyproject.toml") if path.parent.name not in NOT_HERE
     )
@@ -92,31 +92,36 @@ class Turn:
 Policy = Callable[[Turn], str | dict[str, Any]]
 
 
-class _TellsTheRow:
-    """An environment whose scripted policy can look at the row that is being played."""
-
-    def __init__(self, env: vf.Environment) -> None:
-        self.env, self.rubric, self.sampling_args = env, env.rubric, env.sampling_args
-
-    def rollout(self, client: Any, model: str, prompt: Any, **columns: Any) -> Awaitable[Any]:
-        columns.pop("sampling_args", None)
-        _row.set({"prompt": prompt, **columns})
-        return self.env.rollout(client, model, prompt, **columns)
-
-
 def play(env: vf.Environment, policy: Policy, prompts: int = 5, rollouts: int = 1) -> ScoredBlock:
-    """Rollouts of the first held-out rows, by the evaluator's own runner."""
+    """Play the first evaluation rows by the evaluator's own runner; the scripted policy can look at the row."""
+    # the rollouts of a group are those of its members
+    played = [env, *getattr(env, "envs", [])]
+
+    def told_the_row(env_rollout: Callable[..., Any]) -> Callable[..., Any]:
+        def rollout(*args: Any, **columns: Any) -> Awaitable[Any]:
+            # called with the row, or with its columns
+            _row.set(dict(args[0]) if isinstance(args[0], Mapping) else {"prompt": args[2], **columns})
+            result: Awaitable[Any] = env_rollout(*args, **columns)
+            return result
+
+        return rollout
 
     async def run() -> ScoredBlock:
         client = FakeClient(lambda body: policy(Turn(body, _row.get())))
-        runner = RolloutRunner(_TellsTheRow(env), ClientBackend(client), "scripted")
+        runner = RolloutRunner(env, ClientBackend(client), "scripted")
         return await run_evaluation(runner, evaluation_requests(env.get_eval_dataset(prompts), rollouts, seed=0))
 
-    return asyncio.run(run())
+    for each in played:
+        each.rollout = told_the_row(each.rollout)  # type: ignore[method-assign]
+    try:
+        return asyncio.run(run())
+    finally:
+        for each in played:
+            del each.rollout
 
 
 def reward_of(env: vf.Environment, policy: Policy, prompts: int = 20) -> float:
-    """The mean reward over the first held-out rows."""
+    """Return the mean reward over the first evaluation rows."""
     return estimates(play(env, policy, prompts))["reward"].mean
 
 
@@ -145,7 +150,7 @@ _LINE = re.compile(r"^\| `(\w+)` \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$",
 
 
 def baselines(name: str) -> list[Baseline]:
-    """The lines of the README's table."""
+    """Return the lines of the README's table."""
     found = _LINE.findall(readme(name))
     return [
         Baseline(policy, int(prompts), int(rollouts), reward, stderr)
@@ -154,7 +159,7 @@ def baselines(name: str) -> list[Baseline]:
 
 
 def measure(env: vf.Environment, policy_name: str, policy: Policy, prompts: int, rollouts: int) -> Baseline:
-    """The line as it comes out now."""
+    """Return the line as it comes out now."""
     block = play(env, policy, prompts, rollouts)
     outcomes = {str(outcome) for outcome in block.outcomes()}
     assert outcomes == {"completed"}, (outcomes, block.commonest_failure())

@@ -72,7 +72,7 @@ DOUBLECHECK = {
 
 
 def guesses_and_marks(turn: Turn) -> list[tuple[str, str]]:
-    """The valid guesses so far and their marks, out of what the environment said."""
+    """Return the valid guesses so far and their marks, from the environment's messages."""
     found = re.findall(
         r"^((?:[A-Z] ){4}[A-Z])\n((?:[GYX] ){4}[GYX])$", "\n".join(m["content"] for m in turn.said), re.M
     )
@@ -80,7 +80,7 @@ def guesses_and_marks(turn: Turn) -> list[tuple[str, str]]:
 
 
 def wordle_solver(turn: Turn) -> str:
-    """A word that all marks so far allow: the one whose letters are commonest among those left."""
+    """Return a word that all marks so far allow: the one whose letters are commonest among those left."""
     import wordle
 
     left = [
@@ -173,7 +173,7 @@ TOOL_OF = {ast.Add: "add", ast.Sub: "subtract", ast.Mult: "multiply", ast.Mod: "
 
 
 def calculator(turn: Turn) -> dict[str, Any] | str:
-    """Calls the tools from the innermost brackets outwards, all that are ready in one message."""
+    """Call the tools from the innermost brackets outwards, all that are ready in one message."""
     results: dict[str, int] = {}
     for message in turn.said:
         if message["role"] == "tool":
@@ -229,7 +229,7 @@ print(total)""",
 
 
 def programmer(turn: Turn) -> dict[str, Any] | str:
-    """Writes the program for the question, and answers with what it prints."""
+    """Write the program for the question, and answer with its output."""
     if turn.number == 0:
         for pattern, program in PROGRAMS.items():
             if match := re.search(pattern, turn.question):
@@ -299,7 +299,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
 
 @contextlib.contextmanager
 def open_environment(name: str, **arguments: Any) -> Iterator[vf.Environment]:
-    """The environment, and what it needs beside the policy: a judge, for the one that has one."""
+    """Yield the environment, with a judge for the one that needs one."""
     if name.replace("-", "_") != "judged_rewrite":
         yield vf.load_environment(name, **arguments)
         return

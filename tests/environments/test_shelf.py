@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import re
@@ -15,7 +16,7 @@ import shelf
 from shelf_policies import POLICIES, open_environment
 
 import verifiers as vf
-from verifiers.envs import loading
+from verifiers.envs import registry
 
 NAMES = shelf.names()
 SECRETS_APART = {"wordle"}
@@ -98,19 +99,19 @@ def test_it_is_found_as_an_installed_package(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_found_as_a_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_entry_points", list)
+    monkeypatch.setattr(registry, "_entry_points", list)
     with open_environment(name.replace("_", "-")) as env:
         assert isinstance(env, vf.Environment)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_and_held_out_rows_are_distinct(name: str) -> None:
+def test_training_and_evaluation_rows_are_distinct(name: str) -> None:
     with open_environment(name) as env:
-        train, held_out = env.get_dataset(), env.get_eval_dataset()
-    seen, kept = questions_of(name, train), questions_of(name, held_out)
-    assert (len(seen), len(kept)) == (len(train), len(held_out))
+        train, evaluation = env.get_dataset(), env.get_eval_dataset()
+    seen, kept = questions_of(name, train), questions_of(name, evaluation)
+    assert (len(seen), len(kept)) == (len(train), len(evaluation))
     assert len(train) >= 400
-    assert len(held_out) >= 50
+    assert len(evaluation) >= 50
     assert not seen & kept
 
 
@@ -127,11 +128,13 @@ def test_the_same_arguments_give_the_same_rows_and_another_seed_gives_others(nam
     assert other[1] != usual[1]
     fewer = rows(num_train=10)
     assert len(fewer[0]) in (10, 20), "twenty in a group of two"
-    assert fewer[1] == usual[1], "held-out rows depend on the number of training rows"
+    assert fewer[1] == usual[1], "evaluation rows depend on the number of training rows"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("arguments", [{"num_train": 0}, {"num_eval": 0}, {"num_train": 10**6}])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    list(zip(NAMES, itertools.cycle([{"num_train": 0}, {"num_eval": 0}, {"num_train": 10**6}]), strict=False)),
+)
 def test_sizes_that_cannot_be_are_named(name: str, arguments: dict[str, int]) -> None:
     with (
         pytest.raises(vf.ConfigError, match=f"num_(train|eval)={next(iter(arguments.values()))}"),
@@ -152,15 +155,21 @@ def test_tools_are_valid_definitions(name: str) -> None:
             assert function["parameters"]["required"] == list(properties)
 
 
+ODD_ANSWERS = [
+    "",
+    "I do not know.",
+    "<answer>",
+    "<answer>\ud83d\ude00</answer>",
+    "<guess>\u0130stan</guess>",
+    "7" * 5000,
+]
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "answer",
-    ["", "I do not know.", "<answer>", "<answer>\ud83d\ude00</answer>", "<guess>\u0130stan</guess>", "7" * 5000],
-    ids=["empty", "words", "open tag", "emoji", "dotted i", "digits"],
-)
-def test_whatever_is_answered_is_scored_and_scored_low(name: str, answer: str) -> None:
+def test_any_answer_is_scored_and_scored_low(name: str) -> None:
+    answers = itertools.cycle(ODD_ANSWERS)
     with open_environment(name) as env:
-        block = shelf.play(env, lambda turn: answer, prompts=3, rollouts=2)
+        block = shelf.play(env, lambda turn: next(answers), prompts=6, rollouts=2)
     assert {str(outcome) for outcome in block.outcomes()} == {"completed"}, block.commonest_failure()
     for rollout in block:
         assert rollout.reward is not None

@@ -14,7 +14,7 @@ import spell_backward
 from shelf_policies import DOUBLECHECK, MIXED_TEXT, SENTENCE_REPEATER
 
 import verifiers as vf
-from verifiers.evals.runner import estimates
+from verifiers.evals.evaluation_loop import estimates
 
 
 @functools.cache
@@ -85,14 +85,14 @@ def test_sentence_k_is_asked_for_in_turn_k() -> None:
     assert rollout.prompt[-1]["content"] == f"{' '.join(said)}\n\nRepeat sentence 1."
 
 
-def test_training_texts_share_no_sentence_with_held_out_ones() -> None:
+def test_training_texts_share_no_sentence_with_evaluation_ones() -> None:
     env = vf.load_environment("sentence-repeater")
-    train, held_out = (
+    train, evaluation = (
         {sentence for row in dataset for sentence in row["info"]["sentences"]}
         for dataset in (env.get_dataset(), env.get_eval_dataset())
     )
-    assert (len(train), len(held_out)) == (2000, 400)
-    assert not train & held_out
+    assert (len(train), len(evaluation)) == (2000, 400)
+    assert not train & evaluation
 
 
 def test_sequences_are_completions_of_plain_text() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import MagicMock
 
-from verifiers.envs.decorators import cleanup, marked_methods, stop, teardown
+from verifiers.envs.lifecycle import cleanup, marked_methods, stop, teardown
 
 
 class Base:

@@ -9,10 +9,10 @@ import pytest
 
 import verifiers as vf
 from verifiers.envs.env_group import EnvGroupRubric
-from verifiers.evals.runner import evaluation_requests, run_evaluation
-from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
+from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome
 
@@ -24,7 +24,7 @@ def loud(completion: Any, task: str) -> float:
 
 
 def named(task: str, state: Any) -> float:
-    """The task that reward functions see, as a number."""
+    """Return the task that reward functions see, as a number."""
     assert task == state["task"]
     return float({"code": 1, "custom": 2, "env_0": 3}.get(task, 9))
 

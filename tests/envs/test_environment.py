@@ -13,8 +13,8 @@ from datasets import Dataset
 
 import verifiers as vf
 from verifiers.errors import ConfigError, EmptyModelResponseError
-from verifiers.rollouts.client import RolloutClient
-from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.inference.endpoint import ClientBackend
+from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.testing import FakeClient, Fault
 
 Rows = list[dict[str, Any]]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeClient, Fault
 from verifiers.types import Outcome, RolloutKey
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.envs.python_interpreter import PythonInterpreter
-from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.envs.python_repl import PythonInterpreter
+from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
-from verifiers.sandbox.opening import open_sandbox
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.sandbox import open_sandbox
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
 
@@ -271,10 +271,10 @@ async def test_a_sandbox_that_is_gone_is_an_environment_error() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("tier", ["auto", "process"])
-def test_two_hundred_calls_in_parallel_lose_none_and_leave_no_process(tier: str) -> None:
+@pytest.mark.parametrize("isolation", ["auto", "process"])
+def test_two_hundred_calls_in_parallel_lose_none_and_leave_no_process(isolation: str) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "python_tool.py"
-    command = [sys.executable, str(script), "--rounds", "1", "--calls", "200", "--tier", tier]
+    command = [sys.executable, str(script), "--rounds", "1", "--calls", "200", "--isolation", isolation]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert '"calls_lost": 0, "processes_left": 0' in result.stdout

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.envs.tool_output import result_text, shortened
-from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.envs.tool_env import result_text, shortened
+from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.sandbox.spec import RunResult
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
@@ -38,7 +38,7 @@ async def run_one(env: vf.SandboxEnv, *answers: Any, timeout_s: float = 600.0) -
 class FakeSandbox:
     """Counts what is asked of it; may be told to break or to hang."""
 
-    tier = "process"
+    isolation = "process"
 
     def __init__(self, opened: list[FakeSandbox]) -> None:
         opened.append(self)
@@ -72,7 +72,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeSandbox]:
         await asyncio.sleep(0)
         return FakeSandbox(sandboxes)
 
-    monkeypatch.setattr("verifiers.sandbox.opening.open_sandbox", open_sandbox)
+    monkeypatch.setattr("verifiers.sandbox.open_sandbox", open_sandbox)
     return sandboxes
 
 
@@ -152,7 +152,7 @@ async def test_a_sandbox_that_cannot_be_opened_or_prepared_is_never_the_policys_
     async def refuse(spec: Any) -> Any:
         raise vf.SandboxError("no room")
 
-    monkeypatch.setattr("verifiers.sandbox.opening.open_sandbox", refuse)
+    monkeypatch.setattr("verifiers.sandbox.open_sandbox", refuse)
     assert (await run_one(Careless(eval_dataset=ROWS), bash("ls"), "done")).outcome is Outcome.ENVIRONMENT_ERROR
 
 
@@ -277,16 +277,16 @@ async def test_classic_arguments_are_honoured_or_refused(opened: Any) -> None:
             vf.SandboxEnv(eval_dataset=ROWS, **refused)  # type: ignore[arg-type]
 
 
-def test_an_image_needs_a_tier_that_has_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_needs_a_level_that_has_images(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, str] = {}
     monkeypatch.setattr("shutil.which", found.get)
-    with pytest.raises(vf.ConfigError, match=r"'ubuntu:24\.04' needs the docker or podman tier, and neither"):
+    with pytest.raises(vf.ConfigError, match=r"'ubuntu:24\.04' needs the docker or podman level, but neither"):
         vf.SandboxEnv(eval_dataset=ROWS, docker_image="ubuntu:24.04")
     found["podman"] = "/usr/bin/podman"
     env = vf.SandboxEnv(eval_dataset=ROWS, docker_image="ubuntu:24.04")
-    assert (env.spec.tier, env.spec.image) == ("podman", "ubuntu:24.04")
+    assert (env.spec.isolation, env.spec.image) == ("podman", "ubuntu:24.04")
     with pytest.raises(vf.ConfigError, match="the spec asks for 'process'"):
-        vf.SandboxEnv(vf.SandboxSpec(tier="process"), eval_dataset=ROWS, docker_image="ubuntu:24.04")
+        vf.SandboxEnv(vf.SandboxSpec(isolation="process"), eval_dataset=ROWS, docker_image="ubuntu:24.04")
 
 
 # -- text ---------------------------------------------------------------------------------------------------------

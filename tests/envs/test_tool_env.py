@@ -14,9 +14,9 @@ import pytest
 
 import verifiers as vf
 from verifiers.envs.tools import Tool, requested_calls, tool_definition
-from verifiers.rollouts.endpoint import ClientBackend
+from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeClient, FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
 
@@ -43,12 +43,12 @@ def env_with(*tools: Any, **kwargs: Any) -> vf.ToolEnv:
 
 
 def called(*calls: Any, **message: Any) -> dict[str, Any]:
-    """An answer of the policy that calls tools, each given as (name, arguments)."""
+    """Return an answer of the policy that calls tools, each given as (name, arguments)."""
     return {"tool_calls": [{"name": name, "arguments": arguments} for name, arguments in calls], **message}
 
 
 async def replies(env: vf.ToolEnv, *calls: Any) -> list[str]:
-    """What the tools said to one turn of calls."""
+    """Return what the tools said to one turn of calls."""
     completion, _ = await env.rollout(FakeClient([called(*calls), "done"]), "m", ASK)
     tool_messages = completion[1:-1]
     assert [message["tool_call_id"] for message in tool_messages] == [f"call_{n}" for n in range(len(calls))]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.evals.compared_run import ComparedRun, read_compared_run
-from verifiers.evals.comparison import compare_runs
+from verifiers.evals.comparison import ComparedRun, compare_runs, read_compared_run
 
 METADATA = {"env": "sums", "env_args": {}, "model": "m", "num_examples": 12, "rollouts_per_example": 2}
 Rewards = Mapping[int, Sequence[float | None]]
@@ -192,5 +191,5 @@ def test_a_run_is_read_without_its_transcripts(tmp_path: Path) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert (len(found.asked), found.columns.counts().rollouts) == (750, 6000)
+    assert (len(found.asked), found.results.counts().rollouts) == (750, 6000)
     assert peak < 4_000_000

@@ -17,13 +17,12 @@ import pytest
 from aiohttp import web
 
 import verifiers as vf
-from verifiers.rollouts.adaptive import AdaptiveLimiter
-from verifiers.rollouts.balancing import BalancedBackend
-from verifiers.rollouts.endpoint import Backend, Endpoint, HttpBackend
-from verifiers.rollouts.limits import Limiter
-from verifiers.rollouts.retries import RetryPolicy
+from verifiers.inference.endpoint import Backend, Endpoint, HttpBackend
+from verifiers.inference.limits import AdaptiveLimiter, Limiter
+from verifiers.inference.load_balancer import LoadBalancer
+from verifiers.inference.retries import RetryPolicy
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey
 
@@ -79,7 +78,7 @@ async def run(backend: Backend, retry: RetryPolicy = QUICK, limiter: Limiter | N
 
 
 def share_of(fault: Fault, share: float) -> Callable[[int], Fault | None]:
-    """The fault befalls that share of requests, the same ones in each run."""
+    """Schedule the fault for that share of requests, the same ones in each run."""
     return lambda number: fault if random.Random(number).random() < share else None
 
 
@@ -240,7 +239,7 @@ async def test_of_two_servers_one_may_die_for_good() -> None:
             await asyncio.to_thread(one.wait_until, lambda s: s.request_count >= 50)
             await asyncio.to_thread(one.stop)
 
-        backend = BalancedBackend([HttpBackend(Endpoint(server.url)) for server in (one, two)])
+        backend = LoadBalancer([HttpBackend(Endpoint(server.url)) for server in (one, two)])
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(kill())
             running = tasks.create_task(run(backend))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.evals.intervals import beta_cdf, beta_quantile, clopper_pearson, t_quantile
+from verifiers.evals.statistics import beta_cdf, beta_quantile, clopper_pearson, t_quantile
 
 
 # from published tables of binomial limits

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from verifiers.evals.permutation import shuffle_test, sign_flip_test
+from verifiers.evals.statistics import shuffle_test, sign_flip_test
 
 
 def test_few_prompts_are_enumerated() -> None:

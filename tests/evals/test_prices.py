@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.evals.prices import Price, load_prices
+from verifiers.evals.summary import Price, load_prices
 
 
 def written(directory: Path, text: str) -> Path:

@@ -11,11 +11,11 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError
+from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.evals.regrade import regrade
-from verifiers.evals.runner import iter_requests, run_units
 from verifiers.evals.store import ResultStore, read_run
-from verifiers.rollouts.endpoint import ClientBackend
-from verifiers.rollouts.run import RolloutRunner
+from verifiers.inference.endpoint import ClientBackend
+from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeClient, Fault
 
 Func = Callable[..., Any]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.evals.hiding import Hider
 from verifiers.evals.store import ResultStore, json_line, metrics_of, new_run_directory, read_run, result_row
+from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 from verifiers.types import Failure, Outcome, RolloutKey
 
@@ -119,7 +124,7 @@ def test_metrics_are_found_in_rows_that_only_have_columns() -> None:
 def test_secrets_are_in_no_file(tmp_path: Path) -> None:
     secret = 'sk-"quoted"-é-0123456789'
     bad = rollout(0, 0, None, failure=Failure("E", f"refused {secret}", exception=ValueError(secret)))
-    with ResultStore(tmp_path, {"env_args": {"key": secret}}, Hider([secret])) as store:
+    with ResultStore(tmp_path, {"env_args": {"key": secret}}, Redactor([secret])) as store:
         store.append(bad)
         store.append(rollout(1, completion=[{"role": "assistant", "content": secret}]))
     for file in tmp_path.iterdir():
@@ -147,3 +152,75 @@ def test_runs_of_one_environment_and_model_stand_beside_each_other(tmp_path: Pat
 
 def test_a_line_is_one_line() -> None:
     assert "\n" not in json_line({"text": "a\nb"})
+
+
+def test_rows_hold_what_they_hold_also_where_it_is_long_or_a_picture(tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBORw0KGgo" * 400}}
+    one = rollout(
+        prompt=[{"role": "system", "content": "rules " * 1000}, {"role": "user", "content": [image]}],
+        info={"deep": [[{"a": "x" * 5000}]], "$content": "a name like any other", "half": "\ud83d" * 5},
+    )
+    (row,) = read_run(stored(tmp_path, one)).rows
+    assert (row["prompt"], row["info"]) == (one.prompt, json.loads(json.dumps(one.info)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "metadata.json", "results.jsonl"]
+
+
+def old_run(directory: Path, texts: dict[str, str]) -> Path:
+    """Return a run of an earlier version, whose long texts are in a file beside its rows."""
+    prompt = [{"role": "user", "content": {"$content": name}} for name in texts]
+    (directory / "results.jsonl").write_text(json.dumps({"example_id": 0, "generation": 0, "prompt": prompt}) + "\n")
+    lines = [json.dumps({"id": name, "content": text}) + "\n" for name, text in texts.items()]
+    (directory / "contents.jsonl").write_text("".join(lines) + '{"id": "torn')
+    return directory
+
+
+def test_a_run_of_an_earlier_version_is_read_whole_and_continued(tmp_path: Path) -> None:
+    run = old_run(tmp_path, {"a" * 32: "first", "b" * 32: "second"})
+    stored(run, rollout(1, info={"$content": "a" * 32, "x": 1}))
+    first, second = read_run(run).rows
+    assert [message["content"] for message in first["prompt"]] == ["first", "second"]
+    assert second["info"] == {"$content": "a" * 32, "x": 1}
+
+
+def test_a_text_that_an_earlier_version_stored_apart_and_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    run = old_run(tmp_path, {"a" * 32: "first"})
+    (run / "contents.jsonl").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"contents\.jsonl' lacks the text .* that a row refers to; copy the whole run"
+    ):
+        read_run(run)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_store import rollout
+from verifiers.evals.store import ResultStore
+
+begin = int(sys.argv[3])
+with ResultStore(Path(sys.argv[2]), {}) as store:
+    print("ready", flush=True)
+    for number in range(begin, begin + 100_000):
+        store.append(rollout(number, 0, prompt=f"{number} " + "long " * 3000))
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_leaves_whole_rows(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    count = 0
+    for _ in range(4):
+        command = [sys.executable, "-c", WRITER, str(Path(__file__).parent), str(tmp_path), str(count)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert process.stdout is not None
+        process.stdout.readline()
+        wanted = count + chance.randrange(1, 300)
+        while (tmp_path / "results.jsonl").read_bytes().count(b"\n") < wanted:
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        rows = read_run(tmp_path).rows
+        assert len(rows) >= wanted
+        assert all(row["prompt"] == f"{row['example_id']} " + "long " * 3000 for row in rows)
+        count = len(rows)

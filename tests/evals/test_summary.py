@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.evals.columns import RolloutColumns
-from verifiers.evals.prices import Price, PriceTable
-from verifiers.evals.summary import at_k, summarize
+from verifiers.evals.results import RolloutResults
+from verifiers.evals.summary import Price, PriceTable, at_k, summarize
 
 FIVE_PROMPTS = [[1, 1, 0, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]]
 
@@ -110,7 +109,7 @@ def test_best_at_k_of_rewards_beyond_one_is_not_cut_off() -> None:
 
 
 def test_the_later_row_of_a_rollout_counts_and_all_tokens_were_spent() -> None:
-    columns = RolloutColumns([row(0, 0, None, "timed_out"), row(0, 1, 0.0), row(0, 0, 1.0, metrics={"good": 1.0})])
+    columns = RolloutResults([row(0, 0, None, "timed_out"), row(0, 1, 0.0), row(0, 0, 1.0, metrics={"good": 1.0})])
     assert columns.values() == {0: [1.0, 0.0]}
     assert columns.values("good") == {0: [1.0]}
     assert columns.counts().outcomes == {"completed": 2}

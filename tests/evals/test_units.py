@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from verifiers.evals.runner import iter_requests, run_units
-from verifiers.rollouts.adaptive import AdaptiveLimiter
-from verifiers.rollouts.limits import Limiter
+from verifiers.evals.evaluation_loop import iter_requests, run_units
+from verifiers.inference.limits import AdaptiveLimiter, Limiter
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.types import RolloutKey
 

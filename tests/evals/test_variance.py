@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from verifiers.evals.variance import split_variance
+from verifiers.evals.summary import split_variance
 
 
 def test_variance_is_split_as_in_the_analysis_of_variance() -> None:

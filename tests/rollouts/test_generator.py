@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from verifiers.envs.environment import Environment
 from verifiers.errors import (
     ConfigError,
     DeadlineError,
@@ -18,9 +19,9 @@ from verifiers.errors import (
     MissingTokenIdsError,
     NothingScoredError,
 )
-from verifiers.rollouts.batches import BatchRequest, EndOfBlock, EndOfData, MicroBatch, training_items
+from verifiers.inference.retries import RetryPolicy
+from verifiers.rollouts.batch_request import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.retries import RetryPolicy
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
@@ -29,6 +30,8 @@ from verifiers.types import RolloutKey, State
 
 class Asks:
     """Asks the policy once; the reward is the length of its answer."""
+
+    run_rollouts = Environment.run_rollouts
 
     def __init__(self) -> None:
         self.rubric = Rubric([lambda completion: float(len(completion[0]["content"]))])
@@ -105,8 +108,8 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseExcep
 
 def test_a_block_is_submitted_and_taken_scored_in_the_plans_order() -> None:
     with FakeOpenAIServer("four") as server, generator(server) as blocks:
-        blocks.submit(0, requests(0), policy_version=3)
-        block = blocks.get(0)
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0), policy_version=3))
+        block = blocks.get_batch(0)
         assert [rollout.key for rollout in block.rollouts] == [request.key for request in requests(0)]
         assert [rollout.reward for rollout in block] == [4.0] * 4
         assert decode_ids(block.rollouts[0].rows[0].completion_ids) == "four\x03"
@@ -119,58 +122,58 @@ def test_blocks_are_taken_by_their_id_in_any_order() -> None:
     server = FakeOpenAIServer(lambda body: "x" * (asked_block(body) + 1))
     with server, generator(server.start(), num_batches_ahead=2) as blocks:
         for number in range(3):
-            blocks.submit(number, requests(number))
+            blocks.submit_batch(BatchRequest.of_rollouts(number, requests(number)))
         for number in (2, 0, 1):
-            block = blocks.get(number)
+            block = blocks.get_batch(number)
             assert block.block_id == number
             assert {rollout.reward for rollout in block} == {number + 1.0}
 
 
 def test_no_more_blocks_are_held_than_may_be_ahead() -> None:
     with FakeOpenAIServer("four") as server, generator(server, num_batches_ahead=1) as blocks:
-        blocks.submit(0, requests(0))
-        blocks.submit(1, requests(1))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.submit_batch(BatchRequest.of_rollouts(1, requests(1)))
         with pytest.raises(
             ConfigError, match="with block 2 there would be 3 held at once, and num_batches_ahead=1 allows 2"
         ):
-            blocks.submit(2, requests(2))
-        blocks.get(0)
-        blocks.submit(2, requests(2))
-        assert blocks.get(1).block_id == 1
-        assert blocks.get(2).block_id == 2
+            blocks.submit_batch(BatchRequest.of_rollouts(2, requests(2)))
+        blocks.get_batch(0)
+        blocks.submit_batch(BatchRequest.of_rollouts(2, requests(2)))
+        assert blocks.get_batch(1).block_id == 1
+        assert blocks.get_batch(2).block_id == 2
 
 
 def test_a_block_is_generated_and_taken_once() -> None:
     with FakeOpenAIServer("four") as server, generator(server) as blocks:
-        blocks.submit(0, requests(0))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
         with pytest.raises(ConfigError, match="block 0 was submitted before"):
-            blocks.submit(0, requests(0))
-        blocks.get(0)
+            blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.get_batch(0)
         for number in (0, 7):
             with pytest.raises(ConfigError, match=f"block {number} was never submitted, or was taken before"):
-                blocks.get(number)
+                blocks.get_batch(number)
 
 
 def test_a_straggler_of_one_block_does_not_keep_the_next_from_running(gates: Gates) -> None:
     gates.open(1)
     with FakeOpenAIServer(gates) as server, gates, generator(server, max_concurrent=4, num_batches_ahead=1) as blocks:
-        blocks.submit(0, requests(0, prompts=1, size=1))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, prompts=1, size=1)))
         server.wait_until(lambda s: s.in_flight == 1)
-        blocks.submit(1, requests(1, prompts=4))
-        assert blocks.get(1).block_id == 1
+        blocks.submit_batch(BatchRequest.of_rollouts(1, requests(1, prompts=4)))
+        assert blocks.get_batch(1).block_id == 1
         assert server.in_flight == 1
         gates.open(0)
-        assert blocks.get(0).block_id == 0
+        assert blocks.get_batch(0).block_id == 0
 
 
 def test_all_blocks_share_one_limit(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates, generator(server, max_concurrent=3, num_batches_ahead=1) as blocks:
-        blocks.submit(0, requests(0))
-        blocks.submit(1, requests(1))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.submit_batch(BatchRequest.of_rollouts(1, requests(1)))
         server.wait_until(lambda s: s.in_flight == 3)
         gates.open_all()
-        blocks.get(0)
-        blocks.get(1)
+        blocks.get_batch(0)
+        blocks.get_batch(1)
         assert server.max_in_flight == 3
 
 
@@ -181,36 +184,36 @@ def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates, generator(server, num_batches_ahead=1) as blocks:
         blocks._count = bad_callback  # type: ignore[method-assign]
         gates.open(1)
-        blocks.submit(0, requests(0))
-        blocks.submit(1, requests(1))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.submit_batch(BatchRequest.of_rollouts(1, requests(1)))
         # block 0 hangs, and yet its taker learns of block 1's failure
         with pytest.raises(GenerationError, match="generation failed with LookupError: in the callback") as caught:
-            blocks.get(0)
+            blocks.get_batch(0)
         cause = caught.value.__cause__
         assert isinstance(cause, LookupError)
         assert traceback.extract_tb(cause.__traceback__)[-1].name == "bad_callback"
         with pytest.raises(GenerationError):
             blocks.check()
         with pytest.raises(GenerationError):
-            blocks.submit(2, requests(2))
+            blocks.submit_batch(BatchRequest.of_rollouts(2, requests(2)))
 
 
 def test_a_server_that_cannot_train_ends_the_run_with_the_reason() -> None:
     with FakeOpenAIServer("4", token_ids=False) as server, generator(server) as blocks:
-        blocks.submit(0, requests(0))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
         with pytest.raises(GenerationError, match="answered without prompt_token_ids") as caught:
-            blocks.get(0)
+            blocks.get_batch(0)
         assert isinstance(caught.value.__cause__, MissingTokenIdsError)
 
 
 def test_a_block_without_a_score_names_the_commonest_cause_and_the_counts() -> None:
     with FakeOpenAIServer(faults=Fault(401, times=9)) as server, generator(server) as blocks:
-        blocks.submit(4, requests(4))
+        blocks.submit_batch(BatchRequest.of_rollouts(4, requests(4)))
         with pytest.raises(
             NothingScoredError,
             match=r"block 4: none of 4 rollouts got a reward \(4 provider_error\); most often: .*401.* \(4 times\)",
         ):
-            blocks.get(4)
+            blocks.get_batch(4)
 
 
 def test_an_environment_that_exits_cannot_take_the_thread_with_it() -> None:
@@ -222,30 +225,30 @@ def test_an_environment_that_exits_cannot_take_the_thread_with_it() -> None:
             await asyncio.create_task(own_task())
 
     with FakeOpenAIServer() as server, generator(server, Exits()) as blocks:
-        blocks.submit(0, requests(0))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
         with pytest.raises(GenerationError):
-            blocks.get(0)
+            blocks.get_batch(0)
 
 
 def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates, generator(server) as blocks:
-        blocks.submit(0, requests(0))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
         server.wait_until(lambda s: s.in_flight == 4)
         with pytest.raises(DeadlineError) as caught:
-            blocks.get(0, timeout_s=0.02)
+            blocks.get_batch(0, timeout_s=0.02)
         assert str(caught.value) == (
             "block 0 was not ready within 0.02 s (async_generation_timeout): 0 of 4 rollouts launched so far have "
             "ended, 4 are in flight; is the rollout server still answering?"
         )
         gates.open(0)
-        assert blocks.get(0).block_id == 0
+        assert blocks.get_batch(0).block_id == 0
 
 
 def test_close_wakes_whoever_waits_for_a_block(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates:
         blocks = generator(server).start()
-        blocks.submit(0, requests(0))
-        thread, raised = in_thread(lambda: blocks.get(0))
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        thread, raised = in_thread(lambda: blocks.get_batch(0))
         server.wait_until(lambda s: s.in_flight == 4)
         blocks.close()
         thread.join(5)
@@ -275,7 +278,12 @@ def test_a_closed_generator_says_so_and_may_be_closed_again() -> None:
         blocks = generator(server).start()
         blocks.close()
         blocks.close()
-        for call in (blocks.start, lambda: blocks.submit(0, requests(0)), blocks.runner, blocks.check):
+        for call in (
+            blocks.start,
+            lambda: blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0))),
+            blocks.runner,
+            blocks.check,
+        ):
             with pytest.raises(GeneratorClosedError):
                 call()
         assert not any(thread.name == "verifiers-generator" for thread in threading.enumerate())
@@ -303,7 +311,7 @@ def test_other_work_runs_on_the_loop_under_the_same_limit_and_a_deadline() -> No
             blocks.run(asyncio.sleep(15), 0.01)
 
 
-def test_columns_are_submitted_and_taken_under_the_classic_names() -> None:
+def test_columns_are_submitted_and_taken() -> None:
     with FakeOpenAIServer("four") as server, generator(server) as blocks:
         prompt = [{"role": "user", "content": "0"}]
         blocks.submit_batch(BatchRequest(9, {"prompt": [prompt] * 4}, num_generations=2, policy_version=6))
@@ -312,10 +320,11 @@ def test_columns_are_submitted_and_taken_under_the_classic_names() -> None:
         assert block.policy_version == 6
 
 
-def test_a_training_loop_gets_every_rollout_of_every_block() -> None:
-    prompt = [{"role": "user", "content": "0"}]
-    plan = [BatchRequest(number, {"prompt": [prompt] * 4}, num_generations=2) for number in range(3)]
-    with FakeOpenAIServer("four") as server, generator(server, num_batches_ahead=1) as blocks:
-        items = list(training_items(blocks, plan, micro_batches=2, iterations=2))
-        assert [type(item) for item in items] == ([MicroBatch] * 4 + [EndOfBlock]) * 3 + [EndOfData]
-        assert server.request_count == blocks.launched == blocks.finished == 12
+def test_the_former_names_work_and_name_the_new_ones() -> None:
+    with FakeOpenAIServer("four") as server, generator(server) as blocks:
+        with pytest.warns(DeprecationWarning, match=r"use submit_batch\(BatchRequest"):
+            blocks.submit(9, requests(9), policy_version=6)
+        with pytest.warns(DeprecationWarning, match=r"use get_batch"):
+            block = blocks.get(9)
+        assert [rollout.key for rollout in block.rollouts] == [request.key for request in requests(9)]
+        assert block.policy_version == 6

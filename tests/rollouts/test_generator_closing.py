@@ -14,6 +14,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import GenerationError
+from verifiers.rollouts.batch_request import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.testing import FakeOpenAIServer
@@ -23,7 +24,7 @@ PROMPT: vf.Messages = [{"role": "user", "content": "x"}]
 
 
 def left_open() -> list[str]:
-    """What the collector finds open."""
+    """Return what the collector finds open."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         gc.collect()
@@ -37,14 +38,16 @@ def test_threads_that_close_a_generator_at_once_leave_no_connection_open(latency
     with FakeOpenAIServer("x", latency_s=latency_s) as server:
         for round_number in range(8):
             generator = AsyncBatchGenerator(env, server.url, "fake")
-            generator.submit(
-                0, [RolloutRequest(RolloutKey(0, e, g), PROMPT, "x") for e in range(4) for g in range(8)]
+            generator.submit_batch(
+                BatchRequest.of_rollouts(
+                    0, [RolloutRequest(RolloutKey(0, e, g), PROMPT, "x") for e in range(4) for g in range(8)]
+                )
             )
             if latency_s:
                 wanted = 32 * (round_number + 1)
                 server.wait_until(lambda fake, wanted=wanted: fake.request_count >= wanted)  # type: ignore[misc]
             else:
-                generator.get(0, 10.0)
+                generator.get_batch(0, 10.0)
             threads = [threading.Thread(target=generator.close) for _ in range(4)]
             for thread in threads:
                 thread.start()
@@ -76,10 +79,12 @@ def test_whoever_waits_hears_at_once_that_the_generators_thread_has_ended(end: C
     env = Ending(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())
     left_open()
     with FakeOpenAIServer("x") as server, AsyncBatchGenerator(env, server.url, "fake") as generator:
-        generator.submit(0, [RolloutRequest(RolloutKey(0, 0, g), PROMPT, "x") for g in range(2)])
+        generator.submit_batch(
+            BatchRequest.of_rollouts(0, [RolloutRequest(RolloutKey(0, 0, g), PROMPT, "x") for g in range(2)])
+        )
         started = time.monotonic()
         with pytest.raises(GenerationError, match=f"{how}.* ended the generator's thread"):
-            generator.get(0, 10.0)
+            generator.get_batch(0, 10.0)
         assert time.monotonic() - started < 2.0
     assert generator._thread is not None
     assert generator._thread.loop.is_closed()
@@ -100,7 +105,7 @@ def test_code_that_stands_still_on_the_loop_delays_the_end_by_a_second_only(capl
     env = Blocking(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())
     with FakeOpenAIServer("x") as server:
         generator = AsyncBatchGenerator(env, server.url, "fake")
-        generator.submit(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT, "x")])
+        generator.submit_batch(BatchRequest.of_rollouts(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT, "x")]))
         assert begun.wait(10.0)
         started = time.monotonic()
         generator.close()

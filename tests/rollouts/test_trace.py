@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verifiers.rollouts.trace import Row, Turn, rows_from_turns
+from verifiers.rollouts.trace import TokenSequence, Turn, rows_from_turns
 
 
 def turn(prompt: list[int], answer: list[int], *, version: int = 0, finish: str = "stop") -> Turn:
@@ -13,7 +13,7 @@ def test_one_turn_is_one_row_with_loss_on_every_sampled_token() -> None:
     rows, forks = rows_from_turns([turn([1, 2, 3], [4, 5])])
     assert forks == 0
     assert rows == [
-        Row([1, 2, 3], [4, 5], loss_mask=[1, 1], logprobs=[-0.5, -0.5], versions=[0, 0], is_truncated=False)
+        TokenSequence([1, 2, 3], [4, 5], loss_mask=[1, 1], logprobs=[-0.5, -0.5], versions=[0, 0], is_truncated=False)
     ]
 
 

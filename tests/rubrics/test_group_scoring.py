@@ -1,4 +1,4 @@
-"""score_group: group functions, and subclasses that override the classic methods alone."""
+"""score_group: its result, group functions, and subclasses that override one of the scoring methods."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 from verifiers.errors import ConfigError
 from verifiers.rubrics import Rubric
+from verifiers.rubrics.rubric_group import RubricGroup
+from verifiers.rubrics.scoring import call_score_group
 from verifiers.types import RolloutScore, RolloutScores, State
 
 
@@ -94,6 +96,44 @@ async def test_a_large_group_of_quick_functions_shares_the_loop() -> None:
     done.set()
     await other
     assert turns > 2
+
+
+async def test_a_group_gets_a_score_for_each_rollout_with_the_functions_that_failed() -> None:
+    def picky(completion: str) -> float:
+        return float(completion)
+
+    good, bad = states_of("2", "two")
+    scores = await Rubric(funcs=[picky, length]).score_group([good, bad])
+    assert scores[0] == RolloutScore(3.0, {"picky": 2.0, "length": 1.0})
+    assert (scores[1].reward, [failed["func"] for failed in scores[1].errors]) == (3.0, ["picky"])
+    assert scores[1].errors == bad["grading_errors"]
+
+
+async def test_the_runner_gets_scores_from_an_override_that_sets_them_in_the_states() -> None:
+    class ByState(Rubric):
+        async def score_group(self, states: Any, score_sem: Any) -> None:  # type: ignore[override]
+            async with score_sem:
+                for state in states:
+                    state["reward"], state["metrics"] = {"a": 1, "b": float("inf")}.get(state["completion"]), {"m": 2}
+
+    scores = await call_score_group(ByState(), states_of("a", "b", "c"))
+    assert scores[0] == RolloutScore(1.0, {"m": 2.0})
+    assert [score.errors[0]["error"] for score in scores[1:]] == [
+        "GradingError: returned inf, not a finite number",
+        "GradingError: returned None, not a finite number",
+    ]
+
+
+async def test_every_scoring_method_leads_to_score_inputs() -> None:
+    class Lengths(Rubric):
+        async def score_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[RolloutScore]:
+            return [item.score(float(len(item.completion))) for item in inputs]
+
+    for rubric in (Lengths(), RubricGroup([Lengths()])):
+        states = states_of("abc")
+        assert [score.reward for score in await rubric.score_group(states)] == [3.0] == [states[0]["reward"]]
+        assert (await rubric.score_rollout("p", "ab", "a", State())).reward == 2.0
+        assert (await rubric.score_rollouts(["p"], ["a"], ["a"], [State()])).reward == [1.0]
 
 
 class FirstGeneration(Rubric):

@@ -12,9 +12,9 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError, GradingError
-from verifiers.rollouts.client import RolloutClient
-from verifiers.rollouts.endpoint import ClientBackend
-from verifiers.rubrics import judge_calls
+from verifiers.inference.endpoint import ClientBackend
+from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.rubrics import judge
 from verifiers.rubrics.judge_rubric import judge_yes_no, parse_yes_no
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
 from verifiers.types import State
@@ -31,7 +31,7 @@ ROW: dict[str, Any] = {"prompt": PROMPT, "completion": COMPLETION, "answer": "{f
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_calls, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr(judge, "_BACKOFF_S", 0.0)
 
 
 def state(**extra: Any) -> State:
@@ -53,7 +53,7 @@ async def error_of(rubric: vf.JudgeRubric, scored: State | None = None) -> str:
 def test_nothing_happens_in_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.setattr(judge_calls.LazyOpenAI, "_make", lambda self, key: pytest.fail("a client was made"))
+    monkeypatch.setattr(judge.LazyOpenAI, "_make", lambda self, key: pytest.fail("a client was made"))
     rubric = vf.JudgeRubric()
     assert rubric.judge_model == "gpt-4.1-nano"
     assert rubric.reward_funcs == []

@@ -14,7 +14,7 @@ import pytest
 
 from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
 from verifiers.rubrics import math_equality
-from verifiers.rubrics.math_equality import MathVerdict, answer_text, at_sight, math_verdict, math_verdict_blocking
+from verifiers.rubrics.math_equality import MathVerdict, answer_text, exact_match, math_verdict, math_verdict_blocking
 
 RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
 
@@ -52,8 +52,10 @@ RIGHT, WRONG = MathVerdict.RIGHT, MathVerdict.WRONG
         ("x" * 2000, "x" * 2000, RIGHT),
     ],
 )
-def test_what_needs_no_algebra_is_decided_at_sight(answer: str, response: str, verdict: MathVerdict | None) -> None:
-    assert at_sight(answer_text(answer), answer_text(response)) is verdict
+def test_what_needs_no_algebra_is_decided_by_the_text(
+    answer: str, response: str, verdict: MathVerdict | None
+) -> None:
+    assert exact_match(answer_text(answer), answer_text(response)) is verdict
 
 
 @pytest.mark.parametrize(
@@ -126,10 +128,10 @@ def test_answers_are_compared_from_any_thread_and_any_event_loop() -> None:
     assert found == [RIGHT] * 12
 
 
-async def test_two_hundred_right_answers_at_once_are_all_right() -> None:
-    pairs = [(f"\\frac{{{number}}}{{7}} + x", f"x + {number}/7") for number in range(1, 201)]
+async def test_many_right_answers_at_once_are_all_right() -> None:
+    pairs = [(f"\\frac{{{number}}}{{7}} + x", f"x + {number}/7") for number in range(1, 41)]
     verdicts = await asyncio.gather(*[math_verdict(*pair, timeout_s=60) for pair in pairs])
-    assert verdicts == [RIGHT] * 200
+    assert verdicts == [RIGHT] * 40
 
 
 async def test_nasty_answers_cost_their_time_limit_and_hold_up_nobody() -> None:
@@ -236,7 +238,7 @@ async def test_the_same_question_is_asked_once(monkeypatch: pytest.MonkeyPatch) 
     assert [await math_verdict("a", "c") for _ in range(2)] == [MathVerdict.TIMED_OUT, WRONG]
 
 
-def test_nothing_heavy_is_imported_for_what_is_decided_at_sight() -> None:
+def test_nothing_heavy_is_imported_for_what_is_decided_by_the_text() -> None:
     code = (
         "import sys, verifiers as vf; from verifiers.rubrics.math_equality import math_verdict_blocking as verdict\n"
         "assert verdict('1/2', '0.5') == 'right' and verdict('1', '2') == 'wrong'\n"

@@ -23,7 +23,7 @@ def states_of(*texts: str) -> list[State]:
 
 
 def by_number(body: dict[str, Any]) -> str:
-    """The judge of these tests: the greater number is better."""
+    """Return the judge of these tests: the greater number is better."""
     shown = {label: int(text) for label, text in SHOWN.findall(body["messages"][0]["content"])}
     return "Let me see.\n\nRanking: " + " > ".join(sorted(shown, key=lambda label: -shown[label]))
 

@@ -1,7 +1,10 @@
-"""Tiers that the tests run in, and a look at what is left behind."""
+"""Isolation levels that the tests run in, and a look at what is left behind."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import functools
 import os
 import shutil
 import time
@@ -11,40 +14,52 @@ from pathlib import Path
 
 import pytest
 
-from verifiers.sandbox.native import NativeSandbox
-from verifiers.sandbox.opening import default_tier, open_sandbox
-from verifiers.sandbox.spec import SandboxSpec
-from verifiers.sandbox.workers import WorkerPool
+from verifiers.sandbox import open_sandbox
+from verifiers.sandbox.process import AgentSandbox
+from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
+from verifiers.sandbox.worker_pool import WorkerPool
 
 
-def need(tier: str) -> None:
-    if tier == "namespaces" and default_tier() != "namespaces":
-        pytest.skip("the kernel does not allow user namespaces here")
+@functools.cache
+def bubblewrap_works() -> bool:
+    async def attempt() -> bool:
+        async with await open_sandbox() as sandbox:
+            return sandbox.isolation == "bubblewrap"
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        # fixtures ask inside and outside of event loops
+        return thread.submit(asyncio.run, attempt()).result()
 
 
-@pytest.fixture(params=["process", "namespaces"])
-def tier(request: pytest.FixtureRequest) -> str:
-    need(request.param)
-    return str(request.param)
+def need(isolation: IsolationLevel) -> None:
+    if isolation == "bubblewrap" and not bubblewrap_works():
+        pytest.skip("bubblewrap does not work here")
+
+
+@pytest.fixture(params=["process", "bubblewrap"])
+def isolation(request: pytest.FixtureRequest) -> IsolationLevel:
+    level: IsolationLevel = request.param
+    need(level)
+    return level
 
 
 @pytest.fixture
 def contained() -> str:
-    """The tier that contains everything."""
-    need("namespaces")
-    return "namespaces"
+    """Return the isolation level that contains everything."""
+    need("bubblewrap")
+    return "bubblewrap"
 
 
 @pytest.fixture
-async def box(tier: str) -> AsyncIterator[NativeSandbox]:
-    async with await open_sandbox(SandboxSpec(tier=tier, wall_time_s=10)) as sandbox:  # type: ignore[arg-type]
-        assert isinstance(sandbox, NativeSandbox)
+async def box(isolation: IsolationLevel) -> AsyncIterator[AgentSandbox]:
+    async with await open_sandbox(SandboxSpec(isolation, wall_time_s=10)) as sandbox:
+        assert isinstance(sandbox, AgentSandbox)
         yield sandbox
 
 
 @pytest.fixture
 def marker() -> str:
-    """An argument that no other process of this machine has; `sleep` takes it for a number of seconds."""
+    """Return an argument that no other process of this machine has; `sleep` takes it for a number of seconds."""
     return f"7{uuid.uuid4().int % 10**15}"
 
 
@@ -82,23 +97,26 @@ def count_of() -> Callable[[str], int]:
 
 
 @pytest.fixture
-async def sealed(contained: str) -> AsyncIterator[NativeSandbox]:
-    """A sandbox of the tier that contains everything."""
-    async with await open_sandbox(SandboxSpec(tier="namespaces", wall_time_s=10)) as sandbox:
-        assert isinstance(sandbox, NativeSandbox)
+async def sealed(contained: str) -> AsyncIterator[AgentSandbox]:
+    """Yield a sandbox of the level that contains everything."""
+    async with await open_sandbox(SandboxSpec(isolation="bubblewrap", wall_time_s=10)) as sandbox:
+        assert isinstance(sandbox, AgentSandbox)
         yield sandbox
 
 
-@pytest.fixture
-def functions(tmp_path: Path) -> str:
-    """A directory with functions to call, as of a package that is not installed."""
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a directory with functions to call, as of a package that is not installed."""
+    directory = tmp_path_factory.mktemp("functions")
     # readable by the other user that root's sandboxes run as
-    tmp_path.chmod(0o755)
-    shutil.copy(Path(__file__).with_name("pool_functions.py"), tmp_path)
-    return str(tmp_path)
+    directory.chmod(0o755)
+    shutil.copy(Path(__file__).with_name("pool_functions.py"), directory)
+    return str(directory)
 
 
-@pytest.fixture
-def pool(tier: str, functions: str) -> Iterator[WorkerPool]:
-    with WorkerPool(workers=1, tier=tier, timeout_s=5, paths=[functions]) as pool:  # type: ignore[arg-type]
+@pytest.fixture(scope="module", params=["process", "bubblewrap"])
+def pool(request: pytest.FixtureRequest, functions: str) -> Iterator[WorkerPool]:
+    """Yield one worker of each level, which the tests of a file share: what they do to it must not matter."""
+    need(request.param)
+    with WorkerPool(workers=1, isolation=request.param, timeout_s=5, paths=[functions]) as pool:
         yield pool

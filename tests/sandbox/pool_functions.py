@@ -41,7 +41,7 @@ def chatter() -> object:
 
 
 def forge() -> object:
-    """Writes where an answer could be expected, then goes on living."""
+    """Write where an answer could be expected, and do not end."""
     if os.fork() == 0:
         os.setsid()
         time.sleep(0.05)
@@ -120,7 +120,10 @@ def crash() -> object:
 
 
 def kill_parent() -> object:
-    os.kill(os.getppid(), 9)
+    try:
+        os.kill(os.getppid(), 9)
+    except PermissionError:
+        return "parent is alive"
     time.sleep(0.2)
     return "parent is alive" if os.getppid() else "gone"
 

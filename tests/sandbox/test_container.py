@@ -1,4 +1,4 @@
-"""The docker and podman tiers against a stand-in for the tool: what it is asked, and what is made of its answers.
+"""The docker and podman levels against a stand-in for the tool: requests to it, and the results of its answers.
 
 The stand-in has no walls. That docker keeps its promises is docker's to test.
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from verifiers.errors import SandboxError
+from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.container import ContainerSandbox, run_arguments
-from verifiers.sandbox.opening import open_sandbox
 from verifiers.sandbox.spec import SandboxSpec
 
 FAKE = r"""#!{python} -IS
@@ -89,8 +89,8 @@ def log(state: Path) -> list[list[str]]:
 
 def test_the_container_has_no_network_no_rights_and_every_limit() -> None:
     spec = SandboxSpec(
-        tier="docker", memory_bytes=1 << 28, processes=20, open_files=99, file_bytes=7, cpu_time_s=3, disk_bytes=200,
-        env={"A": "b"}, readable=("/data",), image="alpine:3",
+        isolation="docker", memory_bytes=1 << 28, processes=20, open_files=99, file_bytes=7, cpu_time_s=3,
+        disk_bytes=200, env={"A": "b"}, readable=("/data",), image="alpine:3",
     )  # fmt: skip
     arguments = run_arguments(spec, "docker", "verifiers-x")
     options = arguments[: arguments.index("alpine:3")]
@@ -109,8 +109,8 @@ def test_the_container_has_no_network_no_rights_and_every_limit() -> None:
 
 @pytest.mark.parametrize("tool", ["docker", "podman"])
 async def test_commands_files_and_processes(state: Path, tool: str) -> None:
-    async with await open_sandbox(SandboxSpec(tier=tool)) as sandbox:  # type: ignore[arg-type]
-        assert sandbox.tier == tool
+    async with await open_sandbox(SandboxSpec(isolation=tool)) as sandbox:
+        assert sandbox.isolation == tool
         result = await sandbox.run("echo out; echo err >&2; exit 3", timeout_s=10)
         assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3)
         assert (await sandbox.run(["cat"], stdin="fed")).stdout == "fed"
@@ -141,7 +141,7 @@ async def test_commands_files_and_processes(state: Path, tool: str) -> None:
 async def test_time_that_runs_out_kills_inside(
     state: Path, marker: str, wait_until_gone: Callable[[str], None]
 ) -> None:
-    async with await open_sandbox(SandboxSpec(tier="docker")) as sandbox:
+    async with await open_sandbox(SandboxSpec(isolation="docker")) as sandbox:
         result = await sandbox.run(["sleep", marker], timeout_s=0.5)
         assert result.timed_out
         assert result.exit_code is None
@@ -153,7 +153,7 @@ async def test_time_that_runs_out_kills_inside(
 async def test_cancelling_a_command_kills_inside(
     state: Path, marker: str, wait_until_gone: Callable[[str], None], count_of: Callable[[str], int]
 ) -> None:
-    async with await open_sandbox(SandboxSpec(tier="docker")) as sandbox:
+    async with await open_sandbox(SandboxSpec(isolation="docker")) as sandbox:
         task = asyncio.create_task(sandbox.run(["sh", "-c", f"echo on > ready; exec sleep {marker}"]))
         while not (state / "home/ready").exists() or count_of(marker) < 1:
             await asyncio.sleep(0.01)
@@ -166,11 +166,11 @@ async def test_cancelling_a_command_kills_inside(
 async def test_a_tool_that_does_not_work_says_why(state: Path) -> None:
     (state / "broken").touch()
     with pytest.raises(SandboxError, match="Cannot connect to the daemon"):
-        await open_sandbox(SandboxSpec(tier="docker"))
+        await open_sandbox(SandboxSpec(isolation="docker"))
 
 
 async def test_a_container_that_died_is_said(state: Path) -> None:
-    sandbox = await open_sandbox(SandboxSpec(tier="docker"))
+    sandbox = await open_sandbox(SandboxSpec(isolation="docker"))
     assert isinstance(sandbox, ContainerSandbox)
     sandbox._main.process.kill()
     sandbox._main.process.wait()
@@ -181,7 +181,7 @@ async def test_a_container_that_died_is_said(state: Path) -> None:
 
 async def test_no_descriptor_is_left_behind(state: Path) -> None:
     async def use() -> None:
-        async with await open_sandbox(SandboxSpec(tier="docker")) as sandbox:
+        async with await open_sandbox(SandboxSpec(isolation="docker")) as sandbox:
             await sandbox.run("true", stdin="x")
             await sandbox.start(["cat"])
 
@@ -193,11 +193,11 @@ async def test_no_descriptor_is_left_behind(state: Path) -> None:
 
 PROGRAM = """
 import asyncio
-from verifiers.sandbox.opening import open_sandbox
+from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.spec import SandboxSpec
 
 async def main():
-    sandbox = await open_sandbox(SandboxSpec(tier="docker"))
+    sandbox = await open_sandbox(SandboxSpec(isolation="docker"))
     print(sandbox._main.process.pid, flush=True)
     await asyncio.sleep(1000)
 

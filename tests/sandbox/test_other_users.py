@@ -1,4 +1,4 @@
-"""The tiers under other users than the tests': for root its process tier, which becomes another user, and nobody.
+"""Isolation levels under other users than the tests': root, whose process level becomes another user, and nobody.
 
 Root's own Python may be where nobody else can read it; then a Python of the system is taken, or the test is skipped.
 """
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from verifiers.sandbox import bubblewrap
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root to become others"),
@@ -22,14 +24,14 @@ NOBODY = 65534
 
 PROGRAM = """
 import asyncio, os, sys
-root, user, tier, marker, secret = sys.argv[1:]
+root, user, isolation, marker, secret = sys.argv[1:]
 sys.path.insert(0, root)
 if int(user):
     os.setgroups([])
     os.setresgid(int(user), int(user), int(user))
     os.setresuid(int(user), int(user), int(user))
 from verifiers.errors import SandboxError
-from verifiers.sandbox.opening import open_sandbox
+from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.spec import SandboxSpec
 
 BOMB = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass\\n"
@@ -47,12 +49,12 @@ def count():
 
 async def main():
     try:
-        sandbox = await open_sandbox(SandboxSpec(tier=tier, processes=40))
+        sandbox = await open_sandbox(SandboxSpec(isolation=isolation, processes=40))
     except SandboxError as error:
         print("unavailable", error)
         return
     async with sandbox:
-        if tier == "process" and not int(user):
+        if isolation == "process" and not int(user):
             assert sandbox.note == "another user", sandbox.note
             assert (await sandbox.run("id -u")).stdout.strip() not in ("0", "")
             # neither files of root nor its processes are in reach
@@ -76,7 +78,7 @@ async def main():
         assert count() == 0, count()
         assert (await sandbox.run("echo on")).stdout == "on\\n"
         directory = (await sandbox.run("mkdir -p a/b; chmod 0 a; pwd")).stdout.strip()
-    assert tier == "namespaces" or not os.path.exists(directory)
+    assert isolation == "bubblewrap" or not os.path.exists(directory)
     print("done")
 
 asyncio.run(main())
@@ -96,18 +98,20 @@ def python_for_all() -> str:
 
 
 @pytest.mark.parametrize(
-    ("user", "tier"), [(0, "process"), (0, "namespaces"), (NOBODY, "process"), (NOBODY, "namespaces")]
+    ("user", "isolation"), [(0, "process"), (0, "bubblewrap"), (NOBODY, "process"), (NOBODY, "bubblewrap")]
 )
 def test_escapes_are_contained_for_other_users(
-    user: int, tier: str, marker: str, tmp_path: Path, wait_until_gone: Callable[[str], None]
+    user: int, isolation: str, marker: str, tmp_path: Path, wait_until_gone: Callable[[str], None]
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x")
     secret.chmod(0o600)
     root = str(Path(__file__).parents[2])
+    # that Python may not have the wheel with bubblewrap
+    path = ":".join([*(os.path.dirname(recipe.executable) for recipe in bubblewrap.recipes()), os.environ["PATH"]])
     done = subprocess.run(
-        [python_for_all(), "-c", PROGRAM, root, str(user), tier, marker, str(secret)],
-        capture_output=True, text=True, timeout=18, check=False, env={"PATH": os.environ["PATH"], "KEY": "canary"},
+        [python_for_all(), "-c", PROGRAM, root, str(user), isolation, marker, str(secret)],
+        capture_output=True, text=True, timeout=18, check=False, env={"PATH": path, "KEY": "canary"},
     )  # fmt: skip
     if "unavailable" in done.stdout:
         pytest.skip(done.stdout)

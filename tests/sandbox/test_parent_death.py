@@ -14,15 +14,15 @@ import pytest
 
 SANDBOX = """
 import asyncio, sys
-from verifiers.sandbox.opening import open_sandbox
+from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.spec import SandboxSpec
 
 async def main():
-    tier, marker, fork = sys.argv[1:]
-    async with await open_sandbox(SandboxSpec(tier=tier)) as sandbox:
+    isolation, marker, fork = sys.argv[1:]
+    async with await open_sandbox(SandboxSpec(isolation=isolation)) as sandbox:
         await sandbox.run(f"setsid sleep {marker} > /dev/null 2>&1 &")
         await sandbox.start(["sleep", marker])
-        print(sandbox._launched.process.pid, flush=True)
+        print(sandbox.process.pid, flush=True)
         await sandbox.run(["sh", "-c", f"trap '' INT TERM HUP; sleep {marker}"], timeout_s=1000)
 
 asyncio.run(main())
@@ -30,26 +30,26 @@ asyncio.run(main())
 
 WORKER = """
 import sys
-from verifiers.sandbox.workers import WorkerPool
+from verifiers.sandbox.worker_pool import WorkerPool
 
-tier, marker, fork = sys.argv[1:]
-pool = WorkerPool(workers=1, tier=tier, timeout_s=1000)
+isolation, marker, fork = sys.argv[1:]
+pool = WorkerPool(workers=1, isolation=isolation, timeout_s=1000)
 pool.call_blocking("os:getpid")
-print(next(iter(pool._state._workers))._launched.process.pid, flush=True)
+print(next(iter(pool._workers.all)).sandbox.process.pid, flush=True)
 pool.call_blocking("subprocess:call", ["sleep", marker])
 """
 
 
 @pytest.fixture
 def program(
-    tier: str, marker: str, tmp_path: Path, count_of: Callable[[str], int]
+    isolation: str, marker: str, tmp_path: Path, count_of: Callable[[str], int]
 ) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str) -> tuple[subprocess.Popen[str], int]:
         # an own session: an interrupt goes to the whole group, as from a terminal
         process = subprocess.Popen(
-            [sys.executable, "-c", code, tier, marker, "no"],
+            [sys.executable, "-c", code, isolation, marker, "no"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -83,7 +83,7 @@ def wait_for_end(pid: int) -> None:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return
-        # whoever inherited it collects it in its own time
+        # the process that inherited it collects it in its own time
         if state == "Z":
             return
         assert time.monotonic() < end
@@ -91,8 +91,15 @@ def wait_for_end(pid: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@pytest.mark.parametrize("code", [SANDBOX, WORKER], ids=["sandbox", "worker"])
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        pytest.param(SANDBOX, signal.SIGKILL, id="sandbox-killed"),
+        pytest.param(SANDBOX, signal.SIGINT, id="sandbox-interrupted"),
+        pytest.param(WORKER, signal.SIGKILL, id="worker-killed"),
+        pytest.param(WORKER, signal.SIGTERM, id="worker-terminated"),
+    ],
+)
 def test_nothing_outlives_the_program(
     program: Callable[[str], tuple[subprocess.Popen[str], int]],
     code: str,
@@ -140,7 +147,7 @@ def test_a_forked_child_that_holds_the_socket_keeps_nothing_alive(
 
 
 @pytest.mark.slow
-def test_killing_the_watching_process_ends_a_namespaces_sandbox(
+def test_killing_the_watching_process_ends_a_bubblewrap_sandbox(
     contained: str, marker: str, wait_until_gone: Callable[[str], None], tmp_path: Path
 ) -> None:
     process = subprocess.Popen(

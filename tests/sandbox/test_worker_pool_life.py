@@ -1,4 +1,4 @@
-"""A worker pool's life: when its processes start, whom they serve, and how they end."""
+"""Start, sharing and end of a worker pool's processes."""
 
 # looking at the machine from outside is the point of these tests, and nothing else runs in their event loops
 # ruff: noqa: ASYNC110
@@ -16,15 +16,45 @@ from collections.abc import Callable
 import pytest
 
 from verifiers.errors import WorkerCallError, WorkerError
-from verifiers.sandbox.workers import WorkerPool
+from verifiers.sandbox.process import AgentSandbox
+from verifiers.sandbox.spec import IsolationLevel
+from verifiers.sandbox.worker_pool import WorkerPool
 
 
 def test_nothing_starts_before_the_first_call() -> None:
     threads = threading.active_count()
     pool = WorkerPool(workers=2)
     assert threading.active_count() == threads
-    assert pool._state._workers == set()
+    assert pool._workers.all == set()
     pool.close()
+
+
+def test_a_pool_that_ends_while_a_cancelled_call_closes_its_worker_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starting, closing, opened = threading.Event(), threading.Event(), []
+    close = AgentSandbox._close
+
+    async def begin(sandbox: AgentSandbox, configuration: object) -> None:
+        opened.append(sandbox)
+        starting.set()
+        await asyncio.Event().wait()
+
+    async def close_during_the_end(sandbox: AgentSandbox) -> None:
+        closing.set()
+        await pool._workers._stopping.wait()
+        await asyncio.sleep(0)
+        await close(sandbox)
+
+    monkeypatch.setattr(AgentSandbox, "begin", begin)
+    monkeypatch.setattr(AgentSandbox, "_close", close_during_the_end)
+    pool = WorkerPool(workers=1, isolation="process")
+    call = pool._submit("math:sqrt", [4], {}, None)
+    assert starting.wait(30)
+    call.cancel()
+    assert closing.wait(30)
+    pool.close()
+    assert [sandbox.process.returncode is not None for sandbox in opened] == [True]
 
 
 async def test_a_queued_calls_time_starts_when_a_worker_takes_it(pool: WorkerPool) -> None:
@@ -59,13 +89,13 @@ async def test_a_cancelled_call_never_takes_the_next_one_with_it(pool: WorkerPoo
         await asyncio.gather(first, return_exceptions=True)
 
 
-def test_it_serves_many_threads_and_event_loops_at_once(tier: str) -> None:
+def test_it_serves_many_threads_and_event_loops_at_once(isolation: IsolationLevel) -> None:
     results: list[float] = []
 
     async def many(pool: WorkerPool, offset: int) -> None:
         results.extend(await asyncio.gather(*(pool.call("math:sqrt", (offset + n) ** 2) for n in range(50))))
 
-    with WorkerPool(workers=2, tier=tier) as pool:  # type: ignore[arg-type]
+    with WorkerPool(workers=2, isolation=isolation) as pool:
         threads = [threading.Thread(target=lambda n=n: asyncio.run(many(pool, n * 50))) for n in range(4)]
         for thread in threads:
             thread.start()
@@ -74,8 +104,8 @@ def test_it_serves_many_threads_and_event_loops_at_once(tier: str) -> None:
     assert sorted(results) == list(range(200))
 
 
-def test_closing_ends_calls_under_way_and_those_that_wait(tier: str) -> None:
-    pool = WorkerPool(workers=1, tier=tier, timeout_s=100)  # type: ignore[arg-type]
+def test_closing_ends_calls_under_way_and_those_that_wait(isolation: IsolationLevel) -> None:
+    pool = WorkerPool(workers=1, isolation=isolation, timeout_s=100)
     pool.call_blocking("math:sqrt", 1)
     errors: list[BaseException] = []
 
@@ -88,27 +118,27 @@ def test_closing_ends_calls_under_way_and_those_that_wait(tier: str) -> None:
     threads = [threading.Thread(target=call) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while pool._state._pending < 2:
+    while not pool._workers._turns._waiters:
         time.sleep(0.001)
-    (worker,) = pool._state._workers
+    (worker,) = pool._workers.all
     pool.close()
     for thread in threads:
         thread.join(5)
     assert len(errors) == 2
     assert all("closed" in str(error) for error in errors)
-    assert worker._launched.process.returncode is not None
+    assert worker.sandbox.process.returncode is not None
     with pytest.raises(WorkerError, match="closed"):
         pool.call_blocking("math:sqrt", 1)
     pool.close()
 
 
 def test_a_pool_that_nobody_holds_ends_its_workers() -> None:
-    pool = WorkerPool(workers=1, tier="process")
+    pool = WorkerPool(workers=1, isolation="process")
     pool.call_blocking("math:sqrt", 1)
-    (worker,) = pool._state._workers
+    (worker,) = pool._workers.all
     del pool
     gc.collect()
-    assert worker._launched.process.wait(5) is not None
+    assert worker.sandbox.process.wait(5) is not None
 
 
 def _in_a_forked_child(pool: WorkerPool, answers: multiprocessing.Queue[float]) -> None:
@@ -117,9 +147,9 @@ def _in_a_forked_child(pool: WorkerPool, answers: multiprocessing.Queue[float]) 
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_gets_workers_of_its_own(tier: str) -> None:
+def test_a_forked_child_gets_workers_of_its_own(isolation: IsolationLevel) -> None:
     context = multiprocessing.get_context("fork")
-    with WorkerPool(workers=1, tier=tier) as pool:  # type: ignore[arg-type]
+    with WorkerPool(workers=1, isolation=isolation) as pool:
         assert pool.call_blocking("math:sqrt", 4) == 2
         answers = context.Queue()
         child = context.Process(target=_in_a_forked_child, args=(pool, answers))
@@ -130,9 +160,9 @@ def test_a_forked_child_gets_workers_of_its_own(tier: str) -> None:
         assert pool.call_blocking("math:sqrt", 16) == 4
 
 
-def test_no_descriptor_is_left_behind(tier: str, functions: str) -> None:
+def test_no_descriptor_is_left_behind(isolation: IsolationLevel, functions: str) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    with WorkerPool(workers=1, tier=tier, paths=[functions]) as pool:  # type: ignore[arg-type]
+    with WorkerPool(workers=1, isolation=isolation, paths=[functions]) as pool:
         for function in ("echo", "crash", "fail"):
             for _ in range(5):
                 try:

@@ -19,7 +19,7 @@ import pytest
 from verifiers.errors import ConfigError, DeadlineError
 from verifiers.rollouts.trace import Turn, rows_from_turns
 from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
-from verifiers.testing.fake_tokens import END_ID
+from verifiers.testing.script import END_ID
 
 USER = [{"role": "user", "content": "2+2?"}]
 TOKENS: dict[str, Any] = {"logprobs": True, "extra_body": {"return_token_ids": True}}

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from verifiers.testing.__main__ import main
+from verifiers.testing import FakeOpenAIServer
+from verifiers.testing.__main__ import _script, main
 
 
 @contextmanager
 def serving(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and the URL that its first line names."""
+    """Start the process; give it and the URL that its first line names."""
     command = [sys.executable, "-u", "-m", "verifiers.testing", "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -43,22 +44,24 @@ def ask(url: str, content: str = "hello") -> Any:
         return json.load(response)["choices"][0]["message"]
 
 
-def test_it_answers_with_the_text_and_ends_by_either_signal() -> None:
+def test_it_answers_with_a_text_or_a_script_and_ends_by_either_signal(tmp_path: Path) -> None:
+    script = tmp_path / "answers.json"
+    script.write_text('["ok"]')
     with serving(["--answer", "forty-two"]) as (process, url):
         assert [ask(url)["content"], ask(url)["content"]] == ["forty-two", "forty-two"]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-    with serving([]) as (process, url):
+        assert process.wait(30) == 0
+    with serving(["--script", str(script)]) as (process, url):
         assert ask(url)["content"] == "ok"
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(30) == 130
 
 
 def test_a_list_is_given_in_turn_and_from_the_start_again(tmp_path: Path) -> None:
     script = tmp_path / "answers.json"
     script.write_text(json.dumps(["one", {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]}]))
-    with serving(["--script", str(script)]) as (_, url):
-        answers = [ask(url) for _ in range(3)]
+    with FakeOpenAIServer(_script(script)) as server:
+        answers = [ask(server.url) for _ in range(3)]
     assert [answer["content"] for answer in answers] == ["one", None, "one"]
     assert answers[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
 
@@ -66,8 +69,8 @@ def test_a_list_is_given_in_turn_and_from_the_start_again(tmp_path: Path) -> Non
 def test_a_function_is_given_each_request(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("def answer(request):\n    return request['messages'][-1]['content'][::-1]\n")
-    with serving(["--script", str(script)]) as (_, url):
-        assert ask(url, "abc")["content"] == "cba"
+    with FakeOpenAIServer(_script(script)) as server:
+        assert ask(server.url, "abc")["content"] == "cba"
 
 
 @pytest.mark.parametrize(

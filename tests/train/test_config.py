@@ -13,8 +13,8 @@ import trl
 
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig, grpo_defaults
-from verifiers.train.settings import training_sampling_args
-from verifiers.train.trl_settings import HARMLESS, HONOURED, REFUSED
+from verifiers.train.sampling_args import training_sampling_args
+from verifiers.train.validation import UNSUPPORTED
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_replacement_groups_are_bounded_and_off_unless_asked_for(tmp_path: Path)
     def config(**options: Any) -> GRPOConfig:
         return GRPOConfig(str(tmp_path), use_cpu=True, **options)
 
-    assert config().spare_groups(8) == 0
-    assert config(dynamic_sampling=True).spare_groups(8) == 16
-    assert config(dynamic_sampling=True, dynamic_sampling_max_groups=3).spare_groups(8) == 3
+    assert config().replacement_groups(8) == 0
+    assert config(dynamic_sampling=True).replacement_groups(8) == 16
+    assert config(dynamic_sampling=True, dynamic_sampling_max_groups=3).replacement_groups(8) == 3
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,88 @@ def test_the_reward_decides_which_checkpoint_is_best_unless_told_otherwise(tmp_p
     assert metric(save_strategy="best", metric_for_best_model="failed", greater_is_better=False) == ("failed", False)
 
 
-def test_every_setting_of_trl_is_honoured_refused_or_without_effect() -> None:
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+IGNORED = (
+    # data loaders: nothing is loaded
+    _names("""
+        dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+        dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
+        label_names length_column_name
+    """)
+    # batching and gathering of predictions: evaluations are rollouts
+    | _names("""
+        per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object
+        eval_accumulation_steps include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval
+    """)
+    # TRL's own generation: the rollout server has options of its own
+    | _names("""
+        use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_group_port vllm_gpu_memory_utilization
+        vllm_max_model_length vllm_tensor_parallel_size cache_implementation ds3_gather_for_generation use_cache
+    """)
+    # a rollout of an update counts once over all devices anyway, num_tokens is counted anyway, there are no images
+    | _names("average_tokens_across_devices include_num_input_tokens_seen log_multimodal")
+    # for scripts that read them, and what belongs to refused fields
+    | _names("""
+        liger_kernel_config do_train do_eval do_predict resume_from_checkpoint local_rank
+    """)
+)
+"""Fields that change neither what is trained nor what is logged."""
+
+SUPPORTED = (
+    # transformers
+    _names("""
+        output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+        lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
+        optim_target_modules gradient_accumulation_steps max_grad_norm bf16 fp16 tf32 activation_checkpointing
+        activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs torch_compile
+        torch_compile_backend torch_compile_mode neftune_noise_alpha torch_empty_cache_steps
+        full_determinism seed data_seed use_cpu
+    """)
+    | _names("""
+        logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
+        log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+        trackio_static_space_id
+        eval_strategy eval_steps eval_delay eval_on_start save_only_model save_strategy save_steps save_on_each_node
+        save_total_limit load_best_model_at_end metric_for_best_model greater_is_better
+        restore_callback_states_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy
+        hub_always_push hub_revision debug skip_memory_metrics
+    """)
+    | _names("""
+        accelerator_config parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
+        ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
+    """)
+    # TRL
+    | _names("""
+        model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout cast_lm_head_to_fp32 num_generations
+        num_generations_eval max_completion_length shuffle_dataset generation_batch_size steps_per_generation
+        temperature top_p top_k min_p repetition_penalty chat_template_kwargs vllm_server_base_url vllm_server_host
+        vllm_server_port log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo
+    """)
+    | _names("""
+        beta num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos vespo_k_pos
+        vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level scale_rewards loss_type
+        mask_truncated_completions sync_ref_model ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile
+        entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
+        off_policy_mask_threshold use_bias_correction_kl vllm_importance_sampling_correction
+        vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+        vllm_importance_sampling_cap
+    """)
+)
+"""Fields that mean here what they mean in TRL, or are refused there."""
+
+
+def test_every_setting_of_trl_is_supported_unsupported_or_ignored() -> None:
     """A setting that a new TRL brings has to be put into one of the tables."""
-    placed = Counter([*HONOURED, *REFUSED, *HARMLESS])
+    placed = Counter([*SUPPORTED, *UNSUPPORTED, *IGNORED])
     assert placed == Counter(field.name for field in dataclasses.fields(trl.GRPOConfig))
     # the table on a terminal hangs on it
-    assert "disable_tqdm" in HONOURED
+    assert "disable_tqdm" in SUPPORTED
 
 
-IGNORED: dict[str, Any] = {
+UNSUPPORTED_VALUES: dict[str, Any] = {
     "generation_kwargs": {"top_p": 0.5},
     "vllm_structured_outputs_regex": "a+",
     "reward_weights": [0.5],
@@ -178,16 +251,18 @@ IGNORED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_setting_of_trl_that_nothing_reads_is_refused_with_what_to_use(tmp_path: Path, name: str) -> None:
-    given = {name: IGNORED[name]}
+    given = {name: UNSUPPORTED_VALUES[name]}
     with pytest.raises(ConfigError, match=rf"^{name}=.* of TRL has no effect in this trainer: \w") as raised:
         GRPOConfig(str(tmp_path), use_cpu=True, **given)
     assert ". " not in str(raised.value)
 
 
 def test_settings_of_trl_may_be_spelled_out_at_their_defaults_and_copied(tmp_path: Path) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig) if field.name in REFUSED}
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(trl.GRPOConfig) if field.name in UNSUPPORTED
+    }
     made = GRPOConfig(str(tmp_path), use_cpu=True, **{**defaults, "generation_kwargs": {}, "reward_weights": []})
     assert dataclasses.replace(made, generation_batch_size=None).generation_kwargs == {}
 

@@ -1,6 +1,6 @@
 """From the plan to the micro-batches: every planned rollout ends once, in order, whatever arrives when.
 
-Plan, feed, generator, block building, streaming, ledger and the blocks that a checkpoint keeps, as the trainer puts
+Plan, feed, generator, block building, streaming, block log and a checkpoint's blocks, as the trainer puts
 them together; only the policy is a script, and nothing is computed on what arrives.
 """
 
@@ -19,20 +19,21 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifiers.data.plan import BatchPlan, make_plan
+from verifiers.data.batch_plan import BatchPlan, make_plan
+from verifiers.envs.environment import Environment
 from verifiers.errors import NothingScoredError
-from verifiers.rollouts.block_run import GroupPolicy
+from verifiers.rollouts.block import GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeClient
-from verifiers.testing.fake_tokens import END_ID
-from verifiers.train.advantages import group_is_flat
-from verifiers.train.block import TrainingBlock, build_training_block
-from verifiers.train.feed import BlockFeed
-from verifiers.train.ledger import block_record
-from verifiers.train.saved_blocks import load_blocks, save_blocks
-from verifiers.train.streaming import BlockStream
+from verifiers.testing.script import END_ID
+from verifiers.train.batching.advantages import group_is_flat
+from verifiers.train.batching.prefetch import RolloutPrefetcher
+from verifiers.train.batching.streaming import BlockStream
+from verifiers.train.batching.training_block import TrainingBlock, build_training_block
+from verifiers.train.checkpoint.block_log import block_record
+from verifiers.train.checkpoint.pending_blocks import load_pending_blocks, save_pending_blocks
 from verifiers.types import RolloutKey, State
 
 PROMPTS = 24
@@ -86,6 +87,8 @@ SIZES = st.builds(
 class Fated:
     """Asks the policy once; what becomes of a rollout is drawn from its identity."""
 
+    run_rollouts = Environment.run_rollouts
+
     def __init__(self, fates: int) -> None:
         self.fates = fates
         self.rubric = Rubric([self.reward])
@@ -125,7 +128,7 @@ class Trained:
     Attributes:
         rows: block and sampled texts of each micro-batch that was trained, in order of training.
         texts: what each rollout of a block sampled.
-        records: the ledger.
+        records: the block log.
     """
 
     rows: list[tuple[int, list[str]]] = field(default_factory=list)
@@ -151,13 +154,13 @@ class Loop:
             max_concurrent=limit,
             generation_timeout_s=15.0,
             generation="messages",
-            group_policy=GroupPolicy(is_flat=is_flat if sizes.spares else None),
+            group_policy=GroupPolicy(is_zero_variance=is_flat if sizes.spares else None),
         )
 
         def push(step: int) -> None:
             client.weight_version = step
 
-        self.feed = BlockFeed(ROWS, self.plan, self.generator, push, spare_groups=sizes.spares)
+        self.feed = RolloutPrefetcher(ROWS, self.plan, self.generator, push, replacement_groups=sizes.spares)
         self.done = Trained()
 
     def run(self, first: int, stop: int) -> None:
@@ -177,7 +180,7 @@ class Loop:
                             taken = self.feed.take(block, step)
                             batches = self._finish(taken, build_training_block(taken, plan, self.args, PAD), step)
                     if stream is not None and place.micro_batch == len(batches):
-                        batches.append(stream.next().cells)
+                        batches.append(stream.next().by_rank)
                         if len(batches) == plan.steps_per_generation:
                             self._finish(*stream.finish(), block * plan.updates_per_block)
                     self.done.rows.append((block, texts_in(batches[place.micro_batch], plan.num_processes)))
@@ -187,11 +190,11 @@ class Loop:
         for rollout in block.launched:
             for row in rollout.rows:
                 self.done.texts[rollout.key] = text_of(row.completion_ids)
-        return trained.batches
+        return trained.micro_steps
 
 
 def texts_in(cells: Any, ranks: int) -> list[str]:
-    """What was sampled in the rows of a micro-batch, over its ranks and passes."""
+    """Return what was sampled in the rows of a micro-batch, over its ranks and passes."""
     assert len(cells) == ranks
     found = []
     for batch in (batch for of_rank in cells for batch in of_rank):
@@ -208,7 +211,7 @@ def text_of(ids: list[int]) -> str:
 
 
 def a_run(sizes: Sizes, args: Any, fates: int, arrival: int, limit: int, cut: int) -> Trained | None:
-    """A run that is stopped after `cut` blocks and goes on from what its checkpoint keeps.
+    """Return a run that is stopped after `cut` blocks and goes on from what its checkpoint keeps.
 
     None where nothing of a block was scored, which ends a run.
     """
@@ -221,8 +224,8 @@ def whole_run(sizes: Sizes, args: Any, fates: int, arrival: int, limit: int, cut
     first = Loop(sizes, args, fates, arrival, limit)
     with first.generator, TemporaryDirectory() as scratch:
         first.run(0, cut)
-        save_blocks(Path(scratch), first.feed.finished_blocks() if cut else [])
-        kept = load_blocks(scratch)
+        save_pending_blocks(Path(scratch), first.feed.finished_blocks() if cut else [])
+        kept = load_pending_blocks(scratch)
     second = Loop(sizes, args, fates, arrival + 1, limit)
     with second.generator:
         second.feed.restore(kept)
@@ -232,7 +235,7 @@ def whole_run(sizes: Sizes, args: Any, fates: int, arrival: int, limit: int, cut
 
 
 def arguments() -> Any:
-    """The settings that building batches reads."""
+    """Return the settings that building batches reads."""
     return SimpleNamespace(
         loss_type="dapo",
         scale_rewards="group",

@@ -38,7 +38,7 @@ def main():
 
 @pytest.fixture
 def other_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An interpreter with a server named "odd" that this one does not have."""
+    """Return an interpreter with a server named "odd" that this one does not have."""
     packages = tmp_path / "packages"
     (packages / "odd-1.dist-info").mkdir(parents=True)
     (packages / "odd-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from verifiers.train.stopping import StopsBetweenBlocks
+from verifiers.train.data_loop import StopsBetweenBlocks
 
 
 @pytest.fixture

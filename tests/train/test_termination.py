@@ -1,18 +1,23 @@
-"""The first Ctrl-C or SIGTERM ends a run as an error does; a second one leaves nothing behind."""
+"""The first Ctrl-C or SIGTERM ends a run as an error does; rank 0 names the rank that failed first."""
 
 from __future__ import annotations
 
+import itertools
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
+from verifiers.errors import RankError
 from verifiers.train import termination
-from verifiers.train.ranks import end_together
-from verifiers.train.termination import ended_by_signals
-from verifiers.train.trainer import GRPOTrainer
+from verifiers.train.termination import end_together, ended_by_signals
 
 ONE_PROCESS = SimpleNamespace(num_processes=1)
 
@@ -41,7 +46,7 @@ def test_a_signal_raises_while_a_run_is_on_and_does_what_it_did_afterwards(
     assert signal.getsignal(number) is before
 
 
-def test_who_handles_sigterm_already_goes_on_doing_so() -> None:
+def test_a_callers_own_handler_of_sigterm_stays() -> None:
     got = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     try:
@@ -107,12 +112,12 @@ def test_a_signal_that_comes_while_a_finished_run_closes_ends_what_follows_and_n
 
 
 def test_a_run_that_does_not_end_is_ended_by_a_later_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(termination, "_DEAF_S", 0.0)
+    monkeypatch.setattr(termination, "_ENDS_WITHIN_S", 0.0)
     with pytest.raises(SystemExit):
         end_together(ONE_PROCESS, signals(signal.SIGINT), signals(signal.SIGTERM))
 
 
-@pytest.mark.parametrize("broken", ["generator", "probe"])
+@pytest.mark.parametrize("broken", ["generator", "check"])
 def test_closing_a_trainer_gives_back_the_weights_whatever_else_fails(broken: str) -> None:
     did = []
 
@@ -124,14 +129,109 @@ def test_closing_a_trainer_gives_back_the_weights_whatever_else_fails(broken: st
 
         return close
 
+    from verifiers.train.rollout_session import RolloutSession
+    from verifiers.train.trainer import GRPOTrainer
+    from verifiers.train.weight_sync.publisher import WeightPublisher
+
+    publisher = SimpleNamespace(
+        _check=SimpleNamespace(abandon=closes("check")), sync=SimpleNamespace(close=closes("weights")), _pool=None
+    )
+    session = SimpleNamespace(generator=SimpleNamespace(close=closes("generator")), prefetcher=None)
+    session._publisher = SimpleNamespace(close=lambda: WeightPublisher.close(publisher))
     trainer = SimpleNamespace(
-        generator=SimpleNamespace(close=closes("generator")),
-        _give_up_evaluation=lambda: None,
-        _leave_probe=closes("probe"),
+        session=SimpleNamespace(close=lambda: RolloutSession.close(session)),
+        evaluator=SimpleNamespace(give_up=lambda: None),
         _lock=SimpleNamespace(release=closes("lock")),
-        weight_sync=SimpleNamespace(close=closes("weights")),
-        feed=None,
     )
     with pytest.raises(KeyboardInterrupt):
         GRPOTrainer.close(trainer)
-    assert did == ["generator", "probe", "weights", "lock"]
+    assert did == ["generator", "check", "weights", "lock"]
+
+
+STUCK = """
+import ctypes, os
+from verifiers.train.termination import ended_by_signals
+
+with ended_by_signals(lambda error: os.write(1, f"gave back: {error}".encode())):
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    os.write(1, b"stuck\\n")
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_signal_ends_a_rank_0_that_is_inside_a_call_which_does_not_return() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"stuck\n"
+        used = None
+        while used != (used := psutil.Process(process.pid).cpu_times()):
+            # it may still be on its way into the call
+            time.sleep(0.1)
+        process.terminate()
+        printed, said = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (1, b"gave back: ended by SIGTERM")
+    assert b"inside a call that does not return" in said
+
+
+RANK_1 = SimpleNamespace(num_processes=2, process_index=1, is_main_process=False)
+
+
+def test_a_rank_above_0_is_killed_by_signals_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    rank = SimpleNamespace(**vars(RANK_1), wait_for_everyone=lambda: None)
+    handlers = end_together(
+        rank, lambda: [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], lambda: None
+    )
+    assert handlers == [signal.SIG_DFL, signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Any]]:
+    """Make the view that a rank has of failures; the ranks meet at one store."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setattr(termination, "_run_number", itertools.repeat(0))
+    monkeypatch.setattr(termination, "_LAUNCHER_S", 0.0)
+    monkeypatch.setattr(termination, "_EXIT_S", 3600.0)
+    yield termination._FirstFailure
+    del store
+
+
+GLOO = RuntimeError("[pair.cc:555] gloo: Connection closed by peer [127.0.0.1]:5432")
+SIGTERM = SystemExit("ended by SIGTERM")
+
+
+@pytest.mark.parametrize("error", [GLOO, SIGTERM, ValueError("because of it")], ids=["gloo", "SIGTERM", "an error"])
+def test_rank_0_names_the_rank_that_failed_first_with_its_traceback(
+    two_ranks: Callable[[int], Any], error: BaseException
+) -> None:
+    zero, one = two_ranks(0), two_ranks(1)
+    own = KeyError("no such column")
+    assert one.cause_of(own) is own
+    named = zero.cause_of(error)
+    assert isinstance(named, RankError)
+    assert str(named) == "rank 1 stopped: KeyError: 'no such column'"
+    assert "no such column" in named.__notes__[0]
+
+
+def test_what_follows_another_ranks_end_is_never_named_as_the_first_failure(two_ranks: Callable[[int], Any]) -> None:
+    zero, one = two_ranks(0), two_ranks(1)
+    told = RankError("rank 0 stopped: ValueError: no rows")
+    assert one.cause_of(told) is told
+    assert "another rank ended without an error of its own" in str(one.cause_of(GLOO))
+    assert zero.cause_of(SIGTERM) is SIGTERM
+    assert zero.cause_of(interrupt := KeyboardInterrupt()) is interrupt
+
+
+def test_a_store_that_is_gone_hides_no_error(
+    two_ranks: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(termination, "_STORE_TIMEOUT_S", 0.2)
+    error = ValueError("no rows")
+    assert two_ranks(0).cause_of(error) is error

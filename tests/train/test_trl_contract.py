@@ -9,15 +9,17 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterable
 from importlib.metadata import requires, version
 from typing import Any
 
 import pytest
 import trl
 from packaging.requirements import Requirement
+from trl.trainer.utils import RepeatSampler as TrlRepeatSampler
 
-from verifiers.train.collate import COMPLETION_COLUMNS, PROMPT_COLUMNS
-from verifiers.train.row_weights import LOSS_TYPES
+from verifiers.data.sampler import RepeatSampler
+from verifiers.train.batching.weighting import LOSS_TYPES
 from verifiers.train.trainer import TRL_PRIVATE_NAMES, GRPOTrainer
 
 PINNED = ">=1.16,<1.17"
@@ -28,7 +30,7 @@ def tree_of(function: Any) -> ast.AST:
 
 
 def inputs_read(function: Any) -> set[str]:
-    """The keys that a function reads of its argument `inputs`."""
+    """Return the keys that a function reads of its argument `inputs`."""
     found = set()
     for node in ast.walk(tree_of(function)):
         if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "inputs":
@@ -65,7 +67,7 @@ def test_a_private_name_still_exists(name: str) -> None:
 
 def test_no_other_private_name_of_trl_is_used() -> None:
     classes = [owner for owner in GRPOTrainer.__mro__ if owner.__module__.startswith("verifiers.")]
-    assert len(classes) > 4
+    assert classes == [GRPOTrainer]
     ours = {name for owner in classes for name in {*self_attributes(owner, written=True), *vars(owner)}}
     read = {name for owner in classes for name in self_attributes(owner, written=False)}
     foreign = {name for name in read if name.startswith("_") and not name.startswith("__")} - ours
@@ -74,7 +76,9 @@ def test_no_other_private_name_of_trl_is_used() -> None:
 
 def test_the_loss_still_reads_what_we_pass() -> None:
     read = inputs_read(trl.GRPOTrainer._compute_loss)
-    passed = set(PROMPT_COLUMNS) | set(COMPLETION_COLUMNS) | {"num_items_in_batch"}
+    passed = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
+    passed |= {"sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"}
+    passed |= {"num_items_in_batch"}
     assert passed <= read
     # further inputs are those of image models; a new one would mean a new term in the loss
     images = {
@@ -176,3 +180,21 @@ def test_evaluations_and_saves_still_go_through_what_we_override() -> None:
     best = inspect.getsource(Trainer._determine_best_metric)
     assert "self.state.best_global_step = self.state.global_step" in best
     assert "save_total_limit=self.args.save_total_limit" in inspect.getsource(Trainer._save_checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "sizes", [(7, 2, 3, 4), (8, 1, 2, 2), (24, 3, 12, 2), (5, 4, 1, 1), (3, 2, 4, 2), (0, 2, 1, 1)]
+)
+def test_our_sampler_has_the_order_of_trls(sizes: tuple[int, int, int, int]) -> None:
+    rows, mini, batch, repeat = sizes
+
+    def renamed(found: Iterable[int]) -> list[int]:
+        names: dict[int, int] = {}
+        return [names.setdefault(row, len(names)) for row in found]
+
+    theirs = TrlRepeatSampler(range(rows), mini, batch, repeat, shuffle=False)
+    assert list(RepeatSampler(rows, mini, batch, repeat, shuffle=False)) == list(theirs)
+    # shuffled, where TRL starts a new row, so do we: renaming rows by first appearance makes the two equal
+    shuffled = TrlRepeatSampler(range(rows), mini, batch, repeat, shuffle=True, seed=4)
+    assert renamed(RepeatSampler(rows, mini, batch, repeat, seed=4)) == renamed(shuffled)

@@ -54,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Starts servers that end with the tests."""
+    """Start servers that end with the tests."""
     import vllm_world
 
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def server(launch: Callable[..., Any], models: dict[str, Path]) -> Any:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Makes observed trainers against a URL, and closes them."""
+    """Make observed trainers against a URL, and close them."""
     import tiny_world
 
     made: list[tiny_world.ObservedTrainer] = []

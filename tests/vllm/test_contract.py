@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_world
 
-from verifiers.rollouts.wire import NEUTRAL_SAMPLING
+from verifiers.inference.wire import NEUTRAL_SAMPLING
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,11 +104,11 @@ def test_an_answer_in_tokens_has_ids_log_probs_and_versions(server: vllm_world.S
 
 
 def test_the_server_says_what_the_trainer_asks(server: vllm_world.Server) -> None:
-    from verifiers.train.capabilities import check_capabilities, log_probs_are_raw, read_capabilities
-    from verifiers.train.weight_sync import ServerControl
+    from verifiers.inference.server_client import ServerClient
+    from verifiers.train.weight_sync.capabilities import check_capabilities, log_probs_are_raw, read_capabilities
 
-    control = ServerControl(server.url)
-    found = read_capabilities(control)
+    client = ServerClient(server.url)
+    found = asyncio.run(read_capabilities(client))
     assert (found.software, found.models[0], found.max_model_len) == ("vLLM", "policy", 512)
     assert (found.log_probs_mode, found.dtype) == ("processed_logprobs", "float32")
     assert (found.max_lora_rank, found.loads_adapters, found.transfer_backend) == (8, True, "")
@@ -115,4 +116,4 @@ def test_the_server_says_what_the_trainer_asks(server: vllm_world.Server) -> Non
     assert found.version.startswith("0.")
     assert found.sample_ids
     check_capabilities(found, weight_sync="lora", adapter_rank=8, needed_tokens=512)
-    assert not log_probs_are_raw(control, "policy", [{"role": "user", "content": "go"}])
+    assert not asyncio.run(log_probs_are_raw(client, "policy", [{"role": "user", "content": "go"}]))

@@ -20,7 +20,7 @@ from verifiers.train.launch import launched_server
 
 @pytest.fixture(scope="module")
 def mortal(launch: Callable[..., Any], models: dict[str, Path]) -> Any:
-    """A server that tests may kill; each leaves it running."""
+    """Return a server that tests may kill; each leaves it running."""
     return launch(models["policy"])
 
 
@@ -102,7 +102,7 @@ def test_training_goes_on_after_kill_dash_nine_and_no_row_is_of_other_weights(
     witness = Witness(trainer)
     trainer.train()
     assert env.killed
-    assert trainer.weight_sync.fleet.restarts >= 1
+    assert trainer.weight_sync.pool.restarts >= 1
     assert trainer.state.global_step == 5
     assert witness.check(models["policy"]) > 5 * 8
     assert sum(trainer.logged("outcomes/provider_error")) == 0
@@ -130,7 +130,7 @@ def test_a_restart_that_no_request_met_is_noticed_while_the_trainer_computes(
     trainer.add_callback(AfterStep(1, restart))
     trainer.train()
     assert seen["version"] == "0"
-    assert trainer.weight_sync.fleet.restarts == 1
+    assert trainer.weight_sync.pool.restarts == 1
     assert witness.check(models["policy"]) > 3 * 8
 
 
@@ -144,13 +144,13 @@ def test_of_two_servers_one_is_killed_and_comes_back(
         mortal.kill()
 
     def come_back() -> None:
-        seen["down"] = dict(trainer._client.down())
+        seen["down"] = dict(trainer.publisher.pool.down())
         mortal.begin()
         mortal.until_ready()
         until = time.monotonic() + 15
-        while trainer._client.down() and time.monotonic() < until:
+        while trainer.publisher.pool.down() and time.monotonic() < until:
             time.sleep(0.1)
-        seen["up"] = dict(trainer._client.down())
+        seen["up"] = dict(trainer.publisher.pool.down())
 
     trainer = make_trainer(
         models["policy"],

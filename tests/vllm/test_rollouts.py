@@ -44,7 +44,7 @@ def test_turns_are_trained_as_they_were_sampled(
     server: vllm_world.Server, models: dict[str, Path], tmp_path: Path, generation: str
 ) -> None:
     trainer = run(models["policy"], tiny_world.Dialogue(), server.url, tmp_path, generation=generation)
-    answers = trainer._client.sampled()
+    answers = trainer.client.sampled()
     assert len(answers) == 2 * 8 * 3
     assert trained_spans(trainer) == sorted((prompt, ids, logps) for prompt, ids, logps in answers)
     assert trainer.logged("rollouts/fork_rate") == [0.0, 0.0]
@@ -53,7 +53,7 @@ def test_turns_are_trained_as_they_were_sampled(
 
 @pytest.fixture(scope="module")
 def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy of `tool_world` with its heads padded to a size that vLLM's CPU attention takes."""
+    """Return the policy of `tool_world` with its heads padded to a size that vLLM's CPU attention takes."""
     directory = tool_world.make_model(tmp_path_factory.mktemp("tools") / "policy")
     small = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = Qwen3Config(**{**small.config.to_dict(), "head_dim": 32})
@@ -75,7 +75,7 @@ def test_tool_calls_are_trained_as_they_were_sampled(
     turns = 8
     trainer = run(tool_model, tool_world.environment(turns), server.url, tmp_path)
     server.stop()
-    answers = trainer._client.sampled()
+    answers = trainer.client.sampled()
     assert trained_spans(trainer) == sorted((prompt, ids, logps) for prompt, ids, logps in answers)
     assert trainer.logged("rollouts/fork_rate") == [0.0, 0.0]
     assert min(trainer.logged("rollouts/turns")) > 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from verifiers.errors import WeightProbeError
-from verifiers.train.weight_sync import DirectorySync, ServerControl
-from verifiers.train.weight_sync.fleet import Held
-from verifiers.train.weight_sync.server import RefusedError
+from verifiers.inference.replica import WeightUpdate
+from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.train.weight_sync import DirectorySync
 
 PROMPT = [7, 3, 11, 2, 5, 19, 8]
 Weights = dict[str, torch.Tensor]
@@ -92,7 +93,7 @@ def test_log_probs_agree_in_bfloat16_before_and_after_ten_pushes(launch: Callabl
 
 
 def broken_off(state: Weights, directory: Path, part: str) -> dict[str, Any]:
-    """A load that comes as far as the second of two files, which is cut; the first has a part of some layers."""
+    """Load as far as the second of two files, which is cut; the first has a part of some layers."""
     directory.mkdir()
     first = {name: tensor for name, tensor in state.items() if part in name}
     save_file(first, directory / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
@@ -109,14 +110,14 @@ def test_a_load_that_broke_off_leaves_nothing_of_itself_behind(
     server: vllm_world.Server, models: dict[str, Path], weights: dict[str, Weights], tmp_path: Path
 ) -> None:
     """vf-vllm closes the layers; this pusher does not know of the load that failed."""
-    control = ServerControl(server.url)
+    body = broken_off(weights["policy"], tmp_path / "cut", "q_proj")
     with pytest.raises(RefusedError):
-        control.request("POST", "/collective_rpc", broken_off(weights["policy"], tmp_path / "cut", "q_proj"))
+        asyncio.run(ServerClient(server.url).request("POST", "/collective_rpc", body))
     sync = DirectorySync(server.url)
     sync.connect(10.0)
     sync.push(weights["other"].items(), 21)
     sync.close()
-    assert sync.fleet.repeated_loads == 0
+    assert sync.pool.repeated_loads == 0
     assert difference_at(server, weights["other"], models["policy"]) < 1e-3
 
 
@@ -131,21 +132,21 @@ def test_vllm_without_the_plugin_has_whole_weights_after_a_load_that_broke_off(
     bare = launch(models["policy"])
     sync = DirectorySync(bare.url)
     sync.connect(10.0)
-    push = sync.fleet.push
+    push = sync.pool.push
     cut = [broken_off(weights["policy"], tmp_path / "cut", "layers.1.self_attn.q_proj")]
 
-    def load_of(held: Held) -> Callable[[ServerControl, float], None]:
-        def load(server: ServerControl, timeout_s: float) -> None:
+    def after_a_broken_load(update: WeightUpdate) -> WeightUpdate:
+        async def load(server: ServerClient, timeout_s: float) -> None:
             if cut:
-                server.request("POST", "/collective_rpc", cut.pop())
-            held.load(server, timeout_s)
+                await server.request("POST", "/collective_rpc", cut.pop())
+            await update.apply(server, timeout_s)
 
-        return load
+        return WeightUpdate(update.version, load)
 
-    sync.fleet.push = lambda held: push(Held(held.version, load_of(held)))  # type: ignore[method-assign]
+    sync.pool.push = lambda update: push(after_a_broken_load(update))  # type: ignore[method-assign]
     sync.push(weights["other"].items(), 1)
     sync.close()
-    assert sync.fleet.repeated_loads == 1
+    assert sync.pool.repeated_loads == 1
     assert difference_at(bare, weights["other"], models["policy"]) < 1e-3
     bare.stop()
 
@@ -256,7 +257,7 @@ def test_a_head_that_silently_stays_old_is_caught(
     trainer = make_trainer(
         models["tied"], tiny_world.single_turn(), tied_server.url, max_steps=3, learning_rate=2e-2, probe_every=0
     )
-    trainer._may_mend_by_untying = lambda: False
+    trainer.publisher._may_untie = lambda: False
     with pytest.raises(WeightProbeError, match=r"step 1, but its log-probs differ .* tied embeddings kept old"):
         trainer.train()
 

@@ -21,7 +21,7 @@ PYTHON = os.environ["VERIFIERS_VLLM_PYTHON"]
 
 
 def make_model(directory: Path, *, seed: int, tied: bool = False) -> Path:
-    """A random Qwen3 with heads of 32; its distributions are far from flat."""
+    """Return a random Qwen3 with heads of 32; its distributions are far from flat."""
     torch.manual_seed(seed)
     tokenizer = tiny_world.make_tokenizer()
     config = Qwen3Config(
@@ -96,7 +96,7 @@ class Server:
         return self._process.pid
 
     def kill(self) -> None:
-        """kill -9 of the command; what it started must end by itself."""
+        """Kill -9 of the command; what it started must end by itself."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
@@ -114,7 +114,7 @@ class Server:
         return time.monotonic() - started
 
     def ask(self, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
-        """The JSON answer of a route; POST where there is a body."""
+        """Return the JSON answer of a route; POST where there is a body."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
@@ -128,7 +128,7 @@ class Server:
         return json.loads(content) if content else None
 
     def trouble(self) -> str:
-        """What the server's log says of errors."""
+        """Return what the server's log says of errors."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join([line[:300] for line in lines if "ERROR" in line][:40])
 
@@ -147,12 +147,12 @@ class Server:
 
 
 def log_probs(choice: dict[str, Any]) -> list[float]:
-    """The sampled tokens' log-probs in an answer of /inference/v1/generate."""
+    """Return the sampled tokens' log-probs in an answer of /inference/v1/generate."""
     return [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
 def members(pid: int) -> list[int]:
-    """Processes that have `pid` among their ancestors."""
+    """Return the processes that have `pid` among their ancestors."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.exit_codes import DONE, CommandFailedError, run_command
+from verifiers.cli.main import DONE, CommandFailedError, run_command
 from verifiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def compare(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
-    from verifiers.evals.compared_run import read_compared_run
-    from verifiers.evals.comparison import compare_runs
+    from verifiers.evals.comparison import compare_runs, read_compared_run
 
     if not 0 < args.confidence < 1:
         raise ConfigError(f"--confidence is {args.confidence}; give a number between 0 and 1, such as 0.95.")
@@ -98,7 +97,7 @@ def _print(comparisons: Sequence[Comparison], confidence: float) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from verifiers.cli.tables import print_table
+    from verifiers.cli.evaluate_output import print_table
 
     console = Console(highlight=False, soft_wrap=True)
     first = comparisons[0]

@@ -7,21 +7,41 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.arguments import ENVIRONMENTS_DIRECTORY, json_object, make_importable
-from verifiers.cli.exit_codes import DONE, INTERRUPTED, CommandFailedError, run_command
-from verifiers.errors import ConfigError, Error
+from verifiers.cli.main import (
+    DONE,
+    ENVIRONMENTS_DIRECTORY,
+    INTERRUPTED,
+    CommandFailedError,
+    json_object,
+    make_importable,
+    run_command,
+)
+from verifiers.errors import ConfigError, Error, ProviderError
 
 if TYPE_CHECKING:
-    from verifiers.evals.endpoints import EndpointEntry
-    from verifiers.evals.hiding import Hider
-    from verifiers.evals.session import EvaluationRun
+    from verifiers.evals.run import EvaluationRun
     from verifiers.evals.store import ResultStore
-    from verifiers.rollouts.run import RolloutRunner
+    from verifiers.inference.endpoint import Backend
+    from verifiers.inference.endpoint_registry import EndpointEntry
+    from verifiers.inference.limits import Limiter
+    from verifiers.log import Redactor
+    from verifiers.rollouts.runner import RolloutRunner
 
-__all__ = ["main"]
+__all__ = [
+    "OPENAI_URL",
+    "attempt_timeout_s",
+    "chosen_endpoint",
+    "key_variables",
+    "main",
+    "open_endpoint",
+    "require_listener",
+    "run_plan",
+]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vf-eval",
-        description="Evaluate an environment against an OpenAI endpoint. The same command goes on where it stopped.",
+        description="Evaluate an environment against an OpenAI endpoint. The same command continues a stopped run.",
     )
     add = parser.add_argument
     add("env", help="installed environment, or a module that can be imported")
@@ -88,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
-    from verifiers.cli.evaluation_plan import chosen_endpoint, key_variables
-    from verifiers.evals.hiding import Hider, hide_in_logs, secrets_of_run, url_without_secrets
+    from verifiers.cli.evaluate import chosen_endpoint, key_variables
+    from verifiers.log import Redactor, redact_logs, secrets_of_run, url_without_secrets
 
     if args.num_examples < -1 or args.num_examples == 0:
         raise ConfigError(f"--num-examples is {args.num_examples}; give 1 or more, or -1 for all.")
@@ -102,7 +122,7 @@ def evaluate(args: argparse.Namespace) -> int:
         from verifiers.log import setup_logging
 
         setup_logging("DEBUG")
-    typed = Hider(secrets_of_run("", os.environ.get(args.api_key_var, ""), {}))
+    typed = Redactor(secrets_of_run("", os.environ.get(args.api_key_var, ""), {}))
     with typed.in_errors():
         env_args = json_object("--env-args", args.env_args)
         sampling_args = json_object("--sampling-args", args.sampling_args)
@@ -110,13 +130,13 @@ def evaluate(args: argparse.Namespace) -> int:
         entry, registry = chosen_endpoint(args, headers)
     keys = [os.environ.get(name, "") for name in key_variables(entry)]
     arguments = {"env": env_args, "sampling": sampling_args}
-    hide = Hider([*keys, *(s for url in entry.urls for s in secrets_of_run(url, "", entry.headers, arguments))])
-    with hide.in_errors(), hide_in_logs(hide):
+    redact = Redactor([*keys, *(s for url in entry.urls for s in secrets_of_run(url, "", entry.headers, arguments))])
+    with redact.in_errors(), redact_logs(redact):
         if registry is not None:
-            # a key goes to this address because of a file that nobody named
+            # a key goes to this address because of a file that no flag named
             url = url_without_secrets(entry.urls[0])
             print(f"vf-eval: -m {args.model} is {entry.model} at {url}, as {registry} says", file=sys.stderr)
-        return _evaluate(args, entry, env_args, sampling_args, hide)
+        return _evaluate(args, entry, env_args, sampling_args, redact)
 
 
 def _evaluate(
@@ -124,17 +144,17 @@ def _evaluate(
     entry: EndpointEntry,
     env_args: dict[str, Any],
     sampling_args: dict[str, Any],
-    hide: Hider,
+    redact: Redactor,
 ) -> int:
-    from verifiers.cli.evaluation_plan import open_endpoint, run_plan
-    from verifiers.cli.evaluation_summary import show_summary
-    from verifiers.envs.loading import load_environment
-    from verifiers.evals.prices import load_prices
-    from verifiers.evals.session import open_run
+    from verifiers.cli.evaluate import open_endpoint, run_plan
+    from verifiers.cli.evaluate_output import show_summary
+    from verifiers.envs.registry import load_environment
+    from verifiers.evals.run import open_run
     from verifiers.evals.store import ResultStore
-    from verifiers.evals.viewer.writing import write_evaluation_report
-    from verifiers.rollouts.retries import RetryPolicy
-    from verifiers.rollouts.run import RolloutRunner
+    from verifiers.evals.summary import load_prices
+    from verifiers.inference.retries import RetryPolicy
+    from verifiers.reports.evaluation import write_evaluation_report
+    from verifiers.rollouts.runner import RolloutRunner
 
     make_importable(args.env_dir_path)
     env = load_environment(args.env, **env_args)
@@ -148,7 +168,7 @@ def _evaluate(
     dataset = env.get_eval_dataset(args.num_examples)
     backend, limiter = open_endpoint(args, entry, dataset, env)
     plan = run_plan(args, entry, env_args, sampling, dataset)
-    run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, hide=hide)
+    run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, redact=redact)
     say = (lambda text: None) if args.json else (lambda text: print(f"vf-eval: {text}", file=sys.stderr))
     if run.is_complete:
         say("already complete; --fresh runs it again")
@@ -156,14 +176,14 @@ def _evaluate(
         say(f"going on with {run.directory}: {run.finished.count} of {run.planned} rollouts are there")
     started = time.perf_counter()
     try:
-        with ResultStore(run.directory, {**run.metadata, "status": "running"}, hide) as store:
+        with ResultStore(run.directory, {**run.metadata, "status": "running"}, redact) as store:
             runner = RolloutRunner(
                 env,
                 backend,
                 entry.model,
                 sampling,
                 limiter=limiter,
-                # enough to outlast a server that is started anew
+                # enough to outlast a restart of the server
                 retry=RetryPolicy(max_attempts=9),
                 rollout_timeout_s=args.rollout_timeout,
             )
@@ -180,11 +200,11 @@ def _evaluate(
             raise
         # rollouts turn their own into outcomes: this one came from writing
         raise CommandFailedError(f"results cannot be written to {str(run.directory)!r}: {error}.") from error
-    if not run.interruption.requested or run.tally.scored:
+    if not run.interruption.requested or run.progress.scored:
         run.require_scores()
         show_summary(run, summary, title=f"{args.env} / {run.metadata['model']}", as_json=args.json)
     if run.interruption.requested and not done:
-        say(f"interrupted at {run.finished.count + run.ran} of {run.planned} rollouts; the same command goes on")
+        say(f"interrupted at {run.finished.count + run.ran} of {run.planned} rollouts; the same command continues")
         return INTERRUPTED
     _save_dataset(args, run)
     return DONE
@@ -202,14 +222,14 @@ async def _run(
 ) -> None:
     import contextlib
 
-    from verifiers.cli.evaluation_line import live_line, progress_text
-    from verifiers.cli.evaluation_plan import require_listener
-    from verifiers.cli.interrupts import handle_interrupts
-    from verifiers.envs.ending import run_teardown
+    from verifiers.cli.evaluate import require_listener
+    from verifiers.cli.evaluate_output import live_line, progress_text
+    from verifiers.cli.main import handle_interrupts
+    from verifiers.envs.lifecycle import run_teardown
 
     def text() -> str:
         return progress_text(
-            run.tally,
+            run.progress,
             planned=run.planned,
             finished_before=run.finished.count,
             ran=run.ran,
@@ -250,3 +270,158 @@ def _header(text: str) -> tuple[str, str]:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+OPENAI_URL = "https://api.openai.com/v1"
+LISTENER_GRACE_S = 5.0
+_FAKE_CONCURRENT = 32
+_LONGEST_ATTEMPT_S = 600.0
+
+
+def chosen_endpoint(args: argparse.Namespace, headers: Mapping[str, str]) -> tuple[EndpointEntry, Path | None]:
+    """Return the endpoint that the flags name: an entry of a registry, the built-in fake, or what they spell out.
+
+    Returns:
+        The endpoint, and the registry that was found without a flag where it is from there.
+
+    Raises:
+        ConfigError: flags that contradict each other, or a registry that cannot be read.
+    """
+    from verifiers.inference.endpoint_registry import EndpointEntry, discover_endpoint, find_endpoint
+    from verifiers.testing.fake_model import FAKE_MODEL, FAKE_URL
+
+    if args.endpoints_path is not None:
+        if args.api_base_url or args.header:
+            raise ConfigError("--endpoints-path names the endpoint; leave --api-base-url and --header out.")
+        return find_endpoint(args.model, args.endpoints_path), None
+    urls = tuple(args.api_base_url or ([FAKE_URL] if args.model == FAKE_MODEL else []))
+    if not urls:
+        found = discover_endpoint(args.model)
+        if found is not None and args.header:
+            raise ConfigError(
+                f"-m {args.model} is an endpoint of {str(found[1])!r}; put the headers there, or give --api-base-url."
+            )
+        if found is not None:
+            return found
+    spelled = EndpointEntry(
+        args.model, args.model, urls or (OPENAI_URL,), key_var=args.api_key_var, headers=dict(headers)
+    )
+    return spelled, None
+
+
+def attempt_timeout_s(args: argparse.Namespace, entry: EndpointEntry) -> float:
+    """Deadline of one HTTP attempt: the flag's, the entry's, else short enough for a hang to be tried again twice."""
+    given: float | None = args.attempt_timeout or entry.attempt_timeout_s
+    return given or min(_LONGEST_ATTEMPT_S, args.rollout_timeout / 3)
+
+
+def key_variables(entry: EndpointEntry) -> Iterator[str]:
+    """Return the environment variables whose values are this endpoint's secrets."""
+    yield entry.key_var
+    yield from entry.header_vars.values()
+
+
+def open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, env: Any) -> tuple[Backend, Limiter]:
+    """Return the backend of an endpoint and what may be in flight on it.
+
+    Args:
+        args: flags of the command.
+        entry: the endpoint.
+        env: the environment.
+        dataset: prompts of the evaluation.
+        dataset, env: whose rows and parsers the built-in fake endpoint knows.
+
+    Raises:
+        ConfigError: an address or a limit that cannot work.
+    """
+    from verifiers.evals.evaluation_loop import iter_requests
+    from verifiers.inference.endpoint_registry import open_backend
+    from verifiers.inference.limits import Limiter, limiter_for
+    from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint
+
+    if entry.urls == (FAKE_URL,):
+        limit = _FAKE_CONCURRENT if args.max_concurrent is None else args.max_concurrent
+
+        def parser_of(task: str) -> Any:
+            member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
+            return getattr(member, "parser", None)
+
+        return FakeEndpoint(iter_requests(dataset, 1, None), parser_of, args.seed), Limiter(limit)
+    limiter = limiter_for(
+        entry.urls,
+        args.max_concurrent,
+        maximum=entry.max_concurrent,
+        requests_per_second=args.requests_per_second or entry.requests_per_second,
+    )
+    return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry), seed=args.seed or 0), limiter
+
+
+def run_plan(
+    args: argparse.Namespace,
+    entry: EndpointEntry,
+    env_args: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    dataset: Any,
+) -> dict[str, Any]:
+    """Return the metadata of a run before its first rollout; names of keys and headers, never their values."""
+    from verifiers.evals.provenance import environment_provenance, git_provenance, versions
+    from verifiers.evals.remaining import fingerprint
+    from verifiers.log import url_without_secrets
+
+    urls: Sequence[str] = [url_without_secrets(url) for url in entry.urls]
+    return {
+        "env": args.env,
+        **environment_provenance(args.env),
+        "env_args": dict(env_args),
+        "prompts": fingerprint(dataset),
+        "model": entry.model,
+        "base_url": urls[0],
+        "base_urls": list(urls),
+        "endpoint": entry.name,
+        "api": entry.api,
+        "api_key_var": entry.key_var,
+        "headers": sorted({*entry.headers, *entry.header_vars}),
+        "sampling_args": dict(sampling),
+        "num_examples": len(dataset),
+        "rollouts_per_example": args.rollouts_per_example,
+        "seed": args.seed,
+        "max_concurrent": args.max_concurrent,
+        "requests_per_second": args.requests_per_second,
+        "attempt_timeout_s": attempt_timeout_s(args, entry),
+        "rollout_timeout_s": args.rollout_timeout,
+        "versions": versions(),
+        "git": git_provenance(),
+    }
+
+
+async def require_listener(entry: EndpointEntry) -> None:
+    """Make sure that something listens where the servers of this machine should be.
+
+    Rollouts wait for a server that restarts; a mistaken port should fail without that wait.
+
+    Raises:
+        ProviderError: all servers are on this machine, and none takes a connection within `LISTENER_GRACE_S`.
+    """
+    from verifiers.inference.endpoint import is_loopback
+    from verifiers.testing.fake_model import FAKE_URL
+
+    if FAKE_URL in entry.urls or not all(is_loopback(url) for url in entry.urls):
+        return
+    until = time.monotonic() + LISTENER_GRACE_S
+    while True:
+        for url in entry.urls:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            try:
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+            except OSError as error:
+                problem = error
+            else:
+                writer.close()
+                return
+        if time.monotonic() > until:
+            break
+        await asyncio.sleep(0.2)
+    raise ProviderError(
+        f"{', '.join(entry.urls)} could not be reached: {problem}; start the server, or give its address with -b."
+    )

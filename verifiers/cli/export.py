@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.cli.main import DONE, run_command
 
 __all__ = ["main"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
 import importlib.util
 import keyword
@@ -14,17 +15,20 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verifiers.cli.arguments import ENVIRONMENTS_DIRECTORY, module_name
-from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, module_name, run_command
 from verifiers.errors import ConfigError
 
-__all__ = ["main"]
+__all__ = ["main", "package_files"]
 
+_KINDS = ("single-turn", "multi-turn", "tool")
+_TEMPLATES = Path(__file__).with_name("templates")
+# in the order in which one module defines them
+_PARTS = ("data", "tools", "rewards", "environment")
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     args = _parser().parse_args(argv)
     return run_command("vf-init", lambda: init(args))
 
@@ -36,15 +40,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("env", help="name of the environment: lower-case words with hyphens between them")
     add("-p", "--path", default=ENVIRONMENTS_DIRECTORY, help="where its directory goes (default: %(default)s)")
-    add("--kind", choices=("single-turn", "multi-turn", "tool"), default="single-turn", help="default: %(default)s")
+    add("--kind", choices=_KINDS, default=_KINDS[0], help="default: %(default)s")
     add("--multi-file", action="store_true", help="a package of several files instead of one module")
     return parser
 
 
 def init(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
-    from verifiers.cli.package_template import package_files
-
+    """Write the package; raise errors instead of printing them."""
     name, module = args.env.replace("_", "-"), module_name(args.env)
     _check_name(args.env)
     target = Path(args.path) / module
@@ -63,27 +65,74 @@ def init(args: argparse.Namespace) -> int:
     return DONE
 
 
+def package_files(name: str, module: str, *, kind: str, multi_file: bool) -> Mapping[str, str]:
+    """Return the text of each file of a new package, by its path in the package's directory.
+
+    Args:
+        name: of the distribution and of the environment.
+        module: of the import.
+        kind: directory of the templates, with hyphens for underscores.
+        multi_file: keep the parts of the task in files of their own.
+    """
+
+    def read(template: str) -> str:
+        text = (_TEMPLATES / f"{template}.tmpl").read_text(encoding="utf-8")
+        return text.replace("NAME", name).replace("MODULE", module)
+
+    directory = kind.replace("-", "_")
+    parts = {
+        part: f"{directory}/{part}.py" for part in _PARTS if (_TEMPLATES / f"{directory}/{part}.py.tmpl").exists()
+    }
+    init = read(f"{directory}/__init__.py")
+    summary = ast.get_docstring(ast.parse(init)) or ""
+    shipped = f'packages = ["{module}"]' if multi_file else f'only-include = ["{module}.py"]'
+    files = {
+        "pyproject.toml": read("pyproject.toml").replace("SUMMARY", summary).replace("SHIPPED", shipped),
+        "README.md": read(f"{directory}/README.md"),
+        f"tests/test_{module}.py": read(f"{directory}/test_environment.py"),
+    }
+    if multi_file:
+        files[f"{module}/__init__.py"] = init
+        return files | {f"{module}/{part}.py": read(template) for part, template in parts.items()}
+    return files | {f"{module}.py": _as_one_module(summary, [read(template) for template in parts.values()])}
+
+
+def _as_one_module(docstring: str, sources: Sequence[str]) -> str:
+    """Join modules of one package: their imports of one another are dropped, the others stand at the top."""
+    imports: set[str] = set()
+    bodies = []
+    for source in sources:
+        _, *statements = ast.parse(source).body
+        first = next(node for node in statements if not isinstance(node, ast.Import | ast.ImportFrom))
+        imports |= {ast.unparse(node) for node in statements if isinstance(node, ast.Import)}
+        bodies.append("".join(source.splitlines(keepends=True)[first.lineno - 1 :]))
+    ours = {line for line in imports if line.startswith("import verifiers")}
+    head = "\n\n".join("\n".join(sorted(lines)) for lines in (imports - ours, ours))
+    # one empty line between imports and a value
+    return f'"""{docstring}"""\n\n{head}\n\n' + "\n\n".join(bodies)
+
+
 def _check_name(env: str) -> None:
     if not _NAME.fullmatch(env):
         raise ConfigError(
-            f"the name {env!r} cannot be one of a package; give lower-case letters and digits in words with a hyphen "
-            "between them, and begin with a letter, like 'my-env'."
+            f"the name {env!r} cannot name a package; give lower-case words of letters and digits with hyphens "
+            "between them, such as 'my-env'."
         )
     if keyword.iskeyword(module_name(env)):
-        raise ConfigError(f"the name {env!r} is a word of Python itself; choose another, like '{env}-env'.")
+        raise ConfigError(f"the name {env!r} is a keyword of Python; choose another, like '{env}-env'.")
 
 
 def _refuse_existing(target: Path) -> None:
     if not os.path.lexists(target):
         return
-    held = sorted(os.listdir(target)) if target.is_dir() else []
-    shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
-    what = f"a directory with {shown}" if held else "an empty directory" if target.is_dir() else "a file"
-    raise ConfigError(f"{str(target)!r} is already there ({what}); choose another name or path, or remove it first.")
+    present = sorted(os.listdir(target)) if target.is_dir() else []
+    shown = ", ".join(present[:5]) + (", ..." if len(present) > 5 else "")
+    what = f"a directory with {shown}" if present else "an empty directory" if target.is_dir() else "a file"
+    raise ConfigError(f"{str(target)!r} exists already ({what}); choose another name or path, or remove it first.")
 
 
 def _refuse_taken_module(env: str, module: str) -> None:
-    """A module or distribution of that name would be hidden or replaced by the new one."""
+    """Refuse a name whose module or distribution the new one would hide or replace."""
     if module in sys.stdlib_module_names:
         raise ConfigError(f"the name {env!r} would hide Python's own module {module}; choose another.")
     try:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
 from typing import Any
 
-from verifiers.cli.arguments import ENVIRONMENTS_DIRECTORY
-from verifiers.cli.exit_codes import DONE, CommandFailedError, run_command
+from verifiers.cli.list import distributions_by_name, installed_environments
+from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, CommandFailedError, module_name, run_command
 from verifiers.errors import ConfigError
 
-__all__ = ["main"]
+__all__ = ["Requirements", "main", "read_requirements", "snapshot"]
 
-_SNAPSHOT = "import json; from verifiers.cli.installed import snapshot; print(json.dumps(snapshot()))"
+_SNAPSHOT = "import json; from verifiers.cli.install import snapshot; print(json.dumps(snapshot()))"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     args = _parser().parse_args(argv)
     return run_command("vf-install", lambda: install(args))
 
@@ -36,138 +42,270 @@ def _parser() -> argparse.ArgumentParser:
     add("-p", "--path", default=ENVIRONMENTS_DIRECTORY, help="where names are looked for (default: %(default)s)")
     add("-e", "--editable", action="store_true", help="use the directory in place, so that edits take effect")
     add("--no-deps", action="store_true", help="install the package alone, without what it requires")
-    add("--ignore-pin", action="store_true", help="go on though the package excludes the installed verifiers")
-    add("--dry-run", action="store_true", help="check the package, print the commands, and stop")
+    add("--ignore-pin", action="store_true", help="install the package even if it excludes the installed verifiers")
+    add("--dry-run", action="store_true", help="let the installer print what it would do, and change nothing")
     return parser
 
 
 def install(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
-    from verifiers.cli.pins import read_requirements
-    from verifiers.cli.sources import opened_source, read_metadata
+    """Install the package and check the result; raise errors instead of printing them.
 
-    installer, builder = _tools()
-    before = _snapshot()
+    The installer gets the package and `verifiers==VERSION` of the installed one, which is met already: no
+    requirement of the package or of its dependencies can bring another.
+    """
+    installer = [*_installer(), *(["--dry-run"] if args.dry_run else [])]
+    before = _fresh_snapshot()
     if before["verifiers"] is None:
         raise ConfigError(
             "verifiers runs from files that are not installed, so an installer would fetch another project's package "
-            "of that name; install it first, by `pip install -e DIRECTORY`."
+            "of that name; install verifiers first, by `pip install -e DIRECTORY`."
         )
     version = before["verifiers"]["version"]
-    with opened_source(args.env, args.path) as source:
-        if args.editable and not source.is_directory:
-            raise ConfigError(f"-e works with a directory only, and {args.env!r} is none; leave it out.")
-        metadata = read_metadata(source, builder)
-        name = _normalized(metadata.name)
-        if name == "verifiers":
-            raise ConfigError(f"{args.env!r} is verifiers itself, which vf-install never replaces; use pip or uv.")
-        requirements = read_requirements(metadata.name, metadata.requires, version)
-        if requirements.excluding and not args.ignore_pin:
-            raise ConfigError(
-                f"{metadata.name} requires {requirements.excluding}, which excludes the installed verifiers "
-                f"{version}; packages written for 0.1.x mostly run unchanged: go on with --ignore-pin, or ask its "
-                "authors for a wider pin."
-            )
-        extras = f"[{','.join(requirements.extras)}]" if requirements.extras else ""
-        commands = _commands(
-            installer,
-            ["-e", source.target] if args.editable else [source.target],
-            keep=f"verifiers{extras}=={version}",
-            dependencies=None if args.no_deps else requirements.others,
-            apart=bool(requirements.excluding),
-            # installers leave what is not a directory alone where the version is the same, though its code may differ
-            anew=not source.is_directory and name in before["versions"],
-        )
-        for command in commands:
-            print(f"$ {shlex.join(command)}", flush=True)
-            if not args.dry_run:
-                _run(command)
-    if not args.dry_run:
-        _report(metadata.name, before, _snapshot())
+    target = _target(args.env, args.path)
+    if args.editable and not Path(target).is_dir():
+        raise ConfigError(f"-e works with a directory only, and {args.env!r} is none; leave it out.")
+    package = ["-e", target] if args.editable else [target]
+    alone = [*installer, "--force-reinstall", "--no-deps", *package]
+    pinned = _requirements_of(target, version) if args.ignore_pin else None
+    if args.no_deps:
+        _run(alone)
+    elif pinned is not None and pinned.excluding:
+        _run([*installer, pinned.verifiers(version), *pinned.others])
+        _run(alone)
+    else:
+        try:
+            _run([*installer, *package, f"verifiers=={version}"])
+        except CommandFailedError:
+            _raise_if_excluded(target, version)
+            raise
+    if args.dry_run:
+        return DONE
+    after = _fresh_snapshot()
+    if after == before:
+        # installers skip a package of the installed version, though its code may differ
+        _run(alone)
+        after = _fresh_snapshot()
+    _report(before, after)
     return DONE
 
 
-def _tools() -> tuple[list[str], list[str]]:
-    """What installs, and what builds a wheel into a directory: uv in a virtual environment, else pip."""
+def _installer() -> list[str]:
+    """Return the command that installs: uv's in a virtual environment, else pip's."""
     uv = shutil.which("uv")
     if uv is not None and sys.prefix != sys.base_prefix:
-        build = [uv, "build", "--quiet", "--wheel", "--python", sys.executable, "--out-dir"]
-        return [uv, "pip", "install", "--python", sys.executable], build
+        return [uv, "pip", "install", "--python", sys.executable]
     pip = [sys.executable, "-m", "pip"]
     if subprocess.run([*pip, "--version"], capture_output=True).returncode != 0:
-        raise ConfigError(f"neither uv nor pip is there for {sys.executable}; install one of them.")
-    quiet = "--disable-pip-version-check"
-    return [*pip, "install", quiet], [*pip, "wheel", quiet, "--quiet", "--no-deps", "--wheel-dir"]
-
-
-def _commands(
-    installer: Sequence[str],
-    target: Sequence[str],
-    *,
-    keep: str,
-    dependencies: Sequence[str] | None,
-    apart: bool,
-    anew: bool,
-) -> list[list[str]]:
-    """The installer's calls.
-
-    The installed verifiers is asked for by its exact version, which is met by what is there, so that nothing that
-    the package or its dependencies require can bring another.
-
-    Args:
-        keep: the requirement that stands for the installed verifiers.
-        dependencies: what to install besides; None for nothing.
-        apart: the package itself cannot be resolved together with `keep`.
-        anew: install the package even where the installer would find it installed.
-    """
-    alone = ["--force-reinstall", "--no-deps"] if anew else ["--no-deps"]
-    if dependencies is None:
-        return [[*installer, *alone, *target]]
-    if apart or anew:
-        return [[*installer, keep, *dependencies], [*installer, *alone, *target]]
-    return [[*installer, *target, keep]]
+        raise ConfigError(f"neither uv nor pip is installed for {sys.executable}; install one of them.")
+    return [*pip, "install", "--disable-pip-version-check"]
 
 
 def _run(command: Sequence[str]) -> None:
+    print(f"$ {shlex.join(command)}", flush=True)
     code = subprocess.run(command).returncode
     if code != 0:
         raise CommandFailedError(f"the package was not installed: the command above ended with exit code {code}.")
 
 
-def _snapshot() -> dict[str, Any]:
-    """What a fresh interpreter sees: this one has caches, and has read its path files before the installation."""
+# -- the package -----------------------------------------------------------------------------------------------
+
+
+def _target(env: str, directory: str) -> str:
+    """Return the installer's argument for a name under `directory`, a path, or a URL that begins with git+.
+
+    Raises:
+        ConfigError: there is no such package.
+    """
+    url = env.partition(" @ ")[2].strip() or env
+    if url.startswith("git+"):
+        return url
+    if "://" in env:
+        raise ConfigError(f"{env!r} is no git URL that can be installed; write it as 'git+https://...'.")
+    path = Path(env) if env.endswith(".whl") and Path(env).is_file() else _directory(env, directory)
+    # an installer must not take the path for the name of a package
+    return str(path.resolve())
+
+
+def _directory(env: str, directory: str) -> Path:
+    if env.startswith((".", "~")) or "/" in env:
+        path = Path(env).expanduser()
+        if not path.is_dir():
+            raise ConfigError(f"there is no directory {str(path)!r}; give a package's name, directory or git URL.")
+    else:
+        names = dict.fromkeys((module_name(env), env))
+        found = next((Path(directory, name) for name in names if Path(directory, name).is_dir()), None)
+        if found is None:
+            raise ConfigError(_unknown_name(env, directory))
+        path = found
+    project = path / "pyproject.toml"
+    if not project.is_file():
+        if (path / "setup.py").is_file():
+            return path
+        raise ConfigError(f"{str(path)!r} is no package: it has no pyproject.toml; `vf-init` writes an example.")
+    try:
+        name = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("name")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(project)!r} cannot be read: {error}.") from error
+    if name == "verifiers":
+        raise ConfigError(f"{env!r} is verifiers itself, which vf-install never replaces; use pip or uv.")
+    return path
+
+
+def _unknown_name(env: str, directory: str) -> str:
+    root = Path(directory)
+    if not root.is_dir():
+        return (
+            f"there is no directory {directory!r} to look for {env!r} in; name it with -p, or give the package's "
+            "path or a git URL."
+        )
+    names = sorted(entry.name for entry in root.iterdir() if (entry / "pyproject.toml").is_file())
+    near = difflib.get_close_matches(module_name(env), names, n=3) or names[:5]
+    has = f"it has {', '.join(near)}" if near else "it has no packages"
+    beside = f"; there is a directory {env!r} here: write './{env}' for it" if Path(env).is_dir() else ""
+    return f"there is no package {env!r} in {directory!r} ({has}){beside or '; a path or a git URL would do too'}."
+
+
+# -- its pin ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """A package's requirements, those on verifiers apart from the others.
+
+    Attributes:
+        package: name of the package.
+        excluding: the first requirement that the installed verifiers does not meet; None where it meets all.
+        extras: extras of verifiers that the package requires.
+        others: requirements on everything else that apply here.
+    """
+
+    package: str
+    excluding: str | None
+    extras: tuple[str, ...]
+    others: tuple[str, ...]
+
+    def verifiers(self, version: str) -> str:
+        """Return the requirement that stands for the installed verifiers."""
+        extras = f"[{','.join(self.extras)}]" if self.extras else ""
+        return f"verifiers{extras}=={version}"
+
+
+def read_requirements(package: str, lines: Iterable[str], installed_version: str) -> Requirements:
+    """Compare a package's requirements with the installed verifiers.
+
+    A development version counts as what it is: 1.0.0.dev0 meets `>=0.1.4` and `>=1.0.0.dev0`, not `>=1.0` or `<0.2`.
+
+    Args:
+        package: name of the package.
+        lines: requirements as in a package's metadata (PEP 508).
+        installed_version: of verifiers.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    excluding: str | None = None
+    extras: set[str] = set()
+    others: list[str] = []
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if canonicalize_name(requirement.name) != "verifiers":
+            others.append(line)
+            continue
+        extras |= requirement.extras
+        # a requirement with a URL means another copy of verifiers, of any version
+        met = requirement.url is None and requirement.specifier.contains(installed_version, prereleases=True)
+        if not met and excluding is None:
+            excluding = line.partition(";")[0].strip()
+    return Requirements(package, excluding, tuple(sorted(extras)), tuple(others))
+
+
+def _requirements_of(target: str, version: str) -> Requirements:
+    """Return what a package requires, after its installation alone into a temporary directory.
+
+    Raises:
+        CommandFailedError: the package cannot be built.
+    """
+    with tempfile.TemporaryDirectory(prefix="vf-install-") as directory:
+        command = [*_installer(), "--quiet", "--no-deps", "--target", directory, target]
+        done = subprocess.run(command, capture_output=True, text=True)
+        found = next(iter(distributions(path=[directory])), None)
+        if done.returncode != 0 or found is None:
+            raise CommandFailedError(f"the package {target!r} cannot be built: {done.stderr.strip()}")
+        return read_requirements(found.metadata["Name"], found.requires or (), version)
+
+
+def _raise_if_excluded(target: str, version: str) -> None:
+    try:
+        requirements = _requirements_of(target, version)
+    except CommandFailedError:
+        return  # the installer has printed why
+    if requirements.excluding:
+        raise ConfigError(
+            f"{requirements.package} requires {requirements.excluding}, which excludes the installed verifiers "
+            f"{version}; packages written for 0.1.x mostly run unchanged: install it with --ignore-pin, or ask its "
+            "authors for a wider pin."
+        )
+
+
+# -- the check after -------------------------------------------------------------------------------------------
+
+
+def snapshot() -> dict[str, Any]:
+    """Return the installed packages and environments, as plain data."""
+    found = distributions_by_name()
+    verifiers = found.get("verifiers")
+    return {
+        "verifiers": verifiers and {"version": verifiers.version, "location": str(verifiers.locate_file(""))},
+        "packages": {name: _state_of(distribution) for name, distribution in found.items()},
+        "environments": [asdict(env) for env in installed_environments()],
+    }
+
+
+def _state_of(distribution: Distribution) -> dict[str, Any]:
+    """Return what changes with an installation; only a package from a path or URL has `origin` and `written_ns`."""
+    state = {"name": distribution.metadata["Name"], "version": distribution.version, "origin": None}
+    if (origin := distribution.read_text("direct_url.json")) is None:
+        return state
+    written = [distribution.locate_file(file) for file in distribution.files or () if file.name == "METADATA"]
+    return {**state, "origin": origin, "written_ns": [Path(str(file)).stat().st_mtime_ns for file in written]}
+
+
+def _fresh_snapshot() -> dict[str, Any]:
+    """Take a snapshot in a new interpreter: this one read its path files before the installation."""
     # -P: a directory of the current one must not be taken for an installed package
     done = subprocess.run([sys.executable, "-P", "-c", _SNAPSHOT], capture_output=True, text=True)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise CommandFailedError(f"a new Python process cannot tell what is installed: {reason[0]}")
+        raise CommandFailedError(f"a new Python process cannot list what is installed: {reason[0]}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def _report(name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _report(before: dict[str, Any], after: dict[str, Any]) -> None:
     was, now = before["verifiers"], after["verifiers"]
-    if now != was:
-        there = "is gone" if now is None else f"was replaced by {now['version']} in {now['location']}"
-        raise CommandFailedError(
-            f"verifiers {was['version']} of {was['location']} {there} by what was installed; install it again."
-        )
-    version = after["versions"].get(_normalized(name))
-    if version is None:
-        raise CommandFailedError(f"the installer reported success, but {name} is not installed for {sys.executable}.")
-    mine = [env for env in after["environments"] if _normalized(env["distribution"]) == _normalized(name)]
-    missing = [env for env in mine if env["where"] is None]
-    if missing:
-        raise CommandFailedError(
-            f"{name} {version} is installed, but its environment {missing[0]['name']!r} cannot work: the package "
-            f"lacks the module of its entry point {missing[0]['entry_point']!r}."
-        )
-    print(f"installed {name} {version}; verifiers {was['version']} is as it was")
-    for env in mine:
+    if now != was or after["packages"]["verifiers"] != before["packages"]["verifiers"]:
+        found = "is gone" if now is None else f"was replaced by {now['version']} in {now['location']}"
+        raise CommandFailedError(f"verifiers {was['version']} of {was['location']} {found}; install it again.")
+    changed = {name: new for name, new in after["packages"].items() if new != before["packages"].get(name)}
+    packages = {name: new for name, new in changed.items() if new["origin"] is not None}
+    if not packages:
+        raise CommandFailedError(f"the installer reported success, but installed nothing for {sys.executable}.")
+    environments = [env for env in after["environments"] if _normalized(env["distribution"]) in packages]
+    for env in environments:
+        if env["where"] is None:
+            raise CommandFailedError(
+                f"{env['distribution']} {env['version']} is installed, but its environment {env['name']!r} cannot "
+                f"work: the package lacks the module of its entry point {env['entry_point']!r}."
+            )
+    installed = ", ".join(f"{new['name']} {new['version']}" for new in packages.values())
+    print(f"installed {installed}; verifiers {was['version']} is unchanged")
+    for env in environments:
         how = f"entry point {env['entry_point']}" if env["entry_point"] else "module"
         print(f"  environment {env['name']} ({how}, {env['where']})")
-    if mine:
-        print(f"next: vf-eval {mine[0]['name']} -m MODEL -b URL")
+    if environments:
+        print(f"next: vf-eval {environments[0]['name']} -m MODEL -b URL")
     else:
         print("  it declares no environment, and none of its modules has load_environment")
 

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.arguments import ENVIRONMENTS_DIRECTORY, json_object, make_importable
-from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, json_object, make_importable, run_command
 from verifiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,11 +43,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def regrade_run(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
-    from verifiers.envs.ending import run_teardown
-    from verifiers.envs.loading import load_environment
-    from verifiers.evals.hiding import Hider, hide_in_logs, secrets_of_run
+    from verifiers.envs.lifecycle import run_teardown
+    from verifiers.envs.registry import load_environment
     from verifiers.evals.regrade import regrade
     from verifiers.evals.store import read_run
+    from verifiers.log import Redactor, redact_logs, secrets_of_run
 
     run = read_run(args.run)
     name = args.env or run.metadata.get("env")
@@ -57,8 +56,8 @@ def regrade_run(args: argparse.Namespace) -> int:
     env_args = run.metadata.get("env_args") or {}
     if args.env_args is not None:
         env_args = json_object("--env-args", args.env_args)
-    hide = Hider(secrets_of_run("", "", {}, env_args))
-    with hide.in_errors(), hide_in_logs(hide):
+    redact = Redactor(secrets_of_run("", "", {}, env_args))
+    with redact.in_errors(), redact_logs(redact):
         make_importable(args.env_dir_path)
         env = load_environment(name, **env_args)
 
@@ -69,7 +68,7 @@ def regrade_run(args: argparse.Namespace) -> int:
                     run,
                     max_concurrent=args.max_concurrent,
                     grading_timeout_s=args.grading_timeout,
-                    hide=hide,
+                    redact=redact,
                 )
             finally:
                 await run_teardown(env)
@@ -89,7 +88,7 @@ def _show(args: argparse.Namespace, done: Regraded) -> None:
         return
     from rich.console import Console
 
-    from verifiers.cli.tables import print_table
+    from verifiers.cli.evaluate_output import print_table
 
     rows = []
     for name in {**before, **after}:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.cli.main import DONE, run_command
 from verifiers.errors import ConfigError
 
 __all__ = ["main"]
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="vf-report",
-        description="Write report.html of a training run or an evaluation again, also while it goes on.",
+        description="Write report.html of a training run or an evaluation again, also while it is in progress.",
     )
     parser.add_argument("directory", help="output_dir of a training run, or directory of an evaluation")
     parser.add_argument(
@@ -30,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(directory: Path, out: Path | None = None) -> int:
     """Do what the command does; raises instead of printing errors."""
     from verifiers.evals.store import RESULTS
-    from verifiers.evals.viewer.writing import write_evaluation_report
-    from verifiers.train.watching.report import is_training_run, write_training_report
+    from verifiers.monitoring.run_log import is_training_run
+    from verifiers.reports.evaluation import write_evaluation_report
+    from verifiers.reports.training_run import write_training_report
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out is {str(out)!r}, which is a directory; give a file, such as report.html in it.")

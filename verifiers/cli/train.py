@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.cli.main import DONE, run_command
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
@@ -28,36 +28,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_file", help="TOML file that describes the run; see docs/reference/run-file.md")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the batch plan, and stop")
     parser.add_argument(
-        "--fresh", action="store_true", help="begin at step 0, and move what an earlier run left into earlier-N"
+        "--fresh", action="store_true", help="start at step 0; files of an earlier run are moved to earlier-N"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest complete checkpoint; done without it, too"
+        "--resume", action="store_true", help="resume from the newest complete checkpoint (the default)"
     )
     args = parser.parse_args(argv)
+    from verifiers.train.termination import recorded
+
     return run_command(
-        "vf-train", lambda: train(args.run_file, dry_run=args.dry_run, fresh=args.fresh, resume=args.resume)
+        "vf-train",
+        lambda: recorded(lambda: train(args.run_file, dry_run=args.dry_run, fresh=args.fresh, resume=args.resume)),
     )
 
 
 def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: bool = False) -> int:
-    """Do what the command does; raises instead of printing."""
+    """Do what the command does; raise errors instead of printing them."""
     from verifiers.errors import ConfigError
 
     if fresh and resume:
-        raise ConfigError("--fresh begins at step 0 and --resume goes on; give one of them, or neither to go on.")
+        raise ConfigError("--fresh starts at step 0 and --resume resumes; give one of them, or neither to resume.")
     # the file is checked before the slow imports, so that a typo is told at once
     from verifiers.train.run_file import load_run_file
 
     run = load_run_file(run_file)
-    from verifiers.train.beginning import finished_steps, note_saved
-    from verifiers.train.checkpoint import model_name
+    from verifiers.train.checkpoint.checkpoint import model_name
+    from verifiers.train.checkpoint.resume import finished_steps, note_saved
     from verifiers.train.config import GRPOConfig, lora_defaults
-    from verifiers.train.curriculum import planned_run
-    from verifiers.train.evaluation_settings import check_held_out
-    from verifiers.train.held_out import held_out_sets
+    from verifiers.train.distributed import on_rank_0
+    from verifiers.train.evaluation.eval_sets import choose_eval_sets
     from verifiers.train.models import check_model_exists, check_model_path
-    from verifiers.train.ranks import on_rank_0
-    from verifiers.train.start_checks import check_start
+    from verifiers.train.planned_run import planned_run
+    from verifiers.train.validation import check_eval_sets, check_start
 
     check_model_path(run.model.path)
     # an environment that is not installed may stand beside the run file
@@ -72,8 +74,8 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
         raise ConfigError(f"{run_file}: [trainer]: {error}") from error
     curriculum = run.curriculum_of(config.seed if config.data_seed is None else config.data_seed)
     plan = planned_run(config, env, curriculum, warn=dry_run)
-    held_out = held_out_sets(env, None, eval_env)
-    check_held_out(config, held_out)
+    eval_sets = choose_eval_sets(env, None, eval_env)
+    check_eval_sets(config, eval_sets)
     check_start(config)
     # one of several processes, where a launcher has started them
     is_rank_0 = os.environ.get("RANK", "0") == "0"
@@ -87,18 +89,18 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
     done = None if fresh else on_rank_0(state, lambda: finished_steps(output_dir, *of))
     if done is not None:
         if is_rank_0:
-            print(f"finished: {done} steps in {output_dir}; --fresh begins anew")
+            print(f"finished: {done} steps in {output_dir}; --fresh starts again at step 0")
         return DONE
     check_model_exists(run.model.path, config.model_init_kwargs)
 
-    from verifiers.train.evaluation_line import evaluation_lines
+    from verifiers.train.evaluation.storage import evaluation_lines
     from verifiers.train.launch import launched_server
     from verifiers.train.trainer import GRPOTrainer
 
     _quiet_bars()
     with contextlib.ExitStack() as stack:
         # left last: a server does not wait for it
-        stack.enter_context(_torn_down([env, *(part.env for part in held_out)]))
+        stack.enter_context(_torn_down([env, *(part.env for part in eval_sets)]))
         if run.server.launch is not None and is_rank_0:
             config.server_url = stack.enter_context(
                 launched_server(
@@ -126,7 +128,7 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
 
 
 def load_environments(run: RunFile) -> Environment:
-    """The environment of a run file, or its environments as one group under their names there."""
+    """Load the environment of a run file, or its environments as one group under their names there."""
     from verifiers.envs.env_group import EnvGroup
 
     if run.environment is not None:
@@ -135,7 +137,7 @@ def load_environments(run: RunFile) -> Environment:
 
 
 def load_eval_environments(run: RunFile) -> Environment | dict[str, Environment] | None:
-    """What a run file evaluates on instead of the held-out rows of its environment; None for those."""
+    """Load the environments that a run file evaluates on; None for the eval set of its training environment."""
     if run.eval_environment is not None:
         return _loaded(run.eval_environment)
     return {name: _loaded(table) for name, table in run.eval_environments.items()} or None
@@ -153,7 +155,7 @@ def _quiet_bars() -> None:
 @contextlib.contextmanager
 def _torn_down(envs: Sequence[Environment]) -> Iterator[None]:
     """Tear environments down on the way out."""
-    from verifiers.envs.ending import TEARDOWN_WITHIN_S, tear_down
+    from verifiers.envs.lifecycle import TEARDOWN_WITHIN_S, tear_down
 
     within_s = _TEARDOWN_AFTER_FAILURE_S
     try:
@@ -164,7 +166,7 @@ def _torn_down(envs: Sequence[Environment]) -> Iterator[None]:
 
 
 def _loaded(table: EnvironmentTable) -> Environment:
-    from verifiers.envs.loading import load_environment
+    from verifiers.envs.registry import load_environment
 
     env: Any = load_environment(table.id, **table.args)
     # stored evaluations say what they are of

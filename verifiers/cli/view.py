@@ -1,4 +1,4 @@
-"""`vf-view DIR`: look at the runs of a folder in a browser, also while they go on."""
+"""`vf-view DIR`: look at the runs of a folder in a browser, also while they are in progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verifiers.cli.exit_codes import DONE, run_command
+from verifiers.cli.main import DONE, run_command
 from verifiers.errors import ConfigError
 
 __all__ = ["main"]
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vf-view",
-        description="Look at the runs of a folder in a browser on this machine, also while they go on.",
+        description="Look at the runs of a folder in a browser on this machine, also while they are in progress.",
         epilog="Ctrl-C ends it.",
     )
     parser.add_argument(
@@ -45,7 +45,7 @@ def view(args: argparse.Namespace) -> int:
 
 
 async def _serve(directory: Path, port: int) -> None:
-    from verifiers.evals.viewer.serving import RunServer
+    from verifiers.reports.server import RunServer
 
     server = RunServer(directory, port)
     ended = asyncio.Event()

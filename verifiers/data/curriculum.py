@@ -1,8 +1,7 @@
 """The curriculum: stages of datasets with weights, in force from one optimizer step to another.
 
 A block's rows are a pure function of (seed, block id, stage): any process can compute any block, and a run that is
-resumed draws what it would have drawn. Only the order of each dataset's rows is left to chance: how many draws a
-dataset gets follows its weight as closely as whole numbers can.
+resumed draws what it would have drawn. A block has one stage: the one in force at its first optimizer step.
 """
 
 from __future__ import annotations
@@ -11,12 +10,19 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
-from verifiers.data.draws import row_in_turn, rows_at_random, shares, turns, whole_weights
-from verifiers.data.sizes import check_size
+from verifiers.data.order import check_size
+from verifiers.data.weighted_sampling import (
+    interleave,
+    row_without_replacement,
+    rows_at_random,
+    shares,
+    whole_weights,
+)
 from verifiers.errors import ConfigError
 
 __all__ = ["Curriculum", "Stage", "WeightedDataset", "curriculum_from"]
@@ -50,7 +56,8 @@ class Stage:
 
     Attributes:
         name: for messages and metrics.
-        until_step: the optimizer step at which the next stage begins; None for the end of the run.
+        until_step: the optimizer step at which the next stage begins, or with the next block where that step lies
+            inside one; None for the end of the run.
         datasets: what prompts are drawn from.
     """
 
@@ -118,62 +125,65 @@ class Curriculum:
         return tuple(stage.until_step for stage in self.stages[:-1] if stage.until_step is not None)
 
     def stage_at(self, optimizer_step: int) -> Stage:
-        """The stage in force at an optimizer step, from 0; the last one holds for every later step."""
+        """Return the stage in force at an optimizer step, from 0; the last one holds for every later step."""
         check_size("optimizer_step", optimizer_step, 0)
         return self.stages[sum(step <= optimizer_step for step in self.until_steps)]
 
+    def first_blocks(self, updates_per_block: int | Fraction) -> list[int]:
+        """Return the block with which each stage but the first begins.
+
+        A stage whose `until_step` lies inside a block holds to the end of that block.
+
+        Args:
+            updates_per_block: optimizer steps that a block serves; below 1 where several blocks make an update.
+        """
+        return [math.ceil(Fraction(step) / updates_per_block) for step in self.until_steps]
+
     def draw(
-        self, sizes: Mapping[str, int], block_id: int, optimizer_step: int, count: int, *, updates_per_block: int = 1
+        self,
+        sizes: Mapping[str, int],
+        block_id: int,
+        optimizer_step: int,
+        count: int,
+        *,
+        updates_per_block: int | Fraction = 1,
+        first_blocks: Sequence[int] | None = None,
     ) -> list[tuple[str, int]]:
-        """The prompts of a block as (dataset id, row), for a caller whose blocks all hold `count` prompts.
+        """Return the prompts of a block as (dataset id, row), for a caller whose blocks all hold `count` prompts.
 
         Args:
             sizes: rows of each dataset.
             block_id: the block, from 0.
-            optimizer_step: the step at which the block's rows are trained; it alone chooses the stage.
+            optimizer_step: the first step that trains the block's rows; it alone chooses the stage.
             count: prompts in a block, different from each other.
             updates_per_block: optimizer steps that a block serves; tells how much earlier stages drew. Where it does
-                not fit the two numbers above, the stage is right all the same, but coverage starts anew with it.
+                not fit the two numbers above, the stage is right all the same, but coverage starts with that stage.
+            first_blocks: the block with which each stage but the first begins, in place of `updates_per_block`.
 
         Raises:
             ConfigError: a dataset that is not in `sizes`, or has fewer rows than the block would take from it.
         """
         check_size("block_id", block_id, 0)
         check_size("count", count, 1)
-        check_size("updates_per_block", updates_per_block, 1)
         stage = self.stage_at(optimizer_step)
-        borders = [-(-step // updates_per_block) for step in self.until_steps]
-        curriculum = self
-        if self.stages[sum(border <= block_id for border in borders)] != stage:
-            curriculum, borders = Curriculum((stage,), self.seed, self.replacement), []
-        return curriculum.rows(sizes, [border * count for border in borders], block_id * count, count, count)
-
-    def rows(
-        self, sizes: Mapping[str, int], borders: Sequence[int], start: int, count: int, prompts_per_block: int
-    ) -> list[tuple[str, int]]:
-        """Prompts `start` .. `start` + `count` - 1 of the whole run, all of one block, as (dataset id, row).
-
-        Args:
-            sizes: rows of each dataset.
-            borders: how many prompts the run has drawn when each stage after the first begins.
-            start: prompts that the run has drawn before.
-            count: prompts to draw; they stay inside one block.
-            prompts_per_block: prompts that are different from each other.
-        """
-        block_id, inside = divmod(start, prompts_per_block)
-        names = self._turns(borders, start, count)
-        before, at_block = self.drawn(borders, start), self.drawn(borders, start - inside)
-        waiting: dict[str, Iterator[int]] = {}
+        begins = [0, *(self.first_blocks(updates_per_block) if first_blocks is None else first_blocks)]
+        index = sum(begin <= block_id for begin in begins[1:])
+        if self.stages[index] != stage:
+            return Curriculum((stage,), self.seed, self.replacement).draw(sizes, block_id, optimizer_step, count)
+        start = (block_id - begins[index]) * count
+        names = [stage.datasets[place].id for place in interleave(stage.weights, start, start + count)]
+        drawn = self._drawn_before(block_id, begins, count)
+        waiting: dict[str, list[int]] = {}
         for name, wanted in Counter(names).items():
-            size, used = _size(sizes, name), before[name] - at_block[name]
-            _check_rows(block_id, name, used + wanted, size, prompts_per_block)
+            size = _size(sizes, name)
+            _check_rows(block_id, name, wanted, size, count)
             if self.replacement:
-                drawn = rows_at_random(size, f"{self.seed}:{block_id}:{name}", used + wanted)[used:]
+                rows = rows_at_random(size, f"{self.seed}:{block_id}:{name}", wanted)
             else:
-                places = range(before[name], before[name] + wanted)
-                drawn = [row_in_turn(size, f"{self.seed}:{name}", place, prompts_per_block) for place in places]
-            waiting[name] = iter(drawn)
-        return [(name, next(waiting[name])) for name in names]
+                places = range(drawn[name], drawn[name] + wanted)
+                rows = [row_without_replacement(size, f"{self.seed}:{name}", place, count) for place in places]
+            waiting[name] = rows[::-1]
+        return [(name, waiting[name].pop()) for name in names]
 
     def check(self, sizes: Mapping[str, int], max_steps: int | None) -> None:
         """Compare the curriculum with the datasets and the run; a horizon shorter than the run is a warning.
@@ -204,55 +214,48 @@ class Curriculum:
             )
 
     def check_blocks(
-        self, sizes: Mapping[str, int], blocks: int, prompts_per_block: int, borders: Sequence[int]
+        self, sizes: Mapping[str, int], blocks: int, count: int, updates_per_block: int | Fraction
     ) -> None:
-        """Refuse blocks that would take more rows of a dataset than it has, for a block's prompts all differ.
+        """Refuse stages without a block, and blocks that would take more rows of a dataset than it has.
 
         Args:
             sizes: rows of each dataset.
             blocks: blocks in the run.
-            prompts_per_block: prompts in each.
-            borders: prompts that the run has drawn when each stage after the first begins.
+            count: prompts in each.
+            updates_per_block: optimizer steps that a block serves.
 
         Raises:
-            ConfigError: with the first such block, the dataset and both numbers.
+            ConfigError: with the stage and the nearest steps; or with the first such block, the dataset and both
+                numbers.
         """
+        begins = [0, *self.first_blocks(updates_per_block)]
+        for index, (first, end) in enumerate(itertools.pairwise(begins)):
+            if first == end < blocks:
+                earlier, stage = self.stages[index - 1 : index + 1]
+                raise ConfigError(
+                    f"stage {stage.name!r} of the curriculum ends at optimizer step {stage.until_step}, inside the "
+                    f"block in which stage {earlier.name!r} ends, so no block would be drawn from it: end it at step "
+                    f"{math.floor((end + 1) * updates_per_block)}."
+                )
         used = {dataset.id for stage in self.stages for dataset in stage.datasets}
-        if all(sizes[name] >= prompts_per_block for name in used):
+        if all(sizes[name] >= count for name in used):
             return
-        before = self.drawn(borders, 0)
+        before = self._drawn_before(0, begins, count)
         for block_id in range(blocks):
-            after = self.drawn(borders, (block_id + 1) * prompts_per_block)
+            after = self._drawn_before(block_id + 1, begins, count)
             for name in used:
-                _check_rows(block_id, name, after[name] - before[name], sizes[name], prompts_per_block)
+                _check_rows(block_id, name, after[name] - before[name], sizes[name], count)
             before = after
 
-    def drawn(self, borders: Sequence[int], start: int) -> Counter[str]:
-        """How often each dataset was drawn from before prompt `start` of the run; `borders` as in `rows`."""
+    def _drawn_before(self, block_id: int, begins: Sequence[int], count: int) -> Counter[str]:
+        """Return how often each dataset was drawn from before a block; `begins` has the first block of each stage."""
         drawn: Counter[str] = Counter()
-        for stage, first, last in self._pieces(borders, 0, start):
-            for dataset, share in zip(stage.datasets, shares(stage.weights, last - first), strict=True):
-                drawn[dataset.id] += share
+        for stage, first, end in zip(self.stages, begins, [*begins[1:], block_id], strict=True):
+            blocks = min(end, block_id) - first
+            if blocks > 0:
+                for dataset, share in zip(stage.datasets, shares(stage.weights, blocks * count), strict=True):
+                    drawn[dataset.id] += share
         return drawn
-
-    def _turns(self, borders: Sequence[int], start: int, count: int) -> list[str]:
-        """The dataset of each prompt; a stage counts its draws from its own beginning."""
-        begins = [0, *borders]
-        names: list[str] = []
-        for stage, first, last in self._pieces(borders, start, start + count):
-            begin = begins[self.stages.index(stage)]
-            names += [stage.datasets[turn].id for turn in turns(stage.weights, first - begin, last - begin)]
-        return names
-
-    def _pieces(self, borders: Sequence[int], start: int, stop: int) -> list[tuple[Stage, int, int]]:
-        """The stages that prompts `start` .. `stop` - 1 belong to, with the first and the end of each one's."""
-        edges = [0, *borders, max([stop, *borders])]
-        pieces = []
-        for stage, begin, end in zip(self.stages, edges, edges[1:], strict=False):
-            first, last = max(begin, start), min(end, stop)
-            if first < last:
-                pieces.append((stage, first, last))
-        return pieces
 
 
 def _check_rows(block_id: int, name: str, wanted: int, size: int, prompts_per_block: int) -> None:
@@ -269,7 +272,7 @@ def _check_rows(block_id: int, name: str, wanted: int, size: int, prompts_per_bl
 
 
 def curriculum_from(mapping: Any) -> Curriculum:
-    """The curriculum that a table of a file describes.
+    """Return the curriculum that a table of a file describes.
 
     Args:
         mapping: {"stages": [{"name", "until_step", "datasets": [{"id", "weight"}]}], "seed", "replacement"};

@@ -1,4 +1,4 @@
-"""The order in which a data loader visits rows when each prompt is sampled several times."""
+"""RepeatSampler: the order in which rows are visited when each prompt is sampled several times."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence, Sized
 
-from verifiers.data.order import epoch_order
-from verifiers.data.sizes import check_size
+from verifiers.data.order import check_size, epoch_order
 from verifiers.errors import ConfigError
 
 __all__ = ["RepeatSampler"]
@@ -16,11 +15,13 @@ logger = logging.getLogger("verifiers.data")
 
 
 class RepeatSampler:
-    """Yields row numbers in the order of TRL's sampler of the same name, without torch.
+    """Row numbers in the order of TRL's sampler of the same name, without torch.
 
     Rows are taken in chunks of `batch_size`. Within a chunk each row comes `mini_repeat_count` times in a row,
     and the whole chunk comes `repeat_count` times before the next one begins. Each `iter()` is an epoch. Rows
-    that make no full chunk are left out of that epoch, which is logged once, as a warning, at construction.
+    that make no full chunk are left out of that epoch, which is logged once, as a warning, at the first `iter()`.
+
+    The batch plan takes each block from `chunk`, so that a resumed run begins with any block.
 
     Args:
         data_source: anything with a length, or the number of rows.
@@ -52,37 +53,50 @@ class RepeatSampler:
         self.shuffle = shuffle
         self.seed = secrets.randbits(32) if seed is None else seed
         self.epoch = 0
-        if dropped := self.num_samples % batch_size:
-            logger.warning(
-                "%d of %d rows are left out of each epoch: they do not fill a batch of %d distinct rows.",
-                dropped,
-                self.num_samples,
-                batch_size,
-            )
+        self._warned = False
+
+    @property
+    def chunks_per_epoch(self) -> int:
+        """Whole chunks in one epoch."""
+        return self.num_samples // self.batch_size
 
     def __iter__(self) -> Iterator[int]:
         epoch, self.epoch = self.epoch, self.epoch + 1
+        self._warn_of_dropped_rows()
+        return (row for number in range(self.chunks_per_epoch) for row in self.chunk(epoch, number))
+
+    def chunk(self, epoch: int, number: int) -> list[int]:
+        """Return the row numbers of one chunk of an epoch, with all their repetitions.
+
+        Args:
+            epoch: from 0.
+            number: of the chunk in its epoch, from 0.
+        """
+        start = check_size("number", number, 0) * self.batch_size
         order: Sequence[int] = range(self.num_samples)
         if self.shuffle:
             order = epoch_order(self.num_samples, self.seed, epoch)
-        return self._repeated(order)
+        rows = [row for row in order[start : start + self.batch_size] for _ in range(self.mini_repeat_count)]
+        return rows * self.repeat_count
 
     def __len__(self) -> int:
-        """Row numbers that one epoch yields."""
-        rows = self.num_samples - self.num_samples % self.batch_size
-        return rows * self.mini_repeat_count * self.repeat_count
+        """Return how many row numbers one epoch yields."""
+        return self.chunks_per_epoch * self.batch_size * self.mini_repeat_count * self.repeat_count
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()` epoch number `epoch` (from 0), as a resumed run does."""
         self.epoch = check_size("epoch", epoch, 0)
 
-    def _repeated(self, order: Sequence[int]) -> Iterator[int]:
-        for start in range(0, len(order) - self.batch_size + 1, self.batch_size):
-            chunk = order[start : start + self.batch_size]
-            for _ in range(self.repeat_count):
-                for row in chunk:
-                    for _ in range(self.mini_repeat_count):
-                        yield row
+    def _warn_of_dropped_rows(self) -> None:
+        dropped = self.num_samples % self.batch_size
+        if dropped and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d of %d rows are left out of each epoch: they do not fill a batch of %d distinct rows.",
+                dropped,
+                self.num_samples,
+                self.batch_size,
+            )
 
 
 def _length(data_source: Sized | int) -> int:

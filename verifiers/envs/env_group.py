@@ -3,40 +3,142 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verifiers.envs.calling import either_generation
-from verifiers.envs.env_group_data import Route, group_datasets, in_turn
-from verifiers.envs.environment import Environment
-from verifiers.envs.processing import TokenLists
-from verifiers.errors import ConfigError
-from verifiers.rollouts.run import call_rollout, gives_rollout_input, takes_rollout_input
-from verifiers.rubrics.rows import Row
-from verifiers.rubrics.rubric import Rubric
-from verifiers.types import (
-    ChatMessage,
-    Info,
-    Messages,
-    RewardFunc,
-    RolloutInput,
-    RolloutScore,
-    SamplingArgs,
-    State,
+from verifiers.concurrency import gather_owned
+from verifiers.envs.classic.signatures import (
+    call_rollout,
+    either_generation,
+    gives_rollout_input,
+    takes_rollout_input,
 )
+from verifiers.envs.classic.token_processing import TokenLists
+from verifiers.envs.environment import Environment
+from verifiers.errors import ConfigError
+from verifiers.rollouts.batch_client import BatchClient, completion_and_state
+from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.scoring import ScoringInput
+from verifiers.types import ChatMessage, Info, Messages, RewardFunc, RolloutInput, RolloutScore, SamplingArgs, State
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["EnvGroup", "EnvGroupRubric"]
+__all__ = ["EnvGroup", "EnvGroupRubric", "Route", "group_datasets", "in_turn"]
+
+
+class Route(NamedTuple):
+    """Where a task belongs: the name of the environment, and the task's name inside it."""
+
+    name: str
+    task: str
+
+
+def group_datasets(
+    env_map: Mapping[str, Environment],
+) -> tuple[Dataset | None, Dataset | None, dict[str, Route]]:
+    """Return the training rows and the eval rows of all environments, in their order, and the routes of their tasks.
+
+    An environment without training rows has none in the first; the second is None where no environment has
+    held-out rows, and else takes training rows from those that have none.
+
+    Raises:
+        ConfigError: a column that cannot hold what it holds in each of them.
+    """
+    routes: dict[str, Route] = {}
+    # a plain row of an environment has its name as task, so that name is never another's
+    for name in env_map:
+        routes[name] = Route(name, name)
+    renamed: dict[Route, str] = {}
+    train = {name: env.get_dataset() for name, env in env_map.items() if env.dataset is not None}
+    held_out: dict[str, Dataset] = {}
+    if any(env.eval_dataset is not None for env in env_map.values()):
+        held_out = {name: env.get_eval_dataset() for name, env in env_map.items()}
+    tables = []
+    for of_env in (train, held_out):
+        parts = {name: _with_tasks(dataset, name, routes, renamed) for name, dataset in of_env.items()}
+        tables.append(_concatenated(parts) if parts else None)
+    return tables[0], tables[1], routes
+
+
+def in_turn(names: Iterable[str]) -> list[int]:
+    """Places of rows such that environments take turns, each with its rows in order, until all are through.
+
+    Args:
+        names: of each row's environment.
+    """
+    seen: Counter[str] = Counter()
+    turns = []
+    for place, name in enumerate(names):
+        turns.append((seen[name], place))
+        seen[name] += 1
+    return [place for _, place in sorted(turns)]
+
+
+def _with_tasks(dataset: Dataset, name: str, routes: dict[str, Route], renamed: dict[Route, str]) -> Dataset:
+    dataset = dataset.remove_columns([column for column in ("id", "example_id") if column in dataset.column_names])
+    if "task" not in dataset.column_names:
+        return dataset.add_column("task", [name] * len(dataset))
+    tasks = [task or name for task in dataset["task"]]
+    return dataset.remove_columns("task").add_column(
+        "task", [_outer_task(Route(name, task), routes, renamed) for task in tasks]
+    )
+
+
+def _outer_task(route: Route, routes: dict[str, Route], renamed: dict[Route, str]) -> str:
+    """Return the group's name of an environment's task: the same, unless another environment has it."""
+    known = renamed.get(route)
+    if known is not None:
+        return known
+    task = route.task
+    while routes.setdefault(task, route) != route:
+        task = f"{route.name}/{task}"
+    renamed[route] = task
+    return task
+
+
+def _concatenated(parts: Mapping[str, Dataset]) -> Dataset:
+    """All rows as one table; a column that is missing somewhere is None there."""
+    import datasets
+    import pyarrow
+
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, part in parts.items():
+        for column, kind in part.features.items():
+            kinds.setdefault(column, {})[name] = kind
+    differing = [column for column, of_env in kinds.items() if len({repr(kind) for kind in of_env.values()}) > 1]
+    alike = [
+        part.remove_columns([column for column in differing if column in part.column_names])
+        for part in parts.values()
+    ]
+    joined: Dataset = datasets.concatenate_datasets(alike)
+    for column in differing:
+        values: list[Any] = []
+        for part in parts.values():
+            values += list(part[column]) if column in part.column_names else [None] * len(part)
+        if column == "info":
+            # one struct type cannot hold two kinds of info without giving each the other's fields
+            values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+        try:
+            joined = joined.add_column(column, pyarrow.array(values))
+        except pyarrow.ArrowException as error:
+            named = ", ".join(f"{kind} in {name!r}" for name, kind in kinds[column].items())
+            raise ConfigError(
+                f"The column {column!r} holds different things in the environments of the group ({named}); give it "
+                "one type, for instance text."
+            ) from error
+    return joined
 
 
 class EnvGroupRubric(Rubric):
     """Scores each rollout by the rubric of the environment that its task belongs to.
 
     The classic calls (`score_rollout`, `score_rollouts`) give every rollout all metrics of the group, 0.0 where they
-    are another environment's; `score_group` gives it those of its own, so that means are over what was measured.
-    A task that no environment has scores 0.0, with the failure noted in `state["grading_errors"]`.
+    are another environment's; `score_group` gives each rollout those of its environment, so that means are over what
+    was measured. A rollout whose task no environment has is a failed grade.
 
     Args:
         env_map: environments by name.
@@ -67,67 +169,39 @@ class EnvGroupRubric(Rubric):
         """True where some environment's rubric needs a prompt's whole group."""
         return any(getattr(env.rubric, "has_group_funcs", False) is True for env in self.env_map.values())
 
-    async def score_rollout(self, *args: Any, **kwargs: Any) -> RolloutScore:
-        """Score one rollout, called in either generation's way; as `Rubric.score_rollout`."""
-        by_state = isinstance(args[0], Mapping) if args else "completion" not in kwargs
-        if not by_state:
-            return await self._score_in_columns(*args, **kwargs)
-        state: State = args[0] if args else kwargs["state"]
-        if self._route(state) is None:
-            self._note_unknown_task(state)
-            metrics: dict[str, float] = {}
-            state["reward"] = 0.0
-        else:
-            await self.score_group([state])
-            metrics = state["metrics"]
-        state["metrics"] = self._padded(metrics)
-        return RolloutScore(state["reward"], state["metrics"])
-
-    async def score_group(self, states: Sequence[State], score_sem: Any = None) -> None:
-        """Score the rollouts of one prompt together, by the rubric of their task."""
-        by_task: dict[Any, list[State]] = {}
-        for state in states:
-            by_task.setdefault(_task_of(state), []).append(state)
-        for of_task in by_task.values():
-            route = self._route(of_task[0])
-            if route is None:
-                for state in of_task:
-                    self._note_unknown_task(state)
-                    state["reward"], state["metrics"] = 0.0, {}
-                continue
-            with _task_inside(of_task, route.task):
-                await self.env_map[route.name].rubric.score_group(of_task, score_sem)
-
-    async def _score_in_columns(
+    async def score_inputs(
         self,
-        prompt: Messages,
-        completion: Messages,
-        answer: Any = "",
-        state: State | None = None,
-        task: str = "default",
-        info: Info | None = None,
-        **kwargs: Any,
-    ) -> RolloutScore:
-        state = state if state is not None else State()
-        route = _route_of(task, self.env_map, self.routes)
-        if route is None:
-            self._note_unknown_task(state, task)
-            return RolloutScore(0.0, self._padded({}))
-        row = Row(prompt, completion, answer, state, route.task, info or {})
-        with _task_inside([state], route.task):
-            score = await self.env_map[route.name].rubric._score_row(row, None, kwargs)
-        return RolloutScore(score.reward, self._padded(score.metrics))
+        inputs: Sequence[ScoringInput],
+        score_sem: Any = None,
+        *,
+        as_group: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[RolloutScore]:
+        """Score rollouts by the rubric of their task; as `Rubric.score_inputs`."""
+        scores: dict[int, RolloutScore] = {}
+        by_task: dict[Any, list[int]] = {}
+        for place, item in enumerate(inputs):
+            by_task.setdefault(item.task, []).append(place)
 
-    def _route(self, state: State) -> Route | None:
-        return _route_of(_task_of(state), self.env_map, self.routes)
+        async def score_task(task: Any, places: list[int]) -> None:
+            route = _route_of(task, self.env_map, self.routes)
+            if route is None:
+                error = ConfigError(f"no environment of the group has the task {task!r}, only {sorted(self.env_map)}")
+                self._record_failure("EnvGroupRubric", [inputs[place] for place in places], error)
+                scores.update((place, inputs[place].score(0.0)) for place in places)
+                return
+            items = [dataclasses.replace(inputs[place], task=route.task) for place in places]
+            rubric = self.env_map[route.name].rubric
+            with _task_inside([item.state for item in items], route.task):
+                of_task = await rubric.score_as_member(items, score_sem, as_group=as_group, extra=extra)
+            scores.update(zip(places, of_task, strict=True))
 
-    def _padded(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        return {**dict.fromkeys(self.all_reward_names, 0.0), **metrics}
-
-    def _note_unknown_task(self, state: State, task: str | None = None) -> None:
-        task = task if task is not None else _task_of(state)
-        error = ConfigError(f"no environment of the group has the task {task!r}, only {sorted(self.env_map)}")
-        self._record_failure("EnvGroupRubric", [state], error)
+        await gather_owned([score_task(task, places) for task, places in by_task.items()])
+        in_order = [scores[place] for place in range(len(inputs))]
+        if not as_group:
+            for score in in_order:
+                score.metrics = {**dict.fromkeys(self.all_reward_names, 0.0), **score.metrics}
+        return in_order
 
 
 class EnvGroup(Environment):
@@ -195,8 +269,52 @@ class EnvGroup(Environment):
         return rows.select(in_turn("" if route is None else route.name for route in routes)[:n])
 
     def get_env_for_task(self, task: str) -> Environment:
-        """The environment that plays rows of this task; the first one where none has it."""
+        """Return the environment that plays rows of this task; the first one where none has it."""
         return self._place(task)[0]
+
+    async def run_rollouts(
+        self,
+        client: Any,
+        model: str,
+        prompts: Sequence[Messages],
+        answers: Sequence[Any],
+        tasks: Sequence[str] | None = None,
+        infos: Sequence[Info] | None = None,
+        sampling_args: SamplingArgs | None = None,
+        max_concurrent: int = -1,
+        **kwargs: Any,
+    ) -> list[tuple[Messages, State]]:
+        """Play all prompts out, each by the `run_rollouts` of its task's environment."""
+        batch = BatchClient.of(client, len(prompts))
+        if batch is None:
+            return await super().run_rollouts(
+                client, model, prompts, answers, tasks, infos, sampling_args, max_concurrent, **kwargs
+            )
+        tasks = list(tasks) if tasks is not None else ["default"] * len(prompts)
+        given = batch.sampling_args if sampling_args is None else sampling_args
+        by_env: dict[int, list[int]] = {}
+        for place, task in enumerate(tasks):
+            by_env.setdefault(id(self._place(task)[0]), []).append(place)
+        results: dict[int, tuple[Messages, State]] = {}
+
+        async def play(places: list[int]) -> None:
+            env = self._place(tasks[places[0]])[0]
+            of_env = await env.run_rollouts(
+                batch.select(places),
+                model,
+                [prompts[place] for place in places],
+                [answers[place] for place in places],
+                [self._place(tasks[place])[1] for place in places],
+                [infos[place] if infos is not None else {} for place in places],
+                sampling_args=_merged(env.sampling_args, given),
+            )
+            for place, result in zip(places, of_env, strict=True):
+                completion, state = completion_and_state(result)
+                state["task"] = tasks[place]
+                results[place] = completion, state
+
+        await gather_owned([play(places) for places in by_env.values()])
+        return [results[place] for place in range(len(prompts))]
 
     @takes_rollout_input
     @either_generation(gives_rollout_input, lambda self, *args, **kwargs: self._rollout_from_input(*args, **kwargs))
@@ -232,9 +350,10 @@ class EnvGroup(Environment):
         self, row: dict[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None
     ) -> tuple[Messages, State]:
         env, inner_task = self._place(row["task"])
-        completion, state = await call_rollout(
+        result = await call_rollout(
             env, {**row, "task": inner_task}, client, model, _merged(env.sampling_args, sampling_args or {})
         )
+        completion, state = completion_and_state(result)
         state["task"] = row["task"]
         return completion, state
 
@@ -260,15 +379,9 @@ def _route_of(task: Any, env_map: Mapping[str, Environment], routes: Mapping[str
     return Route(task, task) if route is None and task in env_map else route
 
 
-def _task_of(state: Mapping[str, Any]) -> Any:
-    given = state.get("input")
-    task = state.get("task")
-    return task if task is not None or not isinstance(given, Mapping) else given.get("task")
-
-
 @contextlib.contextmanager
 def _task_inside(states: Sequence[State], task: str) -> Iterator[None]:
-    """The states with the task's name inside its environment, which its reward functions know it by."""
+    """Return the states with the task's name inside its environment, which its reward functions know it by."""
     names = [state.get("task") for state in states]
     for state in states:
         state["task"] = task
@@ -280,6 +393,6 @@ def _task_inside(states: Sequence[State], task: str) -> Iterator[None]:
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling arguments of an environment and of a call; the call's win, also inside `extra_body`."""
+    """Merge the sampling arguments of an environment and of a call; the call's win, also inside `extra_body`."""
     extra_body = {**(own.get("extra_body") or {}), **(given.get("extra_body") or {})}
     return {**own, **given, "extra_body": extra_body}

@@ -6,13 +6,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.envs import dataset_format, generation, processing
-from verifiers.envs.calling import either_generation
-from verifiers.envs.ending import run_teardown
+from verifiers.concurrency import gather_owned
+from verifiers.envs import datasets
+from verifiers.envs.classic import batch_api, token_processing
+from verifiers.envs.classic.signatures import call_rollout, default_step, either_generation
+from verifiers.envs.lifecycle import run_teardown
 from verifiers.envs.model_call import asks_by_state, call_model, call_model_by_state
-from verifiers.envs.states import new_state
 from verifiers.errors import ConfigError
+from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser
+from verifiers.rollouts.batch_client import BatchClient
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import (
     ChatMessage,
@@ -102,8 +105,8 @@ class Environment:
     def format_prompt(
         self, prompt_str: str, system_prompt: str | None = None, few_shot: list[ChatMessage] | None = None
     ) -> list[ChatMessage]:
-        """The messages for a question: system prompt, examples, question."""
-        return dataset_format.format_prompt(prompt_str, system_prompt, few_shot)
+        """Return the messages for a question: system prompt, examples, question."""
+        return datasets.format_prompt(prompt_str, system_prompt, few_shot)
 
     def format_dataset(
         self,
@@ -113,13 +116,13 @@ class Environment:
         question_key: str = "question",
         answer_key: str = "answer",
     ) -> Dataset:
-        """The dataset with columns `id` (0 .. N-1) and `prompt` added where they are absent."""
-        return dataset_format.format_dataset(
+        """Return the dataset with columns `id` (0 .. N-1) and `prompt` added where they are absent."""
+        return datasets.format_dataset(
             dataset, system_prompt, few_shot, question_key, answer_key, message_type=self.message_type
         )
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
-        """The training rows; the first `n` of them, after a shuffle where `seed` is given.
+        """Return the training rows; the first `n` of them, after a shuffle where `seed` is given.
 
         Raises:
             ConfigError: the environment has only an eval dataset.
@@ -129,18 +132,18 @@ class Environment:
         return _selected(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
-        """The held-out rows, or, with a warning, the training rows where there are none."""
+        """Return the held-out rows, or, with a warning, the training rows where there are none."""
         if self.eval_dataset is None:
             self.logger.warning("No eval dataset was given: evaluating on the training dataset.")
             return self.get_dataset(n, seed)
         return _selected(self.eval_dataset, n, seed)
 
     def get_reward_funcs(self) -> list[RewardFunc]:
-        """The rubric's reward functions."""
+        """Return the rubric's reward functions."""
         return self.rubric.get_reward_funcs()
 
     def get_reward_weights(self) -> list[float]:
-        """The rubric's weights, one a reward function."""
+        """Return the rubric's weights, one a reward function."""
         return self.rubric.get_reward_weights()
 
     def add_rubric(self, rubric: Rubric) -> None:
@@ -152,6 +155,7 @@ class Environment:
 
     # -- one rollout ----------------------------------------------------------------------------------------
 
+    @default_step
     async def init_state(
         self,
         input: RolloutInput,  # noqa: A002 - the classic API's name
@@ -159,9 +163,10 @@ class Environment:
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """The state that a rollout of this row begins with, before `setup_state`."""
-        return new_state(input, client, model, sampling_args, self.oai_tools)
+        """Return the state that a rollout of this row begins with, before `setup_state`."""
+        return datasets.new_state(input, client, model, sampling_args, self.oai_tools)
 
+    @default_step
     @either_generation(asks_by_state, call_model_by_state)
     async def get_model_response(
         self,
@@ -173,7 +178,7 @@ class Environment:
         message_type: MessageType | None = None,
         **kwargs: Any,
     ) -> ModelResponse:
-        """The policy's answer to `prompt`; see `verifiers.envs.model_call.call_model`.
+        """Return the policy's answer to `prompt`; see `verifiers.envs.model_call.call_model`.
 
         Second generation: `get_model_response(state, prompt, client=None, model=None, oai_tools=None,
         sampling_args=None, message_type=None)`; what is left out is taken from the state.
@@ -189,14 +194,16 @@ class Environment:
         )
 
     async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-        """Play one prompt out: `rollout(client, model, prompt, answer, task, info, sampling_args)` returns
-        (completion, state)."""
+        """Play one prompt out.
+
+        `rollout(client, model, prompt, answer, task, info, sampling_args)` returns (completion, state).
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must override rollout, or subclass SingleTurnEnv or MultiTurnEnv."
         )
 
     async def teardown(self) -> None:
-        """Run the methods marked `@vf.teardown`, once; see `verifiers.envs.ending.run_teardown`."""
+        """Run the methods marked `@vf.teardown`, once; see `verifiers.envs.lifecycle.run_teardown`."""
         await run_teardown(self)
 
     # -- many rollouts --------------------------------------------------------------------------------------
@@ -215,16 +222,40 @@ class Environment:
     ) -> list[tuple[Messages, State]]:
         """Play all prompts out with independent calls under one semaphore; no scores.
 
+        Training, evaluation and the classic calls ask this method for their rollouts, so an override takes effect in
+        all of them. They give it a `BatchClient`: `client[i]` is the client of prompt i, which records its tokens,
+        and `client[i:j]` that of several prompts, for `super().run_rollouts`. A failure is then recorded as the
+        outcome of its rollout instead of raised.
+
+        Args:
+            client: that, or any client shaped like `openai.AsyncOpenAI`.
+            max_concurrent: rollouts in flight at once, of a client that has no limit of its own; -1 for no bound.
+
         Returns:
             (completion, state) of each prompt, in order.
 
         Raises:
-            Exception: the first rollout's failure; the others are cancelled.
+            ConfigError: another number of prompts than the client was made for.
+            Exception: with a client of the caller's own, the first rollout's failure; the others are cancelled.
         """
-        columns = {"prompt": list(prompts), "answer": list(answers), "task": tasks, "info": infos}
-        rollouts = await generation.run_columns(self, columns, client, model, sampling_args, max_concurrent)
-        generation.drop_clients(rollouts)
-        return [(rollout.completion, rollout.state) for rollout in rollouts]
+        rows: list[dict[str, Any]] = [
+            {
+                "prompt": prompt,
+                "answer": answer,
+                "task": tasks[index] if tasks is not None else "default",
+                "info": infos[index] if infos is not None else {},
+            }
+            for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        ]
+        batch = BatchClient.of(client, len(rows))
+        if batch is not None:
+            return await play_rows(self, batch, model, rows, sampling_args)
+        async with batch_api.own_batch(self, client, model, rows, sampling_args, max_concurrent) as batch:
+            results = await play_rows(self, batch, model, rows, batch.sampling_args)
+        for _, state in results:
+            # results are stored and copied, and connections are neither
+            state.pop("client", None)
+        return results
 
     async def a_generate(
         self,
@@ -245,7 +276,7 @@ class Environment:
             prompt, completion, answer, state, task, info, reward, metrics; `reward` is [] with
             `score_rollouts=False`.
         """
-        return await generation.generate(
+        return await batch_api.generate(
             self,
             inputs,
             client,
@@ -259,11 +290,11 @@ class Environment:
 
     def generate(self, inputs: Any, client: Any, model: str, *args: Any, **kwargs: Any) -> Any:
         """`a_generate`, for both generations of callers: read the result at once, or await it."""
-        return generation.complete_or_awaitable(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
+        return batch_api.complete_or_awaitable(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
 
     def generate_sync(self, inputs: Any, client: Any, model: str, *args: Any, **kwargs: Any) -> GenerateOutputs:
         """`a_generate`, blocking; also inside a running event loop."""
-        return generation.run_to_completion(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
+        return run_blocking(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
 
     async def a_evaluate(
         self,
@@ -276,17 +307,17 @@ class Environment:
         **kwargs: Any,
     ) -> GenerateOutputs:
         """Roll out and score the eval dataset, repeated in the order e0 .. eN-1, e0 .. eN-1."""
-        rows = generation.columns_of(self.get_eval_dataset(n=num_examples))
+        rows = batch_api.columns_of(self.get_eval_dataset(n=num_examples))
         inputs = {name: list(values) * rollouts_per_example for name, values in rows.items()}
         return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)
 
     def evaluate(self, client: Any, model: str, *args: Any, **kwargs: Any) -> Any:
         """`a_evaluate`, for both generations of callers: read the result at once, or await it."""
-        return generation.complete_or_awaitable(lambda: self.a_evaluate(client, model, *args, **kwargs))
+        return batch_api.complete_or_awaitable(lambda: self.a_evaluate(client, model, *args, **kwargs))
 
     def evaluate_sync(self, client: Any, model: str, *args: Any, **kwargs: Any) -> GenerateOutputs:
         """`a_evaluate`, blocking."""
-        return generation.run_to_completion(lambda: self.a_evaluate(client, model, *args, **kwargs))
+        return run_blocking(lambda: self.a_evaluate(client, model, *args, **kwargs))
 
     def make_dataset(
         self,
@@ -305,28 +336,17 @@ class Environment:
         """
         if push_to_hf_hub and hub_name is None:
             raise ConfigError("push_to_hf_hub needs hub_name, such as 'user/my-results'.")
-        dataset = generation.to_dataset(results, state_columns)
+        dataset = batch_api.to_dataset(results, state_columns)
         if push_to_hf_hub:
             dataset.push_to_hub(hub_name)
         return dataset
 
     # -- tokens, for training loops written for the classic API -----------------------------------------------
 
-    def parse_chat_completion_tokens(self, chat_completion: ModelResponse) -> list[int]:
-        """Sampled token ids of a chat completion."""
-        return processing.chat_tokens(chat_completion)
-
-    def parse_chat_completion_logprobs(self, chat_completion: ModelResponse) -> list[float]:
-        """Log-probs of the sampled tokens of a chat completion, in nats."""
-        return processing.chat_logprobs(chat_completion)
-
-    def parse_completion_tokens(self, completion: ModelResponse) -> list[int]:
-        """Sampled token ids of a text completion."""
-        return processing.completion_tokens(completion)
-
-    def parse_completion_logprobs(self, completion: ModelResponse) -> list[float]:
-        """Log-probs of the sampled tokens of a text completion, in nats."""
-        return processing.completion_logprobs(completion)
+    parse_chat_completion_tokens = staticmethod(token_processing.chat_tokens)
+    parse_chat_completion_logprobs = staticmethod(token_processing.chat_logprobs)
+    parse_completion_tokens = staticmethod(token_processing.completion_tokens)
+    parse_completion_logprobs = staticmethod(token_processing.completion_logprobs)
 
     def process_chat_format_vllm(
         self,
@@ -335,10 +355,10 @@ class Environment:
         state: State,
         processing_class: Any,
         mask_env_responses: bool = False,
-    ) -> processing.TokenLists:
-        """Token lists of a chat rollout; see `verifiers.envs.processing.process_chat`."""
+    ) -> token_processing.TokenLists:
+        """Token lists of a chat rollout; see `verifiers.envs.classic.token_processing.process_chat`."""
         tools = (state.get("info") or {}).get("oai_tools") or self.oai_tools
-        return processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)
+        return token_processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)
 
     def process_completion_format_vllm(
         self,
@@ -347,9 +367,9 @@ class Environment:
         state: State,
         processing_class: Any,
         mask_env_responses: bool = False,
-    ) -> processing.TokenLists:
-        """Token lists of a rollout in completion mode; see `verifiers.envs.processing.process_completion`."""
-        return processing.process_completion(prompt, completion, state, processing_class, mask_env_responses)
+    ) -> token_processing.TokenLists:
+        """Token lists of a rollout in completion mode; see `token_processing.process_completion`."""
+        return token_processing.process_completion(prompt, completion, state, processing_class, mask_env_responses)
 
     def process_env_results_vllm(
         self,
@@ -363,12 +383,12 @@ class Environment:
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
     ) -> ProcessedOutputs:
-        """Token lists of finished rollouts; see `verifiers.envs.processing.process_results`."""
+        """Token lists of finished rollouts; see `verifiers.envs.classic.token_processing.process_results`."""
         is_chat = self.message_type == "chat"
-        of_one: Callable[..., processing.TokenLists] = (
+        of_one: Callable[..., token_processing.TokenLists] = (
             self.process_chat_format_vllm if is_chat else self.process_completion_format_vllm
         )
-        return processing.process_results(
+        return token_processing.process_results(
             lambda prompt, completion, state: of_one(prompt, completion, state, processing_class, mask_env_responses),
             prompts,
             completions,
@@ -380,6 +400,22 @@ class Environment:
         )
 
     process_env_results = process_env_results_vllm
+
+
+async def play_rows(
+    env: Any, batch: BatchClient, model: str, rows: Sequence[dict[str, Any]], sampling_args: SamplingArgs | None
+) -> list[tuple[Messages, State]]:
+    """Play each row with its client of the batch, side by side."""
+    given = batch.sampling_args if sampling_args is None else sampling_args
+
+    async def play(index: int) -> tuple[Messages, State]:
+        row = {**rows[index], "example_id": batch.records[index].request.key.example_id}
+        return await batch.play(index, lambda client: call_rollout(env, row, client, model, dict(given)))
+
+    if len(rows) == 1:
+        # nothing to run beside it: a task of its own would only cost
+        return [await play(0)]
+    return await gather_owned([play(index) for index in range(len(rows))])
 
 
 def _selected(dataset: Dataset, n: int, seed: int | None) -> Dataset:

@@ -2,6 +2,6 @@
 
 raise ImportError(
     "verifiers.envs.experimental belongs to the hosted or experimental part of the classic verifiers, "
-    "which this package does not provide; vf.ToolEnv, vf.SandboxEnv and verifiers.envs.adapters are what there is.",
+    "which this package does not provide; vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is.",
     name=__name__,
 )

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from verifiers.envs.classic.token_processing import object_tokens
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
-from verifiers.parsers.messages import message_field
-from verifiers.rollouts.endpoint import is_context_overflow
-from verifiers.rollouts.wire import overlong_response
+from verifiers.inference.endpoint import is_context_overflow
+from verifiers.inference.wire import WireObject, overlong_response, plain_data
 from verifiers.types import (
     AssistantMessage,
     ChatMessage,
@@ -20,9 +20,11 @@ from verifiers.types import (
     ModelResponse,
     SamplingArgs,
     State,
+    TrajectoryStep,
+    message_field,
 )
 
-__all__ = ["asks_by_state", "assistant_message", "call_model", "call_model_by_state"]
+__all__ = ["asks_by_state", "call_model", "call_model_by_state", "step_of"]
 
 
 async def call_model(
@@ -79,7 +81,7 @@ async def call_model(
 
 
 def asks_by_state(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True for `get_model_response(state, prompt, ...)`; the first generation gives the client first."""
+    """Return True for `get_model_response(state, prompt, ...)`; the first generation gives the client first."""
     return "state" in kwargs or bool(args and isinstance(args[0], Mapping))
 
 
@@ -107,9 +109,60 @@ async def call_model_by_state(
     )
 
 
-def assistant_message(response: ModelResponse) -> MessageRecord:
-    """The chat message inside a response, as plain data; tool calls and reasoning are kept."""
-    message = response.choices[0].message
+def step_of(prompt: Messages, response: ModelResponse, message_type: MessageType) -> TrajectoryStep:
+    """Return an answer of the policy as a step of the trajectory."""
+    choice = response.choices[0]
+    return {
+        "prompt": prompt,
+        "completion": [assistant_message(choice.message)] if message_type == "chat" else choice.text or "",
+        "response": response,
+        "tokens": step_tokens(response, message_type),
+        "reward": None,
+        "advantage": None,
+        "is_truncated": getattr(choice, "finish_reason", None) == "length",
+        "extras": {},
+    }
+
+
+def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str, Any] | None:
+    """Return the tokens of an answer as a trajectory's step holds them; None where the server sent no ids.
+
+    Returns:
+        prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs (nats), overlong_prompt,
+        is_truncated.
+    """
+    if isinstance(response, WireObject):
+        lists = _wire_tokens(plain_data(response))
+    else:
+        lists = object_tokens(response, message_type)
+    if lists is None:
+        return None
+    prompt_ids, completion_ids, logprobs = lists
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": [0] * len(prompt_ids),
+        "completion_ids": completion_ids,
+        "completion_mask": [1] * len(completion_ids),
+        "completion_logprobs": logprobs,
+        "overlong_prompt": getattr(response, "id", None) == "overlong-prompt",
+        "is_truncated": getattr(response.choices[0], "finish_reason", None) == "length",
+    }
+
+
+def _wire_tokens(answer: Mapping[str, Any]) -> tuple[list[int], list[int], list[float]] | None:
+    """Return prompt ids, sampled ids and log-probs of plain JSON: an object a token would cost more than the turn."""
+    choice = answer["choices"][0]
+    logprobs, completion_ids = choice.get("logprobs"), choice.get("token_ids")
+    prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    if not logprobs or completion_ids is None or prompt_ids is None:
+        return None
+    entries = logprobs.get("content")
+    chosen = [entry["logprob"] for entry in entries] if entries is not None else logprobs.get("token_logprobs")
+    return None if chosen is None else (list(prompt_ids), list(completion_ids), list(chosen))
+
+
+def assistant_message(message: Any) -> MessageRecord:
+    """Return the chat message of a response as plain data; tool calls and reasoning are kept."""
     plain = AssistantMessage(role="assistant", content=getattr(message, "content", None) or "")
     tool_calls = getattr(message, "tool_calls", None)
     if isinstance(tool_calls, list) and tool_calls:
@@ -136,7 +189,7 @@ def _plain_tool_call(call: Any) -> dict[str, Any]:
 
 def _has_audio(messages: list[ChatMessage]) -> bool:
     for message in messages:
-        content = message_field(message, "content")
+        content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
         if isinstance(content, list) and any("audio" in str(message_field(part, "type", "")) for part in content):
             return True
     return False

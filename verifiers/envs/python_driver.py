@@ -59,7 +59,7 @@ class Driver:
             self.reply(nonce, self.output())
 
     def open_streams(self) -> None:
-        """Standard streams as they should be, whatever the cell before has done to them."""
+        """Open the standard streams, whatever the cell before has done to them."""
         for number, source in enumerate((self.empty, self.captured, self.captured)):
             os.dup2(source, number)
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -104,7 +104,7 @@ class Driver:
         return self.loop.run_until_complete(value)
 
     def output(self) -> str:
-        """What was captured since the last call; where it is long, a mark stands in place of its middle."""
+        """Return what was captured since the last call; where it is long, a mark stands in place of its middle."""
         size = os.fstat(self.captured).st_size
         # a character takes at most four bytes
         keep = 4 * self.max_chars
@@ -128,7 +128,7 @@ class Driver:
             data = data[os.write(self.replies, data) :]
 
     def print_error(self, error: BaseException) -> None:
-        """The traceback as the cell's author expects it: it begins in the cell, not in this file."""
+        """Print the traceback as the cell's author expects it: it begins in the cell, not in this file."""
         try:
             import linecache
             import traceback
@@ -145,7 +145,7 @@ class Driver:
 
 
 def compiled(code: str, name: str) -> Iterator[CodeType]:
-    """A cell's statements as one part, and its last expression as another."""
+    """Yield a cell's statements as one part, and its last expression as another."""
     tree: Any = compile(code, name, "exec", flags=_ast.PyCF_ONLY_AST | TOP_LEVEL_AWAIT, dont_inherit=True)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
     yield compile(tree, name, "exec", flags=TOP_LEVEL_AWAIT, dont_inherit=True)

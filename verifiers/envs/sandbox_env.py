@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.envs.decorators import cleanup, teardown
-from verifiers.envs.stateful_tool_env import StatefulToolEnv
-from verifiers.envs.tool_output import result_text
+from verifiers.envs.lifecycle import cleanup, teardown
+from verifiers.envs.python_repl import PythonInterpreter, python_command
+from verifiers.envs.tool_env import StatefulToolEnv, result_text
 from verifiers.envs.tools import NOT_FOR_THE_MODEL
 from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox.spec import Sandbox, SandboxSpec
 from verifiers.types import Messages, State
 
-__all__ = ["SandboxEnv"]
+__all__ = ["PythonEnv", "SandboxEnv"]
 
 _IDLE_COMMAND = "tail -f /dev/null"
 
@@ -39,10 +40,10 @@ class SandboxEnv(StatefulToolEnv):
     States and stored rows hold the sandbox's id alone, in `state["sandbox_id"]`.
 
     Args:
-        spec: tier and limits of the sandboxes; see `verifiers.sandbox`.
+        spec: isolation level and limits of the sandboxes; see `verifiers.sandbox`.
         timeout_per_command_s: seconds that one command may take.
         max_output_chars: how much of a command's output the policy sees; the middle is left out.
-        docker_image: an image for the docker and podman tiers. Any but a plain Python one chooses one of these.
+        docker_image: an image for the docker and podman levels. Any but a plain Python one chooses one of these.
         start_command: started in the background of each new sandbox.
         memory_gb, disk_size_gb, environment_vars, timeout_per_command_seconds: the classic names of the spec's
             limits and of `timeout_per_command_s`.
@@ -104,6 +105,7 @@ class SandboxEnv(StatefulToolEnv):
 
         Args:
             command: the command line; each call is a new shell in the same directory.
+            sandbox_id: the rollout's sandbox, supplied by the environment.
         """
         sandbox = await self._opened(sandbox_id)
         result = await sandbox.run(command, timeout_s=self.timeout_per_command_s)
@@ -112,7 +114,7 @@ class SandboxEnv(StatefulToolEnv):
     async def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
     ) -> dict[str, Any]:
-        """Supplies `sandbox_id` to the tools that hide it."""
+        """Supply `sandbox_id` to the tools that hide it."""
         if "sandbox_id" in self.skipped_args.get(tool_name, ()):
             return {**tool_args, "sandbox_id": self._sandbox_id(state)}
         return tool_args
@@ -127,7 +129,7 @@ class SandboxEnv(StatefulToolEnv):
     # -- the sandbox of a rollout ---------------------------------------------------------------------------
 
     async def sandbox(self, state: State) -> Sandbox:
-        """The rollout's sandbox, opened at the first call.
+        """Return the rollout's sandbox, opened at the first call.
 
         Raises:
             SandboxError: it cannot be started.
@@ -135,22 +137,22 @@ class SandboxEnv(StatefulToolEnv):
         return await self._opened(self._sandbox_id(state))
 
     async def prepare_sandbox(self, sandbox: Sandbox) -> None:
-        """Called with each new sandbox before anything runs in it. Override it to put files there."""
+        """Prepare a new sandbox before anything runs in it. Override it to put files there."""
 
     async def post_rollout(self, state: State) -> None:
-        """Called at the end of a rollout, before its sandbox goes, unless the rollout failed or was cancelled.
+        """Read from the sandbox what rewards need, and keep that in the state. Override it.
 
-        Override it to read from the sandbox what rewards need, and keep that in the state.
+        Called at the end of a rollout, before its sandbox is closed, unless the rollout failed or was cancelled.
         """
 
     async def setup_state(self, state: State, **kwargs: Any) -> State:
-        """Gives the rollout the id of its sandbox."""
+        """Give the rollout the id of its sandbox."""
         self._sandbox_id(state)
         return state
 
     @cleanup(priority=-100)
     async def close_sandbox(self, state: State) -> None:
-        """Closes the rollout's sandbox, after `post_rollout` and after other clean-ups, which may need it."""
+        """Close the rollout's sandbox, after `post_rollout` and after other clean-ups, which may need it."""
         try:
             # without a reason to stop, the loop was left by an error or a cancellation
             if state.get("stop_condition") and not state.get("error"):
@@ -160,7 +162,7 @@ class SandboxEnv(StatefulToolEnv):
 
     @teardown(priority=-100)
     async def close_sandboxes(self) -> None:
-        """Closes what rollouts left open that never came to their clean-up."""
+        """Close what was left open by rollouts that never came to their clean-up."""
         for sandbox_id in list(self._slots):
             await self._close(sandbox_id)
 
@@ -172,7 +174,7 @@ class SandboxEnv(StatefulToolEnv):
         return sandbox_id
 
     async def _opened(self, sandbox_id: str) -> Sandbox:
-        from verifiers.sandbox.opening import open_sandbox
+        from verifiers.sandbox import open_sandbox
 
         slot = self._slots.get(sandbox_id)
         if slot is None:
@@ -210,20 +212,119 @@ class SandboxEnv(StatefulToolEnv):
 
 
 def _with_image(spec: SandboxSpec, image: str | None) -> SandboxSpec:
-    """The spec with the image, in a tier that has images where that makes a difference.
+    """Return the spec with the image, at a level that has images where that makes a difference.
 
     Raises:
-        ConfigError: there is no such tier here.
+        ConfigError: there is no such level here.
     """
     if image is None:
         return spec
     spec = dataclasses.replace(spec, image=image)
-    if spec.tier in ("docker", "podman") or image.startswith("python:"):
+    if spec.isolation in ("docker", "podman") or image.startswith("python:"):
         return spec
     runtime = next((name for name in ("docker", "podman") if shutil.which(name)), None)
-    if spec.tier != "auto" or runtime is None:
-        raise ConfigError(
-            f"docker_image={image!r} needs the docker or podman tier, "
-            + (f"but the spec asks for {spec.tier!r}." if spec.tier != "auto" else "and neither is installed.")
-        )
-    return dataclasses.replace(spec, tier=runtime)  # type: ignore[arg-type]
+    if spec.isolation != "auto" or runtime is None:
+        why = "neither is installed" if spec.isolation == "auto" else f"the spec asks for {spec.isolation!r}"
+        raise ConfigError(f"docker_image={image!r} needs the docker or podman level, but {why}.")
+    return dataclasses.replace(spec, isolation=runtime)  # type: ignore[arg-type]
+
+
+# in the codec of the interpreter's answers, for characters beyond U+FFFF
+_BYTES_PER_CHAR = 10
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_MISSING = """
+import sys
+from importlib.metadata import PackageNotFoundError, version
+for name in sys.argv[1:]:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        print(name)
+"""
+
+
+class PythonEnv(SandboxEnv):
+    """A tool environment with the tool `python(code)`, whose variables, functions and imports stay between calls.
+
+    Code runs as in a notebook: what it prints is captured, the value of a last expression is shown, and a traceback
+    begins in the code. Calls of one turn run one after the other, in their order. A call that runs too long is killed
+    and gets a new interpreter, and the policy is told that the state is lost.
+
+    Args:
+        spec, timeout_per_command_s, max_output_chars: as `SandboxEnv`.
+        pip_install_packages: what the code may import, as "numpy sympy" or a list. Nothing is installed, since
+            sandboxes have no network: one that is missing is warned of, once.
+        max_startup_wait_seconds: seconds that an interpreter may take to start.
+        **kwargs: as `SandboxEnv`.
+
+    Raises:
+        ConfigError: `max_output_chars` is more than the spec's `output_bytes` can carry; and as `SandboxEnv`.
+    """
+
+    def __init__(
+        self,
+        spec: SandboxSpec | None = None,
+        timeout_per_command_s: float | None = None,
+        max_output_chars: int = 20_000,
+        *,
+        pip_install_packages: str | Sequence[str] = (),
+        max_startup_wait_seconds: float = 30.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(spec, timeout_per_command_s, max_output_chars, **kwargs)
+        # side by side on few cores, each library's own threads only get into each other's way
+        self.spec = dataclasses.replace(self.spec, env={**_ONE_THREAD, **self.spec.env})
+        if _BYTES_PER_CHAR * max_output_chars + 1000 > self.spec.output_bytes:
+            raise ConfigError(
+                f"max_output_chars={max_output_chars} may take {_BYTES_PER_CHAR} bytes each, which is more than the "
+                f"spec's output_bytes={self.spec.output_bytes}; lower the one or raise the other."
+            )
+        packages = pip_install_packages
+        self.pip_install_packages = packages.split() if isinstance(packages, str) else list(packages)
+        self.max_startup_wait_seconds = max_startup_wait_seconds
+        self._packages_checked = False
+        self._interpreters: dict[str, PythonInterpreter] = {}
+        self.remove_tool(self.bash)
+        self._add_bounded_tool(self.python)
+
+    async def python(self, code: str, sandbox_id: str) -> str:
+        """Run Python code and get what it prints and the value of its last expression.
+
+        Args:
+            code: the code; variables, functions and imports of earlier calls are still there.
+            sandbox_id: the rollout's sandbox, supplied by the environment.
+        """
+        sandbox = await self._opened(sandbox_id)
+        interpreter = self._interpreters.get(sandbox_id)
+        if interpreter is None:
+            interpreter = self._interpreters[sandbox_id] = PythonInterpreter(
+                sandbox,
+                cell_timeout_s=self.timeout_per_command_s,
+                startup_timeout_s=self.max_startup_wait_seconds,
+                max_output_chars=self.max_output_chars,
+            )
+        return await interpreter.run(code)
+
+    async def run_python(self, code: str, state: State) -> str:
+        """Run code in the rollout's interpreter, for the environment's own use, such as in `post_rollout`."""
+        return await self.python(code, self._sandbox_id(state))
+
+    async def _prepare(self, sandbox: Sandbox) -> None:
+        await super()._prepare(sandbox)
+        if self.pip_install_packages and not self._packages_checked:
+            self._packages_checked = True
+            names = [re.split(r"[\s\[<>=!~;@]", package, maxsplit=1)[0] for package in self.pip_install_packages]
+            result = await sandbox.run([python_command(sandbox.isolation), "-I", "-c", _MISSING, *names])
+            if missing := result.stdout.split():
+                place = "image" if sandbox.isolation in ("docker", "podman") else "environment that runs verifiers"
+                self.logger.warning(
+                    "pip_install_packages installs nothing, because sandboxes (isolation level %r) have no network: "
+                    "%s cannot be imported in them. Install it in the %s.",
+                    sandbox.isolation,
+                    ", ".join(missing),
+                    place,
+                )
+
+    async def _close(self, sandbox_id: str) -> None:
+        self._interpreters.pop(sandbox_id, None)
+        await super()._close(sandbox_id)

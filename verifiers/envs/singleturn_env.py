@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verifiers.envs.calling import either_generation
+from verifiers.envs.classic.signatures import default_step, either_generation
 from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
 from verifiers.types import Messages, State
 
@@ -15,11 +15,14 @@ class SingleTurnEnv(MultiTurnEnv):
     """An environment that wants one answer of the policy and scores it."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{"max_turns": 1, **kwargs})
+        super().__init__(**kwargs)
+        # the loop's own end of a rollout
+        self.max_turns = 1
 
+    @default_step
     @either_generation(gives_state_alone, is_completed_by_state)
     async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
-        """True after the first answer."""
+        """Return True after the first answer."""
         return len(state["responses"]) > 0
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> tuple[Messages, State]:

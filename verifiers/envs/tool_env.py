@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.concurrency import gather_owned
-from verifiers.envs.calling import either_generation, maybe_await
+from verifiers.envs.classic.signatures import either_generation
+from verifiers.envs.lifecycle import maybe_await
 from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
 from verifiers.envs.tools import (
     NOT_FOR_THE_MODEL,
@@ -20,10 +21,11 @@ from verifiers.envs.tools import (
     tool_message,
     tool_name,
 )
-from verifiers.errors import ConfigError, ToolCallError, ToolError
+from verifiers.errors import ConfigError, ToolCallError, ToolError, ToolParseError
+from verifiers.sandbox.spec import RunResult
 from verifiers.types import ChatMessage, Messages, State
 
-__all__ = ["ToolEnv"]
+__all__ = ["StatefulToolEnv", "ToolEnv", "result_text", "shortened"]
 
 
 def _text_of(error: Exception) -> str:
@@ -126,7 +128,7 @@ class ToolEnv(MultiTurnEnv):
 
     @either_generation(gives_state_alone, _is_completed_by_state)
     async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
-        """True too when the newest message is an answer of the policy that calls no tool."""
+        """Return True too when the newest message is an answer of the policy that calls no tool."""
         if await super().is_completed(messages, state, **kwargs):
             return True
         if not messages or isinstance(messages, str):
@@ -142,7 +144,7 @@ class ToolEnv(MultiTurnEnv):
         return True
 
     async def no_tools_called(self, state: State) -> bool:
-        """True when the policy's newest answer calls no tool; override it to go on nevertheless."""
+        """Return True when the policy's newest answer calls no tool; override it to go on nevertheless."""
         trajectory = state.get("trajectory")
         answer: Messages = trajectory[-1]["completion"] if trajectory else []
         return bool(answer) and not isinstance(answer, str) and not answer[-1].get("tool_calls")
@@ -177,7 +179,7 @@ class ToolEnv(MultiTurnEnv):
     async def _arguments(
         self, call: RequestedCall, messages: Messages, state: State, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """The arguments to call the tool with; what a subclass adds to the model's own."""
+        """Return the arguments to call the tool with; what a subclass adds to the model's own."""
         return parse_arguments(call)
 
     async def _answer(
@@ -197,7 +199,7 @@ class ToolEnv(MultiTurnEnv):
         return message if message.get("tool_call_id") == call.id else {**message, "tool_call_id": call.id}
 
     def _failure(self, error: Exception, call_id: str) -> ChatMessage:
-        """The tool message that tells of an error.
+        """Return the tool message that tells of an error.
 
         Raises:
             Exception: it is not for the policy to hear.
@@ -226,8 +228,91 @@ class ToolEnv(MultiTurnEnv):
 
 @functools.lru_cache(maxsize=256)
 def _is_first_generation(bases: tuple[type, ...]) -> bool:
-    """True where the override of `env_response` that calls ToolEnv's own is written to return a tuple."""
+    """Return True where the override of `env_response` that calls ToolEnv's own is written to return a tuple."""
     overrides = [base.__dict__["env_response"] for base in bases if "env_response" in base.__dict__]
     callers = overrides[: overrides.index(ToolEnv.env_response)]
     returns = getattr(callers[-1], "__annotations__", {}).get("return", "") if callers else ""
     return re.match(r"\W*(\w+\.)*tuple\b", str(returns), re.IGNORECASE) is not None
+
+
+class StatefulToolEnv(ToolEnv):
+    """A ToolEnv whose tools may have arguments that the policy neither sees nor sets.
+
+    Name them when you add a tool, `add_tool(tool, args_to_skip=[...])`, and supply them in `update_tool_args`.
+
+    Attributes:
+        skipped_args: from a tool's name to its hidden arguments.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]] | None = None, max_turns: int = 10, **kwargs: Any) -> None:
+        self.skipped_args: dict[str, list[str]] = {}
+        super().__init__(tools, max_turns, **kwargs)
+
+    def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
+        """Offer one more tool, without the arguments in `args_to_skip`.
+
+        Raises:
+            ConfigError: the tool has no such argument.
+        """
+        self._add(tool, args_to_skip)
+
+    def remove_tool(self, tool: Callable[..., Any]) -> None:
+        super().remove_tool(tool)
+        self.skipped_args = {name: args for name, args in self.skipped_args.items() if name in self.tool_map}
+
+    def _add(self, tool: Callable[..., Any], hidden: Sequence[str] = ()) -> None:
+        super()._add(tool, hidden)
+        prepared = self._prepared[next(reversed(self.tool_map))][1]
+        self.skipped_args[prepared.name] = sorted(prepared.hidden)
+
+    async def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the arguments to call the tool with: the policy's, and the hidden ones. Override, sync or async."""
+        if self.skipped_args.get(tool_name):
+            raise NotImplementedError(
+                f"{type(self).__name__} must override update_tool_args to supply {self.skipped_args[tool_name]} "
+                f"to the tool {tool_name!r}."
+            )
+        return tool_args
+
+    async def _arguments(
+        self, call: RequestedCall, messages: Messages, state: State, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        arguments = parse_arguments(call)
+        tool = self._tool(call.name)
+        if taken := sorted(tool.hidden & arguments.keys()):
+            raise ToolParseError(
+                f"Wrong arguments for the tool {call.name!r}: {', '.join(taken)} is not a parameter."
+            )
+        updated = await maybe_await(self.update_tool_args, call.name, arguments, messages, state, **kwargs)
+        if not isinstance(updated, dict):
+            raise ConfigError(
+                f"update_tool_args of {type(self).__name__} returned {updated!r:.80}; return the arguments as a dict."
+            )
+        return updated
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """Return the text, or its beginning and its end with a mark between them that says how much is missing."""
+    if len(text) <= max_chars:
+        return text
+    head = max_chars // 2
+    tail = max_chars - head
+    return f"{text[:head]}\n[... {len(text) - max_chars:,} characters left out ...]\n{text[len(text) - tail :]}"
+
+
+def result_text(result: RunResult, max_chars: int, timeout_s: float) -> str:
+    """Return a command's output and its errors, and a line each for: output lost, time over, exit code not 0."""
+    parts = [result.stdout.rstrip("\n")]
+    if result.stderr.strip():
+        parts.append(f"stderr:\n{result.stderr.rstrip()}")
+    text = shortened("\n".join(part for part in parts if part), max_chars)
+    notes = []
+    if result.dropped_bytes:
+        notes.append(f"[{result.dropped_bytes:,} bytes of output were too many and are lost]")
+    if result.timed_out:
+        notes.append(f"[the command ran longer than {timeout_s:g} s and was killed]")
+    elif result.exit_code:
+        notes.append(f"[exit code {result.exit_code}]")
+    return "\n".join(part for part in (text, *notes) if part) or "[no output]"

@@ -49,7 +49,7 @@ class FunctionSchema:
     _model: type[BaseModel]
 
     def bind(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The positional and keyword arguments of the call, checked and converted to what the signature says.
+        """Return the positional and keyword arguments of the call, checked and converted to what the signature says.
 
         Hidden arguments are passed on as they are; the defaults stand in for what is left out.
 
@@ -151,8 +151,9 @@ def function_schema(func: Callable[..., Any], hidden: Collection[str] = ()) -> F
 
 
 def tool_name(func: Any) -> str:
-    """What a function is called as a tool: its name; for a partial the name of the function inside; for other
-    callables their `name`, or else their class's.
+    """Return a function's name as a tool.
+
+    For a partial that is the name of the function inside; for other callables their `name`, or else their class's.
 
     Raises:
         ConfigError: a name that OpenAI's API refuses, such as a lambda's.
@@ -168,7 +169,7 @@ def tool_name(func: Any) -> str:
 
 
 def _parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters that a call may still give: a partial's bound ones are left out."""
+    """Return the parameters that a call may still give: a partial's bound ones are left out."""
     try:
         parameters = dict(inspect.signature(func).parameters)
     except (TypeError, ValueError) as error:
@@ -181,7 +182,7 @@ def _parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _plain_function(func: Any) -> Any:
-    """The function whose annotations and docstring describe `func`."""
+    """Return the function whose annotations and docstring describe `func`."""
     while isinstance(func, functools.partial):
         func = func.func
     return func if inspect.isroutine(func) else type(func).__call__
@@ -213,7 +214,7 @@ class _Annotations:
 
 
 def _field(item: inspect.Parameter, hints: Mapping[str, Any], described: Mapping[str, str]) -> tuple[Any, Any]:
-    """A pydantic field for one parameter: its type with a description, and its default."""
+    """Return a pydantic field for one parameter: its type with a description, and its default."""
     from pydantic import Field
     from pydantic.fields import FieldInfo
 
@@ -229,14 +230,14 @@ def _field(item: inspect.Parameter, hints: Mapping[str, Any], described: Mapping
 
 
 def _described_by_type(hint: Any) -> str | None:
-    """The text in `Annotated[int, "how many"]`."""
+    """Return the text in `Annotated[int, "how many"]`."""
     if get_origin(hint) is not Annotated:
         return None
     return next((part for part in get_args(hint)[1:] if isinstance(part, str)), None)
 
 
 def _documentation(func: Callable[..., Any]) -> tuple[str | None, dict[str, str]]:
-    """The description and the parameters' descriptions in the docstring, whichever style it is written in."""
+    """Return the description and the parameters' descriptions in the docstring, whichever style it is written in."""
     plain = _plain_function(func)
     text = inspect.getdoc(plain)
     if not inspect.isroutine(_unbound(func)):
@@ -282,7 +283,7 @@ class _OpenObjectError(Exception):
 
 
 def strict_schema(schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A JSON schema as OpenAI's strict mode wants it, or None where strict mode cannot say the same.
+    """Return a JSON schema as OpenAI's strict mode wants it, or None where strict mode cannot say the same.
 
     Every property is required, no object is open, `oneOf` is `anyOf`, and a `$ref` stands alone: where it has
     company, such as a description, what it refers to is written out in its place.

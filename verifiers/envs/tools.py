@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.concurrency import OverdueError, threads_for
 from verifiers.envs.tool_schema import function_schema, tool_name
 from verifiers.errors import ConfigError, InfraError, ModelError, ToolCallError, ToolParseError
-from verifiers.threads import OverdueError, threads_for
 from verifiers.types import ChatMessage
 
 __all__ = [
@@ -68,7 +68,7 @@ class Tool:
         return self.call(*args, **kwargs)
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float | None = None) -> Any:
-        """The tool's result. A sync tool runs in a thread, so that the event loop goes on.
+        """Return the tool's result. A sync tool runs in a thread, so that the event loop goes on.
 
         Args:
             arguments: by name: the model's, and the hidden ones.
@@ -99,7 +99,7 @@ class Tool:
 
 
 def as_tool(func: Any, hidden: Collection[str] = ()) -> Tool:
-    """A function, or a `Tool` as it is, as a `Tool`.
+    """Return a function, or a `Tool` as it is, as a `Tool`.
 
     Raises:
         ConfigError: a function that cannot be a tool (see `verifiers.envs.tool_schema.function_schema`).
@@ -118,7 +118,7 @@ def as_tool(func: Any, hidden: Collection[str] = ()) -> Tool:
 
 
 def convert_func_to_oai_tool(func: Callable[..., Any]) -> dict[str, Any]:
-    """A function's definition as an OpenAI tool, strict, out of its signature and docstring.
+    """Return a function's definition as an OpenAI tool, strict, out of its signature and docstring.
 
     Raises:
         ConfigError: a function that cannot be a tool (see `verifiers.envs.tool_schema.function_schema`).
@@ -129,7 +129,7 @@ def convert_func_to_oai_tool(func: Callable[..., Any]) -> dict[str, Any]:
 def tool_definition(
     name: str, description: str, parameters: Mapping[str, Any], *, strict: bool = False
 ) -> dict[str, Any]:
-    """An OpenAI tool definition around a JSON schema of the parameters."""
+    """Return an OpenAI tool definition around a JSON schema of the parameters."""
     function = {"name": name, "description": description, "parameters": dict(parameters), "strict": strict}
     return {"type": "function", "function": function}
 
@@ -148,7 +148,7 @@ class RequestedCall:
 
 
 def requested_calls(message: ChatMessage) -> list[RequestedCall]:
-    """The tool calls of an assistant message, each with an id of its own.
+    """Return the tool calls of an assistant message, each with an id of its own.
 
     Calls may be dicts, JSON text of dicts, or objects, with or without OpenAI's `function` level. Where an id is
     missing or repeated, a new one is written into the message too, so that answers can refer to it.
@@ -173,7 +173,7 @@ def requested_calls(message: ChatMessage) -> list[RequestedCall]:
 
 
 def parse_arguments(call: RequestedCall) -> dict[str, Any]:
-    """The arguments of a call as an object; nothing at all counts as no arguments.
+    """Return the arguments of a call as an object; nothing at all counts as no arguments.
 
     Raises:
         ToolParseError: text that is not JSON, or JSON that is not an object.
@@ -194,7 +194,7 @@ def parse_arguments(call: RequestedCall) -> dict[str, Any]:
 
 
 def tool_message(result: Any, call_id: str) -> ChatMessage:
-    """A tool's answer as a message: text and lists of content parts as they are, all else as `str` of it."""
+    """Return a tool's answer as a message: text and lists of content parts as they are, all else as `str` of it."""
     is_parts = isinstance(result, list) and bool(result) and all(_is_part(item) for item in result)
     content = result if isinstance(result, str) or is_parts else str(result)
     return {"role": "tool", "content": content, "tool_call_id": call_id}

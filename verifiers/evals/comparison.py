@@ -3,27 +3,88 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from verifiers.errors import ConfigError
-from verifiers.evals.columns import Counts
-from verifiers.evals.compared_run import ComparedRun
-from verifiers.evals.permutation import PermutationTest, shuffle_test, sign_flip_test
+from verifiers.evals.results import Counts, RolloutResults
 from verifiers.evals.statistics import (
     Bounds,
     Estimate,
+    PermutationTest,
     detectable_difference,
     mean_and_stderr_clustered,
     paired_difference,
+    shuffle_test,
+    sign_flip_test,
     unpaired_difference,
 )
+from verifiers.evals.store import RESULTS, iter_rows, read_metadata
 from verifiers.evals.summary import RIGHT_FROM, estimate_as_json, rollouts_planned, value_of_prompt
 
-__all__ = ["Comparison", "MatchBy", "Pairing", "Side", "compare_runs"]
+__all__ = [
+    "ComparedRun",
+    "Comparison",
+    "MatchBy",
+    "Pairing",
+    "Side",
+    "compare_runs",
+    "prompt_digest",
+    "read_compared_run",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """One run of a comparison.
+
+    Attributes:
+        directory: of the run.
+        metadata: what was run; empty where the file is missing.
+        results: the numbers of its rollouts.
+        asked: for each example id, a hash of its prompt, answer and task.
+    """
+
+    directory: Path
+    metadata: Mapping[str, Any]
+    results: RolloutResults
+    asked: Mapping[Any, str]
+
+    @classmethod
+    def of_rows(cls, directory: Path, metadata: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> ComparedRun:
+        """Return the run that these rows make; they are read once and not kept."""
+        results, asked = RolloutResults(), dict[Any, str]()
+        for row in rows:
+            results.add(row)
+            if row["example_id"] not in asked:
+                asked[row["example_id"]] = prompt_digest(row)
+        return cls(directory, metadata, results, asked)
+
+
+def read_compared_run(directory: str | Path) -> ComparedRun:
+    """Read a run directory row by row.
+
+    Raises:
+        ConfigError: there is no run there, or it is damaged.
+    """
+    path = Path(directory)
+    if not (path / RESULTS).is_file():
+        raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
+    return ComparedRun.of_rows(path, read_metadata(path), iter_rows(path))
+
+
+def prompt_digest(row: Mapping[str, Any]) -> str:
+    """Return a hash of what a row's rollout was asked: prompt, answer and task."""
+    asked = [row.get("prompt"), row.get("answer"), row.get("task")]
+    text = json.dumps(asked, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 Pairing = Literal["same", "common", "unpaired"]
 MatchBy = Literal["prompt", "id"]
@@ -66,14 +127,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How run B differs from run A in one metric. NaN stands for what the data cannot tell.
+    """The difference of run B from run A in one metric. NaN stands for what the data cannot tell.
 
     Attributes:
         metric: "reward", a reward function, or pass@k, pass^k or best@k.
         paired: True where the difference is of the same prompts.
         common: prompts that both runs have.
         difference: B - A with its interval.
-        test: the permutation test: signs of the pairs flipped, or prompts dealt out anew where there are no pairs.
+        test: the permutation test: signs of the pairs flipped, or prompts permuted where there are no pairs.
         wins, ties, losses: prompts on which B did better, the same, worse; None where there are no pairs.
         detectable: smallest true difference that such a comparison finds four times out of five.
         verdict: "better" takes higher as better, and needs both the interval and the p value.
@@ -131,7 +192,8 @@ def compare_runs(
     and left out, never taken as 0.
 
     Args:
-        a, b: the runs; a difference above 0 says that b is higher.
+        a: the run that is compared against.
+        b: the other run; a difference above 0 means that b is higher.
         metric: "reward", a reward function's name, or "pass@K", "pass^K", "best@K".
         pairing: "same" asks that both runs have the same prompts of the same environment; "common" pairs those that
             both have; "unpaired" compares the means of two different sets of prompts.
@@ -162,7 +224,7 @@ def compare_runs(
         Side(
             name=str(run.directory),
             estimate=_over_prompts(found, confidence, bounds),
-            counts=run.columns.counts(planned=rollouts_planned(run.metadata)),
+            counts=run.results.counts(planned=rollouts_planned(run.metadata)),
             only_here=len(of_example) - len(common),
             unscored=without,
         )
@@ -199,10 +261,10 @@ class _Question:
 
 def _measured(run: ComparedRun, keys: Mapping[Any, Hashable], metric: str, right_from: float) -> _Measured:
     wanted, value = value_of_prompt(metric, right_from)
-    known = run.columns.metrics
+    known = run.results.metrics
     if wanted not in known:
         raise ConfigError(f"{str(run.directory)!r} has no metric {wanted!r}; it has {', '.join(known)}.")
-    of_prompts = run.columns.values(wanted)
+    of_prompts = run.results.values(wanted)
     values, rollouts, smallest, largest = {}, {}, 0.0, 0.0
     for example, key in keys.items():
         numbers = of_prompts[example]
@@ -245,7 +307,7 @@ def _paired(question: _Question, sides: Sequence[Side], measured: Sequence[_Meas
 
 
 def _keys(run: ComparedRun, match_by: MatchBy) -> dict[Any, Hashable]:
-    """What each example id of a run is known by in the other run; the same order whatever that of arrival was."""
+    """Return the key by which each example id of a run is matched, in an order that does not depend on arrival."""
     examples = sorted(run.asked, key=lambda example: (str(type(example)), example))
     return {example: (example, run.asked[example]) if match_by == "prompt" else example for example in examples}
 

@@ -55,6 +55,7 @@ def export_run(
     """Write a run in one of `FORMATS`.
 
     Args:
+        run: what is written.
         target: file, for "hf" a directory; it must not be there yet.
         kind: one of `FORMATS`.
         threshold: for "sft" the reward that the best rollout must have at least (default 1), for "preference" the
@@ -97,7 +98,7 @@ def export_run(
 
 
 def to_dataset(run: StoredRun) -> Dataset:
-    """The run as a `datasets.Dataset`: messages as lists, `info` and other loose columns as JSON text."""
+    """Return the run as a `datasets.Dataset`: messages as lists, `info` and other loose columns as JSON text."""
     import datasets
 
     names = sorted({name for row in run.rows for name in metrics_of(row)})
@@ -147,7 +148,7 @@ def push_dataset(directory: str | Path, name: str) -> None:
 
 
 def sft_rows(run: StoredRun, threshold: float = 1.0) -> Iterator[dict[str, Any]]:
-    """The best rollout of each prompt whose reward is at least `threshold`; of several the first.
+    """Return the best rollout of each prompt whose reward is at least `threshold`; of several the first.
 
     Conversations are whole: {"messages"}; for completion mode {"prompt", "completion"} as text.
     """
@@ -243,7 +244,7 @@ def _write_csv(run: StoredRun, file: IO[bytes]) -> None:
 
 
 def _harmless(value: Any) -> Any:
-    """A spreadsheet would run a cell that begins like a formula, and transcripts are untrusted; numbers may stay."""
+    """Return a cell that no spreadsheet runs as a formula, since transcripts are untrusted; numbers stay."""
     if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
         return value
     try:

@@ -71,7 +71,7 @@ def _header(run: StoredRun) -> dict[str, Any]:
     failed = sum(row.get("reward") is None for row in run.rows)
     return {
         "version": _VERSION,
-        # a run that was stopped or goes on has not all of its samples
+        # a run that was stopped or is in progress lacks samples
         "status": "success" if metadata.get("status") in (None, "finished") else "cancelled",
         "eval": spec,
         "plan": {"name": "plan", "steps": [], "config": {}},
@@ -227,6 +227,6 @@ def _time(started: Any) -> str:
 
 
 def _id(run: StoredRun, what: str) -> str:
-    """An id in the form that inspect's own have: 22 letters and digits; the same whenever a run is exported."""
+    """Return an id in the form of inspect's own, 22 letters and digits; the same for each export of a run."""
     name = f"{run.metadata.get('started')}:{run.directory.name}:{what}"
     return hashlib.blake2b(name.encode(errors="replace"), digest_size=11).hexdigest()

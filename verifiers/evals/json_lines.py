@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["json_line", "mend_last_line", "plain"]
+from verifiers.errors import ConfigError
+
+__all__ = ["RowReader", "json_line", "mend_last_line", "plain"]
+
+ATTACHMENTS = "contents.jsonl"
+"""File of long texts beside the rows of earlier versions."""
+
+_REFERENCE = "$content"
 
 _DEEPEST = 50
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """A row as one line of strict JSON, whatever an environment put into it; without the line's end."""
+    """Return a row as one line of strict JSON, whatever an environment put into it; without the line's end."""
     try:
         line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
         line.encode()
@@ -37,6 +44,54 @@ def plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, (list, tuple)):
             return [plain(item, depth + 1) for item in value]
     return f"<{type(value).__name__}>" if depth >= _DEEPEST else str(value)
+
+
+class RowReader:
+    """Parser of the rows of one run.
+
+    Earlier versions wrote long texts into contents.jsonl and `{"$content": id}` in their places; the texts are put
+    back. Reading such runs ends with the next release.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / ATTACHMENTS
+        self._texts: dict[str, Any] | None = None
+
+    def parse(self, line: bytes) -> dict[str, Any]:
+        """Return the row of a line.
+
+        Raises:
+            ValueError: the line is no JSON object.
+            ConfigError: a text that the row refers to is missing.
+        """
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError("it is no JSON object")
+        if b'{"$content": "' in line and self._path.is_file():
+            return {name: self._whole(value) for name, value in row.items()}
+        return row
+
+    def _whole(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            if value.keys() == {_REFERENCE}:
+                return self._text(value[_REFERENCE])
+            return {name: self._whole(item) for name, item in value.items()}
+        return [self._whole(item) for item in value] if isinstance(value, list) else value
+
+    def _text(self, name: str) -> Any:
+        if self._texts is None:
+            with self._path.open(encoding="utf-8", errors="surrogatepass") as file:
+                # a last line without its end belongs to no row
+                found = [json.loads(line) for line in file if line.endswith("\n")]
+            self._texts = {entry["id"]: entry["content"] for entry in found}
+        if name not in self._texts:
+            raise ConfigError(
+                f"{str(self._path)!r} lacks the text {name!r} that a row refers to; copy the whole run."
+            )
+        return self._texts[name]
 
 
 def mend_last_line(path: Path) -> None:

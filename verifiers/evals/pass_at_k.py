@@ -1,4 +1,4 @@
-"""What k of a prompt's n rollouts would give: any right, all right, the best reward; all without bias."""
+"""Unbiased estimates for k of a prompt's n rollouts: any right, all right, the best reward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], k: int) -> float:
-    """Expected best reward of k rollouts, estimated without bias from the rewards of n.
+    """Estimate the expected best reward of k rollouts without bias from the rewards of n.
 
     The mean of the maximum over all choices of k of the n: the i-th smallest reward is the largest of
     C(i - 1, k - 1) of the C(n, k) choices. For rewards of 0 and 1 this is `pass_at_k`.
@@ -63,7 +63,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def sizes_up_to(n: int) -> list[int]:
-    """The k that are worth a look with n rollouts a prompt: powers of two up to n, and n itself."""
+    """Return the k that are worth a look with n rollouts a prompt: powers of two up to n, and n itself."""
     powers = [2**power for power in range(n.bit_length()) if 2**power <= n]
     return powers if not powers or powers[-1] == n else [*powers, n]
 

@@ -1,4 +1,4 @@
-"""What a result came from: versions, the environment's source, and the git revision it was run in."""
+"""Provenance of a result: versions, the environment's source, and the git revision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def versions() -> dict[str, str | None]:
 
 
 def environment_provenance(env_id: str) -> dict[str, str | None]:
-    """The loaded environment's package version and a hash of its source; None where there is none.
+    """Return the loaded environment's package version and a hash of its source; None where there is none.
 
     An installed version says little about a package that is edited in place; the source says what was run.
     """

@@ -15,14 +15,14 @@ from typing import Any
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
-from verifiers.evals.hiding import Hider
+from verifiers.evals.evaluation_loop import EVALUATION_BLOCK
+from verifiers.evals.progress import Progress
 from verifiers.evals.provenance import versions
-from verifiers.evals.runner import EVALUATION_BLOCK
 from verifiers.evals.store import ResultStore, StoredRun
-from verifiers.evals.tally import Tally
-from verifiers.rollouts.limits import Limiter
+from verifiers.inference.limits import Limiter
+from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
-from verifiers.rollouts.run import RolloutRunner, RunsRollouts
+from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
 from verifiers.types import Failure, MessageRecord, Outcome, RolloutKey, State, Timing, Usage
 
 __all__ = ["Regraded", "RestoredState", "regrade"]
@@ -41,11 +41,11 @@ class RestoredState(State):
         raise GradingError(f"it reads state[{name!r}], which is not stored with a run")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, `default` for what rubrics themselves may miss."""
+        """Return the value, `default` for what rubrics themselves may miss."""
         return self[name] if name in self or name not in _MAY_BE_MISSING else default
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """As of a dict: a rubric writes here what it has found out."""
+        """Set a value that is not there, as of a dict: rubrics store what they have computed."""
         if name not in self:
             self[name] = default
         return self[name]
@@ -53,7 +53,7 @@ class RestoredState(State):
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """What came of grading a run again.
+    """The result of grading a run again.
 
     Attributes:
         directory: the new run.
@@ -62,8 +62,8 @@ class Regraded:
     """
 
     directory: Path
-    before: Tally
-    after: Tally
+    before: Progress
+    after: Progress
     changed: int
 
 
@@ -73,13 +73,16 @@ async def regrade(
     *,
     max_concurrent: int = 64,
     grading_timeout_s: float = 120.0,
-    hide: Hider | None = None,
+    redact: Redactor | None = None,
 ) -> Regraded:
     """Grade a stored run with the environment's rubric, and store the result as a run beside it.
 
     Rollouts that failed before they were graded stay as they are.
 
     Args:
+        env: whose rubric grades.
+        run: what is graded.
+        redact: takes secrets out of what is written.
         max_concurrent: prompts graded at once.
         grading_timeout_s: for the rollouts of one prompt, in seconds.
 
@@ -88,7 +91,7 @@ async def regrade(
     """
     if not run.rows:
         raise ConfigError(f"{str(run.directory)!r} holds no rollouts, so there is nothing to grade.")
-    before, after, changed = Tally(hide), Tally(hide), 0
+    before, after, changed = Progress(redact), Progress(redact), 0
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in run.rows:
         before.add_row(row)
@@ -104,7 +107,7 @@ async def regrade(
         "status": "running",
     }
     started = time.perf_counter()
-    with ResultStore(directory, metadata, hide) as store:
+    with ResultStore(directory, metadata, redact) as store:
 
         async def one(rows: list[dict[str, Any]]) -> int:
             async with limiter.slot():

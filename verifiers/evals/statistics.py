@@ -7,27 +7,150 @@ unlike those that were drawn, or about the rollouts that failed. docs/concepts/s
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TypeVar
 
 from verifiers.errors import ConfigError
-from verifiers.evals.intervals import clopper_pearson, t_quantile, without_variation
 from verifiers.evals.pass_at_k import best_at_k, pass_at_k, pass_hat_k
 
 __all__ = [
     "Bounds",
     "Estimate",
+    "PermutationTest",
     "best_at_k",
+    "beta_cdf",
+    "beta_quantile",
+    "clopper_pearson",
     "detectable_difference",
     "mean_and_stderr_clustered",
     "paired_difference",
     "pass_at_k",
     "pass_hat_k",
+    "shuffle_test",
+    "sign_flip_test",
     "t_quantile",
     "unpaired_difference",
+    "without_variation",
 ]
+
+
+@functools.lru_cache(maxsize=256)
+def t_quantile(probability: float, degrees: float) -> float:
+    """Return the quantile of Student's t with `degrees` >= 1 degrees of freedom at this probability.
+
+    Up to 1,000 degrees by inverting the incomplete beta function, beyond by the expansion in 1 / degrees of
+    Abramowitz and Stegun 26.7.5; relative error below 1e-8.
+
+    Raises:
+        ConfigError: a probability that is not between 0 and 1, or degrees below 1.
+    """
+    if not 0 < probability < 1 or not degrees >= 1:
+        raise ConfigError(
+            f"Student's t needs a probability between 0 and 1 and at least 1 degree of freedom, "
+            f"not {probability!r} and {degrees!r}."
+        )
+    if probability == 0.5:
+        return 0.0
+    tail = min(probability, 1 - probability)
+    value = _t_by_expansion(tail, degrees) if degrees > 1000 else _t_by_inversion(tail, degrees)
+    return value if probability > 0.5 else -value
+
+
+@functools.lru_cache(maxsize=4096)
+def clopper_pearson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the exact interval for a probability, given `right` successes in `trials` independent trials.
+
+    It covers the truth with at least `confidence`, whatever the truth is (Clopper and Pearson 1934).
+
+    Raises:
+        ConfigError: not 0 <= right <= trials, or no trial at all.
+    """
+    if not 0 <= right <= trials or trials < 1:
+        raise ConfigError(f"an exact interval needs 0 <= right <= trials and a trial, not {right} of {trials}.")
+    tail = (1 - confidence) / 2
+    low = 0.0 if right == 0 else beta_quantile(tail, right, trials - right + 1)
+    high = 1.0 if right == trials else beta_quantile(1 - tail, right + 1, trials - right)
+    return low, high
+
+
+def without_variation(mean: float, draws: int, bounds: tuple[float, float], confidence: float) -> tuple[float, float]:
+    """Return an exact interval for the mean of a quantity within `bounds` of which all `draws` gave the same value.
+
+    With probability `confidence` at most a share 1 - (alpha / 2)^(1 / draws) of all there is has another value,
+    and that share may lie anywhere within the bounds. At either bound this is the interval of Clopper and Pearson.
+    """
+    other = 1 - ((1 - confidence) / 2) ** (1 / draws)
+    low, high = bounds
+    return mean - other * (mean - low), mean + other * (high - mean)
+
+
+def beta_quantile(probability: float, a: float, b: float) -> float:
+    """Return the quantile of beta(a, b) at this probability, by bisection; error below 1e-12."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-14:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if beta_cdf(middle, a, b) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def beta_cdf(x: float, a: float, b: float) -> float:
+    """Return the regularized incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22)."""
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    if x > (a + 1) / (a + b + 2):
+        return 1 - beta_cdf(1 - x, b, a)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    # Lentz's method, as Thompson and Barnett give it: numerators and denominators never vanish.
+    tiny = 1e-300
+    c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
+    fraction = d
+    for m in range(1, 10_000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for numerator in (even, odd):
+            d = 1 / ((1 + numerator * d) or tiny)
+            c = (1 + numerator / c) or tiny
+            fraction *= c * d
+        if abs(c * d - 1) < 1e-16:
+            break
+    return front * fraction / a
+
+
+def _t_by_inversion(tail: float, degrees: float) -> float:
+    def too_small(value: float) -> bool:
+        return beta_cdf(degrees / (degrees + value * value), degrees / 2, 0.5) / 2 > tail
+
+    return _root(too_small)
+
+
+def _root(too_small: Callable[[float], bool]) -> float:
+    high = 1.0
+    while too_small(high):
+        high *= 2
+    low = high / 2 if high > 1 else 0.0
+    while high - low > 1e-13 * high:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if too_small(middle) else (low, middle)
+    return (low + high) / 2
+
+
+def _t_by_expansion(tail: float, degrees: float) -> float:
+    z = -NormalDist().inv_cdf(tail)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+
 
 # Prompt means that differ by less than this are equal: rewards like 0.7 do not average to exactly 0.7.
 _SAME = 1e-12
@@ -93,15 +216,17 @@ def paired_difference(
     confidence: float = 0.95,
     bounds: Bounds | None = None,
 ) -> Estimate:
-    """How much better `after` does than `before` on the same prompts, paired by prompt.
+    """Estimate the gain of `after` over `before` on the same prompts, paired by prompt.
 
     The mean over prompts of (mean reward after - mean reward before), with the paired t interval. Pairing takes
     the difficulty of prompts out of the error, so it sees differences that two separate intervals hide.
 
     Args:
-        before, after: rewards of each prompt's rollouts by example id; the two may hold different numbers of
-            rollouts. Prompts that are missing or without rewards on one side are left out.
-        confidence, bounds: as in `mean_and_stderr_clustered`; bounds of the rewards, not of their differences.
+        before: rewards of each prompt's rollouts by example id. Prompts that are missing or without rewards on one
+            side are left out.
+        after: the same of the other run; numbers of rollouts may differ.
+        confidence: as in `mean_and_stderr_clustered`.
+        bounds: as in `mean_and_stderr_clustered`, of the rewards, not of their differences.
 
     Returns:
         An Estimate whose `rollouts` counts both sides. Where no difference varies, the interval is exact as in
@@ -125,14 +250,16 @@ def unpaired_difference(
     confidence: float = 0.95,
     bounds: Bounds | None = None,
 ) -> Estimate:
-    """How much better `after` does than `before` where the two had different prompts.
+    """Estimate the gain of `after` over `before` where the two had different prompts.
 
     The difference of the means over prompts, with Welch's t interval (Welch 1947) over prompts. Where neither side
     varies, the two exact intervals are combined, each at half the error.
 
     Args:
-        before, after: rewards of each prompt's rollouts; prompts without any are skipped.
-        confidence, bounds: as in `paired_difference`.
+        before: rewards of each prompt's rollouts; prompts without any are skipped.
+        after: the same of the other run.
+        confidence: as in `paired_difference`.
+        bounds: as in `paired_difference`.
 
     Returns:
         An Estimate whose `prompts` and `rollouts` count both sides.
@@ -159,7 +286,7 @@ def unpaired_difference(
 
 
 def detectable_difference(stderr: float, degrees: float, *, power: float = 0.8, confidence: float = 0.95) -> float:
-    """The smallest true difference that an evaluation like this one would find with probability `power`.
+    """Return the smallest true difference that an evaluation like this one would find with probability `power`.
 
     (t at (1 + confidence) / 2 + t at power) * stderr, the usual approximation to the noncentral t.
 
@@ -172,7 +299,7 @@ def detectable_difference(stderr: float, degrees: float, *, power: float = 0.8, 
 
 
 def _estimate(values: Sequence[float], rollouts: int, bounds: Bounds | None, confidence: float) -> Estimate:
-    """The mean of one independent value a prompt, each within `bounds`."""
+    """Return the mean of one independent value a prompt, each within `bounds`."""
     prompts = len(values)
     if not prompts:
         return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0)
@@ -220,3 +347,83 @@ def _mean(values: Sequence[float]) -> float:
 def _check_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence is {confidence!r}, but it must lie between 0 and 1, such as 0.95.")
+
+
+_MOST_ENUMERATED = 16
+_CELLS_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PermutationTest:
+    """A two-sided p value.
+
+    Attributes:
+        p: NaN without data.
+        exact: True where all arrangements were counted, False where `draws` were drawn at random.
+        draws: arrangements looked at.
+    """
+
+    p: float
+    exact: bool
+    draws: int
+
+
+def sign_flip_test(differences: Sequence[float], *, draws: int = 50_000, seed: int = 0) -> PermutationTest:
+    """Return how often chance alone gives a sum of paired differences as large as this one, by flipping signs.
+
+    If two runs do not differ, each prompt's difference is as likely with the other sign. All 2^m arrangements of
+    the m differences that are not 0 are counted for m up to 16; beyond, p is (1 + as large) / (1 + draws), which
+    is never 0 (Phipson and Smyth 2010).
+
+    Args:
+        differences: one a prompt, after - before.
+        draws: random arrangements where there are too many to count.
+        seed: of those draws: the same seed gives the same p.
+    """
+    import numpy as np
+
+    values = np.array([difference for difference in differences if abs(difference) > 1e-12], dtype=np.float64)
+    if not len(differences):
+        return PermutationTest(math.nan, True, 0)
+    if not len(values):
+        return PermutationTest(1.0, True, 1)
+    # sums of the same numbers in another order differ by rounding
+    threshold = abs(values.sum()) - 1e-9 * np.abs(values).sum()
+    if len(values) <= _MOST_ENUMERATED:
+        sums = np.zeros(1)
+        for value in values:
+            sums = np.concatenate([sums + value, sums - value])
+        return PermutationTest(float(np.mean(np.abs(sums) >= threshold)), True, len(sums))
+    random = np.random.default_rng(seed)
+    as_large, at_once = 0, max(1, _CELLS_AT_ONCE // len(values))
+    for start in range(0, draws, at_once):
+        signs = random.integers(0, 2, size=(min(at_once, draws - start), len(values)), dtype=np.int8)
+        as_large += int(np.sum(np.abs(signs @ (2 * values) - values.sum()) >= threshold))
+    return PermutationTest((1 + as_large) / (1 + draws), False, draws)
+
+
+def shuffle_test(
+    before: Sequence[float], after: Sequence[float], *, draws: int = 20_000, seed: int = 0
+) -> PermutationTest:
+    """Return how often chance alone sets two unpaired samples so far apart, by permuting their values.
+
+    Args:
+        before: one value a prompt.
+        after: the same of the other run.
+        draws: random permutations.
+        seed: of those permutations: the same seed gives the same p.
+    """
+    import numpy as np
+
+    if not len(before) or not len(after):
+        return PermutationTest(math.nan, False, 0)
+    values = np.array([*before, *after], dtype=np.float64)
+    size = len(before)
+
+    def apart(first: float) -> float:
+        return abs((values.sum() - first) / (len(values) - size) - first / size)
+
+    threshold = apart(float(values[:size].sum())) - 1e-9 * float(np.abs(values).max() or 1.0)
+    random = np.random.default_rng(seed)
+    as_large = sum(apart(float(random.permutation(values)[:size].sum())) >= threshold for _ in range(draws))
+    return PermutationTest((1 + as_large) / (1 + draws), False, draws)

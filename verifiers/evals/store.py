@@ -1,10 +1,9 @@
-"""Where an evaluation's results go: one line a rollout as it finishes, and what was run beside it.
+"""The stored results of an evaluation: one line a rollout as it finishes, and the metadata beside it.
 
 A run directory holds `results.jsonl` (a line a rollout, append-only, handed to the operating system one by one),
-`contents.jsonl` (large texts that those lines refer to, each once), `failures.jsonl` (the full text and traceback of
-what went wrong) and `metadata.json` (what was run, with which versions, and the summary). Where a rollout was done
-again, the later line counts. What is promised: a process that is killed loses nothing finished. What is not: that the
-disk keeps it when the machine loses power.
+`failures.jsonl` (the full text and traceback of each failure) and `metadata.json` (what was run, with which versions,
+and the summary). Where a rollout was done again, the later line counts. A process that is killed loses nothing
+finished; a machine that loses power may.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from types import TracebackType
 from typing import IO, Any
 
 from verifiers.errors import ConfigError
-from verifiers.evals.contents import CONTENTS, ContentReader, ContentWriter, has_references
-from verifiers.evals.json_lines import json_line, mend_last_line, plain
+from verifiers.evals.json_lines import RowReader, json_line, mend_last_line, plain
 from verifiers.rollouts.rollout import Rollout
 
 __all__ = [
     "COLUMNS",
-    "CONTENTS",
     "FAILURES",
     "METADATA",
     "RESULTS",
@@ -85,7 +82,7 @@ class StoredRun:
     rows: list[dict[str, Any]]
 
     def metrics(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Each reward function's value in one of the rows."""
+        """Return each reward function's value in one of the rows."""
         return metrics_of(row)
 
 
@@ -106,7 +103,7 @@ def read_run(directory: str | Path) -> StoredRun:
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """What metadata.json says; empty where it is missing.
+    """Return the content of metadata.json; empty where it is missing.
 
     Raises:
         ConfigError: it is damaged.
@@ -120,36 +117,33 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def iter_rows(directory: Path, *, contents: bool = True) -> Iterator[dict[str, Any]]:
-    """The lines of results.jsonl in the order in which they were written, one at a time; none where there is no file.
-
-    Args:
-        contents: put large texts back where a row refers to them; False for whoever reads numbers alone.
+def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of results.jsonl in the order in which they were written; none where there is no file.
 
     Raises:
-        ConfigError: a line before the last is damaged, or a large text is missing.
+        ConfigError: a line before the last is damaged.
     """
     path = directory / RESULTS
     if not path.is_file():
         return
-    reader = ContentReader(directory)
+    reader = RowReader(directory)
     torn: tuple[int, Exception] | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if torn is not None:
                 raise ConfigError(f"line {torn[0]} of {str(path)!r} is damaged ({torn[1]}); mend or delete it.")
             try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("it is no JSON object")
+                row = reader.parse(line)
+            except ConfigError:
+                raise
             except ValueError as error:
                 torn = number, error
             else:
-                yield reader.restored(row) if contents and has_references(line) else row
+                yield row
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Each reward function's value in a row: its column `metrics`, or else every column that is not one of ours."""
+    """Return each reward function's value in a row: its column `metrics`, or else every column not in `COLUMNS`."""
     found = row.get("metrics")
     if not isinstance(found, Mapping):
         found = {name: value for name, value in row.items() if name not in COLUMNS}
@@ -161,7 +155,7 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def new_run_directory(env_id: str, model: str, root: str | Path = "outputs/evals") -> Path:
-    """A fresh directory `<root>/<env>--<model>/<run id>`; slashes in the names become `--`.
+    """Return a fresh directory `<root>/<env>--<model>/<run id>`; slashes in the names become `--`.
 
     Raises:
         ConfigError: it cannot be made there.
@@ -175,7 +169,7 @@ def new_run_directory(env_id: str, model: str, root: str | Path = "outputs/evals
 
 
 def result_row(rollout: Rollout) -> dict[str, Any]:
-    """One line of results.jsonl: a rollout without its state."""
+    """Return one line of results.jsonl: a rollout without its state."""
     row: dict[str, Any] = {
         "example_id": rollout.key.example_id,
         "generation": rollout.key.generation,
@@ -222,23 +216,22 @@ class ResultStore:
     """Appends rollouts to `results.jsonl` as they finish, and writes `metadata.json` at the start.
 
     Args:
-        directory: an existing directory, empty or of the run that goes on.
+        directory: an existing directory, empty or of the run that is continued.
         metadata: what was run; never a key or its value.
-        hide: applied to every line and text before it is written; takes secrets out.
+        redact: applied to every line and text before it is written; takes secrets out.
 
     Raises:
         ConfigError: on entering, when another process writes to the directory.
     """
 
     def __init__(
-        self, directory: Path, metadata: Mapping[str, Any], hide: Callable[[str], str] | None = None
+        self, directory: Path, metadata: Mapping[str, Any], redact: Callable[[str], str] | None = None
     ) -> None:
         self.directory = directory
         self.metadata = dict(metadata)
-        self._hide = hide or (lambda text: text)
+        self._redact = redact or (lambda text: text)
         self._file: IO[str] | None = None
         self._failures: IO[str] | None = None
-        self._contents: ContentWriter | None = None
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> ResultStore:
@@ -249,13 +242,12 @@ class ResultStore:
         except BlockingIOError:
             self._lock.close()
             raise ConfigError(
-                f"another process is writing to {str(self.directory)!r}; wait for it, or start anew with --fresh."
+                f"another process is writing to {str(self.directory)!r}; wait for it, or use --fresh for a new run."
             ) from None
         try:
             for name in (RESULTS, FAILURES):
                 mend_last_line(self.directory / name)
             self.write_metadata()
-            self._contents = ContentWriter(self.directory, self._hide)
             self._file = (self.directory / RESULTS).open("a", encoding="utf-8")
         except BaseException:
             self.__exit__(None, None, None)
@@ -267,28 +259,26 @@ class ResultStore:
     ) -> None:
         with contextlib.ExitStack() as closing:
             # a full disk may refuse the last bytes of one; the others are closed all the same, the lock last
-            for file in (self._lock, self._failures, self._contents, self._file):
+            for file in (self._lock, self._failures, self._file):
                 if file is not None:
                     closing.callback(file.close)
 
     def append(self, rollout: Rollout) -> None:
         """Write one rollout and hand it to the operating system, so that a killed run loses nothing finished."""
         assert self._file is not None
-        assert self._contents is not None
         if rollout.failure is not None:
             if self._failures is None:
                 self._failures = (self.directory / FAILURES).open("a", encoding="utf-8")
-            # before the row: whoever sees the row finds its failure
-            self._failures.write(self._hide(json_line(_failure_row(rollout))) + "\n")
+            # before the row, so that every row's failure is there
+            self._failures.write(self._redact(json_line(_failure_row(rollout))) + "\n")
             self._failures.flush()
-        # its large contents before the row as well
-        self._file.write(self._hide(self._contents.line(result_row(rollout))) + "\n")
+        self._file.write(self._redact(json_line(result_row(rollout))) + "\n")
         self._file.flush()
 
     def write_metadata(self, **more: Any) -> None:
-        """Write metadata.json anew, with `more` added."""
+        """Write metadata.json again, with `more` added."""
         self.metadata.update(more)
         partial = self.directory / ".metadata.json.partial"
         text = json.dumps(plain(self.metadata), indent=2, ensure_ascii=False)
-        partial.write_text(self._hide(text) + "\n", encoding="utf-8", errors="replace")
+        partial.write_text(self._redact(text) + "\n", encoding="utf-8", errors="replace")
         os.replace(partial, self.directory / METADATA)

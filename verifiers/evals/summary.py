@@ -4,27 +4,171 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from verifiers.evals.columns import Counts, RolloutColumns
+from verifiers.errors import ConfigError
 from verifiers.evals.pass_at_k import best_at_k, pass_at_k, pass_hat_k, sizes_up_to
-from verifiers.evals.prices import PriceTable
+from verifiers.evals.results import Counts, RolloutResults
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
-from verifiers.evals.variance import VarianceSplit, split_variance
 
 __all__ = [
     "RIGHT_FROM",
     "AtK",
     "Measure",
+    "Price",
+    "PriceTable",
     "RunSummary",
+    "VarianceSplit",
     "at_k",
     "estimate_as_json",
+    "load_prices",
     "rollouts_planned",
+    "split_variance",
     "summarize",
     "value_of_prompt",
 ]
+
+Advice = Literal["more prompts", "more rollouts", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class VarianceSplit:
+    """Variance of rewards between prompts and within, and what it means. NaN stands for what cannot be told.
+
+    Attributes:
+        between: variance of the prompts' true means; 0 where the estimate would be negative.
+        within: variance of rewards around their prompt's mean.
+        rollouts_per_prompt: the size of a prompt's group; where they differ, that of ANOVA (see `split_variance`).
+    """
+
+    between: float
+    within: float
+    rollouts_per_prompt: float
+
+    @property
+    def share_between(self) -> float:
+        """Part of the variance of one reward that is the prompt's: the intraclass correlation, 0 to 1."""
+        total = self.between + self.within
+        return self.between / total if total > 0 else math.nan
+
+    @property
+    def design_effect(self) -> float:
+        """Ratio of the mean's variance to that of independent rollouts: 1 + (n - 1) * share."""
+        return 1 + (self.rollouts_per_prompt - 1) * self.share_between
+
+    @property
+    def stderr_with_twice_the_rollouts(self) -> float:
+        """Factor on the standard error that twice the rollouts of each prompt would have: 0.71 to 1.
+
+        Twice the prompts give 0.71 always.
+        """
+        per_prompt = self.within / self.rollouts_per_prompt
+        now = self.between + per_prompt
+        return math.sqrt((self.between + per_prompt / 2) / now) if now > 0 else math.nan
+
+    @property
+    def advice(self) -> Advice:
+        """Advice on how to narrow the interval; "" where the data cannot tell.
+
+        "more prompts" where most of the error comes from the choice of prompts, "more rollouts" where most of it is
+        the chance of each rollout (new prompts would serve as well).
+        """
+        per_prompt = self.within / self.rollouts_per_prompt
+        if math.isnan(self.between) or self.between + per_prompt <= 0:
+            return ""
+        return "more prompts" if self.between >= per_prompt else "more rollouts"
+
+
+def split_variance(rewards_by_prompt: Sequence[Sequence[float]]) -> VarianceSplit:
+    """Estimate the variance between prompts and within them by one-way analysis of variance.
+
+    between = (MSB - MSW) / n0, where MSB and MSW are the mean squares between and within a prompts with n_i rollouts
+    each, N in all, and n0 = (N - sum n_i^2 / N) / (a - 1) (Searle, Casella and McCulloch, Variance Components,
+    section 3.6). A negative estimate is set to 0.
+
+    Args:
+        rewards_by_prompt: the rewards of each prompt's scored rollouts; prompts without any are skipped.
+
+    Returns:
+        NaN in all fields with fewer than two prompts, or where no prompt has two rollouts.
+    """
+    groups = [rewards for rewards in rewards_by_prompt if len(rewards)]
+    prompts, total = len(groups), sum(map(len, groups))
+    if prompts < 2 or total == prompts:
+        return VarianceSplit(math.nan, math.nan, math.nan)
+    size = (total - sum(len(rewards) ** 2 for rewards in groups) / total) / (prompts - 1)
+    means = [math.fsum(rewards) / len(rewards) for rewards in groups]
+    overall = math.fsum(reward for rewards in groups for reward in rewards) / total
+    squares = math.fsum(
+        (reward - mean) ** 2 for rewards, mean in zip(groups, means, strict=True) for reward in rewards
+    )
+    within = squares / (total - prompts)
+    spread = math.fsum(len(rewards) * (mean - overall) ** 2 for rewards, mean in zip(groups, means, strict=True))
+    return VarianceSplit(max(0.0, (spread / (prompts - 1) - within) / size), within, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The price of a model's tokens, per million of each kind."""
+
+    prompt: float
+    completion: float
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """In the table's currency."""
+        return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class PriceTable:
+    """Prices by model name, all in one currency."""
+
+    prices: Mapping[str, Price]
+    currency: str = "USD"
+
+
+def load_prices(path: str | os.PathLike[str]) -> PriceTable:
+    """Read a price table: a TOML file with a table a model, and optionally `currency` at the top.
+
+        currency = "USD"
+
+        ["org/some-model"]
+        prompt = 0.40
+        completion = 1.60
+
+    Prices are per million tokens.
+
+    Raises:
+        ConfigError: the file cannot be read, or an entry is no price.
+    """
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"the price table {os.fspath(path)!r} cannot be read: {error}.") from error
+    currency = found.pop("currency", "USD")
+    if not isinstance(currency, str):
+        raise ConfigError(f"currency in {os.fspath(path)!r} is {currency!r}; give a text such as 'USD'.")
+    return PriceTable({model: _price(model, entry) for model, entry in found.items()}, currency)
+
+
+def _price(model: str, entry: Any) -> Price:
+    names = ("prompt", "completion")
+    if not isinstance(entry, dict) or set(entry) != set(names):
+        raise ConfigError(
+            f"the price of {model!r} is {entry!r}; give a table with prompt and completion, per million tokens"
+            " (a model name with dots needs quotes)."
+        )
+    for name in names:
+        value = entry[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"the {name} price of {model!r} is {value!r}; give a number of at least 0.")
+    return Price(*(float(entry[name]) for name in names))
+
 
 RIGHT_FROM = 1.0
 """Reward from which a rollout counts as right in pass@k and pass^k."""
@@ -48,7 +192,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class AtK:
-    """What k rollouts of a prompt give, each with an interval over prompts.
+    """The rates of k rollouts of a prompt, each with an interval over prompts.
 
     All three rest on the prompts with at least k scored rollouts; `pass_at.prompts` says how many those are.
 
@@ -122,7 +266,7 @@ class RunSummary:
 
 
 def summarize(
-    rows: Iterable[Mapping[str, Any]] | RolloutColumns,
+    rows: Iterable[Mapping[str, Any]] | RolloutResults,
     metadata: Mapping[str, Any] | None = None,
     *,
     right_from: float = RIGHT_FROM,
@@ -139,26 +283,26 @@ def summarize(
         confidence: coverage of all intervals.
         prices: what tokens cost.
     """
-    columns = rows if isinstance(rows, RolloutColumns) else RolloutColumns(rows)
+    results = rows if isinstance(rows, RolloutResults) else RolloutResults(rows)
     metadata = metadata or {}
-    counts = columns.counts(planned=rollouts_planned(metadata))
-    rewards = list(columns.values().values())
+    counts = results.counts(planned=rollouts_planned(metadata))
+    rewards = list(results.values().values())
     price = None if prices is None else prices.prices.get(str(metadata.get("model")))
-    tasks = columns.tasks
-    by_task = {task: columns.counts(task=task) for task in (tasks if len(tasks) > 1 else ())}
+    tasks = results.tasks
+    by_task = {task: results.counts(task=task) for task in (tasks if len(tasks) > 1 else ())}
     return RunSummary(
         counts=counts,
-        measures={name: _measure(columns.values(name), counts.rollouts, confidence) for name in columns.metrics},
+        measures={name: _measure(results.values(name), counts.rollouts, confidence) for name in results.metrics},
         at_k=at_k(rewards, right_from=right_from, confidence=confidence),
         right_from=right_from,
         variance=split_variance(rewards),
         tasks={
-            task: (_measure(columns.values(task=task), of_task.rollouts, confidence), of_task)
+            task: (_measure(results.values(task=task), of_task.rollouts, confidence), of_task)
             for task, of_task in by_task.items()
         },
-        prompt_tokens=columns.prompt_tokens,
-        completion_tokens=columns.completion_tokens,
-        cost=None if price is None else price.cost(columns.prompt_tokens, columns.completion_tokens),
+        prompt_tokens=results.prompt_tokens,
+        completion_tokens=results.completion_tokens,
+        cost=None if price is None else price.cost(results.prompt_tokens, results.completion_tokens),
         currency=None if price is None or prices is None else prices.currency,
     )
 
@@ -175,7 +319,8 @@ def at_k(
     Args:
         rewards_by_prompt: of the scored rollouts.
         sizes: the k; None stands for powers of two up to the most rollouts of a prompt, and that number.
-        right_from, confidence: as in `summarize`.
+        right_from: as in `summarize`.
+        confidence: as in `summarize`.
     """
     most = max(map(len, rewards_by_prompt), default=0)
     rows = []
@@ -193,7 +338,7 @@ def at_k(
 
 
 def value_of_prompt(metric: str, right_from: float = RIGHT_FROM) -> tuple[str, Callable[[Sequence[float]], float]]:
-    """The column that a metric's name asks for, and what makes one number of a prompt's values.
+    """Return the column that a metric's name asks for, and what makes one number of a prompt's values.
 
     "pass@4", "pass^4" and "best@4" are made of the reward; any other name is a column, whose mean is taken.
     """
@@ -214,7 +359,7 @@ def rollouts_planned(metadata: Mapping[str, Any]) -> int | None:
 
 
 def estimate_as_json(estimate: Estimate) -> dict[str, Any]:
-    """An estimate's fields; None stands for what cannot be told, which JSON has no number for."""
+    """Return an estimate's fields; None stands for what cannot be told, which JSON has no number for."""
     return {name: _finite(value) for name, value in dataclasses.asdict(estimate).items()}
 
 

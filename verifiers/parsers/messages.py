@@ -1,94 +1,179 @@
-"""Messages of any kind: read whether they are dicts or objects, and turned into the one kind that states hold."""
+"""Conversations as packages print, clean and send them; `verifiers.types` has the messages themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.types import AssistantMessage, MessageRecord, SystemMessage, ToolMessage, UserMessage
+from verifiers.types import (
+    ChatMessage,
+    Messages,
+    as_message,
+    as_messages,
+    content_text,
+    joined,
+    message_field,
+    message_text,
+)
 
-__all__ = ["as_message", "as_messages", "content_text", "joined", "message_field", "message_text"]
-
-_KINDS: dict[Any, type[MessageRecord]] = {
-    "assistant": AssistantMessage,
-    "system": SystemMessage,
-    "tool": ToolMessage,
-    "user": UserMessage,
-}
-
-
-def message_field(message: Any, name: str, default: Any = None) -> Any:
-    """A field of a message that is a dict (classic) or an object with attributes (openai's and pydantic's)."""
-    if isinstance(message, Mapping):
-        return message.get(name, default)
-    return getattr(message, name, default)
-
-
-def content_text(content: Any) -> str:
-    """The text of a message's content: a string, None, or a list of OpenAI content parts.
-
-    Parts that are not text (images, audio) count as empty.
-    """
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if isinstance(content, (list, tuple)):
-        return "".join(part if isinstance(part, str) else message_field(part, "text") or "" for part in content)
-    return str(content)
+__all__ = [
+    "as_message",
+    "as_messages",
+    "cleanup_messages",
+    "content_text",
+    "joined",
+    "message_field",
+    "message_text",
+    "messages_to_printable",
+    "print_prompt_completions_sample",
+    "sanitize_tool_calls",
+]
 
 
-def message_text(message: Any) -> str:
-    """The text of a message; a string is its own text."""
-    return message if isinstance(message, str) else content_text(message_field(message, "content"))
+def messages_to_printable(messages: Messages) -> Messages:
+    """Return messages whose content is text alone: images and audio become "[image]" and "[audio]".
 
-
-def as_message(message: Any) -> MessageRecord:
-    """The message as states hold it: a dict that answers to attributes too.
-
-    Args:
-        message: a dict, a pydantic object (its `model_dump` is taken, without what is None), another object with
-            `role` and `content`, or a string, which a user says.
-
-    Raises:
-        TypeError: it is none of these.
-    """
-    if isinstance(message, MessageRecord):
-        return message
-    if isinstance(message, dict):
-        return _KINDS.get(message.get("role"), MessageRecord)(message)
-    if isinstance(message, str):
-        return UserMessage(role="user", content=message)
-    if isinstance(message, Mapping):
-        return as_message(dict(message))
-    dump = getattr(message, "model_dump", None)
-    if callable(dump):
-        fields = dump(exclude_none=True)
-        if isinstance(fields, dict):
-            # the key is expected also beside tool calls
-            fields.setdefault("content", None)
-            return as_message(fields)
-    if hasattr(message, "role") and hasattr(message, "content"):
-        return as_message({name: value for name, value in vars(message).items() if value is not None})
-    raise TypeError(f"{message!r:.200} is no chat message; give a dict with 'role' and 'content'.")
-
-
-def as_messages(messages: Any) -> Any:
-    """A conversation as states hold it: a list of `as_message`, always a new one; a string is left as it is.
-
-    One message by itself counts as a list of it, None as an empty one.
+    Parts are set apart by an empty line. A string is returned as it is.
     """
     if isinstance(messages, str):
         return messages
-    if messages is None:
-        return []
-    if isinstance(messages, (list, tuple)):
-        return [as_message(message) for message in messages]
-    return [as_message(messages)]
+    printable = []
+    for message in messages:
+        content = message_field(message, "content")
+        parts = [content] if isinstance(content, str) else content or []
+        text = "\n\n".join(_printable_part(part) for part in parts)
+        calls = message_field(message, "tool_calls")
+        shown: ChatMessage = {"role": message_field(message, "role"), "content": text}
+        printable.append(shown if calls is None else {**shown, "tool_calls": calls})
+    return printable
 
 
-def joined(before: Any, after: Any) -> Any:
-    """A conversation that goes on: messages after messages, or text after text in completion mode."""
-    if isinstance(before, str):
-        return before + (after if isinstance(after, str) else "".join(map(message_text, as_messages(after))))
-    return before + as_messages([after] if isinstance(after, str) else after)
+def cleanup_messages(messages: Messages) -> Messages:
+    """Return messages as plain dicts without fields that are None, which strict servers refuse.
+
+    `content` stays, also as None: servers expect it beside tool calls. Nested fields that are None go too: a table's
+    schema adds them where content parts differ in kind. A string is returned as it is.
+    """
+    if isinstance(messages, str):
+        return messages
+    return [_lean_message(plain(message)) for message in messages]
+
+
+def sanitize_tool_calls(messages: Messages) -> Messages:
+    """Return messages whose tool calls are plain data that JSON can hold.
+
+    Messages without tool calls, and strings, are returned as they are.
+    """
+    if isinstance(messages, str):
+        return messages
+    sanitized: list[Any] = []
+    for message in messages:
+        calls = message_field(message, "tool_calls")
+        if calls:
+            as_dict = message if isinstance(message, Mapping) else plain(message)
+            message = {**as_dict, "tool_calls": [plain(call) for call in calls]}
+        sanitized.append(message)
+    return sanitized
+
+
+def plain(value: Any) -> Any:
+    """Return nested dicts, lists and scalars out of pydantic objects, namespaces and the like."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump(exclude_none=True))
+    if hasattr(value, "__dict__"):
+        return {name: plain(item) for name, item in vars(value).items() if not name.startswith("_")}
+    return json.loads(json.dumps(value, default=str))
+
+
+def _printable_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = str(message_field(part, "type") or "text")
+    if "image" in kind:
+        return "[image]"
+    if "audio" in kind:
+        return "[audio]"
+    text = message_field(part, "text")
+    return str(text) if text is not None else f"[{kind}]"
+
+
+def _lean_message(message: ChatMessage) -> ChatMessage:
+    lean: ChatMessage = drop_none(message)
+    if "content" in message:
+        lean["content"] = drop_none(message["content"])
+    return lean
+
+
+def drop_none(value: Any) -> Any:
+    """Return nested data without the dict entries that are None; list items stay, so that positions do."""
+    if isinstance(value, Mapping):
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    return [drop_none(item) for item in value] if isinstance(value, list) else value
+
+
+def print_prompt_completions_sample(
+    prompts: Sequence[Messages],
+    completions: Sequence[Messages],
+    *scores: Any,
+    rewards: Any = None,
+    step: int | None = None,
+    num_samples: int = 1,
+    errors: Sequence[Any] | None = None,
+) -> None:
+    """Print some rollouts as a table: prompt, completion, reward.
+
+    Called as `print_prompt_completions_sample(prompts, completions, rewards, step, num_samples=1)`, or as in the
+    newest releases of the classic API with the rollouts' errors before the rewards.
+
+    Args:
+        prompts: one a rollout.
+        completions: one a rollout.
+        *scores: what follows in either signature: [errors], rewards, step, num_samples.
+        rewards: one a rollout; or a dict of them, of which "reward" is shown, or else the first.
+        errors: one a rollout; None where there is none.
+        step: optimizer step, for the title.
+        num_samples: rollouts from the start of the lists.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # (rewards, step, num_samples), and errors first where the second of them is no step
+    given = list(scores)
+    if len(given) > 1 and not isinstance(given[1], int):
+        errors = given.pop(0)
+    rewards = given[0] if given else rewards
+    step = given[1] if len(given) > 1 else step
+    num_samples = given[2] if len(given) > 2 else num_samples
+    if isinstance(rewards, Mapping):
+        rewards = rewards.get("reward", next(iter(rewards.values()), []))
+    table = Table(title=None if step is None else f"Step {step}", show_lines=True, expand=True)
+    table.add_column("prompt", style="bright_yellow")
+    table.add_column("completion", style="bright_green")
+    table.add_column("reward", justify="right")
+    for place in range(min(num_samples, len(prompts), len(completions))):
+        reward = f"{float(rewards[place]):.2f}" if rewards is not None and place < len(rewards) else ""
+        failure = errors[place] if errors is not None and place < len(errors) else None
+        shown = _conversation(completions[place]) + (f"\n\n{failure!r}" if failure else "")
+        # as text: what a model writes may look like markup
+        table.add_row(Text(_conversation(prompts[place])), Text(shown), reward)
+    Console().print(table)
+
+
+def _conversation(messages: Messages) -> str:
+    printable = messages_to_printable(messages)
+    if isinstance(printable, str):
+        return printable
+    return "\n\n".join(_turn(message) for message in printable)
+
+
+def _turn(message: ChatMessage) -> str:
+    calls = "".join(f"\n{json.dumps(plain(call), ensure_ascii=False)}" for call in message.get("tool_calls") or [])
+    return f"{message['role']}: {message['content']}{calls}"

@@ -1,15 +1,22 @@
-"""Parser: what to read out of a completion."""
+"""Parser: the base class of what turns a completion into an answer, and extractors of answers."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.parsers.messages import message_field, message_text
 from verifiers.types import Messages
 
-__all__ = ["Parser"]
+__all__ = [
+    "BOXED_SYSTEM_PROMPT",
+    "THINK_BOXED_SYSTEM_PROMPT",
+    "Parser",
+    "extract_boxed_answer",
+    "extract_hash_answer",
+]
 
 
 def _unchanged(text: str) -> str:
@@ -31,35 +38,35 @@ class Parser:
         self.extract_fn = extract_fn
 
     def parse(self, text: str) -> Any:
-        """What `extract_fn` makes of the text."""
+        """Return what `extract_fn` makes of the text."""
         return self.extract_fn(text)
 
     def parse_answer(self, completion: Messages | Sequence[Any]) -> Any:
-        """The parsed text of the last message; None for a completion without messages."""
+        """Return the parsed text of the last message; None for a completion without messages."""
         if isinstance(completion, str):
             return self.parse(completion)
         return self.parse(message_text(completion[-1])) if completion else None
 
     def get_assistant_messages(self, completion: Messages | Sequence[Any]) -> list[Any]:
-        """The messages of the policy."""
+        """Return the messages of the policy."""
         if isinstance(completion, str):
             return [{"role": "assistant", "content": completion}]
         return _with_role(completion, "assistant")
 
     def get_system_messages(self, completion: Messages | Sequence[Any]) -> list[Any]:
-        """The system messages."""
+        """Return the system messages."""
         return _with_role(completion, "system")
 
     def get_user_messages(self, completion: Messages | Sequence[Any]) -> list[Any]:
-        """The messages of the user, or of the environment in its place."""
+        """Return the messages of the user, or of the environment in its place."""
         return _with_role(completion, "user")
 
     def get_tool_messages(self, completion: Messages | Sequence[Any]) -> list[Any]:
-        """The results of tool calls."""
+        """Return the results of tool calls."""
         return _with_role(completion, "tool")
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """A reward function for the format; this class asks for none, so it is always 1.0."""
+        """Return a reward function for the format; this class has no format, so the reward is always 1.0."""
 
         def format_reward_func(completion: Any, **kwargs: Any) -> float:
             return 1.0
@@ -71,3 +78,43 @@ def _with_role(completion: Messages | Sequence[Any], role: str) -> list[Any]:
     if isinstance(completion, str):
         return []
     return [message for message in completion if message_field(message, "role") == role]
+
+
+BOXED_SYSTEM_PROMPT = "Solve the problem one step after the other, and write the final answer as \\boxed{answer}."
+
+THINK_BOXED_SYSTEM_PROMPT = (
+    "First work through the problem between <think> and </think>. "
+    "After the closing tag, write the final answer as \\boxed{answer}."
+)
+
+_BOXED = re.compile(r"\\boxed\s*\{")
+
+
+def extract_boxed_answer(text: str) -> str:
+    r"""Return the inside of the last `\boxed{...}` of a text, with the braces in it.
+
+    Returns:
+        The text unchanged where there is no `\boxed`, or the last one is never closed.
+    """
+    starts = [opening.end() for opening in _BOXED.finditer(text)]
+    if not starts:
+        return text
+    depth, position = 1, starts[-1]
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            # what a backslash escapes, \{ for one, is text and no bracket
+            position += 1
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return text[starts[-1] : position]
+        position += 1
+    return text
+
+
+def extract_hash_answer(text: str) -> str | None:
+    """Return the answer after "####", as GSM8K writes it; None where there is none."""
+    return text.split("####")[1].strip() if "####" in text else None

@@ -21,11 +21,11 @@ class ThinkParser(Parser):
     """
 
     def parse(self, text: str) -> Any:
-        """What `extract_fn` makes of the text after the last `</think>`; of "" where there is no such tag."""
+        """Return what `extract_fn` makes of the text after the last `</think>`; of "" where there is no such tag."""
         return self.extract_fn(text.rpartition(CLOSE)[2].strip() if CLOSE in text else "")
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """The share of assistant messages that start with `<think>`, have each tag once and an answer after them.
+        """Return a reward function: the share of assistant messages with think tags and an answer after them.
 
         0.0 for a completion without assistant messages.
         """
@@ -42,7 +42,7 @@ class MaybeThinkParser(ThinkParser):
     """A ThinkParser for policies that may answer without reasoning: a text without `</think>` is all answer."""
 
     def parse(self, text: str) -> Any:
-        """What `extract_fn` makes of the text after the last `</think>`, or of the whole text without one."""
+        """Return what `extract_fn` makes of the text after the last `</think>`, or of the whole text without one."""
         return self.extract_fn(text.rpartition(CLOSE)[2].strip())
 
 

@@ -51,7 +51,7 @@ class XMLParser(Parser):
         self._spaced_tag = re.compile(rf"<(?:\s+/?\s*|/\s+)(?:{either})\s*>|</?(?:{either})\s+>")
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> Any:
-        """The fields of a text.
+        """Return the fields of a text.
 
         Args:
             text: what the policy wrote.
@@ -72,7 +72,7 @@ class XMLParser(Parser):
         return SimpleNamespace(**found)
 
     def parse_answer(self, completion: Messages | Sequence[Any]) -> str | None:
-        """The answer field's last occurrence in the last assistant message that has it; None where none has."""
+        """Return the answer field's last text in the last assistant message that has it; None where none has."""
         for message in reversed(self.get_assistant_messages(completion)):
             answer = getattr(self.parse(message_text(message), last=True), self.answer_field, None)
             if answer is not None:
@@ -80,16 +80,16 @@ class XMLParser(Parser):
         return None
 
     def get_fields(self) -> list[str]:
-        """The canonical names, in order."""
+        """Return the canonical names, in order."""
         return [canonical for canonical, _ in self._fields]
 
     def get_format_str(self) -> str:
-        """The format, as one would show it to the policy in a system prompt."""
+        """Return the format as a system prompt would show it to the policy."""
         tags = [canonical if len(names) == 1 else f"[ {' | '.join(names)} ]" for canonical, names in self._fields]
         return "\n".join(f"<{tag}>\n...\n</{tag}>" for tag in tags)
 
     def format(self, **kwargs: Any) -> str:
-        """A text with the given fields, under their canonical tags; values may be given by any alternative.
+        """Return a text with the given fields under their canonical tags; values may be given by any alternative.
 
         Raises:
             ConfigError (a ValueError): a field without a value.
@@ -103,7 +103,7 @@ class XMLParser(Parser):
         return "\n".join(parts)
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """How well the assistant messages keep the format, from 0 to 1, as a mean over them.
+        """Return a reward function for the format, from 0 to 1: the mean over the assistant messages.
 
         A message earns 0.4 x the share of fields present (nothing unless one is complete), 0.2 when no tag has
         stray spacing inside its brackets, 0.2 when it starts with the first field, 0.2 when it ends with the

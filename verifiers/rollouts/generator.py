@@ -13,20 +13,23 @@ import functools
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, DeadlineError, GenerationError, GeneratorClosedError
-from verifiers.rollouts.batches import BatchRequest
-from verifiers.rollouts.block_run import BlockRun, GroupPolicy
-from verifiers.rollouts.endpoint import Backend, backend_for
-from verifiers.rollouts.limits import Limiter
-from verifiers.rollouts.loop_thread import LoopThread
-from verifiers.rollouts.meter import RolloutMeter
-from verifiers.rollouts.retries import RetryPolicy
+from verifiers.inference.endpoint import Backend
+from verifiers.inference.limits import Limiter
+from verifiers.inference.load_balancer import backend_for
+from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.server_pool import ServerPool
+from verifiers.inference.token_in import token_in_for
+from verifiers.loop_thread import LoopThread
+from verifiers.rollouts.activity import RolloutActivity
+from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
-from verifiers.rollouts.run import RolloutRunner, RunsRollouts
-from verifiers.rollouts.token_in import token_in_for
+from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
 
 __all__ = ["AsyncBatchGenerator"]
 
@@ -35,23 +38,23 @@ _LISTENS_EVERY_S = 1.0
 
 
 class AsyncBatchGenerator:
-    """Generates and scores blocks ahead of whoever trains on them.
+    """A producer of scored blocks, ahead of the trainer that takes them.
 
     Args:
         env: the environment; its `rollout` and `rubric` are used.
         client: an openai client, an Endpoint, a base URL, any object shaped like AsyncOpenAI, a list of these for
-            several servers of the same model, or a `BalancedBackend`.
+            several servers of the same model, or a `ServerPool`, on whose event loop the rollouts then run.
         model: the policy's name on the server.
         sampling_args: OpenAI sampling arguments for every rollout.
         num_batches_ahead: blocks that may be in flight beyond the one being taken; 0 is strictly on policy.
         max_concurrent: rollouts in flight over all blocks.
         requests_per_second: throttle; None for none.
-        generation_timeout_s: default deadline of `get`, in seconds.
+        generation_timeout_s: default deadline of `get_batch`, in seconds.
         rollout_timeout_s, grading_timeout_s: deadlines of one rollout and of scoring one group, in seconds.
         require_tokens: token ids and log-probs are needed (training).
         generation: how turns are sent: "auto" as token ids from the second turn on where the server can, "tokens" as
             token ids always, "messages" never.
-        group_policy: what becomes of rollouts that fail and of groups that teach nothing.
+        group_policy: the handling of rollouts that fail and of groups without variance.
         drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
             up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
 
@@ -104,7 +107,7 @@ class AsyncBatchGenerator:
         self._closed = False
         self._thread: LoopThread | None = None
         self._limiter = Limiter(max_concurrent, requests_per_second)
-        self.meter = RolloutMeter()
+        self.activity = RolloutActivity()
         self.launched = 0
         self.finished = 0
 
@@ -116,9 +119,18 @@ class AsyncBatchGenerator:
             if self._closed:
                 raise GeneratorClosedError("the generator is closed; make a new one.")
             if self._thread is None:
-                self._thread = LoopThread("verifiers-generator", close_last=self._backend.close, failed=self._fail)
-                self._thread.start()
+                self._thread = self._loop_thread()
         return self
+
+    def _loop_thread(self) -> LoopThread:
+        """Return the event loop of the rollout servers' pool, else one of the generator's own."""
+        if isinstance(self._backend, ServerPool):
+            thread = self._backend.thread()
+            thread.failed = self._fail
+            return thread
+        thread = LoopThread(close_last=self._backend.close, failed=self._fail)
+        thread.start()
+        return thread
 
     def close(self) -> None:
         """Cancel what is in flight, end the thread, and wake everyone who waits. May be called twice."""
@@ -136,25 +148,17 @@ class AsyncBatchGenerator:
 
     # -- submitting and taking ------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        block_id: int,
-        requests: Sequence[RolloutRequest],
-        *,
-        policy_version: int | None = None,
-        spares: Sequence[RolloutRequest] = (),
-    ) -> None:
+    def submit_batch(self, request: BatchRequest) -> None:
         """Begin to generate a block; returns at once. Its rollouts begin after those of blocks submitted before.
 
-        Args:
-            spares: rollouts of prompts that replace groups which teach nothing, in the order in which they are used.
-            policy_version: version now on the server; stamped on tokens that the server does not stamp itself.
-
         Raises:
-            ConfigError: the block is known already, or more than `num_batches_ahead` + 1 would be in flight.
+            ConfigError: the columns make no block, the block is known already, or more than `num_batches_ahead` + 1
+                would be in flight.
             GeneratorClosedError: after `close`.
             Error: whatever an earlier block failed with.
         """
+        block_id, requests = request.batch_id, request.requests()
+        replacements = request.replacement_requests()
         self.start()
         with self._changed:
             self._raise_if_broken()
@@ -166,20 +170,30 @@ class AsyncBatchGenerator:
                     f"with block {block_id} there would be {held + 1} held at once, and num_batches_ahead="
                     f"{self.num_batches_ahead} allows {self.num_batches_ahead + 1}; take a block first."
                 )
-            if policy_version is not None:
-                self.policy_version = policy_version
+            if request.policy_version is not None:
+                self.policy_version = request.policy_version
             self._pending[block_id] = None
             self.launched += len(requests)
             assert self._thread is not None
-            work = self._generate(block_id, list(requests), list(spares), self.policy_version)
+            work = self._generate(block_id, requests, replacements, self.policy_version)
             future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
         future.add_done_callback(self._notice_crash)
 
-    def submit_batch(self, request: BatchRequest) -> None:
-        """`submit`, under the classic name and from columns."""
-        self.submit(request.batch_id, request.requests(), policy_version=request.policy_version)
+    def submit(
+        self,
+        block_id: int,
+        requests: Sequence[RolloutRequest],
+        *,
+        policy_version: int | None = None,
+        spares: Sequence[RolloutRequest] = (),
+    ) -> None:
+        """Submit a block as a list of rollouts. Deprecated: use `submit_batch`."""
+        _warn_renamed("submit(block_id, requests)", "submit_batch(BatchRequest(...))")
+        self.submit_batch(
+            BatchRequest.of_rollouts(block_id, requests, policy_version=policy_version, replacements=spares)
+        )
 
-    def get(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
+    def get_batch(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
         """Wait for a submitted block and take it.
 
         Args:
@@ -196,7 +210,10 @@ class AsyncBatchGenerator:
             self._settled.pop(block_id, None)
             return block
 
-    get_batch = get
+    def get(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
+        """Take a submitted block. Deprecated: use `get_batch`."""
+        _warn_renamed("get", "get_batch")
+        return self.get_batch(block_id, timeout_s)
 
     def groups(self, block_id: int, count: int, timeout_s: float | None = None) -> list[Group]:
         """Wait until a block's first `count` groups are scored, and look at them; the block stays to be taken.
@@ -218,7 +235,7 @@ class AsyncBatchGenerator:
         """Wait until no rollout of any submitted block is running or waiting to begin; the blocks stay to be taken.
 
         Raises:
-            As `get`.
+            As `get_batch`.
         """
         with self._changed:
             while self._pending:
@@ -226,12 +243,12 @@ class AsyncBatchGenerator:
                 self._wait_for(oldest, functools.partial(self._done.get, oldest), timeout_s)
 
     def finished_blocks(self) -> list[ScoredBlock]:
-        """The blocks that are generated and were not taken yet, in the order of their ids."""
+        """Return the blocks that are generated and were not taken yet, in the order of their ids."""
         with self._changed:
             return sorted(self._done.values(), key=lambda block: block.block_id)
 
     def restore(self, block: ScoredBlock) -> None:
-        """Hold a block that was generated before, as if it had just been; `get` gives it."""
+        """Hold a block that was generated before, as if it had just been; `get_batch` gives it."""
         with self._changed:
             self._done[block.block_id] = block
 
@@ -270,27 +287,21 @@ class AsyncBatchGenerator:
         """
         self.start()
         assert self._thread is not None
-        future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
         try:
-            return future.result(timeout_s)
+            return self._thread.run(work, timeout_s)
         except concurrent.futures.CancelledError:
             raise GeneratorClosedError("the generator was closed while work ran on its loop.") from None
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
-            future.cancel()
-            raise DeadlineError(f"work on the generator's loop did not end within {timeout_s:g} s") from None
 
     def runner(self, **changes: Any) -> RolloutRunner:
-        """A runner on this generator's endpoint and limiter, with some options changed (evaluation)."""
+        """Return a runner on this generator's endpoint and limiter, with some options changed (evaluation)."""
         self.start()
-        options = {**self._runner_options, "limiter": self._limiter, "meter": self.meter, **changes}
+        options = {**self._runner_options, "limiter": self._limiter, "activity": self.activity, **changes}
         return RolloutRunner(self.env, self._backend, policy_version=lambda: self.policy_version, **options)
 
     # -- in the thread ----------------------------------------------------------------------------------------
 
     async def _generate(
-        self, block_id: int, requests: list[RolloutRequest], spares: list[RolloutRequest], version: int
+        self, block_id: int, requests: list[RolloutRequest], replacements: list[RolloutRequest], version: int
     ) -> None:
         def settled(groups: list[Group]) -> None:
             with self._changed:
@@ -299,7 +310,9 @@ class AsyncBatchGenerator:
 
         try:
             runner = self.runner(on_rollout=self._count)
-            run = BlockRun(runner, block_id, requests, policy=self._group_policy, spares=spares, on_groups=settled)
+            run = BlockRun(
+                runner, block_id, requests, policy=self._group_policy, replacements=replacements, on_groups=settled
+            )
             with self._changed:
                 self._pending[block_id] = run
             # the older block is wanted first, so nothing of this one may queue before it
@@ -344,3 +357,7 @@ class AsyncBatchGenerator:
             f"{self.launched} rollouts launched so far have ended, {self._limiter.in_flight} are in flight; is the "
             "rollout server still answering?"
         )
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(f"AsyncBatchGenerator.{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.rollouts.trace import Row
+from verifiers.rollouts.trace import TokenSequence
 from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, State, Timing, Usage
 
-__all__ = ["Group", "Rollout", "RolloutRequest", "ScoredBlock"]
+__all__ = ["STRAGGLER", "Group", "Rollout", "RolloutRequest", "ScoredBlock"]
+
+STRAGGLER = "Straggler"
+"""`Failure.kind` of a rollout that was dropped because its block was wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Rollout:
     info: Info = field(default_factory=dict)
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TokenSequence] = field(default_factory=list)
     forks: int = 0
     turns: int = 0
     advantage: float | list[float] | None = None
@@ -92,7 +95,7 @@ class ScoredBlock:
     Attributes:
         generation_s: wall-clock seconds from the first rollout's start to the last score.
         policy_version: version that was on the server when the block was submitted.
-        filtered: groups that were generated and scored, and replaced because they teach nothing.
+        filtered: groups that were generated and scored, and replaced because their rewards have no variance.
     """
 
     block_id: int
@@ -118,6 +121,6 @@ class ScoredBlock:
         return Counter(rollout.outcome for rollout in self.launched)
 
     def commonest_failure(self) -> tuple[str, int] | None:
-        """The failure text seen most often and its count, or None where nothing failed."""
+        """Return the failure text seen most often and its count, or None where nothing failed."""
         texts = Counter(str(rollout.failure) for rollout in self.launched if rollout.failure is not None)
         return texts.most_common(1)[0] if texts else None

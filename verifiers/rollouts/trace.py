@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Row", "Turn", "rows_from_turns"]
+__all__ = ["TokenSequence", "Turn", "rows_from_turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Row:
+class TokenSequence:
     """One training sequence of T = len(completion_ids) positions after its prompt.
 
     Attributes:
@@ -76,7 +76,7 @@ class Row:
         return max(max(self.versions, default=0), self.unreported_version or 0, 0)
 
     def extended_by(self, prompt_ids: Sequence[int]) -> Sequence[int] | None:
-        """The tokens that `prompt_ids` adds to this row, or None where it does not extend it."""
+        """Return the tokens that `prompt_ids` adds to this row, or None where it does not extend it."""
         held_prompt, held = len(self.prompt_ids), len(self.prompt_ids) + len(self.completion_ids)
         if len(prompt_ids) < held:
             return None
@@ -104,14 +104,14 @@ class Row:
             self.unreported_version = max(turn.newest_version, self.unreported_version or 0)
 
 
-def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[Row], int]:
+def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
     """Join turns into training rows.
 
     Returns:
         The rows in the order in which they began, and the number of forks: turns after the first that
         extended no row. Turns without a sampled token are left out.
     """
-    rows: list[Row] = []
+    rows: list[TokenSequence] = []
     forks = 0
     for turn in turns:
         if not turn.completion_ids:
@@ -124,7 +124,7 @@ def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[Row], int]:
                 break
         else:
             forks += bool(rows)
-            row = Row(prompt_ids=list(turn.prompt_ids))
+            row = TokenSequence(prompt_ids=list(turn.prompt_ids))
             row.append_sampled(turn)
             rows.append(row)
     return rows, forks

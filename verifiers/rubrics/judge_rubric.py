@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from verifiers.errors import ConfigError, GradingError
 from verifiers.parsers.messages import message_field, message_text
 from verifiers.parsers.parser import Parser
-from verifiers.rubrics.judge_calls import Gate, JudgeCall, LazyOpenAI
+from verifiers.rubrics.judge import Gate, JudgeCall, LazyOpenAI
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.sharing import SharedWork
+from verifiers.rubrics.single_flight import SingleFlight
 from verifiers.types import Messages, RewardFunc, State
 
 __all__ = ["DEFAULT_JUDGE_PROMPT", "JudgeRubric", "judge_yes_no", "parse_yes_no", "question_text"]
@@ -47,8 +47,8 @@ class JudgeRubric(Rubric):
     - judge_client, judge_model, judge_prompt, judge_sampling_args, as given here.
 
     Answers are kept in `state["judge_response"]`, a dict from the judge's prompt to its answer, and functions that
-    ask the same thing at once ask once. A judge that fails (no connection, an error status, an empty message)
-    raises inside the function, which makes it a failed grade and never a reward of 0.
+    ask the same thing at the same time share one call. A judge that fails (no connection, an error status, an empty
+    message) raises inside the function, which makes it a failed grade and never a reward of 0.
 
     Args:
         parser: finds the response in a completion; default: the last message's text.
@@ -59,7 +59,8 @@ class JudgeRubric(Rubric):
         judge_sampling_args: OpenAI's sampling arguments; max_tokens is sent as max_completion_tokens.
         judge_prompt: may have {question} (the prompt's last user message), {answer} and {response} (the parsed
             completion); other braces are written twice.
-        funcs, weights: as for `Rubric`.
+        funcs: as for `Rubric`.
+        weights: as for `Rubric`.
         judge_base_url: of the endpoint, where no client is given, e.g. "http://127.0.0.1:8000/v1".
         judge_api_key_var: environment variable with the key for it; left out with a base URL, no key is sent.
         judge_timeout_s: for one answer with all its tries, in seconds.
@@ -108,7 +109,7 @@ class JudgeRubric(Rubric):
         self.judge_timeout_s = judge_timeout_s
         self.judge_tries = judge_tries
         self._judge_gate = Gate(judge_max_concurrent)
-        self._asked = SharedWork()
+        self._asked = SingleFlight()
         self.class_objects.update(
             judge=self.judge,
             judge_client=self.judge_client,
@@ -119,10 +120,10 @@ class JudgeRubric(Rubric):
         )
 
     async def judge(self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any) -> str:
-        """The judge's answer about a completion; out of `state["judge_response"]` where it is there.
+        """Return the judge's answer about a completion; from `state["judge_response"]` where it is there.
 
         Raises:
-            GradingError: the judge failed, or its prompt asks for texts that there are not.
+            GradingError: the judge failed, or its prompt names a text that there is none of.
             ConfigError: there is no API key.
         """
         text = self._judge_text(prompt, completion, answer)
@@ -142,11 +143,16 @@ class JudgeRubric(Rubric):
         attempts: int = 3,
         **kwargs: Any,
     ) -> T:
-        """What `parse` reads in the judge's answer; an answer it cannot read is asked for anew.
+        """Return what `parse` reads in the judge's answer; an answer that it cannot read is sampled again.
 
         Args:
+            prompt: as for `judge`, with the other arguments that reward functions get.
+            completion: as for `judge`.
+            answer: as for `judge`.
+            state: as for `judge`.
             parse: gets the answer's text; raises, or returns None, where there is no verdict in it.
             attempts: answers that are read, at most; from the second on they are fresh samples.
+            **kwargs: not used.
 
         Raises:
             GradingError: no answer had a verdict, or the judge failed.
@@ -176,7 +182,7 @@ class JudgeRubric(Rubric):
         ) from problem
 
     async def _answer(self, text: str, *states: State) -> str:
-        """A fresh answer, kept in the states."""
+        """Sample an answer, and keep it in the states."""
         call = JudgeCall(
             self.judge_client,
             self.judge_model,
@@ -212,14 +218,14 @@ class JudgeRubric(Rubric):
 async def judge_yes_no(
     verdict: Any, prompt: Messages, completion: Messages, answer: Any, state: State, **_: Any
 ) -> float:
-    """A reward function for a `JudgeRubric`: 1.0 where the judge says yes, 0.0 where it says no."""
+    """Reward a rollout with 1.0 where the judge says yes and 0.0 where it says no; for a `JudgeRubric`."""
     return float(await verdict(prompt, completion, answer, state, parse=parse_yes_no))
 
 
 def parse_yes_no(text: str) -> bool:
-    """Whether a text says yes or no: by its first word, else its last, else by the only one of the two in it.
+    """Return True for yes and False for no: by a text's first or last word, else by the only one of the two in it.
 
-    What stands before `</think>` does not count.
+    Text before `</think>` does not count.
 
     Raises:
         ValueError: it says neither, or both.
@@ -233,7 +239,7 @@ def parse_yes_no(text: str) -> bool:
 
 
 def question_text(prompt: Any) -> str:
-    """The text of the last user message; of the last message where no user speaks."""
+    """Return the text of the last user message; of the last message where there is none of a user."""
     if isinstance(prompt, str):
         return prompt
     messages = list(prompt or ())
@@ -243,7 +249,7 @@ def question_text(prompt: Any) -> str:
 
 def _responses(state: Any) -> Mapping[str, Any]:
     known = state.get("judge_response") if isinstance(state, Mapping) else None
-    # anything else there is somebody's own note, which says nothing about this prompt
+    # anything else under this key is the environment's own
     return known if isinstance(known, dict) else {}
 
 

@@ -1,7 +1,7 @@
-"""Whether a mathematical answer is right: at sight where that is possible, else by math-verify in a worker.
+"""Comparison of mathematical answers: by their text where that decides, else by math-verify in a worker.
 
-math-verify may run for ever, or for gigabytes, on what a policy writes, so it never runs in this process. One pool
-of workers serves everyone in the process, from any thread and any event loop.
+math-verify may run without end, or take gigabytes, on what a policy writes, so it never runs in this process. One
+pool of workers serves all threads and event loops of the process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fractions import Fraction
 from typing import Any
 
 from verifiers.errors import GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
-from verifiers.sandbox.workers import WorkerPool
+from verifiers.sandbox.worker_pool import WorkerPool
 
-__all__ = ["MathVerdict", "answer_text", "at_sight", "math_verdict", "math_verdict_blocking"]
+__all__ = ["MathVerdict", "answer_text", "exact_match", "math_verdict", "math_verdict_blocking"]
 
 MAX_ANSWER_CHARS = 1000
 TIMEOUT_S = 5.0
@@ -29,7 +29,7 @@ _REMEMBERED = 4096
 
 
 class MathVerdict(StrEnum):
-    """What came of comparing an answer; only the first is worth a reward."""
+    """The result of comparing an answer; only the first is worth a reward."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -54,16 +54,16 @@ async def math_verdict(
         WorkerCallError, ConfigError: math-verify cannot be used there, e.g. it is not installed.
     """
     expected, given = answer_text(answer), answer_text(response)
-    verdict = at_sight(expected, given, max_chars)
+    verdict = exact_match(expected, given, max_chars)
     return verdict or await _by_worker(_pool().call, expected, given, timeout_s)
 
 
 def math_verdict_blocking(
     answer: Any, response: Any, *, timeout_s: float = TIMEOUT_S, max_chars: int = MAX_ANSWER_CHARS
 ) -> MathVerdict:
-    """As `math_verdict`, for code without an event loop."""
+    """Compare a response with the right answer, as `math_verdict`, without an event loop."""
     expected, given = answer_text(answer), answer_text(response)
-    verdict = at_sight(expected, given, max_chars)
+    verdict = exact_match(expected, given, max_chars)
     if verdict is not None:
         return verdict
     pool = _pool()
@@ -74,7 +74,7 @@ def math_verdict_blocking(
     return _run(_by_worker(call, expected, given, timeout_s))
 
 
-# -- at sight -----------------------------------------------------------------------------------------------------
+# -- by the text -----------------------------------------------------------------------------------------------------
 
 _SPACES = re.compile(r"\s+")
 _LOOSE = re.compile(r" ?([,()\[\]{}=<>^_]) ?")
@@ -86,8 +86,8 @@ _DECIMAL = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)?\.\d+")
 _RATIO = re.compile(r"([+-]?)(?:(\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\}|\\frac(\d)(\d))")
 
 
-def at_sight(answer: str, response: str, max_chars: int = MAX_ANSWER_CHARS) -> MathVerdict | None:
-    """The verdict where it needs no algebra, else None.
+def exact_match(answer: str, response: str, max_chars: int = MAX_ANSWER_CHARS) -> MathVerdict | None:
+    """Return the verdict where the texts decide it without algebra, else None.
 
     Right: the same text but for spacing and LaTeX's delimiters, or the same number (integers, also with commas,
     decimals, fractions of integers). Wrong: one of them is empty, or both are integers and differ.
@@ -112,7 +112,7 @@ def at_sight(answer: str, response: str, max_chars: int = MAX_ANSWER_CHARS) -> M
 
 
 def answer_text(answer: Any) -> str:
-    """An answer as text: floats written out without an exponent, None as an empty text."""
+    """Return an answer as text: floats written out without an exponent, None as an empty text."""
     if answer is None:
         return ""
     if isinstance(answer, float):
@@ -156,7 +156,7 @@ def _number(text: str) -> Fraction | None:
 
 
 class _Verdicts:
-    """What workers have found, the newest few thousand: rollouts of one prompt tend to give the same answers."""
+    """The newest few thousand verdicts of workers: rollouts of one prompt tend to give the same answers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -189,7 +189,7 @@ _pool_lock = threading.Lock()
 
 @functools.cache
 def _new_pool() -> WorkerPool:
-    # two at least, so that one slow answer holds up nobody; they start when they are needed
+    # two at least, so that one slow answer does not block the others; they start when they are needed
     workers = min(8, max(2, os.cpu_count() or 1))
     return WorkerPool(workers=workers, timeout_s=TIMEOUT_S, preload=["verifiers.rubrics.math_worker"], name="maths")
 
@@ -221,7 +221,7 @@ async def _by_worker(
 
 
 async def _why_it_died(call: Callable[..., Awaitable[Any]]) -> MathVerdict:
-    """DIED where workers answer other questions.
+    """Return DIED where workers answer other questions.
 
     Raises:
         GradingError: they answer none, so nothing is known about this one.
@@ -234,7 +234,7 @@ async def _why_it_died(call: Callable[..., Awaitable[Any]]) -> MathVerdict:
 
 
 def _run(work: Coroutine[Any, Any, MathVerdict]) -> MathVerdict:
-    """The result of a coroutine that never waits."""
+    """Return the result of a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as done:

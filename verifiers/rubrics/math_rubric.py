@@ -6,21 +6,20 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.parsers.boxed import extract_boxed_answer
-from verifiers.parsers.parser import Parser
+from verifiers.parsers.parser import Parser, extract_boxed_answer
 from verifiers.parsers.think_parser import ThinkParser
 from verifiers.rubrics.math_equality import MAX_ANSWER_CHARS, TIMEOUT_S, MathVerdict, answer_text, math_verdict
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.sharing import SharedWork
+from verifiers.rubrics.single_flight import SingleFlight
 from verifiers.types import RewardFunc
 
 __all__ = ["MathRubric"]
 
 
 class MathRubric(Rubric):
-    """Gives 1.0 where the parsed answer equals the row's `answer`, as math-verify sees it, and else 0.0.
+    """A reward of 1.0 where the parsed answer equals the row's `answer` by math-verify, and else 0.0.
 
-    Most answers are decided at sight (the same text, the same number, two integers that differ); the others by
+    Most answers are decided by their text (the same text, the same number, two integers that differ); the others by
     math-verify in a pool of worker processes that every MathRubric shares. It may be used from any thread and any
     event loop.
 
@@ -58,7 +57,7 @@ class MathRubric(Rubric):
         super().__init__(funcs=funcs, weights=weights, parser=parser, **kwargs)
         self.timeout_s = timeout_s
         self.max_answer_chars = max_answer_chars
-        self._comparisons = SharedWork()
+        self._comparisons = SingleFlight()
         self.add_reward_func(self.correct_answer)
         self.add_metric(self.math_timeout)
         self.add_metric(self.math_worker_died)
@@ -66,23 +65,23 @@ class MathRubric(Rubric):
     async def correct_answer(
         self, parser: Parser, completion: Any, answer: Any, state: Any = None, **kwargs: Any
     ) -> float:
-        """1.0 for an answer that equals the row's, else 0.0."""
+        """Reward an answer that equals the row's with 1.0, any other with 0.0."""
         return float(await self._verdict(parser, completion, answer, state) is MathVerdict.RIGHT)
 
     async def math_timeout(
         self, parser: Parser, completion: Any, answer: Any, state: Any = None, **kwargs: Any
     ) -> float:
-        """1.0 for an answer that could not be compared within `timeout_s`."""
+        """Return 1.0 for an answer that could not be compared within `timeout_s`."""
         return float(await self._verdict(parser, completion, answer, state) is MathVerdict.TIMED_OUT)
 
     async def math_worker_died(
         self, parser: Parser, completion: Any, answer: Any, state: Any = None, **kwargs: Any
     ) -> float:
-        """1.0 for an answer whose comparison ended its worker, e.g. for want of memory."""
+        """Return 1.0 for an answer whose comparison ended its worker, e.g. by taking all its memory."""
         return float(await self._verdict(parser, completion, answer, state) is MathVerdict.DIED)
 
     async def _verdict(self, parser: Parser, completion: Any, answer: Any, state: Any) -> MathVerdict:
-        """The verdict on a completion, found once for all functions and noted in `state["math_verdict"]`."""
+        """Return the verdict on a completion, found once for all functions and kept in `state["math_verdict"]`."""
         expected, response = answer_text(answer), answer_text(parser.parse_answer(completion))
         noted = state.get("math_verdict") if isinstance(state, MutableMapping) else None
         if isinstance(noted, dict) and (noted.get("answer"), noted.get("response")) == (expected, response):

@@ -16,12 +16,12 @@ import math_verify
 __all__ = ["equal"]
 
 for _name in ("math_verify", "latex2sympy2_extended"):
-    # that the limits are off is intended, and nobody reads what a worker logs
+    # switching the limits off is intended, and a worker's log is not read
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 
 def equal(answer: str, response: str) -> bool:
-    """True where math-verify takes the two for the same; what it cannot read equals nothing.
+    """Tell whether math-verify finds two answers equal; an answer that it cannot read equals nothing.
 
     Args:
         answer: the right one; the comparison is not symmetric.

@@ -31,19 +31,22 @@ label once, the best first, with ">" between better and worse and "=" between eq
 
 
 class RankingRubric(JudgeRubric):
-    """Rewards the rollouts of one prompt by their place in a judge's ranking: 1.0 for the best, 0.0 for the worst.
+    """A reward by a rollout's place in a judge's ranking of its group: 1.0 for the best, 0.0 for the worst.
 
     The places between are evenly spaced; equals share the mean of their places, so a group of one gets 0.5, and so
-    does everyone in a group of equals. Responses that are the same text are shown once and get the same reward;
+    does every rollout of a group of equals. Responses that are the same text are shown once and get the same reward;
     where all are, no judge is asked. The order in which responses are shown is shuffled, by the seed and the
     texts, so that it neither favours a place nor depends on which rollout ended first.
 
     Its function is `ranking`, a group function: it needs `score_group`. An answer of the judge that is no ranking of
-    all the responses is asked for anew; where none comes, or the judge fails, every rollout of the group is a failed
+    all the responses is sampled again; where none comes, or the judge fails, every rollout of the group is a failed
     grade.
 
     Args:
-        parser, judge_client, judge_model, judge_sampling_args, **kwargs: as for `JudgeRubric`.
+        parser: as for `JudgeRubric`.
+        judge_client: as for `JudgeRubric`.
+        judge_model: as for `JudgeRubric`.
+        judge_sampling_args: as for `JudgeRubric`.
         judge_prompt: may have {question}, {answer}, {responses} (each between tags with its label) and {example} (of
             a ranking); other braces are written twice. The default does not show the answer.
         weight: of `ranking`.
@@ -98,9 +101,9 @@ class RankingRubric(JudgeRubric):
         answers: Sequence[Any],
         states: list[State],
     ) -> list[float]:
-        """The reward of each rollout of the group, 0.0 .. 1.0, averaged over the rounds."""
+        """Return the reward of each rollout of the group, 0.0 .. 1.0, averaged over the rounds."""
         responses = [self._response(completion) for completion in completions]
-        # sorted: which rollout came first says nothing
+        # sorted: the order of arrival must not matter
         shown = sorted(set(responses))
         if len(shown) < 2:
             return [0.5] * len(responses)
@@ -113,7 +116,7 @@ class RankingRubric(JudgeRubric):
     async def _round(
         self, number: int, question: str, answer: Any, responses: Sequence[str], states: Sequence[State]
     ) -> list[list[str]]:
-        """One ranking: the responses in tiers, the best first."""
+        """Ask for one ranking; return the responses in tiers, the best first."""
         order = list(responses)
         key = "\0".join([str(self.seed), str(number), question, *responses])
         random.Random(hashlib.blake2b(key.encode(errors="surrogatepass")).digest()).shuffle(order)
@@ -137,7 +140,7 @@ class RankingRubric(JudgeRubric):
 
 
 def parse_ranking(text: str, labels: Sequence[str]) -> list[list[str]]:
-    """The tiers of a ranking, best first: the last line of a text that has every label once.
+    """Return the tiers of a ranking, best first, from the last line of a text that has every label once.
 
     Between labels stand ">" or "," (better, worse) and "=" (equals). Markdown around it, and words before a colon,
     do not count, nor does what stands before `</think>`.
@@ -154,7 +157,7 @@ def parse_ranking(text: str, labels: Sequence[str]) -> list[list[str]]:
 
 
 def rewards_of_ranking(tiers: Sequence[Sequence[str]], responses: Sequence[str]) -> list[float]:
-    """The reward of each response by its tier: evenly spaced from 1.0 to 0.0, equals share the mean of their places.
+    """Return the reward of each response by its tier: evenly from 1.0 to 0.0, the mean of their places for equals.
 
     Args:
         tiers: each text once, the best tier first.
@@ -177,11 +180,11 @@ def rewards_of_ranking(tiers: Sequence[Sequence[str]], responses: Sequence[str])
 
 
 def _labels(count: int) -> list[str]:
-    """A, B, ... for as many as there are letters, and R1, R2, ... for more."""
+    """Return A, B, ... for as many as there are letters, and R1, R2, ... for more."""
     letters = string.ascii_uppercase
     return list(letters[:count]) if count <= len(letters) else [f"R{number}" for number in range(1, count + 1)]
 
 
 def _example(labels: Sequence[str]) -> str:
-    # from the last to the first, so that copying it is no favour to what is shown first
+    # from the last to the first, so that a judge that copies it does not favour what is shown first
     return " > ".join(reversed(labels))

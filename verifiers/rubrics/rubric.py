@@ -6,24 +6,26 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
 from verifiers.parsers.parser import Parser
-from verifiers.rubrics.calling import PreparedCall, function_of, in_turn, parameters_of, reward_name
-from verifiers.rubrics.rows import (
-    Row,
-    add_scoring_time,
-    columns_of_rows,
-    finite,
-    gives_state_only,
-    row_of_state,
-    rows_of_columns,
-    score_from,
-    scores_from,
-    set_score,
+from verifiers.rubrics.reward_functions import (
+    PreparedCall,
+    finite_float,
+    function_of,
+    reward_name,
+    run_sequentially,
+)
+from verifiers.rubrics.scoring import (
+    ScoringInput,
+    call_score_group,
+    call_score_rollout,
+    call_score_rollouts,
+    is_state_call,
+    store_scores,
 )
 from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutScores, State
 
@@ -33,20 +35,23 @@ MAX_PREPARED_CALLS = 1024
 
 
 class Rubric:
-    """Scores rollouts by reward functions: the reward is their weighted sum, the metrics are their plain values.
+    """Reward functions and their weights: the reward is the weighted sum, the metrics are the plain values.
 
     A reward function is sync or async, and names what it wants among prompt, completion, answer, state, task, info,
     parser and the class objects; `**kwargs` receives all of it. One that names prompts, completions, answers,
-    states, tasks or infos is a group function: it sees all rollouts of a prompt and returns a float for each.
+    states, tasks or infos is a group function: it gets all rollouts of a prompt and returns a float for each.
 
-    A function that raises or gives no finite number counts 0.0 in the sum, as it always did, but the failure is
-    noted in `state["grading_errors"]`, a list of {"func", "error"}, so that no failed grade passes for a reward of
-    zero. Metrics of functions with the same name add up.
+    A function that raises or gives no finite number counts 0.0 in the sum, as it always did, but the failure is in
+    the score's `errors` (and in `state["grading_errors"]`), so that no failed grade passes for a reward of zero.
+    Metrics of functions with the same name add up.
+
+    A subclass scores in its own way by overriding `score_inputs`, to which every scoring method leads. Overrides of
+    the classic methods (`score_rollout`, `score_rollouts`, `score_group`, `call_reward_func`) take effect too.
 
     Args:
         funcs: reward functions.
         weights: one for each function; 1.0 each when left out.
-        parser: given to functions that ask for it; a plain `Parser` when left out.
+        parser: given to functions that name it; a plain `Parser` when left out.
         parallelize_scoring: functions of one rollout run side by side; False: one after the other, in order.
         **kwargs: every further keyword becomes an attribute.
 
@@ -80,7 +85,7 @@ class Rubric:
 
     @property
     def funcs(self) -> list[RewardFunc]:
-        """Second generation's name of `reward_funcs`."""
+        """The second generation's name of `reward_funcs`."""
         return self.reward_funcs
 
     @funcs.setter
@@ -89,7 +94,7 @@ class Rubric:
 
     @property
     def weights(self) -> list[float]:
-        """Second generation's name of `reward_weights`."""
+        """The second generation's name of `reward_weights`."""
         return self.reward_weights
 
     @weights.setter
@@ -97,15 +102,15 @@ class Rubric:
         self.reward_weights = weights
 
     def get_reward_func_names(self) -> list[str]:
-        """The functions' names, which are the metrics' names."""
+        """Return the functions' names, which are the metrics' names."""
         return [reward_name(func) for func in self.get_reward_funcs()]
 
     def get_reward_funcs(self) -> list[RewardFunc]:
-        """The reward functions."""
+        """Return the reward functions."""
         return self.reward_funcs
 
     def get_reward_weights(self) -> list[float]:
-        """The weights, one a function."""
+        """Return the weights, one a function."""
         return self.reward_weights
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
@@ -123,34 +128,36 @@ class Rubric:
 
     @property
     def has_group_funcs(self) -> bool:
-        """True where some function needs a prompt's whole group: `score_group` can score it, nothing else."""
+        """Tell whether some function needs a prompt's whole group, which `score_group` alone can score."""
         return any(self._prepared(func).is_group for func in self.reward_funcs)
+
+    @property
+    def overrides_scoring(self) -> bool:
+        """Tell whether a subclass scores rollouts by classic methods of its own."""
+        return any(self._overrides(method) for method in ("score_rollout", "score_rollouts", "score_group"))
 
     # -- scoring --------------------------------------------------------------------------------------------
 
-    async def call_reward_func(
-        self,
-        func: RewardFunc,
-        prompt: Messages,
-        completion: Messages,
-        answer: Any,
-        state: State,
-        task: str = "default",
-        info: Info | None = None,
-        **kwargs: Any,
-    ) -> float:
-        """One function's value for one rollout.
+    async def score_group(self, states: Sequence[State], score_sem: Any = None) -> list[RolloutScore]:
+        """Score the rollouts of one prompt together; also sets `reward` and `metrics` in each state.
+
+        Where a subclass overrides `score_rollout` or `score_rollouts`, that method scores each rollout, or all; an
+        override that raises is a failed grade of its rollouts.
+
+        Args:
+            states: of the finished rollouts.
+            score_sem: an async context manager, entered around each rollout's functions and each group function.
 
         Returns:
-            0.0 where the function raises or gives no finite number; `state["grading_errors"]` then says so.
+            A score for each state. A score with `errors` is a failed grade.
         """
-        row = Row(prompt, completion, answer, state, task, info if info is not None else {})
-        call = self._prepared(func)
-        try:
-            return finite(await call({**row.values(), **self.class_objects, **kwargs}))
-        except (Exception, SystemExit) as error:
-            self._record_failure(call.name, [state], error)
-            return 0.0
+        started = time.perf_counter()
+        inputs = [ScoringInput.from_state(state) for state in states]
+        scores = await self._override_scores(inputs, score_sem)
+        if scores is None:
+            scores = await self.score_inputs(inputs, score_sem)
+        store_scores(inputs, scores, started)
+        return scores
 
     async def score_rollout(self, *args: Any, **kwargs: Any) -> RolloutScore:
         """Score one rollout, called in either generation's way.
@@ -161,9 +168,15 @@ class Rubric:
         Raises:
             ConfigError: the rubric has group functions, which one rollout cannot answer; use `score_group`.
         """
-        if not gives_state_only(args, kwargs):
-            return await self._score_columns(*args, **kwargs)
-        return await self._score_state(*args, **kwargs)
+        started = time.perf_counter()
+        if not is_state_call(args, kwargs):
+            item, extra = _first_generation_call(*args, **kwargs)
+            return (await self.score_inputs([item], as_group=False, extra=extra))[0]
+        state, score_sem = _second_generation_call(*args, **kwargs)
+        item = ScoringInput.from_state(state)
+        scores = await self.score_inputs([item], score_sem, as_group=False)
+        store_scores([item], scores, started)
+        return scores[0]
 
     async def score_rollouts(
         self,
@@ -176,193 +189,199 @@ class Rubric:
         max_concurrent: int = -1,
         **kwargs: Any,
     ) -> RolloutScores:
-        """Score many rollouts, each by itself, through `score_rollout`.
+        """Score many rollouts, each by itself, by a subclass's `score_rollout` where there is one.
 
-        Args:
-            max_concurrent: rollouts scored at once; -1 for no bound.
+        Columns have a row for each rollout; `max_concurrent` bounds the rollouts scored at once, -1 for no bound.
 
         Raises:
             ConfigError: columns of differing lengths, or group functions, which need `score_group`.
         """
-        rows = rows_of_columns(prompts, completions, answers, states, tasks, infos)
-        scores = await self._row_scores(rows, max_concurrent, kwargs)
+        inputs = ScoringInput.from_columns(prompts, completions, answers, states, tasks, infos)
+        limit = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else None
+        if self._overrides("score_rollout"):
+            scores = await gather_owned([call_score_rollout(self, item, limit, kwargs) for item in inputs])
+        else:
+            scores = await self.score_inputs(inputs, limit, as_group=False, extra=kwargs)
         names = dict.fromkeys(name for score in scores for name in score.metrics)
         if not scores:
             names = dict.fromkeys(self.get_reward_func_names())
         metrics = {name: [float(score.metrics.get(name, 0.0)) for score in scores] for name in names}
         return RolloutScores(reward=[score.reward for score in scores], metrics=metrics)
 
-    async def score_group(self, states: Sequence[State], score_sem: Any = None) -> None:
-        """Score the rollouts of one prompt together; sets `reward` and `metrics` in each state.
-
-        A subclass that overrides `score_rollout` or `score_rollouts` alone is asked for each rollout, or for all;
-        an override that raises is a failed grade of the rollouts it was asked for.
-
-        Args:
-            score_sem: an async context manager, entered around each rollout's functions and each group function.
-        """
-        started = time.perf_counter()
-        rows = [row_of_state(state) for state in states]
-        scores = await self._group_scores(rows, score_sem)
-        for row, score in zip(rows, scores, strict=True):
-            set_score(row.state, score)
-        if not self._is_overridden():
-            add_scoring_time(states, started)
-
-    # -- parts of scoring -----------------------------------------------------------------------------------
-
-    async def _score_columns(
+    async def call_reward_func(
         self,
+        func: RewardFunc,
         prompt: Messages,
         completion: Messages,
-        answer: Any = "",
-        state: State | None = None,
+        answer: Any,
+        state: State,
         task: str = "default",
         info: Info | None = None,
         **kwargs: Any,
-    ) -> RolloutScore:
-        self._refuse_group_funcs()
-        row = Row(prompt, completion, answer, state if state is not None else State(), task, info or {})
-        return await self._single_score(row, None, kwargs)
+    ) -> float:
+        """Return one function's value for one rollout.
 
-    async def _score_state(self, state: State, score_sem: Any = None) -> RolloutScore:
-        self._refuse_group_funcs()
-        started = time.perf_counter()
-        score = await self._single_score(row_of_state(state), score_sem, {})
-        set_score(state, score)
-        add_scoring_time([state], started)
-        return score
+        Returns:
+            0.0 where the function raises or gives no finite number; `state["grading_errors"]` then has the failure.
+        """
+        item = ScoringInput(prompt, completion, answer, state, task, info if info is not None else {})
+        call = self._prepared(func)
+        try:
+            return finite_float(await call({**item.arguments(), **self.class_objects, **kwargs}))
+        except (Exception, SystemExit) as error:
+            self._record_failure(call.name, [item], error)
+            return 0.0
 
-    async def _values(self, rows: Sequence[Row], score_sem: Any, extra: Mapping[str, Any]) -> list[list[float]]:
-        """Each function's value for each row, in the order of the functions; group functions run last."""
+    async def score_inputs(
+        self,
+        inputs: Sequence[ScoringInput],
+        score_sem: Any = None,
+        *,
+        as_group: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[RolloutScore]:
+        """Score rollouts by the reward functions; the method that rubrics of another kind override.
+
+        All other scoring methods lead here. Failures of reward functions are noted, not raised.
+
+        Args:
+            inputs: the finished rollouts.
+            score_sem: as for `score_group`.
+            as_group: the rollouts are a prompt's whole group; False: each is scored by itself.
+            extra: further arguments that functions may name.
+
+        Raises:
+            ConfigError: group functions where `as_group` is False, or not as many weights as functions.
+        """
         self._check_weights()
         calls = [self._prepared(func) for func in self.reward_funcs]
-        values = [[0.0] * len(calls) for _ in rows]
+        if not as_group:
+            _refuse_group_funcs(calls)
         gate = score_sem if score_sem is not None else contextlib.nullcontext()
-        single = {index: call for index, call in enumerate(calls) if not call.is_group}
-        # an override of call_reward_func may wait for anything, whatever the function is like
-        overridden = function_of(self.call_reward_func) is not Rubric.call_reward_func
-
-        async def score(row: Row, into: list[float]) -> None:
-            async def one(index: int) -> None:
-                into[index] = await self.call_reward_func(single[index].func, **row.values(), **extra)
-
-            waiting = [index for index, call in single.items() if overridden or call.waits]
-            side_by_side = self.parallelize_scoring and len(waiting) > 1
-            async with gate:
-                for index in single:
-                    if not side_by_side or index not in waiting:
-                        await one(index)
-                if side_by_side:
-                    await gather_owned([one(index) for index in waiting])
-
-        if any(overridden or call.waits for call in single.values()) and len(rows) > 1:
-            await gather_owned([score(row, into) for row, into in zip(rows, values, strict=True)])
-        elif single:
-            await in_turn(score, rows, values)
+        rollouts = (self._rollout_values(item, calls, gate, extra or {}) for item in inputs)
+        if len(inputs) > 1 and any(self._waits(call) for call in calls if not call.is_group):
+            values = await gather_owned(rollouts)
+        else:
+            values = await run_sequentially(rollouts)
         for index, call in enumerate(calls):
-            if call.is_group and rows:
+            if call.is_group and inputs:
                 async with gate:
-                    column = await self._call_group_func(call, rows, extra)
-                for into, value in zip(values, column, strict=True):
-                    into[index] = value
+                    column = await self._group_values(call, inputs, extra or {})
+                for of_rollout, value in zip(values, column, strict=True):
+                    of_rollout[index] = value
+        return [self._weighted_sum(item, calls, row) for item, row in zip(inputs, values, strict=True)]
+
+    async def score_as_member(
+        self,
+        inputs: Sequence[ScoringInput],
+        score_sem: Any = None,
+        *,
+        as_group: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[RolloutScore]:
+        """Score rollouts for a rubric that holds this one: by the classic methods that a subclass overrides, if any.
+
+        Arguments and errors are those of `score_inputs`; an override that raises is a failed grade.
+        """
+        if as_group and self._overrides("score_group"):
+            states = [item.state for item in inputs]
+            return await self._failures_noted("score_group", inputs, call_score_group(self, states, score_sem))
+        scores = await self._override_scores(inputs, score_sem, extra)
+        if scores is None:
+            scores = await self.score_inputs(inputs, score_sem, as_group=as_group, extra=extra)
+        return scores
+
+    # -- parts of scoring -----------------------------------------------------------------------------------
+
+    async def _override_scores(
+        self, inputs: Sequence[ScoringInput], score_sem: Any, extra: Mapping[str, Any] | None = None
+    ) -> list[RolloutScore] | None:
+        """Score rollouts by a subclass's `score_rollout` or `score_rollouts`; None where it overrides neither."""
+
+        async def by_score_rollout(item: ScoringInput) -> list[RolloutScore]:
+            return [await call_score_rollout(self, item, score_sem, extra)]
+
+        if self._overrides("score_rollout"):
+            work = [self._failures_noted("score_rollout", [item], by_score_rollout(item)) for item in inputs]
+            return [score for [score] in await gather_owned(work)]
+        if self._overrides("score_rollouts"):
+            return await self._failures_noted("score_rollouts", inputs, call_score_rollouts(self, inputs, extra))
+        return None
+
+    async def _failures_noted(
+        self, method: str, inputs: Sequence[ScoringInput], scoring: Awaitable[list[RolloutScore]]
+    ) -> list[RolloutScore]:
+        """Await scores; what a method raises becomes a failed grade of the rollouts it was called with."""
+        try:
+            return await scoring
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            self._record_failure(method, inputs, error)
+            return [item.score(0.0) for item in inputs]
+
+    async def _rollout_values(
+        self,
+        item: ScoringInput,
+        calls: Sequence[PreparedCall],
+        gate: contextlib.AbstractAsyncContextManager[Any],
+        extra: Mapping[str, Any],
+    ) -> list[float]:
+        """Return each function's value for one rollout; those of group functions are left at 0."""
+        values = [0.0] * len(calls)
+
+        async def call(index: int) -> None:
+            values[index] = await self.call_reward_func(calls[index].func, **item.arguments(), **extra)
+
+        single = [index for index, prepared in enumerate(calls) if not prepared.is_group]
+        concurrent = [index for index in single if self._waits(calls[index])]
+        if not self.parallelize_scoring or len(concurrent) < 2:
+            concurrent = []
+        async with gate:
+            for index in single:
+                if index not in concurrent:
+                    await call(index)
+            if concurrent:
+                await gather_owned([call(index) for index in concurrent])
         return values
 
-    async def _call_group_func(
-        self, call: PreparedCall, rows: Sequence[Row], extra: Mapping[str, Any]
+    async def _group_values(
+        self, call: PreparedCall, inputs: Sequence[ScoringInput], extra: Mapping[str, Any]
     ) -> list[float]:
-        states = [row.state for row in rows]
+        """Return a group function's value for each rollout."""
         try:
-            results = list(await call({**columns_of_rows(rows), **self.class_objects, **extra}))
-            if len(results) != len(rows):
-                raise GradingError(f"returned {len(results)} rewards for {len(rows)} rollouts")
+            results = list(await call({**ScoringInput.columns(inputs), **self.class_objects, **extra}))
+            if len(results) != len(inputs):
+                raise GradingError(f"returned {len(results)} rewards for {len(inputs)} rollouts")
         except (Exception, SystemExit) as error:
-            self._record_failure(call.name, states, error)
-            return [0.0] * len(rows)
+            self._record_failure(call.name, inputs, error)
+            return [0.0] * len(inputs)
         values = []
-        for state, result in zip(states, results, strict=True):
+        for item, result in zip(inputs, results, strict=True):
             try:
-                values.append(finite(result))
+                values.append(finite_float(result))
             except GradingError as error:
-                self._record_failure(call.name, [state], error)
+                self._record_failure(call.name, [item], error)
                 values.append(0.0)
         return values
 
-    async def _score_row(self, row: Row, score_sem: Any, extra: Mapping[str, Any]) -> RolloutScore:
-        """A row's score by `score_rollout`, whichever generation a subclass has written it for."""
-        if function_of(self.score_rollout) is Rubric.score_rollout:
-            return await self._score_columns(**row.values(), **extra)
-        names, takes_everything = parameters_of(function_of(self.score_rollout))
-        arguments = {**row.values(), **extra}
-        if "state" in names and "completion" not in names:
-            arguments = {"state": row.state}
-            if "score_sem" in names:
-                arguments["score_sem"] = score_sem if score_sem is not None else contextlib.nullcontext()
-        elif not takes_everything:
-            arguments = {name: value for name, value in arguments.items() if name in names}
-        return score_from(await self.score_rollout(**arguments), row.state)
-
-    def _is_overridden(self) -> bool:
-        """True where a subclass scores rollouts, or columns of them, in its own way."""
-        return (
-            function_of(self.score_rollout) is not Rubric.score_rollout
-            or function_of(self.score_rollouts) is not Rubric.score_rollouts
-        )
-
-    async def _group_scores(self, rows: Sequence[Row], score_sem: Any) -> list[RolloutScore]:
-        """The scores of a group's rows, in order; what fails is noted in the row's state."""
-        if function_of(self.score_rollout) is not Rubric.score_rollout:
-            return await gather_owned([self._row_score(row, score_sem) for row in rows])
-        if function_of(self.score_rollouts) is not Rubric.score_rollouts:
-            return await self._column_scores(rows)
-        return await self._function_scores(rows, score_sem)
-
-    async def _function_scores(self, rows: Sequence[Row], score_sem: Any) -> list[RolloutScore]:
-        """A group's scores by the reward functions, whatever a subclass makes of rollouts."""
-        return [self._combine(of_row) for of_row in await self._values(rows, score_sem, {})]
-
-    async def _single_score(self, row: Row, score_sem: Any, extra: Mapping[str, Any]) -> RolloutScore:
-        """The score by the reward functions of a row that has no group."""
-        return self._combine((await self._values([row], score_sem, extra))[0])
-
-    async def _row_scores(
-        self, rows: Sequence[Row], max_concurrent: int, extra: Mapping[str, Any]
-    ) -> list[RolloutScore]:
-        """The scores of rows that are no group, through `score_rollout`."""
-        limit = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else contextlib.nullcontext()
-
-        async def one(row: Row) -> RolloutScore:
-            async with limit:
-                return await self._score_row(row, None, extra)
-
-        return await gather_owned([one(row) for row in rows])
-
-    async def _row_score(self, row: Row, score_sem: Any) -> RolloutScore:
-        try:
-            return await self._score_row(row, score_sem, {})
-        except (Exception, SystemExit) as error:
-            self._record_failure("score_rollout", [row.state], error)
-            return RolloutScore(0.0)
-
-    async def _column_scores(self, rows: Sequence[Row]) -> list[RolloutScore]:
-        columns: dict[str, Any] = columns_of_rows(rows)
-        names, takes_everything = parameters_of(function_of(self.score_rollouts))
-        if not takes_everything:
-            columns = {name: column for name, column in columns.items() if name in names}
-        try:
-            return scores_from(await self.score_rollouts(**columns), len(rows))
-        except (Exception, SystemExit) as error:
-            self._record_failure("score_rollouts", [row.state for row in rows], error)
-            return [RolloutScore(0.0) for _ in rows]
-
-    def _combine(self, values: Sequence[float]) -> RolloutScore:
+    def _weighted_sum(
+        self, item: ScoringInput, calls: Sequence[PreparedCall], values: Sequence[float]
+    ) -> RolloutScore:
         reward = 0.0
         metrics: dict[str, float] = {}
-        for func, weight, value in zip(self.reward_funcs, self.reward_weights, values, strict=True):
-            name = self._prepared(func).name
+        for call, weight, value in zip(calls, self.reward_weights, values, strict=True):
             reward += weight * value
-            metrics[name] = metrics.get(name, 0.0) + value
-        return RolloutScore(reward, metrics)
+            metrics[call.name] = metrics.get(call.name, 0.0) + value
+        return item.score(reward, metrics)
+
+    def _overrides(self, method: str) -> bool:
+        """Tell whether a subclass, or this instance, has a method of this name of its own."""
+        return function_of(getattr(self, method)) is not getattr(Rubric, method)
+
+    def _waits(self, call: PreparedCall) -> bool:
+        # an override of call_reward_func may wait for anything, whatever the function is like
+        return call.waits or self._overrides("call_reward_func")
 
     def _prepared(self, func: Callable[..., Any]) -> PreparedCall:
         call = self._prepared_calls.get(id(func))
@@ -380,20 +399,39 @@ class Rubric:
                 "give each function one weight."
             )
 
-    def _refuse_group_funcs(self) -> None:
-        for func in self.reward_funcs:
-            if self._prepared(func).is_group:
-                raise ConfigError(
-                    f"The reward function {self._prepared(func).name!r} compares the rollouts of a whole group, "
-                    "so a single rollout cannot be scored; use score_group."
-                )
-
-    def _record_failure(self, name: str, states: Sequence[Any], error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
+    def _record_failure(self, name: str, inputs: Iterable[ScoringInput], error: BaseException) -> None:
+        """Log a failure, and note it for each rollout."""
         # a function that fails once tends to fail always: one traceback is enough
         first = None if name in self._seen_failing else error
         self._seen_failing.add(name)
-        self.logger.error("The reward function %s failed: %s", name, text, exc_info=first)
-        for state in states:
-            if isinstance(state, MutableMapping):
-                state.setdefault("grading_errors", []).append({"func": name, "error": text})
+        self.logger.error("The reward function %s failed: %s: %s", name, type(error).__name__, error, exc_info=first)
+        for item in inputs:
+            item.note_failure(name, error)
+
+
+def _first_generation_call(
+    prompt: Messages,
+    completion: Messages,
+    answer: Any = "",
+    state: State | None = None,
+    task: str = "default",
+    info: Info | None = None,
+    **kwargs: Any,
+) -> tuple[ScoringInput, dict[str, Any]]:
+    """Return the rollout and the further arguments of a `score_rollout` call of the first generation."""
+    item = ScoringInput(prompt, completion, answer, state if state is not None else State(), task, info or {})
+    return item, kwargs
+
+
+def _second_generation_call(state: State, score_sem: Any = None) -> tuple[State, Any]:
+    """Return the arguments of a `score_rollout` call of the second generation."""
+    return state, score_sem
+
+
+def _refuse_group_funcs(calls: Iterable[PreparedCall]) -> None:
+    for call in calls:
+        if call.is_group:
+            raise ConfigError(
+                f"The reward function {call.name!r} compares the rollouts of a whole group, "
+                "so a single rollout cannot be scored; use score_group."
+            )

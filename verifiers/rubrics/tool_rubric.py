@@ -1,4 +1,4 @@
-"""ToolRubric: how often a rollout called its tools, as metrics."""
+"""ToolRubric: counts of tool calls as metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ToolRubric"]
 
 
 class ToolRubric(Rubric):
-    """Counts a rollout's tool calls: `total_tool_calls`, and `{tool}_calls` for each tool. All weights are 0.
+    """Counts of a rollout's tool calls: `total_tool_calls`, and `{tool}_calls` for each tool. All weights are 0.
 
     Calls are counted as the policy asked for them, whether they succeeded or not; calls of tools that do not exist
     are part of the total.
@@ -34,11 +34,11 @@ class ToolRubric(Rubric):
             self.add_metric(self.get_tool_call_count_func(name))
 
     def total_tool_calls(self, completion: Messages) -> float:
-        """How many tools the rollout called."""
+        """Count the tools that the rollout called."""
         return float(len(_called(completion)))
 
     def get_tool_call_count_func(self, tool_name: str) -> Callable[..., float]:
-        """A reward function, named `{tool_name}_calls`, that counts the calls of one tool."""
+        """Return a reward function, named `{tool_name}_calls`, that counts the calls of one tool."""
 
         def count(completion: Messages) -> float:
             return float(_called(completion).count(tool_name))
@@ -56,7 +56,7 @@ def _name(tool: Any) -> str:
 
 
 def _called(completion: Messages) -> list[str]:
-    """The names of the tools called in a completion, in order."""
+    """Return the names of the tools called in a completion, in order."""
     if isinstance(completion, str):
         return []
     calls: list[Any] = []

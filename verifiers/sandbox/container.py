@@ -1,4 +1,4 @@
-"""The docker and podman tiers: one container, in which commands are run by the tool's `exec`.
+"""The docker and podman levels: one container, in which commands are run by the tool's `exec`.
 
 The container's main process reads a pipe that this program holds and ends with it, so that the container goes when
 this program does, however it dies. It runs as root without capabilities; commands run as another user, so that they
@@ -17,9 +17,8 @@ import uuid
 from collections.abc import Sequence
 
 from verifiers.errors import ConfigError, SandboxError
-from verifiers.sandbox.closing import ClosesOnce, PipedProcess, ended
-from verifiers.sandbox.pipes import Drain, Feed, LineReader
-from verifiers.sandbox.spec import READ_BYTES, RunResult, SandboxProcess, SandboxSpec
+from verifiers.sandbox.pipes import Drain, Feed, LineReader, PipedProcess, ended
+from verifiers.sandbox.spec import READ_BYTES, RunResult, SandboxBase, SandboxProcess, SandboxSpec
 
 __all__ = ["ContainerSandbox", "open_container", "run_arguments"]
 
@@ -42,8 +41,8 @@ async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
     """Open a container. Raises SandboxError when the tool is not there or cannot start one."""
     if shutil.which(tool) is None:
         raise SandboxError(
-            f"The sandbox tier {tool!r} needs the command {tool!r}, which is not on PATH: install it, or take "
-            "another tier."
+            f"The isolation level {tool!r} needs the command {tool!r}, which is not on PATH: install it, or take "
+            "another level."
         )
     sandbox = ContainerSandbox(spec, tool)
     try:
@@ -55,7 +54,7 @@ async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
 
 
 def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
-    """The command that starts the container."""
+    """Return the command that starts the container."""
     limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0}
     if spec.cpu_time_s is not None:
         limits["cpu"] = max(1, round(spec.cpu_time_s))
@@ -113,11 +112,11 @@ def _take(fd: int) -> int:
     return copy
 
 
-class ContainerSandbox(ClosesOnce):
+class ContainerSandbox(SandboxBase):
     """A sandbox that is a container. Opened by `open_container`."""
 
     def __init__(self, spec: SandboxSpec, tool: str) -> None:
-        self.tier = tool
+        self.isolation = tool
         self.spec = spec
         self.name = f"verifiers-{uuid.uuid4().hex}"
         self._tool = tool
@@ -139,8 +138,8 @@ class ContainerSandbox(ClosesOnce):
             self._err.finish()
             said = self._err.kept.decode(errors="replace").strip() or "it said nothing"
             raise SandboxError(
-                f"The sandbox tier {self._tool!r} does not work here: {said}. Start its service and see that the "
-                f"image {self.spec.image!r} can be had, or take another tier."
+                f"The isolation level {self._tool!r} does not work here: {said}. Start its service and see that the "
+                f"image {self.spec.image!r} can be had, or take another level."
             )
 
     def _exec(self, command: Sequence[str], *, stdin: bool) -> _Client:
@@ -193,7 +192,7 @@ class ContainerSandbox(ClosesOnce):
             err.close()
 
     async def _give_up(self, client: _Client) -> None:
-        """The caller was cancelled: end its command all the same, which a second cancellation does not stop."""
+        """End the command of a caller that was cancelled, though it be cancelled a second time."""
         if self._closing is None and client.process.poll() is None:
             await asyncio.shield(self._kill_inside(_KILL_ALL))
         await client.end()
@@ -201,7 +200,7 @@ class ContainerSandbox(ClosesOnce):
     async def run(
         self, command: str | Sequence[str], *, stdin: str | bytes | None = None, timeout_s: float | None = None
     ) -> RunResult:
-        """As in `Sandbox`, but for a command that signal n killed the tool says the exit code 128 + n."""
+        """Run a command; as in `Sandbox`, but the tool gives the exit code 128 + n for one that signal n killed."""
         if not command:
             raise ConfigError("A sandbox was given an empty command.")
         whole = ["sh", "-c", _SHELL, "sh", command] if isinstance(command, str) else list(command)
@@ -222,7 +221,7 @@ class ContainerSandbox(ClosesOnce):
         )
 
     async def start(self, command: Sequence[str]) -> SandboxProcess:
-        """As in `Sandbox`."""
+        """Start a process; as in `Sandbox`."""
         note = f"/tmp/.started-{uuid.uuid4().hex}"
         client = self._exec(["sh", "-c", _START, "sh", note, *command], stdin=True)
         process = ContainerProcess(self, client, note)
@@ -236,7 +235,7 @@ class ContainerSandbox(ClosesOnce):
             await self._kill_inside(_KILL_ONE, note)
 
     async def read(self, path: str, *, max_bytes: int = READ_BYTES) -> bytes:
-        """As in `Sandbox`."""
+        """Return a file's content; as in `Sandbox`."""
         client, out, err, timed_out = await self._exchange(
             ["sh", "-c", _READ, "sh", path], stdin=None, keep_bytes=max_bytes, timeout_s=_FILE_S
         )
@@ -246,7 +245,7 @@ class ContainerSandbox(ClosesOnce):
         return bytes(out.kept)
 
     async def write(self, path: str, data: bytes | str) -> None:
-        """As in `Sandbox`."""
+        """Write a file; as in `Sandbox`."""
         content = data.encode() if isinstance(data, str) else data
         client, _, err, timed_out = await self._exchange(
             ["sh", "-c", _WRITE, "sh", path], stdin=content, keep_bytes=0, timeout_s=_FILE_S
@@ -266,7 +265,7 @@ class ContainerSandbox(ClosesOnce):
                     await remover.end()
                 await self._main.end()
             for process in list(self._started):
-                await process.release()
+                await process.end()
         finally:
             self._out.close()
             self._err.close()
@@ -280,9 +279,11 @@ class ContainerProcess(PipedProcess):
         self._client = client
         self._note = note
         limit = sandbox.spec.output_bytes
-        self._feed = Feed(client.stdin, close_after=False)
-        self._out = LineReader(client.stdout, limit)
-        self._err = Drain(client.stderr, limit, client.process.kill)
+        super().__init__(
+            Feed(client.stdin, close_after=False),
+            LineReader(client.stdout, limit),
+            Drain(client.stderr, limit, client.process.kill),
+        )
 
     async def wait(self, *, timeout_s: float | None = None) -> int | None:
         if not await self._client.ended(timeout_s):
@@ -292,12 +293,12 @@ class ContainerProcess(PipedProcess):
     async def kill(self) -> None:
         if self._client.process.poll() is None:
             await self._sandbox.kill_started(self, self._note)
-        await self.release()
+        await self.end()
 
-    async def release(self) -> None:
+    async def end(self) -> None:
         """End the tool's command and close the pipes."""
         await self._client.end()
-        self._release_pipes()
+        self.release()
 
 
 def _raise_for(client: _Client, err: Drain, timed_out: bool, path: str) -> None:

@@ -1,116 +1,192 @@
-"""Choosing a sandbox's tier and opening it."""
+"""Choosing between the levels process and bubblewrap, and starting a sandbox's first process."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
-import selectors
+import secrets
+import socket
 import subprocess
-import threading
+import sys
+import tempfile
+from typing import Any
 
-from verifiers.sandbox.child import system
-from verifiers.sandbox.child.wire import Frames
-from verifiers.sandbox.launching import START_S, launch
-from verifiers.sandbox.native import NativeSandbox, open_native
-from verifiers.sandbox.spec import Sandbox, SandboxSpec
+from verifiers.errors import SandboxError
+from verifiers.sandbox import bubblewrap
+from verifiers.sandbox.process import AgentSandbox, DiedEarlyError
+from verifiers.sandbox.spec import SandboxSpec
+from verifiers.sandbox.visible_paths import SOURCE_ROOT, checked_readable, visible_paths
 
-__all__ = ["default_tier", "open_sandbox"]
+__all__ = ["open_agent_sandbox"]
 
 logger = logging.getLogger("verifiers.sandbox")
 
-_STOPS = {
-    "namespaces": "no network, no host files but the system's and Python's (read-only), no host processes; the "
-    "kernel itself is shared",
-    "process": "time, memory, output and environment are held, but neither reading the host's files nor the network",
-    "docker": "a container without network, capabilities and host files; the kernel itself is shared",
-    "podman": "a container without network, capabilities and host files; the kernel itself is shared",
-}
+_START_S = 30.0
+_BOOT = "import sys; sys.path.append(sys.argv[2]); from verifiers.sandbox.agent import main; main()"
+# the part of the range that nothing else hands out users from (systemd's list of user ids)
+_USERS = range(1_879_048_192, 2_147_483_646)
+_NOBODY = 65534
 
-_lock = threading.Lock()
-_default: dict[int, tuple[str, str]] = {}
+# how bubblewrap works here, once it has; and why it does not
+_recipes: list[bubblewrap.Recipe] = []
+_unavailable = ""
 _announced: set[str] = set()
 
 
-async def open_sandbox(spec: SandboxSpec = SandboxSpec()) -> Sandbox:  # noqa: B008 - a frozen value
-    """Open a sandbox; use it in this event loop, and close it, or let `async with` do so.
-
-    The tier that is in use is said once a process, by the logger "verifiers.sandbox".
+async def open_agent_sandbox(spec: SandboxSpec) -> AgentSandbox:
+    """Open a sandbox of the level process or bubblewrap; "auto" takes bubblewrap where it works.
 
     Raises:
-        SandboxError: the tier is not available here; the message says why and what to do.
+        SandboxError: the system does not allow it.
     """
-    tier: str = spec.tier
-    if tier == "auto":
-        known = _default.get(os.getpid())
-        # once it is known no thread is needed, and the loop's threads may all be taken
-        tier = known[0] if known else await asyncio.to_thread(default_tier)
-    sandbox: Sandbox
-    if tier in ("docker", "podman"):
-        from verifiers.sandbox.container import open_container
-
-        sandbox = await open_container(spec, tier)
-        announce(tier)
-    else:
-        native: NativeSandbox = await open_native(spec, tier)
-        announce(tier, native.note)
-        sandbox = native
+    global _unavailable
+    level = spec.isolation
+    if level == "auto":
+        level = "process" if _unavailable else "bubblewrap"
+    try:
+        sandbox = await (_open(spec, level) if level == "process" else _open_bubblewrap(spec))
+    except DiedEarlyError as error:
+        if level == "process":
+            raise SandboxError(f"A sandbox of the level 'process' could not be opened: {error}.") from error
+        # where bubblewrap has worked, a failure of it must not let code out
+        if spec.isolation != "auto" or _recipes:
+            raise
+        _unavailable = str(error)
+        sandbox = await _open(spec, "process")
+    _announce(sandbox)
     return sandbox
 
 
-def default_tier() -> str:
-    """The tier that "auto" means here: "namespaces" where one could be opened, else "process". Tried once."""
-    with _lock:
-        # a forked child may live under other rules
-        known = _default.get(os.getpid())
-        if known is None:
-            problem = _try_namespaces()
-            known = _default[os.getpid()] = ("process" if problem else "namespaces", problem)
-        return known[0]
-
-
-def _try_namespaces() -> str:
-    """Open a sandbox in namespaces and close it; "" when that worked, else why not."""
-    if not system.LINUX:
-        return "only Linux has namespaces"
-    try:
-        launched = launch(SandboxSpec(), "namespaces")
-    except OSError as error:
-        return str(error)
-    frames = Frames()
-    problem = f"it did not start within {START_S:g} s"
-    try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(launched.control, selectors.EVENT_READ)
-            while selector.select(START_S):
-                if not frames.receive(launched.control):
-                    problem = "its first process ended before it was ready"
-                    break
-                answers = [message for message, _ in frames.messages()]
-                if answers:
-                    problem = answers[0].get("failed", "")
-                    break
-    except OSError as error:
-        problem = str(error)
-    finally:
-        launched.control.close()
+async def _open_bubblewrap(spec: SandboxSpec) -> AgentSandbox:
+    problems = []
+    for recipe in list(_recipes) or bubblewrap.recipes():
         try:
-            launched.process.wait(START_S)
-        except subprocess.TimeoutExpired:
-            launched.kill()
-            launched.process.wait()
-    return problem
+            sandbox = await _open(spec, "bubblewrap", recipe)
+        except DiedEarlyError as error:
+            problems.append(str(error))
+        else:
+            _recipes[:] = [recipe]
+            return sandbox
+    why = bubblewrap.why_unavailable(problems)
+    raise DiedEarlyError(f"The isolation level 'bubblewrap' does not work here: {why}.")
 
 
-def announce(tier: str, note: str = "") -> None:
-    """Say once a process which tier is in use and what it does not stop."""
-    if tier in _announced:
+async def _open(spec: SandboxSpec, level: str, recipe: bubblewrap.Recipe | None = None) -> AgentSandbox:
+    checked_readable(spec.readable)
+    uid = _spare_user()
+    user_map = bubblewrap.UserMap(uid) if recipe and uid is not None else None
+    try:
+        sandbox = AgentSandbox(spec, level, *_launch(spec, recipe, user_map))
+    except OSError as error:
+        if user_map is not None:
+            user_map.close()
+        if recipe is not None and error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
+            raise DiedEarlyError(f"{recipe.executable}: {error.strerror}") from error
+        raise SandboxError(f"A sandbox of the level {level!r} could not be opened: {error}.") from error
+    try:
+        async with asyncio.timeout(_START_S):
+            if user_map is not None:
+                await user_map.write()
+            await sandbox.begin(_configuration(spec, level, bubblewrap.USER if user_map else uid))
+    except TimeoutError:
+        await sandbox.close()
+        raise SandboxError(f"A sandbox of the level {level!r} did not start within {_START_S:g} s.") from None
+    except OSError as error:
+        await sandbox.close()
+        raise DiedEarlyError(f"the map of its users could not be written: {error}") from error
+    except BaseException:
+        await sandbox.close()
+        raise
+    finally:
+        if user_map is not None:
+            user_map.close()
+    return sandbox
+
+
+def _announce(sandbox: AgentSandbox) -> None:
+    """Log once a process which level is in use and what it does not stop."""
+    if sandbox.isolation in _announced:
         return
-    _announced.add(tier)
-    if tier != "process":
-        logger.info("Sandbox tier %s: %s.", tier, _STOPS[tier])
+    _announced.add(sandbox.isolation)
+    if sandbox.isolation == "bubblewrap":
+        logger.info(
+            "Sandbox isolation level bubblewrap: no network, no host processes, no host files but the system's and "
+            "Python's (read-only); the kernel itself is shared."
+        )
         return
-    known = _default.get(os.getpid(), ("", ""))
-    why = f" (namespaces do not work here: {known[1]})" if known[1] else ""
-    user = "its own user" if note == "another user" else "the caller's own user, whose processes it can reach"
-    logger.warning("Sandbox tier process%s: %s; it runs as %s.", why, _STOPS["process"], user)
+    logger.warning(
+        "Sandbox isolation level process%s: time, memory, output and environment are held, but neither reading the "
+        "host's files nor the network; it runs as %s.",
+        f" ({_unavailable.rstrip('.')})" if _unavailable else "",
+        "its own user" if sandbox.note == "another user" else "the caller's own user, whose processes it can reach",
+    )
+
+
+def _spare_user() -> int | None:
+    """Return a user that nobody else is, where this program is root and may become it."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return None
+    try:
+        with open("/proc/self/uid_map") as file:
+            ranges = [range(int(first), int(first) + int(count)) for first, _, count in map(str.split, file)]
+    except OSError:
+        return None
+    wanted = _USERS.start + secrets.randbelow(len(_USERS))
+    return next((uid for uid in (wanted, _NOBODY) if any(uid in numbers for numbers in ranges)), None)
+
+
+def _configuration(spec: SandboxSpec, level: str, uid: int | None) -> dict[str, Any]:
+    """Return the first message to the agent."""
+    names = ("memory_bytes", "file_bytes", "processes", "open_files")
+    return {name: getattr(spec, name) for name in names} | {
+        "isolation": level,
+        "uid": uid,
+        "parent": os.getpid(),
+        "environment": _environment(spec),
+        "temporary": tempfile.gettempdir(),
+        "directory": bubblewrap.HOME,
+        "required": [sys.executable, os.__file__, *spec.readable],
+    }
+
+
+def _environment(spec: SandboxSpec) -> dict[str, str]:
+    path = [os.path.dirname(sys.executable), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin"]
+    return {
+        "PATH": ":".join([*path, "/sbin", "/bin"]),
+        "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONNOUSERSITE": "1",
+        **spec.env,
+    }
+
+
+def _launch(
+    spec: SandboxSpec, recipe: bubblewrap.Recipe | None, user_map: bubblewrap.UserMap | None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the agent; returns its process and this end of its socket. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    agent = [sys.executable, "-I", "-S", "-W", "ignore", "-c", _BOOT, str(theirs.fileno()), SOURCE_ROOT]
+    pass_fds = [theirs.fileno()]
+    if recipe is not None:
+        agent = bubblewrap.command(recipe, visible_paths(spec.readable), spec.disk_bytes, user_map) + agent
+        pass_fds += user_map.pass_fds if user_map is not None else ()
+    try:
+        process = subprocess.Popen(
+            agent,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=pass_fds,
+            env=_environment(spec),
+            cwd="/",
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    ours.setblocking(False)
+    return process, ours

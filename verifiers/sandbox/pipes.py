@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterable
 
 from verifiers.errors import SandboxError
 
-__all__ = ["Drain", "Feed", "LineReader"]
+__all__ = ["Drain", "Feed", "LineReader", "PipedProcess", "Pipes", "close_all", "ended"]
 
 _CHUNK = 1 << 18
 # what a process may go on writing into the void before it is killed: its reader has other work too
@@ -99,7 +100,7 @@ class Feed:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be written any more."""
+        """True once nothing can be written any more."""
         return self._fd is None
 
     def _write(self) -> None:
@@ -170,7 +171,7 @@ class LineReader(_Reader):
         self._news = None
 
     async def read_line(self) -> bytes:
-        """The next line; b"" at the end. Raises SandboxError when a line is longer than allowed."""
+        """Return the next line; b"" at the end. Raises SandboxError when a line is longer than allowed."""
         searched = 0
         while True:
             end = self._buffer.find(b"\n", searched) + 1
@@ -195,3 +196,95 @@ class LineReader(_Reader):
         """Stop reading."""
         super().close()
         self._wake()
+
+
+class PipedProcess(abc.ABC):
+    """The pipes of a long-lived process in a sandbox; as in `SandboxProcess`."""
+
+    def __init__(self, feed: Feed, out: LineReader, err: Drain) -> None:
+        self._feed, self._out, self._err = feed, out, err
+
+    @abc.abstractmethod
+    async def kill(self) -> None: ...
+
+    async def write(self, data: bytes | str) -> None:
+        await self._feed.send(data.encode() if isinstance(data, str) else data)
+
+    async def read_line(self, *, timeout_s: float | None = None) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._out.read_line()
+        except SandboxError:
+            await self.kill()
+            raise
+
+    def stderr(self) -> str:
+        return self._err.kept.decode(errors="replace")
+
+    def release(self) -> None:
+        """Close the pipes, after taking what is still in them."""
+        self._feed.close()
+        self._out.finish()
+        self._err.finish()
+
+
+class Pipes:
+    """Three pipes of a process: one end to pass on, `stdin`, `stdout` and `stderr` to keep; -1 for no stdin."""
+
+    def __init__(self, with_stdin: bool) -> None:
+        self._theirs: list[int] = []
+        mine: list[int] = []
+        try:
+            if with_stdin:
+                reading, writing = os.pipe()
+                self._theirs.append(reading)
+                mine.append(writing)
+            else:
+                self._theirs.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                mine.append(-1)
+            for _ in range(2):
+                reading, writing = os.pipe()
+                self._theirs.append(writing)
+                mine.append(reading)
+        except OSError as error:
+            close_all([*self._theirs, *mine])
+            raise SandboxError(f"No pipes could be made for a sandbox: {error}.") from error
+        self.stdin, self.stdout, self.stderr = mine
+
+    @classmethod
+    def none(cls) -> Pipes:
+        """Return no pipes, for a request that starts no process."""
+        pipes = cls.__new__(cls)
+        pipes._theirs, pipes.stdin, pipes.stdout, pipes.stderr = [], -1, -1, -1
+        return pipes
+
+    def take_theirs(self) -> list[int]:
+        """Return the ends to pass on, which the caller closes."""
+        theirs, self._theirs = self._theirs, []
+        return theirs
+
+    def close(self) -> None:
+        """Close what was not taken; for a process that could not be asked for."""
+        close_all([*self.take_theirs(), self.stdin, self.stdout, self.stderr])
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors; -1 stands for none."""
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
+async def ended(process: subprocess.Popen[bytes], limit_s: float | None) -> bool:
+    """Wait for the end of a process and collect it; False when it did not come within `limit_s` seconds.
+
+    It polls, as a child watcher would bind the process to one event loop.
+    """
+    loop = asyncio.get_running_loop()
+    end, pause_s = None if limit_s is None else loop.time() + limit_s, 0.001
+    while process.poll() is None:
+        if end is not None and loop.time() > end:
+            return False
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.05)
+    return True

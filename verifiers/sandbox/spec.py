@@ -1,45 +1,64 @@
-"""What a sandbox is asked for, what it answers, and the protocol that every tier keeps."""
+"""Limits of a sandbox, results of its commands, and the protocol that every isolation level keeps."""
 
 from __future__ import annotations
 
+import abc
+import asyncio
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, get_args
 
 from verifiers.errors import ConfigError
 
-__all__ = ["READ_BYTES", "RunResult", "Sandbox", "SandboxProcess", "SandboxSpec", "Tier"]
+__all__ = ["READ_BYTES", "IsolationLevel", "RunResult", "Sandbox", "SandboxBase", "SandboxProcess", "SandboxSpec"]
 
-Tier = Literal["auto", "process", "namespaces", "docker", "podman"]
+IsolationLevel = Literal["auto", "process", "bubblewrap", "docker", "podman"]
 
 READ_BYTES = 64 << 20
-_TIERS = ("auto", "process", "namespaces", "docker", "podman")
+_LEVELS: tuple[str, ...] = get_args(IsolationLevel)
+
+
+def renamed_level(isolation: str, tier: str | None = None) -> str:
+    """Return an isolation level by its present name. Warns of the names of earlier releases, and of `tier`."""
+    if tier is not None:
+        _warn_renamed("tier", "isolation")
+        isolation = tier
+    if isolation == "namespaces":
+        _warn_renamed('the isolation level "namespaces"', '"bubblewrap"')
+        isolation = "bubblewrap"
+    return isolation
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    message = f"{old} of sandboxes was renamed to {new}, and will be gone in the next release."
+    warnings.warn(message, DeprecationWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """Limits of a sandbox. What each tier makes of them stands in docs/concepts/sandbox.md.
+    """Limits of a sandbox. docs/concepts/sandbox.md says how each isolation level keeps them.
 
     Args:
-        tier: "namespaces", "process", "docker", "podman", or "auto": namespaces where the kernel allows them,
-            else process.
+        isolation: "bubblewrap", "process", "docker", "podman", or "auto": bubblewrap where it works, else process.
         wall_time_s: how long a `run` may take, in seconds, unless it says otherwise.
         cpu_time_s: processor time of each process, in seconds. None: a `run` gets its wall time and one second
             more, a started process has no limit of its own.
-        memory_bytes: address space of each process. The namespaces tier also kills everything when its processes
-            together hold more (it looks twice a second); with docker and podman it is the whole container's memory.
+        memory_bytes: address space of each process. Bubblewrap also kills everything when its processes together
+            hold more (it looks twice a second); with docker and podman it is the whole container's memory.
         file_bytes: the longest file that a process may write.
-        disk_bytes: all files of the sandbox together. The process tier cannot hold this.
+        disk_bytes: all files of the sandbox together. The process level cannot hold this.
         processes: how many processes and threads may exist at once.
         open_files: file descriptors of each process.
         output_bytes: how much of stdout, and of stderr, a `run` keeps. The rest is counted and thrown away.
         env: variables to set beside the few that every sandbox has; nothing of the caller's own is passed on.
         readable: host files and directories that can be read inside, under the same path.
-        image: the image of the docker and podman tiers; it needs `sh`, `cat` and `mkdir`.
+        image: the image of docker and podman; it needs `sh`, `cat` and `mkdir`.
+        tier: the former name of `isolation`, deprecated.
     """
 
-    tier: Tier = "auto"
+    isolation: IsolationLevel = "auto"
     wall_time_s: float = 30.0
     cpu_time_s: float | None = None
     memory_bytes: int = 1 << 30
@@ -51,10 +70,12 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     readable: tuple[str, ...] = ()
     image: str = "python:3.11-slim"
+    tier: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
-        if self.tier not in _TIERS:
-            raise ConfigError(f"There is no sandbox tier {self.tier!r}; take one of {', '.join(_TIERS)}.")
+    def __post_init__(self, tier: str | None) -> None:
+        object.__setattr__(self, "isolation", renamed_level(self.isolation, tier))
+        if self.isolation not in _LEVELS:
+            raise ConfigError(f"There is no isolation level {self.isolation!r}; take one of {', '.join(_LEVELS)}.")
         for name in (
             "wall_time_s",
             "memory_bytes",
@@ -75,7 +96,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a command did.
+    """Outcome of a command.
 
     Args:
         stdout: its output, at most `output_bytes` of it; bytes that are not UTF-8 are replaced.
@@ -96,14 +117,14 @@ class RunResult:
 
 
 class SandboxProcess(Protocol):
-    """A long-lived process in a sandbox, spoken to line by line. It ends with the sandbox at the latest."""
+    """A long-lived process in a sandbox that reads and writes lines. It ends with the sandbox at the latest."""
 
     async def write(self, data: bytes | str) -> None:
         """Send to its stdin. Raises SandboxError when it no longer reads."""
         ...
 
     async def read_line(self, *, timeout_s: float | None = None) -> bytes:
-        """The next line of its stdout with its newline; what is left at the end; b"" after that.
+        """Return the next line of its stdout with its newline; what is left at the end; b"" after that.
 
         Raises:
             TimeoutError: no whole line came in time. What came stays for the next call.
@@ -112,11 +133,11 @@ class SandboxProcess(Protocol):
         ...
 
     def stderr(self) -> str:
-        """What it wrote to stderr so far, at most `output_bytes` from its beginning."""
+        """Return its stderr so far, at most `output_bytes` from its beginning."""
         ...
 
     async def wait(self, *, timeout_s: float | None = None) -> int | None:
-        """Its exit code once it ended, as in RunResult; None when it ended with its sandbox.
+        """Return its exit code once it ended, as in RunResult; None when it ended with its sandbox.
 
         Raises:
             TimeoutError: it still runs.
@@ -129,9 +150,9 @@ class SandboxProcess(Protocol):
 
 
 class Sandbox(Protocol):
-    """A place to run code in that nobody has read. Used in the event loop that opened it."""
+    """A place to run untrusted code in. Used in the event loop that opened it."""
 
-    tier: str
+    isolation: str
 
     async def run(
         self, command: str | Sequence[str], *, stdin: str | bytes | None = None, timeout_s: float | None = None
@@ -156,7 +177,7 @@ class Sandbox(Protocol):
         ...
 
     async def read(self, path: str, *, max_bytes: int = READ_BYTES) -> bytes:
-        """A file's content. Relative paths start at the sandbox's directory.
+        """Return a file's content. Relative paths start at the sandbox's directory.
 
         Raises:
             OSError: as `open` raises it in the sandbox: FileNotFoundError, IsADirectoryError and so on; errno EFBIG
@@ -181,3 +202,42 @@ class Sandbox(Protocol):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
+
+
+class SandboxBase(abc.ABC):
+    """Base of every sandbox: its end runs once and to its end, though callers of `close` are several or cancelled."""
+
+    isolation: str
+
+    _closing: asyncio.Task[None] | None = None
+
+    @property
+    def tier(self) -> str:
+        """The former name of `isolation`, deprecated."""
+        _warn_renamed("tier", "isolation")
+        return self.isolation
+
+    @abc.abstractmethod
+    async def _close(self) -> None: ...
+
+    async def close(self) -> None:
+        """Close the sandbox; as in `Sandbox`. Cancelling does not keep it from finishing."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        cancelled = False
+        while not self._closing.done():
+            try:
+                await asyncio.shield(self._closing)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        self._closing.result()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

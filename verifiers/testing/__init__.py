@@ -13,11 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verifiers.testing.answers import RecordedRequest
     from verifiers.testing.fake_client import FakeClient
     from verifiers.testing.fake_server import FakeOpenAIServer
-    from verifiers.testing.fake_tokens import decode_ids, encode_text
     from verifiers.testing.faults import Fault
+    from verifiers.testing.script import RecordedRequest, decode_ids, encode_text
 
 __all__ = ["FakeClient", "FakeOpenAIServer", "Fault", "RecordedRequest", "decode_ids", "encode_text"]
 
@@ -25,9 +24,9 @@ _HOMES = {
     "FakeClient": "fake_client",
     "FakeOpenAIServer": "fake_server",
     "Fault": "faults",
-    "RecordedRequest": "answers",
-    "decode_ids": "fake_tokens",
-    "encode_text": "fake_tokens",
+    "RecordedRequest": "script",
+    "decode_ids": "script",
+    "encode_text": "script",
 }
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.errors import ConfigError
 
 if TYPE_CHECKING:
-    from verifiers.testing.answers import Answers
+    from verifiers.testing.script import Answers
 
 __all__ = ["main"]
 
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     answers.add_argument(
         "--script",
         metavar="FILE",
-        help="*.json: a list of answers (texts or messages), given in turn and then from the start again; "
+        help="*.json: a list of answers (texts or messages), given one after the other, then again from the start; "
         "*.py: its function answer(request), given the request's JSON, returns one",
     )
     return parser

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.wire import WireObject, request_body
-from verifiers.testing.answers import Answers, RecordedRequest, Script, response_body
+from verifiers.inference.wire import WireObject, request_body
 from verifiers.testing.faults import Fault, Faults, FaultSchedule
+from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
 
 __all__ = ["FakeClient"]
 
@@ -72,11 +72,11 @@ class FakeClient:
         self.in_flight = 0
         self.max_in_flight = 0
         self.closed = False
-        self.completions = _Create(self._call, "/v1/completions")
-        self.chat = _Chat(_Create(self._call, "/v1/chat/completions"))
+        self.completions = _FakeCreate(self._call, "/v1/completions")
+        self.chat = _FakeChat(_FakeCreate(self._call, "/v1/chat/completions"))
 
     def with_options(self, **_: Any) -> FakeClient:
-        """The same client."""
+        """Return the same client."""
         return self
 
     copy = with_options
@@ -123,7 +123,7 @@ class FakeClient:
         )
 
 
-class _Create:
+class _FakeCreate:
     def __init__(self, call: Callable[[str, Mapping[str, Any]], Any], path: str) -> None:
         self._call = call
         self._path = path
@@ -132,8 +132,8 @@ class _Create:
         return await self._call(self._path, arguments)
 
 
-class _Chat:
-    def __init__(self, completions: _Create) -> None:
+class _FakeChat:
+    def __init__(self, completions: _FakeCreate) -> None:
         self.completions = completions
 
 

@@ -26,11 +26,44 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.errors import ConfigError, DeadlineError
-from verifiers.testing.answers import Answers, RecordedRequest, Script, response_body
 from verifiers.testing.faults import Fault, Faults, FaultSchedule
-from verifiers.testing.replies import error_reply, fault_reply, read_object, recorded
+from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
 
-__all__ = ["FakeOpenAIServer", "main"]
+__all__ = ["FakeOpenAIServer", "error_reply", "fault_reply", "main", "read_object", "recorded"]
+
+
+def error_reply(status: int, message: str) -> web.Response:
+    """Return an error in OpenAI's format."""
+    return web.json_response({"error": {"message": message, "type": "fake_server", "code": status}}, status=status)
+
+
+async def fault_reply(fault: Fault, request: web.Request, stopping: asyncio.Event) -> web.StreamResponse:
+    """Answer `request` by `fault`; a hang lasts until `stopping` is set."""
+    if fault.kind == "hang":
+        await stopping.wait()
+    if fault.kind in ("hang", "disconnect") and request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=fault.status, text=fault.text, headers=fault.headers, content_type="application/json")
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object in the request's body, {} for an empty body; answer anything else with 400."""
+    raw = await request.read()
+    try:
+        body = json.loads(raw) if raw else {}
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        text = json.dumps({"error": {"message": "the request body is not a JSON object", "code": 400}})
+        raise web.HTTPBadRequest(text=text, content_type="application/json")
+    return body
+
+
+def recorded(number: int, request: web.Request, body: dict[str, Any]) -> RecordedRequest:
+    """Return the request as tests read it."""
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    return RecordedRequest(number, request.path, body, headers, dict(request.query))
+
 
 _GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 _WEIGHT_ROUTES = (
@@ -57,7 +90,7 @@ class FakeOpenAIServer:
 
     Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, and vLLM's routes for weights and pauses,
     which record their calls. While paused, generation requests wait for /resume. Token ids are code points of
-    the rendered conversation (`testing.fake_tokens`), so that turns extend one another. A function among the
+    the rendered conversation (`testing.script`), so that turns extend one another. A function among the
     answers or faults runs on the server's thread; what it raises is answered with 500 and kept in `errors`.
 
     Args:
@@ -212,7 +245,12 @@ class FakeOpenAIServer:
             ready.set_result(host_and_port[1])
             await self._stopping.wait()
         finally:
+            server = runner.server
             await runner.cleanup()
+            # a connection that was accepted just before joins the server in the loop's next rounds
+            await asyncio.sleep(0.01)
+            if server is not None:
+                await server.shutdown(_CLOSING_S)
 
     def _runner(self) -> web.BaseRunner:
         if self._instant_text is not None:

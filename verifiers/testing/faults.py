@@ -1,4 +1,4 @@
-"""What can go wrong at an endpoint, and when."""
+"""Faults of an endpoint, and the requests that they hit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fault:
 
     @classmethod
     def disconnect(cls, times: int = 1) -> Fault:
-        """The connection is cut before an answer."""
+        """Make a fault that cuts the connection before an answer."""
         return cls(times=times, kind="disconnect")
 
     @classmethod
@@ -63,12 +63,12 @@ class Fault:
 
 
 Faults = Fault | Sequence[Fault | None] | Callable[[int], Fault | None] | None
-"""When faults occur: a Fault befalls the first `times` requests; in a list each entry is one request, None a good
-one and a Fault with `times` that many, and after the list all is well; a function decides by request number."""
+"""Schedule of faults. A Fault hits the first `times` requests. In a list each entry is one request: None is answered,
+a Fault counts for its `times` requests, and all after the list are answered. A function decides by request number."""
 
 
 class FaultSchedule:
-    """Which request fails how; requests are numbered from 0.
+    """Faults of requests, which are numbered from 0.
 
     Raises:
         ConfigError: an entry that is neither a Fault nor None.
@@ -87,7 +87,7 @@ class FaultSchedule:
             self._decide = faults
 
     def fault(self, number: int) -> Fault | None:
-        """What befalls request number `number`, or None."""
+        """Return the fault of request number `number`, or None."""
         if self._decide is not None:
             return self._decide(number)
         return self._listed[number] if number < len(self._listed) else None

@@ -16,7 +16,7 @@ __all__ = [
     "get_model",
     "get_model_and_tokenizer",
     "get_tokenizer",
-    "told_what_cannot_be_loaded",
+    "raises_load_error",
 ]
 
 
@@ -45,17 +45,18 @@ def check_model_path(name_or_path: str) -> None:
 
 
 @contextlib.contextmanager
-def told_what_cannot_be_loaded(
+def raises_load_error(
     name_or_path: str, of: tuple[type[Exception], ...] = (OSError, ValueError), *, exact: bool = False
 ) -> Iterator[None]:
-    """While a model or a tokenizer is loaded: what the hub or the files refuse becomes one sentence.
+    """Raise ConfigError for what the hub or the files raise while a model or a tokenizer is loaded.
 
     Args:
-        of: what they raise; less where other things are done meanwhile.
-        exact: only of these types themselves, where subclasses are raised for other reasons.
+        name_or_path: the model.
+        of: the types of exceptions to convert.
+        exact: convert only these types themselves, where subclasses are raised for other reasons.
 
     Raises:
-        ConfigError: with the first line of what was said.
+        ConfigError: with the first line of the exception's text.
     """
     try:
         yield
@@ -73,6 +74,7 @@ def check_model_exists(name_or_path: str, init_kwargs: Any = None) -> None:
     """Refuse a model that is neither on the disk nor on the hub; fetches no more than its config.json.
 
     Args:
+        name_or_path: the model.
         init_kwargs: what `from_pretrained` will be given; a revision counts.
 
     Raises:
@@ -82,28 +84,28 @@ def check_model_exists(name_or_path: str, init_kwargs: Any = None) -> None:
     from transformers.utils import cached_file
 
     revision = init_kwargs.get("revision") if isinstance(init_kwargs, dict) else None
-    with told_what_cannot_be_loaded(name_or_path):
+    with raises_load_error(name_or_path):
         cached_file(os.path.expanduser(name_or_path), "config.json", revision=revision)
 
 
 def get_model(name_or_path: str, **kwargs: Any) -> Any:
-    """A causal language model; `kwargs` go to `from_pretrained`, where the default dtype is the checkpoint's."""
+    """Load a causal language model; `kwargs` go to `from_pretrained`, with the checkpoint's dtype as default."""
     check_model_path(name_or_path)
     from transformers import AutoModelForCausalLM
 
-    with told_what_cannot_be_loaded(name_or_path):
+    with raises_load_error(name_or_path):
         return AutoModelForCausalLM.from_pretrained(os.path.expanduser(name_or_path), **{"dtype": "auto", **kwargs})
 
 
 def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
-    """The tokenizer that belongs to a model; it must have a chat template to be trained on chat environments."""
+    """Load the tokenizer of a model; training on chat environments needs its chat template."""
     check_model_path(name_or_path)
     from transformers import AutoTokenizer
 
-    with told_what_cannot_be_loaded(name_or_path):
+    with raises_load_error(name_or_path):
         return AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
 
 
 def get_model_and_tokenizer(name_or_path: str, **kwargs: Any) -> tuple[Any, Any]:
-    """`get_model` and `get_tokenizer` in one call."""
+    """Load a model and its tokenizer."""
     return get_model(name_or_path, **kwargs), get_tokenizer(name_or_path)

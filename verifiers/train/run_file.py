@@ -37,9 +37,9 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from verifiers.data.adaptive import Adapts
+from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
-from verifiers.data.curriculum_table import curriculum_or_rule_from
+from verifiers.data.curriculum_policies import curriculum_or_policy_from
 from verifiers.errors import ConfigError
 
 __all__ = ["EnvironmentTable", "LoraTable", "ModelTable", "RunFile", "ServerTable", "load_run_file"]
@@ -99,13 +99,13 @@ class RunFile(_Table):
         """What is trained on, for the name of the output directory."""
         return self.environment.id if self.environment is not None else "-".join(self.environments)
 
-    def curriculum_of(self, seed: int) -> Curriculum | Adapts | None:
-        """The curriculum, if the file has one; `seed` where it gives none of its own.
+    def curriculum_of(self, seed: int) -> Curriculum | CurriculumPolicy | None:
+        """Return the curriculum, if the file has one; `seed` where it gives none of its own.
 
         Raises:
             ConfigError: it cannot be; one sentence.
         """
-        return None if self.curriculum is None else curriculum_or_rule_from(self.curriculum, seed)
+        return None if self.curriculum is None else curriculum_or_policy_from(self.curriculum, seed)
 
 
 def load_run_file(path: str | Path) -> RunFile:
@@ -141,7 +141,7 @@ def load_run_file(path: str | Path) -> RunFile:
         _check_keys(path, "trainer", data["trainer"], trainer_fields())
         if "resume_from_checkpoint" in data["trainer"]:
             raise ConfigError(
-                f"{path}: [trainer] resume_from_checkpoint has no effect here: vf-train goes on from the newest "
+                f"{path}: [trainer] resume_from_checkpoint has no effect here: vf-train resumes from the newest "
                 "complete checkpoint of output_dir; another one is given in Python, "
                 "train(resume_from_checkpoint=...)."
             )
@@ -184,7 +184,7 @@ def trainer_fields() -> list[str]:
 
 
 def _checked_values(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The values as the types that GRPOConfig declares, which does not check them itself."""
+    """Return the values as the types that GRPOConfig declares, which does not check them itself."""
     from verifiers.train.config import GRPOConfig
 
     types = get_type_hints(GRPOConfig)

@@ -1,26 +1,219 @@
-"""The first SIGINT or SIGTERM ends a run as an error does; no further one keeps it from giving back what it holds."""
+"""The end of a run: by an error, by a signal, or because another rank failed.
+
+The launcher (torchrun, accelerate launch) supervises the ranks: once one has ended with an error, it sends SIGTERM to
+the others. That ends a rank above 0 wherever it is, also inside a collective; rank 0 closes the run first.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import datetime
+import faulthandler
+import itertools
+import json
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Ending", "ended_by_signals"]
+from verifiers.errors import RankError
+from verifiers.train.distributed import error_text
 
-_DEAF_S = 6.0
-"""Longer than a run takes to end."""
+__all__ = ["Ending", "end_together", "ended_by_signals", "recorded"]
+
+T = TypeVar("T")
+
+
+def end_together(
+    accelerator: Any,
+    work: Callable[[], T],
+    close: Callable[[], None],
+    *,
+    watched: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    give_back: Callable[[BaseException], None] = lambda error: None,
+) -> T:
+    """Do this rank's part of a run, and then `close`, whatever ends it.
+
+    Every rank must call it. Where one of several ranks fails, its own error is raised there; rank 0 raises RankError
+    with the same text, and the launcher ends the rest.
+
+    Args:
+        accelerator: accelerate's Accelerator or PartialState.
+        work: the part of this rank.
+        close: gives back what this rank holds.
+        watched: makes a context that is left after `close`, with what ended the run.
+        give_back: what of `close` other processes would miss; called with what ended the run, in another thread,
+            where a signal finds rank 0 inside a call that does not return.
+
+    Raises:
+        RankError: another rank failed first.
+    """
+    several = accelerator.num_processes > 1
+    if several and not accelerator.is_main_process:
+        signals = _killed_by_signals()
+    else:
+        signals = ended_by_signals(give_back if several else None)
+    failures = _FirstFailure(accelerator.process_index) if several else None
+    with signals as ending:
+        with watched():
+            try:
+                result = work()
+                if several:
+                    # a rank that fails after this one is done must still end the run
+                    accelerator.wait_for_everyone()
+            except BaseException as error:
+                cause = failures.cause_of(error) if failures is not None else error
+                if cause is error:
+                    raise
+                raise cause from error
+            finally:
+                try:
+                    ending.begin()
+                finally:
+                    # also where a signal came just before
+                    close()
+                    if failures is not None and failures.is_unexplained:
+                        time.sleep(_LAUNCHER_POLLS_S)
+        ending.raise_waiting()
+    return result
+
+
+def recorded(main: Callable[[], T]) -> T:
+    """Call a program's main function; under torchrun its exception reaches torchrun's report, with traceback."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return main()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    result: Any = record(main)()
+    return result
+
+
+_STORE_TIMEOUT_S = 5.0
+_TRACEBACK_CHARACTERS = 2**13
+
+_LAUNCHER_S = 3.0
+"""Seconds that a rank above 0 which follows another rank's failure waits to be ended by the launcher.
+
+Otherwise the launcher's report could name this rank as the first that failed.
+"""
+
+_LAUNCHER_POLLS_S = 0.5
+"""Seconds that rank 0 outlasts a rank that was killed, so that torchrun, which polls every 0.1 s, names that rank."""
+
+_EXIT_S = 2.0
+"""Seconds that the interpreter may take to exit after a failure: it would wait for collectives that cannot end."""
+
+_run_number = itertools.count()
+
+
+class _FirstFailure:
+    """The first failure of a run, kept in the store at which torch's ranks met, so that rank 0 can name it.
+
+    Args:
+        rank: the rank of this process.
+
+    Attributes:
+        is_unexplained: another rank has gone and left no error behind.
+    """
+
+    def __init__(self, rank: int) -> None:
+        from torch.distributed import DistError, TCPStore
+
+        self.is_unexplained = False
+        self._rank = rank
+        # the ranks make their runs in the same order
+        self._key = f"verifiers/failure/{next(_run_number)}"
+        self._store: Any = None
+        with contextlib.suppress(KeyError, ValueError, DistError):
+            self._store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=datetime.timedelta(seconds=_STORE_TIMEOUT_S),
+            )
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what to raise for an error of this rank: the error itself, or RankError where another was first."""
+        atexit.register(_exit_within, _EXIT_S)
+        follows = isinstance(error, RankError) or _broke_off(error)
+        first = self._exchange(None if follows or _is_by_signal(error) else error)
+        is_of_other = first is not None and first["rank"] != self._rank
+        cause = error
+        if first is not None and is_of_other and not isinstance(error, (RankError, KeyboardInterrupt)):
+            cause = RankError(f"rank {first['rank']} stopped: {first['text']}")
+            cause.add_note(f"On rank {first['rank']}:\n{first['traceback']}")
+        elif _broke_off(error):
+            self.is_unexplained = True
+            cause = RankError(
+                "another rank ended without an error of its own, so it was killed (out of memory?), crashed, or lost "
+                f"its host; the launcher's report names it ({error_text(error)})."
+            )
+        if self._rank and isinstance(cause, RankError):
+            time.sleep(_LAUNCHER_S)
+        return cause
+
+    def _exchange(self, error: BaseException | None) -> dict[str, Any] | None:
+        """Write a failure down unless there is one; return the first."""
+        if self._store is None:
+            return None
+        try:
+            if error is not None:
+                text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+                own = {"rank": self._rank, "text": error_text(error)[:_TRACEBACK_CHARACTERS], "traceback": text}
+                first = self._store.compare_set(self._key, "", json.dumps(own))
+            elif self._store.check([self._key]):
+                first = self._store.get(self._key)
+            else:
+                return None
+        except RuntimeError:
+            # the host of the store is lost
+            return None
+        found: dict[str, Any] = json.loads(first)
+        return found
+
+
+def _broke_off(error: BaseException) -> bool:
+    """Return whether a collective raised an error because another rank has gone."""
+    from torch.distributed import DistError
+
+    text = str(error)
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text))
+
+
+def _is_by_signal(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == _BY_SIGTERM)
+
+
+def _exit_within(seconds: float) -> None:
+    """End this process after `seconds`, also where other code holds the interpreter's lock."""
+    # not closed: the file is written to when the time is over
+    faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+# -- signals -------------------------------------------------------------------------------------------------------
+
+_ENDS_WITHIN_S = 6.0
+"""Seconds in which a run that is being ended has ended; signals wait meanwhile."""
+
+_HANDLED_WITHIN_S = 1.5
+"""Seconds after which a signal that the main thread has not handled finds it inside a call that does not return."""
+
+_GIVE_BACK_WITHIN_S = 0.6
+
+# a text as code: it is printed, and the exit code is 1
+_BY_SIGTERM = "ended by SIGTERM"
 
 _HANDLED_OVER = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-"""Whoever handles a signal in a way of their own goes on doing so."""
+"""The handlers that are replaced; a caller's own handlers stay."""
 
 
 class Ending:
-    """What SIGINT and SIGTERM do to a run: the first raises, those of the next seconds wait until all is given back.
+    """The state of a run that signals end: the first raises, those of the next seconds wait until all is given back.
 
     SIGINT raises KeyboardInterrupt and SIGTERM, which schedulers and launchers send before they kill, SystemExit. An
     impatient second Ctrl-C would otherwise leave a server paused, or pushed weights in memory.
@@ -28,55 +221,122 @@ class Ending:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._waits: int | None = None
+        self._waiting: int | None = None
 
     @property
     def has_begun(self) -> bool:
+        """Whether the run is being ended."""
         return self._since is not None
 
     def begin(self) -> None:
-        """The run is being ended, whatever for."""
+        """Let further signals wait: the run is being ended, for whatever reason."""
         if self._since is None:
             self._since = time.monotonic()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of both signals."""
+        """Handle SIGINT or SIGTERM."""
         now = time.monotonic()
-        if self._since is not None and now - self._since < _DEAF_S:
-            self._waits = number
+        if self._since is not None and now - self._since < _ENDS_WITHIN_S:
+            self._waiting = number
             return
         self._since = now
         _raise(number)
 
     def raise_waiting(self) -> None:
-        """Raise what waited, at the end of a run that ended well: whoever called it is to end too."""
-        waits, self._waits = self._waits, None
-        if waits is not None:
-            _raise(waits)
+        """Raise what waited, at the end of a run that ended well: its caller is to end, too."""
+        number, self._waiting = self._waiting, None
+        if number is not None:
+            _raise(number)
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[Ending]:
-    """While open, SIGINT and SIGTERM do what `Ending` says.
+def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -> Iterator[Ending]:
+    """Let SIGINT and SIGTERM do what `Ending` says, while this is open.
 
-    For a run of one process: one that waits in a collective would not come to run a handler. It does nothing in other
-    threads than the main one, which get no signals.
+    It does nothing in other threads than the main one, which get no signals.
+
+    Args:
+        give_back: called with SystemExit before the process is ended, where the main thread does not handle a signal
+            because it is inside a collective that does not end; None leaves the process as it is then.
     """
     ending = Ending()
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: handler for number, handler in _HANDLED_OVER.items() if signal.getsignal(number) is handler}
+    if threading.current_thread() is not threading.main_thread():
+        yield ending
+        return
+    before = {number: handler for number, handler in _HANDLED_OVER.items() if signal.getsignal(number) is handler}
     for number in before:
         signal.signal(number, ending.handle)
     try:
-        yield ending
+        with _ended_if_stuck(ending, give_back) if give_back is not None else contextlib.nullcontext():
+            yield ending
+    except BaseException:
+        if give_back is not None:
+            # the launcher's SIGTERM is on its way, and must not cut off what is still to be said of the error
+            before.clear()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _killed_by_signals() -> Iterator[Ending]:
+    """Let SIGINT kill this process, as SIGTERM does: a rank above 0 holds nothing that would be missed."""
+    is_replaced = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if is_replaced:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield Ending()
+    finally:
+        if is_replaced:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _ended_if_stuck(ending: Ending, give_back: Callable[[BaseException], None]) -> Iterator[None]:
+    """End this process from another thread where the main thread does not come to handle a signal.
+
+    Python runs a handler only between two steps of the main thread's own code. The C code behind it writes each
+    signal to a pipe at once.
+    """
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+
+    def watch() -> None:
+        # 0 is no signal, and ends the thread
+        while (number := os.read(readable, 1)[0]) != 0:
+            if number not in _HANDLED_OVER:
+                continue
+            time.sleep(_HANDLED_WITHIN_S)
+            if not ending.has_begun:
+                _end_process(give_back)
+
+    fd_before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="verifiers-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        os.write(writable, b"\0")
+        thread.join(_HANDLED_WITHIN_S + 1.0)
+        os.close(readable)
+        os.close(writable)
+
+
+def _end_process(give_back: Callable[[BaseException], None]) -> None:
+    os.write(2, b"a signal ends this process, whose main thread is inside a call that does not return.\n")
+    error = SystemExit(_BY_SIGTERM)
+    closing = threading.Thread(target=give_back, args=(error,), name="verifiers-closing", daemon=True)
+    closing.start()
+    closing.join(_GIVE_BACK_WITHIN_S)
+    os._exit(1)
+
+
 def _raise(number: int) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    # a text as code: it is printed, and the exit code is 1
-    raise SystemExit("ended by SIGTERM")
+    raise SystemExit(_BY_SIGTERM)

@@ -1,5 +1,5 @@
-"""Classic import path of `verifiers.envs.calling`."""
+"""Classic import path of `verifiers.envs.lifecycle`."""
 
-from verifiers.envs.calling import maybe_await
+from verifiers.envs.lifecycle import maybe_await
 
 __all__ = ["maybe_await"]

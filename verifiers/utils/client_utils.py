@@ -1,5 +1,5 @@
 """Classic import path of what makes an openai client."""
 
-from verifiers.envs.clients import setup_client
+from verifiers.envs.classic.clients import setup_client
 
 __all__ = ["setup_client"]

@@ -1,7 +1,7 @@
-"""Classic import path of `verifiers.parsers.boxed` and `verifiers.envs.example_datasets`."""
+"""Classic import path of `verifiers.parsers.parser` and `verifiers.envs.classic.example_datasets`."""
 
-from verifiers.envs.example_datasets import load_example_dataset
-from verifiers.parsers.boxed import (
+from verifiers.envs.classic.example_datasets import load_example_dataset
+from verifiers.parsers.parser import (
     BOXED_SYSTEM_PROMPT,
     THINK_BOXED_SYSTEM_PROMPT,
     extract_boxed_answer,

@@ -1,6 +1,6 @@
-"""Classic import path of `verifiers.log` and of `verifiers.parsers.printable`."""
+"""Classic import path of `verifiers.log` and of `verifiers.parsers.messages`."""
 
 from verifiers.log import setup_logging
-from verifiers.parsers.printable import print_prompt_completions_sample
+from verifiers.parsers.messages import print_prompt_completions_sample
 
 __all__ = ["print_prompt_completions_sample", "setup_logging"]

@@ -1,5 +1,5 @@
-"""Classic import path of `verifiers.parsers.printable`."""
+"""Classic import path of `verifiers.parsers.messages`."""
 
-from verifiers.parsers.printable import cleanup_messages, messages_to_printable, sanitize_tool_calls
+from verifiers.parsers.messages import cleanup_messages, messages_to_printable, sanitize_tool_calls
 
 __all__ = ["cleanup_messages", "messages_to_printable", "sanitize_tool_calls"]

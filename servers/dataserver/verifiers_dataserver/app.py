@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
-from verifiers.concurrency import gather_owned
+
+from verifiers.concurrency import gather_owned, threads_for
 from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
 from verifiers.parsers.messages import message_text
-from verifiers.threads import threads_for
-
 from verifiers_dataserver import __version__
 from verifiers_dataserver.config import Configuration
 from verifiers_dataserver.datasets import TaskRows
@@ -77,7 +76,7 @@ class Routes:
         self._idle.set()
 
     def app(self) -> web.Application:
-        """The application, for a runner with handler_cancellation, so that disconnects end grading."""
+        """Return the application, for a runner with handler_cancellation, so that disconnects end grading."""
         middlewares: list[Any] = [self._metrics.count_answers, answer_errors]
         if self._token is not None:
             middlewares.append(token_required(self._token))
@@ -101,12 +100,12 @@ class Routes:
     # -- about ----------------------------------------------------------------------------------------------
 
     async def meta(self, request: web.Request) -> web.Response:
-        """GET /meta"""
+        """GET /meta."""
         stages = [{"name": stage.name, "until_step": stage.until_step} for stage in self._curriculum.stages]
         return web.json_response({"total_iterations": self._total_steps(), "stages": stages})
 
     async def meta2(self, request: web.Request) -> web.Response:
-        """GET /v2/meta"""
+        """GET /v2/meta."""
         curriculum = self._curriculum
         stages = [
             {
@@ -134,29 +133,27 @@ class Routes:
         return self._configuration.total_steps or self._curriculum.stages[-1].until_step
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health"""
+        """GET /health."""
         return web.json_response({"status": "ok", "datasets": len(self._datasets), "version": __version__})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """GET /openapi.json"""
+        """GET /openapi.json."""
         keyed, largest = self._token is not None, self._server.max_batch
         return web.json_response(describe(keyed=keyed, max_batch=largest, datasets=list(self._sizes)))
 
     # -- prompts --------------------------------------------------------------------------------------------
 
     async def sample(self, request: web.Request) -> web.Response:
-        """POST /sample"""
+        """POST /sample."""
         asked = await read_request(request, SampleRequest)
         self._check_count("batch_size", asked.batch_size)
         drawn = await self._sampler.by_iteration(asked.iteration, asked.batch_size)
         samples = [_sample(row) for row in await self._rows(drawn)]
-        self._metrics.count_samples(
-            [name for name, _ in drawn], self._curriculum.stage_at(asked.iteration).name
-        )
+        self._metrics.count_samples([name for name, _ in drawn], self._curriculum.stage_at(asked.iteration).name)
         return web.json_response({"samples": samples})
 
     async def sample2(self, request: web.Request) -> web.Response:
-        """POST /v2/sample"""
+        """POST /v2/sample."""
         asked = await read_request(request, SampleRequest2)
         self._check_count("batch_size", asked.batch_size)
         drawn = await self._sampler.by_block(asked)
@@ -181,20 +178,16 @@ class Routes:
         return web.json_response(answer)
 
     async def rows2(self, request: web.Request) -> web.Response:
-        """POST /v2/rows"""
+        """POST /v2/rows."""
         asked = await read_request(request, RowsRequest)
         limit = min(PAGE, self._server.max_batch) if asked.limit is None else asked.limit
         self._check_count("limit", limit)
         size = self._sizes.get(asked.dataset)
         if size is None:
-            raise RequestError(
-                f"dataset {asked.dataset!r:.80} is not here; there are {', '.join(self._sizes)}"
-            )
+            raise RequestError(f"dataset {asked.dataset!r:.80} is not here; there are {', '.join(self._sizes)}")
         last = min(size, asked.offset + limit)
         drawn = [(asked.dataset, index) for index in range(asked.offset, last)]
-        return web.json_response(
-            {"samples": [_sample2(row) for row in await self._rows(drawn)], "total": size}
-        )
+        return web.json_response({"samples": [_sample2(row) for row in await self._rows(drawn)], "total": size})
 
     async def _rows(self, drawn: Sequence[tuple[str, int]]) -> list[Row]:
         def read() -> list[Row]:
@@ -215,7 +208,7 @@ class Routes:
     # -- grades ---------------------------------------------------------------------------------------------
 
     async def grade(self, request: web.Request) -> web.Response:
-        """POST /grade"""
+        """POST /grade."""
         asked = await read_request(request, GradeRequest)
         scores = await self._grade(asked.items)
         results: list[dict[str, Any]] = []
@@ -232,7 +225,7 @@ class Routes:
         return web.json_response({**refusal, "results": results}, status=503)
 
     async def grade2(self, request: web.Request) -> web.Response:
-        """POST /v2/grade"""
+        """POST /v2/grade."""
         asked = await read_request(request, GradeRequest2)
         log.debug(
             "rank %d: %d completions of block %s at step %s, seed %s",

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from verifiers.server_process import bind
 from verifiers_dataserver.config import load_configuration
-from verifiers_dataserver.serving import bind, load, running
+from verifiers_dataserver.serving import load, running
 
 __all__ = ["serve_in_background"]
 

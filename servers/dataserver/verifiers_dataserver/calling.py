@@ -1,4 +1,4 @@
-"""What runs in worker processes: graders of the user, and built-in ones that may never end."""
+"""The functions that run in worker processes: graders of the user, and built-in ones that may never end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import time
 from typing import Any
 
 from verifiers.errors import GradingError
-
 from verifiers_dataserver.scores import BUILTIN, Scorer
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
@@ -35,7 +34,7 @@ def give_way() -> None:
 
 
 def _lower_group() -> bool:
-    """Whether there is nothing left to do.
+    """Return true where there is nothing left to do.
 
     Linux with autogroups weighs whole sessions against each other, and niceness only within one.
     """
@@ -78,9 +77,7 @@ def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> 
     values = {**given, "parsed": answer_part(given["text"], how), **options}
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        values = {
-            parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values
-        }
+        values = {parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values}
     result = function(**values)
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))

@@ -6,17 +6,13 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from verifiers.errors import ConfigError, Error
-
+from verifiers.server_process import bind, exits_on_sigterm, follow_parent
 from verifiers_dataserver import __version__
 
 if TYPE_CHECKING:
@@ -24,12 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "parser"]
 
-_PARENT_POLL_S = 0.5
-_ORPHAN_GRACE_S = 5.0
-
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     command = argparse.ArgumentParser(
         prog="vf-dataserver",
         description="Serve prompts of a curriculum, and grades, to trainers that never see the answers.",
@@ -52,17 +45,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server until SIGTERM (exit code 0) or Ctrl-C (130); a mistake gives 2 and a sentence."""
+    """Run the server until SIGTERM (exit code 0) or Ctrl-C (130); a mistake gives 2 and a sentence."""
     arguments = parser().parse_args(argv)
-    logging.basicConfig(
-        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # Until the server has its own handlers: a SIGTERM while datasets load is a normal end, too.
-    before = signal.signal(signal.SIGTERM, _leave)
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.parent_pid is not None:
-        _follow_parent(arguments.parent_pid)
+        follow_parent(arguments.parent_pid)
     try:
-        return _run(arguments)
+        # a SIGTERM while datasets load is a normal end, too
+        with exits_on_sigterm():
+            return _run(arguments)
     except ConfigError as error:
         print(f"vf-dataserver: {error}", file=sys.stderr)
         return 2
@@ -71,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    finally:
-        # for whoever called this from a program of their own
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -94,20 +82,17 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     host = arguments.host if arguments.host is not None else server.host
     port = arguments.port if arguments.port is not None else server.port
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port} is no port; give 1 to 65535, or 0 for a free one.")
     # taken before anything is loaded: a port in use is found out at once
-    with serving.bind(host, port) as listener:
+    with bind(host, port) as listener:
         return serving.serve(serving.load(configuration), listener, token, arguments.port_file)
 
 
 def description(loaded: Loaded) -> list[str]:
-    """The datasets and the curriculum, for a person."""
+    """Return the datasets and the curriculum, for a person."""
     lines = [f"{'dataset':<20}{'rows':>10}  graders"]
     for name, rows in loaded.datasets.items():
         uses = [
-            f"{use.shown_as} (gate)" if use.gate else f"{use.shown_as} x {use.weight:g}"
-            for use in rows.table.uses()
+            f"{use.shown_as} (gate)" if use.gate else f"{use.shown_as} x {use.weight:g}" for use in rows.table.uses()
         ]
         lines.append(f"{name:<20}{len(rows):>10,}  {', '.join(uses)}")
     lines += ["", f"{'stage':<20}{'until step':>10}  datasets"]
@@ -124,38 +109,5 @@ def _token(variable: str | None) -> str | None:
         return None
     token = os.environ.get(variable, "")
     if not token:
-        raise ConfigError(
-            f"the token's variable {variable!r} is not set, or empty; set it to a secret of your own."
-        )
+        raise ConfigError(f"the token's variable {variable!r} is not set, or empty; set it to a secret of your own.")
     return token
-
-
-def _follow_parent(pid: int) -> None:
-    """End this process when process `pid` has ended: by SIGTERM first, and for good 5 s later."""
-
-    def watch() -> None:
-        while _lives(pid):
-            time.sleep(_PARENT_POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_ORPHAN_GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="vf-parent-watch", daemon=True).start()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        # Linux only; elsewhere a process that nobody waits for counts as alive.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (OSError, IndexError):
-        return True
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)

@@ -1,4 +1,4 @@
-"""What a table of Hugging Face's holds that cannot be served: found out at the start, not by a grade."""
+"""Columns of a Hugging Face table that cannot be served: found at the start, not by a grade."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from verifiers.errors import ConfigError
-
 from verifiers_dataserver.config import DatasetTable
 
 __all__ = ["prompts_of", "servable"]
@@ -19,7 +18,7 @@ _BATCH = 1000
 
 
 def servable(source: Any, name: str, table: DatasetTable) -> Any:
-    """The table without columns that are no JSON, such as dates and images: no grader could get them.
+    """Return the table without columns that are no JSON, such as dates and images: no grader could get them.
 
     Args:
         source: a `datasets.Dataset` with at least one row.

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
 from verifiers.data.curriculum import Curriculum, curriculum_from
 from verifiers.errors import ConfigError
-
 from verifiers_dataserver.scores import BUILTIN
 from verifiers_dataserver.tasks import is_answer_from
 
@@ -157,13 +157,13 @@ class DatasetTable(_Table):
     graders: list[str | GraderUse] = Field(default_factory=list)
 
     def uses(self) -> list[GraderUse]:
-        """The graders, each as a table."""
+        """Return the graders, each as a table."""
         given = [GraderUse(use=item) if isinstance(item, str) else item for item in self.graders]
         return given or ([GraderUse(use="rubric")] if self.environment is not None else [])
 
 
 class ServerTable(_Table):
-    """How the server is reached, and what it bears.
+    """The server's address and limits.
 
     Attributes:
         token_var: environment variable that holds the bearer token that requests must bring, if any.
@@ -208,7 +208,7 @@ class Configuration(BaseModel):
     total_steps: int | None
 
     def resolve(self, path: str) -> Path:
-        """A path of the file, which may be relative to it."""
+        """Return a path of the file, which may be relative to it."""
         return self.path.parent / Path(path).expanduser()
 
 
@@ -276,8 +276,7 @@ def _check_datasets(file: _File) -> None:
         sources = [key for key in ("jsonl", "hf", "environment") if getattr(dataset, key) is not None]
         if len(sources) != 1:
             raise ConfigError(
-                f"{where} has {' and '.join(sources) or 'no source'}; "
-                "give exactly one of jsonl, hf and environment."
+                f"{where} has {' and '.join(sources) or 'no source'}; give exactly one of jsonl, hf and environment."
             )
         if dataset.environment is not None:
             _check_arguments(where, dataset.environment.args)
@@ -303,24 +302,18 @@ def _check_uses(where: str, dataset: DatasetTable, file: _File) -> None:
     for use in uses:
         known = [*KNOWN_WITHOUT_TABLE, *file.graders]
         if use.use not in known:
-            raise ConfigError(
-                f"{where}.graders uses {use.use!r}, which is no grader; {_nearest(use.use, known)}"
-            )
+            raise ConfigError(f"{where}.graders uses {use.use!r}, which is no grader; {_nearest(use.use, known)}")
         if use.use == "rubric" and dataset.environment is None:
-            raise ConfigError(
-                f"{where}.graders uses 'rubric', but only an environment has one; use another grader."
-            )
+            raise ConfigError(f"{where}.graders uses 'rubric', but only an environment has one; use another grader.")
     names = [use.shown_as for use in uses]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{where}.graders has {twice[0]!r} twice; tell them apart by `name`.")
     if not any(use.weight for use in uses if not use.gate):
-        raise ConfigError(
-            f"{where}.graders has weights that sum to 0 beside its gates; give one a weight above 0."
-        )
+        raise ConfigError(f"{where}.graders has weights that sum to 0 beside its gates; give one a weight above 0.")
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first mistake, as a sentence."""
+    """Return the first mistake, as a sentence."""
     # of a union's branches the one that got furthest is the one that was meant
     first = max(error.errors(), key=lambda found: len(found["loc"]))
     place = ".".join(str(part) for part in first["loc"] if part not in ("str", "GraderUse"))
@@ -347,7 +340,7 @@ _TABLES: dict[str, type[BaseModel]] = {
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    """The keys that may stand beside the last part of a location."""
+    """Return the keys that may stand beside the last part of a location."""
     if len(location) == 1:
         return list(_File.model_fields)
     by_parent = _TABLES.get(str(location[-2]))

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from verifiers.envs.dataset_format import format_prompt, row_fields
+from verifiers.envs.datasets import format_prompt, row_fields
 from verifiers.errors import ConfigError
-
 from verifiers_dataserver.columns import prompts_of, servable
 from verifiers_dataserver.config import Configuration, DatasetTable, EnvironmentTable, HubTable
 from verifiers_dataserver.tasks import Row
@@ -69,12 +68,10 @@ class TaskRows:
         known = {self.table.prompt_key, self.table.answer_key, *_GRADERS_ONLY}
         info = {**{key: value for key, value in raw.items() if key not in known}, **info}
         answer = raw.get(self.table.answer_key)
-        return Row(
-            sample_id, prompt, "" if answer is None else answer, self.name, info, self._shown(metadata)
-        )
+        return Row(sample_id, prompt, "" if answer is None else answer, self.name, info, self._shown(metadata))
 
     def prompt(self, raw: Mapping[str, Any], index: int) -> list[dict[str, Any]] | str:
-        """The prompt of a raw row of a file or a table.
+        """Return the prompt of a raw row of a file or a table.
 
         Raises:
             ConfigError: there is none, or one of a wrong kind.
@@ -82,11 +79,7 @@ class TaskRows:
         prompt = raw.get(self.table.prompt_key)
         if isinstance(prompt, str):
             return format_prompt(prompt, raw.get("system_prompt") or self.table.system_prompt)
-        if (
-            isinstance(prompt, Sequence)
-            and prompt
-            and all(isinstance(message, Mapping) for message in prompt)
-        ):
+        if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
             return [dict(message) for message in prompt]
         raise ConfigError(
             f"row {index} of dataset {self.name!r} has {prompt!r:.80} as {self.table.prompt_key!r}; "
@@ -124,7 +117,7 @@ def load_datasets(configuration: Configuration) -> dict[str, TaskRows]:
 
 
 def _check_rows(rows: TaskRows, source: _Table) -> None:
-    """A file is checked as a whole, for it is in memory; of a table all prompts, and what one row holds."""
+    """Check a file as a whole, for it is in memory; of a table all prompts, and what one row holds."""
     table = rows.table
     if table.jsonl is not None:
         for index in range(len(source)):
@@ -154,13 +147,9 @@ def _read_jsonl(path: Path, name: str) -> list[Mapping[str, Any]]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(
-                        f"line {number} of {path} (dataset {name!r}) is no JSON: {error}."
-                    ) from None
+                    raise ConfigError(f"line {number} of {path} (dataset {name!r}) is no JSON: {error}.") from None
                 if not isinstance(row, dict):
-                    raise ConfigError(
-                        f"line {number} of {path} (dataset {name!r}) is no object: {line[:60]!r}."
-                    )
+                    raise ConfigError(f"line {number} of {path} (dataset {name!r}) is no object: {line[:60]!r}.")
                 rows.append(row)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"dataset {name!r}: {path} cannot be read: {error}.") from None
@@ -190,7 +179,7 @@ def _read_hub(table: HubTable, configuration: Configuration, name: str) -> _Tabl
 
 
 def _read_environment(table: EnvironmentTable, name: str) -> tuple[Any, _Table]:
-    from verifiers.envs.loading import load_environment
+    from verifiers.envs.registry import load_environment
     from verifiers.envs.singleturn_env import SingleTurnEnv
 
     try:

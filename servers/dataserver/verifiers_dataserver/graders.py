@@ -16,12 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verifiers.concurrency import gather_owned
+from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import ConfigError, Error, GradingError, WorkerCallError, WorkerTimeoutError
 from verifiers.rubrics.math_equality import MathVerdict, math_verdict
-from verifiers.sandbox.workers import WorkerPool
-from verifiers.threads import threads_for
-
+from verifiers.sandbox.worker_pool import WorkerPool
 from verifiers_dataserver.scores import Score, Scorer
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
@@ -51,7 +49,7 @@ class Grader(Protocol):
     """Grades completions of one dataset."""
 
     async def grade(self, tasks: Sequence[Task]) -> list[Score]:
-        """A score for each task, in order."""
+        """Return a score for each task, in order."""
         ...
 
     async def close(self) -> None:
@@ -113,11 +111,11 @@ class BuiltinGrader:
         return Score(float(answer["score"]))
 
     async def close(self) -> None:
-        """The pool is shared; who made it closes it."""
+        """Leave the pool open: it is shared, and its maker closes it."""
 
 
 class MathGrader:
-    """Answers compared as mathematics: at sight, or by math-verify in workers."""
+    """Answers compared as mathematics: by their text, or by math-verify in workers."""
 
     def __init__(self, name: str, answer_from: str, timeout_s: float, wait_s: float) -> None:
         self._name, self._answer_from, self._timeout_s, self._wait_s = name, answer_from, timeout_s, wait_s
@@ -298,7 +296,7 @@ async def each(
 
 
 def score_of(name: str, value: Any) -> Score:
-    """A score out of what a grader answered."""
+    """Return a score out of what a grader answered."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -309,7 +307,7 @@ def score_of(name: str, value: Any) -> Score:
 
 
 def failed(name: str, error: Exception) -> Score:
-    """The score of a grader that raised; the error's text goes to the log alone."""
+    """Return the score of a grader that raised; the error's text goes to the log alone."""
     log.warning("the grader %r failed: %s: %s", name, type(error).__name__, error)
     if isinstance(error, (WorkerTimeoutError, TimeoutError)):
         return Score(problem=f"{name}: the grader did not answer in time")

@@ -1,4 +1,4 @@
-"""What all routes share: reading a body, and answering every failure with an error object."""
+"""The common parts of all routes: reading a body, and answering every failure with an error object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 R = TypeVar("R", bound=BaseModel)
 
 OPEN_PATHS = frozenset({"/health"})
-"""What is answered without a token: it says that the server lives, and nothing of what it serves."""
+"""Paths that need no token: they tell nothing of the datasets."""
 
 _UNREADABLE = "unreadable_body"
 
@@ -38,12 +38,12 @@ class RequestError(ValueError):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """The JSON answer: {"error": {"message", "code"}}."""
+        """Return the JSON answer: {"error": {"message", "code"}}."""
         return {"error": {"message": str(self), "code": self.code}}
 
 
 async def read_request(request: web.Request, kind: type[R]) -> R:
-    """The request's body.
+    """Return the request's body.
 
     Raises:
         RequestError: it cannot be read, is too long, is not JSON, or not of this kind.
@@ -71,7 +71,7 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
 
 
 def token_required(token: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
-    """A middleware that lets in only requests with the header ``Authorization: Bearer TOKEN``."""
+    """Return a middleware that lets in only requests with the header ``Authorization: Bearer TOKEN``."""
     expected = f"Bearer {token}".encode()
 
     @web.middleware
@@ -91,7 +91,7 @@ def token_required(token: str) -> Callable[[web.Request, Handler], Awaitable[web
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every exception into an error object with the fitting status."""
+    """Turn every exception into an error object with the fitting status."""
     try:
         return await handler(request)
     except RequestError as error:
@@ -99,9 +99,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if error.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}
     except web.HTTPException as error:
-        refusal = RequestError(
-            f"{request.method} {request.path}: {error.reason}", status=error.status, code="http"
-        )
+        refusal = RequestError(f"{request.method} {request.path}: {error.reason}", status=error.status, code="http")
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
     except Exception as error:
         # Without this the client would get aiohttp's HTML page.
@@ -116,7 +114,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _is_branch(part: int | str) -> bool:
-    """Whether a part of a location names a branch of a union, which is no place in the body."""
+    """Return true where a part of a location names a branch of a union, which is no place in the body."""
     return isinstance(part, str) and (part in ("str", "Part") or not part.isidentifier())
 
 

@@ -17,7 +17,7 @@ _BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 
 
 class Metrics:
-    """What the server has done."""
+    """Counters of the server."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -27,22 +27,16 @@ class Metrics:
         self._seconds = Histogram(
             "vf_dataserver_seconds", "Time to an answer", ["route"], registry=registry, buckets=_BUCKETS
         )
-        self._samples = Counter(
-            "vf_dataserver_samples", "Prompts given", ["dataset", "stage"], registry=registry
-        )
-        self._graded = Counter(
-            "vf_dataserver_graded", "Completions with a reward", ["dataset"], registry=registry
-        )
-        self._rewards = Counter(
-            "vf_dataserver_reward", "Sum of rewards above 0", ["dataset"], registry=registry
-        )
+        self._samples = Counter("vf_dataserver_samples", "Prompts given", ["dataset", "stage"], registry=registry)
+        self._graded = Counter("vf_dataserver_graded", "Completions with a reward", ["dataset"], registry=registry)
+        self._rewards = Counter("vf_dataserver_reward", "Sum of rewards above 0", ["dataset"], registry=registry)
         self._failures = Counter(
             "vf_dataserver_failures", "Completions without a reward", ["dataset", "grader"], registry=registry
         )
 
     @web.middleware
     async def count_answers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts every answer, refusals too."""
+        """Count every answer, refusals too."""
         started = time.perf_counter()
         response = await handler(request)
         resource = request.match_info.route.resource
@@ -67,5 +61,5 @@ class Metrics:
                 self._rewards.labels(dataset).inc(max(0.0, score.value))
 
     async def show(self, request: web.Request) -> web.Response:
-        """GET /metrics"""
+        """GET /metrics."""
         return web.Response(body=generate_latest(self._registry), content_type="text/plain", charset="utf-8")

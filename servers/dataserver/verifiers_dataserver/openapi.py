@@ -27,7 +27,7 @@ _NUMBER: dict[str, Any] = {"type": "number"}
 
 
 def describe(*, keyed: bool, max_batch: int, datasets: Sequence[str]) -> dict[str, Any]:
-    """The whole document, OpenAPI 3.1.
+    """Return the whole document, OpenAPI 3.1.
 
     Args:
         keyed: whether the server asks for a token.

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, WorkerError
-from verifiers.sandbox.workers import WorkerPool
-
+from verifiers.sandbox.worker_pool import WorkerPool
 from verifiers_dataserver.config import Configuration, DatasetTable, GraderTable, GraderUse
 from verifiers_dataserver.datasets import TaskRows
 from verifiers_dataserver.graders import (
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class DatasetReward:
-    """How completions of one dataset are rewarded.
+    """The reward of one dataset's completions.
 
     Attributes:
         timeout_s: seconds after which what has no score yet is a failure.
@@ -61,7 +61,7 @@ class DatasetReward:
     timeout_s: float
 
     async def grade(self, tasks: Sequence[Task]) -> list[Score]:
-        """The reward of each task: the mean of the scores by weight, times the product of the gates.
+        """Return the reward of each task: the mean of the scores by weight, times the product of the gates.
 
         One failed grader makes it a failure: a reward without it would be another reward.
         """
@@ -112,7 +112,7 @@ class Rewards:
 
     @classmethod
     def build(cls, configuration: Configuration, datasets: dict[str, TaskRows]) -> Rewards:
-        """The graders of a configuration; processes start when they are needed.
+        """Return the graders of a configuration; processes start when they are needed.
 
         Raises:
             ConfigError: a grader that cannot be made.
@@ -141,9 +141,7 @@ class Rewards:
                 parts.append(Part(use.shown_as, grader, use.weight, use.gate))
             self.by_dataset[name] = DatasetReward(parts, configuration.server.grade_timeout_s)
 
-    def _grader(
-        self, use: GraderUse, rows: TaskRows, configuration: Configuration, pool: WorkerPool
-    ) -> Grader:
+    def _grader(self, use: GraderUse, rows: TaskRows, configuration: Configuration, pool: WorkerPool) -> Grader:
         name, options, wait_s = use.shown_as, use.options, configuration.server.grade_timeout_s
         if use.use == "rubric":
             _no_more(options, use.use)
@@ -177,9 +175,7 @@ class Rewards:
         paths = [] if table.path is None else [str(configuration.resolve(table.path))]
         for path in paths:
             if not Path(path).is_dir():
-                raise ConfigError(
-                    f"graders.{key}.path is {path!r}, which is no directory; give the module's."
-                )
+                raise ConfigError(f"graders.{key}.path is {path!r}, which is no directory; give the module's.")
         module = table.python.partition(":")[0]
         pool = WorkerPool(
             workers=table.workers,
@@ -206,9 +202,7 @@ class Rewards:
         try:
             problem = pool.call_blocking("verifiers_dataserver.calling:check_grader", target, timeout_s=30.0)
         except WorkerError as error:
-            raise ConfigError(
-                f"graders.{key}.python is {target!r}: {error} {remedy.capitalize()}."
-            ) from error
+            raise ConfigError(f"graders.{key}.python is {target!r}: {error} {remedy.capitalize()}.") from error
         if problem is not None:
             raise ConfigError(f"graders.{key}.python is {target!r}: {problem}; {remedy}.")
 
@@ -251,9 +245,7 @@ def _answer_from(options: dict[str, Any], table: DatasetTable) -> str:
 def _no_more(options: dict[str, Any], key: str, *known: str) -> None:
     for name in options:
         if name not in known:
-            raise ConfigError(
-                f"{key!r} has no option {name!r}; it takes {', '.join(sorted(known)) or 'none'}."
-            )
+            raise ConfigError(f"{key!r} has no option {name!r}; it takes {', '.join(sorted(known)) or 'none'}.")
 
 
 def _token(variable: str | None) -> str | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.errors import WorkerError, WorkerTimeoutError
-
 from verifiers_dataserver.config import EnvironmentTable
 
 __all__ = ["RubricChild"]
@@ -40,7 +39,7 @@ class _Group:
 
 
 class RubricChild:
-    """The process. It starts with the first group, and lives and ends by itself, whoever gives up waiting.
+    """A process that starts with the first group, and ends by itself even if nobody waits for it.
 
     Args:
         table: the environment.
@@ -75,7 +74,7 @@ class RubricChild:
         return self.ended and (self._life is None or self._life.done())
 
     async def ask(self, body: dict[str, Any], timeout_s: float) -> Any:
-        """The answer to one group. Waiting for the environment to be loaded is no part of its time.
+        """Return the answer to one group. Waiting for the environment to be loaded is no part of its time.
 
         Raises:
             WorkerTimeoutError: it took too long.

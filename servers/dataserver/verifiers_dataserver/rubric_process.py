@@ -22,7 +22,8 @@ async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, An
     Args:
         request: {"row": ..., "items": [{"text", "tokens", "messages"}], "timeout_s"}.
     """
-    from verifiers.envs.states import new_state
+    from verifiers.envs.datasets import new_state
+    from verifiers.rubrics.scoring import call_score_group
 
     row, states = request["row"], []
     for item in request["items"]:
@@ -33,24 +34,21 @@ async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, An
         state["responses"], state["turn"], state["is_completed"] = [response], 1, True
         state["trajectory"] = [{"prompt": state["prompt"], "completion": said, "response": response}]
         states.append(state)
-    await environment.rubric.score_group(states)
-    return [_result(state) for state in states]
+    return [_result(score) for score in await call_score_group(environment.rubric, states)]
 
 
 def _response(item: dict[str, Any]) -> dict[str, Any]:
-    """What stands in for the server's answer: reward functions of length read its usage."""
+    """Return what stands in for the server's answer: reward functions of length read its usage."""
     response: dict[str, Any] = {"choices": [{"message": item["messages"][-1], "text": item["text"]}]}
     if item["tokens"] is not None:
         response["usage"] = {"completion_tokens": item["tokens"]}
     return response
 
 
-def _result(state: Any) -> dict[str, Any]:
-    errors = state.get("grading_errors") or []
-    if errors:
-        return {"problem": errors[0]["error"], "func": errors[0]["func"]}
-    metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-    return {"reward": state["reward"], "metrics": metrics}
+def _result(score: Any) -> dict[str, Any]:
+    if score.errors:
+        return {"problem": score.errors[0]["error"], "func": score.errors[0]["func"]}
+    return {"reward": score.reward, "metrics": score.metrics}
 
 
 async def _answer(environment: Any, request: dict[str, Any], out: Any) -> None:
@@ -90,8 +88,7 @@ def main() -> None:
     os.dup2(2, 1)
     first = json.loads(sys.stdin.readline())
 
-    from verifiers.envs.loading import load_environment
-
+    from verifiers.envs.registry import load_environment
     from verifiers_dataserver.calling import give_way
 
     environment = load_environment(first["id"], **first["args"])

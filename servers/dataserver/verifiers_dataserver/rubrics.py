@@ -16,7 +16,6 @@ from typing import Any
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import WorkerError, WorkerTimeoutError
-
 from verifiers_dataserver.config import EnvironmentTable
 from verifiers_dataserver.graders import Task, failed, score_of
 from verifiers_dataserver.rubric_child import RubricChild
@@ -86,9 +85,7 @@ class RubricGrader:
             # one that got no process waited for the one that is there
             waited_for = child or self._child
             if isinstance(error, TimeoutError) and waited_for is not None and waited_for.loading:
-                failure = Score(
-                    problem=f"{self._name}: its environment is still being loaded; ask again later"
-                )
+                failure = Score(problem=f"{self._name}: its environment is still being loaded; ask again later")
             scores = [failure for _ in group]
         return [(task.index, score) for task, score in zip(group, scores, strict=True)]
 
@@ -115,7 +112,7 @@ class RubricGrader:
         return results
 
     async def _asked_alone(self, body: dict[str, Any]) -> Any:
-        """A second chance for a group whose process ended, for another one may have brought it down."""
+        """Give a second chance to a group whose process ended, for another group may have ended it."""
         self._in_line += 1
         try:
             await self._second_chances.acquire()

@@ -1,4 +1,4 @@
-"""Which rows a request gets: pure in version 2, and in version 1 as far as its requests allow."""
+"""The rows that a request gets: pure in version 2, and in version 1 as far as its requests allow."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
+from verifiers.concurrency import threads_for
 from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
-from verifiers.threads import threads_for
-
 from verifiers_dataserver.http import RequestError
 from verifiers_dataserver.wire import SampleRequest2
 
@@ -48,7 +47,7 @@ class Sampler:
             self._asked.popitem(last=False)
         # the second, third, ... requests of all iterations have an order of their own, which covers its rows
         curriculum = self._with_seed(_seed_of(self.curriculum.seed, times)) if times else self.curriculum
-        return await self._drawn(curriculum, iteration, iteration, count, 1)
+        return await self._run(lambda: curriculum.draw(self.sizes, iteration, iteration, count), count)
 
     async def by_block(self, request: SampleRequest2) -> list[tuple[str, int]]:
         """Version 2: a pure function of the request.
@@ -57,44 +56,45 @@ class Sampler:
             RequestError: fields that contradict each other or this curriculum.
         """
         curriculum = self._with_seed(request.seed)
-        part = (request.start, request.prompts_per_block, request.borders)
-        if all(value is None for value in part):
-            updates = request.updates_per_block
-            return await self._drawn(
-                curriculum, request.generation_step, request.optimizer_step, request.batch_size, updates
-            )
-        start, size, borders = part
-        if start is None or size is None or borders is None:
-            raise RequestError("give start, prompts_per_block and borders together, or none of them")
-        if len(borders) != len(curriculum.until_steps) or borders != sorted(borders):
+        size = request.batch_size if request.prompts_per_block is None else request.prompts_per_block
+        first, end = request.offset, request.offset + request.batch_size
+        if end > size:
             raise RequestError(
-                f"borders is {borders!r}, but this curriculum has {len(curriculum.stages)} stages: give one "
-                "rising number less; read them from /v2/meta"
+                f"prompts {first} to {end - 1} do not lie in one block of {size}; ask for each block by itself"
             )
-        stage = curriculum.stages[sum(border <= start for border in borders)]
-        if stage != curriculum.stage_at(request.optimizer_step):
-            raise RequestError(
-                f"prompt {start} lies in stage {stage.name!r} by the borders, but optimizer step "
-                f"{request.optimizer_step} in {curriculum.stage_at(request.optimizer_step).name!r}"
-            )
-        if start % size + request.batch_size > size:
-            raise RequestError(
-                f"prompts {start} to {start + request.batch_size - 1} do not lie in one block of {size}; "
-                "ask for each block by itself"
-            )
+        if size > (rows := sum(self.sizes.values())):
+            raise RequestError(f"a block of {size} different prompts is asked for; the datasets have {rows} rows")
+        first_blocks = request.first_blocks
+        if first_blocks is not None:
+            self._check_first_blocks(request, first_blocks)
 
         def draw() -> list[tuple[str, int]]:
-            return curriculum.rows(self.sizes, borders, start, request.batch_size, size)
+            block = curriculum.draw(
+                self.sizes,
+                request.generation_step,
+                request.optimizer_step,
+                size,
+                updates_per_block=request.updates_per_block,
+                first_blocks=first_blocks,
+            )
+            return block[first:end]
 
-        return await self._run(draw, request.batch_size)
+        return await self._run(draw, size)
 
-    async def _drawn(
-        self, curriculum: Curriculum, block_id: int, step: int, count: int, updates: int
-    ) -> list[tuple[str, int]]:
-        def draw() -> list[tuple[str, int]]:
-            return curriculum.draw(self.sizes, block_id, step, count, updates_per_block=updates)
-
-        return await self._run(draw, count)
+    def _check_first_blocks(self, request: SampleRequest2, first_blocks: list[int]) -> None:
+        curriculum = self.curriculum
+        if len(first_blocks) != len(curriculum.until_steps) or first_blocks != sorted(first_blocks):
+            raise RequestError(
+                f"first_blocks is {first_blocks!r}, but this curriculum has {len(curriculum.stages)} stages: "
+                "give one rising number less; read the stages from /v2/meta"
+            )
+        stage = curriculum.stages[sum(begin <= request.generation_step for begin in first_blocks)]
+        in_force = curriculum.stage_at(request.optimizer_step)
+        if stage != in_force:
+            raise RequestError(
+                f"block {request.generation_step} lies in stage {stage.name!r} by first_blocks, but "
+                f"optimizer step {request.optimizer_step} in {in_force.name!r}"
+            )
 
     async def _run(self, draw: Callable[[], list[tuple[str, int]]], count: int) -> list[tuple[str, int]]:
         try:

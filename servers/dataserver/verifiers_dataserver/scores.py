@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from verifiers.errors import ConfigError, GradingError
-
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
 __all__ = ["BUILTIN", "Score", "Scorer"]
@@ -26,7 +25,7 @@ class Scorer(Protocol):
     in_worker: ClassVar[bool]
 
     def score(self, completion: Completion, row: Row) -> float:
-        """The score, 0 to 1.
+        """Return the score, 0 to 1.
 
         Raises:
             GradingError: what is needed to tell was not sent, or is not in the row.
@@ -76,9 +75,7 @@ class NumberOnly(_Answer):
     def score(self, completion: Completion, row: Row) -> float:
         answer = self._answer(completion)
         # no number is that long, and a pattern need not find that out
-        return float(
-            0 < len(answer) <= 400 and any(map(str.isdigit, answer)) and bool(_NUMBER.fullmatch(answer))
-        )
+        return float(0 < len(answer) <= 400 and any(map(str.isdigit, answer)) and bool(_NUMBER.fullmatch(answer)))
 
 
 @dataclass(frozen=True)
@@ -146,9 +143,7 @@ class XmlFields:
     def __post_init__(self) -> None:
         wrong = [name for name in self.fields if not name.isidentifier()]
         if wrong or not self.fields:
-            raise ConfigError(
-                f"fields is {self.fields!r}, but it must name one or more tags of letters and digits"
-            )
+            raise ConfigError(f"fields is {self.fields!r}, but it must name one or more tags of letters and digits")
 
     def score(self, completion: Completion, row: Row) -> float:
         text, place = completion.text, 0
@@ -277,7 +272,7 @@ def _category(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a grader made of one completion: a score, or why there is none.
+    """A grader's result for one completion: a score, or the reason why there is none.
 
     Attributes:
         value: the score; None where grading failed.

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from verifiers.parsers.boxed import extract_boxed_answer
+from verifiers.parsers.parser import extract_boxed_answer
 
 __all__ = ["AnswerFrom", "Completion", "Row", "answer_part", "is_answer_from", "part_between"]
 
 AnswerFrom = str
-"""Which part of a completion is its answer: "text", "after_think", "boxed", or "xml:TAG"."""
+"""The part of a completion that is its answer: "text", "after_think", "boxed", or "xml:TAG"."""
 
 _PLACES = ("text", "after_think", "boxed")
 
@@ -22,7 +22,7 @@ class Row:
 
     Attributes:
         sample_id: "<dataset>:<row>".
-        prompt: the whole conversation that the policy goes on with, or a text in completion mode.
+        prompt: the whole conversation that the policy continues, or a text in completion mode.
         answer: what graders compare with.
         info: further data for graders.
         shown: the part of the row's metadata that the configuration makes public.
@@ -36,13 +36,13 @@ class Row:
     shown: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The row for a worker process."""
+        """Return the row for a worker process."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a policy answered.
+    """A policy's answer.
 
     Attributes:
         text: of all its messages.
@@ -55,17 +55,17 @@ class Completion:
     messages: list[dict[str, Any]] | None = None
 
     def as_messages(self) -> list[dict[str, Any]]:
-        """The answer as a rubric wants it."""
+        """Return the answer as a rubric wants it."""
         return self.messages if self.messages is not None else [{"role": "assistant", "content": self.text}]
 
 
 def is_answer_from(how: str) -> bool:
-    """Whether `how` names a part of a completion."""
+    """Return true where `how` names a part of a completion."""
     return how in _PLACES or (how.startswith("xml:") and how[4:].isidentifier())
 
 
 def answer_part(text: str, how: AnswerFrom) -> str:
-    """The part of a completion that is its answer, without white space around it; "" where there is none.
+    r"""Return the part of a completion that is its answer, without white space around it; "" where there is none.
 
     "after_think" takes what follows the last `</think>`, or the whole text without one; "boxed" what the last
     \\boxed{} holds; "xml:TAG" what stands between the last <TAG> and its end.
@@ -81,7 +81,7 @@ def answer_part(text: str, how: AnswerFrom) -> str:
 
 
 def part_between(text: str, tag: str) -> str | None:
-    """What stands between the last <tag> and the first </tag> after it. Always linear in the text."""
+    """Return what stands between the last <tag> and the first </tag> after it. Always linear in the text."""
     start = text.rfind(f"<{tag}>")
     end = text.find(f"</{tag}>", start) if start >= 0 else -1
     return text[start + len(tag) + 2 : end] if end >= 0 else None

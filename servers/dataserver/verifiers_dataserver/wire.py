@@ -1,4 +1,4 @@
-"""What requests and answers look like: version 1, as kolibrify's clients speak it, and version 2 of our own.
+"""Requests and answers: version 1, as kolibrify's clients speak it, and version 2 of our own.
 
 Requests are checked to the letter (a number is no text), and fields that nobody knows are let pass.
 """
@@ -69,23 +69,21 @@ class GradeRequest(_Request):
 class SampleRequest2(_Request):
     """Version 2: the prompts of a block. The same request always has the same answer."""
 
-    optimizer_step: Count = Field(
-        description="The step that first trains these prompts; it alone chooses the stage."
-    )
+    optimizer_step: Count = Field(description="The step that first trains these prompts; it alone chooses the stage.")
     generation_step: Count = Field(description="The block's number in the run.")
     batch_size: Positive = Field(description="Prompts wanted.")
     seed: Seed | None = Field(default=None, description="In place of the curriculum's.")
     rank: Count = Field(default=0, description="Who asks; every rank gets the same prompts.")
     updates_per_block: Positive = Field(default=1, description="Optimizer steps that a block serves.")
-    start: Count | None = Field(
-        default=None, description="Prompts that the run's blocks hold before these; for a part of a block."
+    first_blocks: list[Count] | None = Field(
+        default=None,
+        description="The block with which each stage but the first begins; left out, it follows from "
+        "updates_per_block.",
     )
     prompts_per_block: Positive | None = Field(
-        default=None, description="Prompts of a whole block; beside start."
+        default=None, description="Prompts of a whole block; batch_size when left out."
     )
-    borders: list[Count] | None = Field(
-        default=None, description="Prompts that the run holds before each stage but the first; beside start."
-    )
+    offset: Count = Field(default=0, description="Prompts of the block before these; for a part of a block.")
 
 
 class RowsRequest(_Request):

@@ -10,7 +10,7 @@ from typing import Any
 from verifiers_embedded.generation import Generation
 from verifiers_embedded.prompts import ChatText
 from verifiers_embedded.reasoning import begun_by, split_reasoning
-from verifiers_embedded.requests import ChatRequest, Delivery, TextRequest, TokenRequest
+from verifiers_embedded.requests import ChatRequest, Delivery, DerenderRequest, TextRequest, TokenRequest
 from verifiers_embedded.stopping import cut_at_stop
 from verifiers_embedded.tool_calls import call_id
 
@@ -20,7 +20,7 @@ TopTokens = Sequence[Sequence[tuple[int, float]]]
 def chat_completion(
     request: ChatRequest, prompt_ids: list[int], generations: Sequence[Generation], text: ChatText
 ) -> dict[str, Any]:
-    """The body of a chat completion.
+    """Return the body of a chat completion.
 
     With `return_token_ids` it carries ``prompt_token_ids`` and each choice ``token_ids``: every sampled
     token, also the end-of-text or stop-string token that ended it. With `logprobs` there is one entry for
@@ -30,17 +30,15 @@ def chat_completion(
     for index, generation in enumerate(generations):
         message = chat_message(request, prompt_ids, generation, text)
         choice = {"index": index, "message": message, "logprobs": None}
-        if request.decoding.logprobs:
-            choice["logprobs"] = chat_logprobs(
-                text, generation.token_ids, generation.log_probs, generation.likeliest
-            )
+        if request.wants_logprobs:
+            choice["logprobs"] = chat_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
         choice |= ending(generation, bool(message.get("tool_calls")))
-        if request.delivery.return_token_ids:
+        if request.return_token_ids:
             choice["token_ids"] = generation.token_ids
         choices.append(choice)
-    body = head("chatcmpl", "chat.completion", request.delivery)
+    body = head("chatcmpl", "chat.completion", request)
     body |= {"choices": choices, "usage": usage([prompt_ids], generations)}
-    if request.delivery.return_token_ids:
+    if request.return_token_ids:
         body["prompt_token_ids"] = prompt_ids
     return body
 
@@ -51,7 +49,7 @@ def text_completion(
     generations: Sequence[Generation],
     text: ChatText,
 ) -> dict[str, Any]:
-    """The body of a completion: the choices of the first prompt, then those of the second, and so on.
+    """Return the body of a completion: the choices of the first prompt, then those of the second, and so on.
 
     Args:
         prompts: text and token ids of each.
@@ -59,48 +57,57 @@ def text_completion(
     """
     choices = []
     for index, generation in enumerate(generations):
-        prompt_text, prompt_ids = prompts[index // request.decoding.n]
-        said = cut_at_stop(text.decode(generation.token_ids), request.decoding.stop)
+        prompt_text, prompt_ids = prompts[index // request.n]
+        said = cut_at_stop(text.decode(generation.token_ids), request.stop_strings)
         choice = {"index": index, "text": prompt_text + said if request.echo else said, "logprobs": None}
-        if request.decoding.logprobs:
-            choice["logprobs"] = text_logprobs(
-                text, generation.token_ids, generation.log_probs, generation.likeliest
-            )
+        if request.wants_logprobs:
+            choice["logprobs"] = text_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
         choice |= ending(generation)
-        if request.delivery.return_token_ids:
+        if request.return_token_ids:
             choice |= {"prompt_token_ids": prompt_ids, "token_ids": generation.token_ids}
         choices.append(choice)
-    body = head("cmpl", "text_completion", request.delivery)
+    body = head("cmpl", "text_completion", request)
     return body | {"choices": choices, "usage": usage([ids for _, ids in prompts], generations)}
 
 
-def token_generation(
-    request: TokenRequest, generations: Sequence[Generation], text: ChatText
-) -> dict[str, Any]:
-    """The body of /inference/v1/generate: ids, and no text."""
+def token_generation(request: TokenRequest, generations: Sequence[Generation], text: ChatText) -> dict[str, Any]:
+    """Return the body of /inference/v1/generate: ids, and no text."""
     choices = []
     for index, generation in enumerate(generations):
         choice = {"index": index, "token_ids": generation.token_ids, "logprobs": None}
-        if request.decoding.logprobs:
-            choice["logprobs"] = chat_logprobs(
-                text, generation.token_ids, generation.log_probs, generation.likeliest
-            )
+        if request.wants_logprobs:
+            choice["logprobs"] = chat_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
         choices.append(choice | ending(generation))
     return {"request_id": f"generate-{uuid.uuid4().hex}", "choices": choices, "prompt_logprobs": None}
+
+
+def derendered(request: DerenderRequest, model_name: str, text: ChatText) -> dict[str, Any]:
+    """Write the body of a chat completion whose choices are the generations' messages."""
+    prompt_ids = request.prompt_token_ids or []
+    generations = [
+        Generation(each.token_ids, [], each.finish_reason, []) for each in request.generate_response.choices
+    ]
+    choices = []
+    for index, generation in enumerate(generations):
+        message = chat_message(request.chat_request, prompt_ids, generation, text)
+        choice = {"index": index, "message": message, "logprobs": None}
+        choices.append(choice | ending(generation, bool(message.get("tool_calls"))))
+    body = head("chatcmpl", "chat.completion", request.chat_request) | {"model": model_name}
+    return body | {"choices": choices, "usage": usage([prompt_ids], generations)}
 
 
 def chat_message(
     request: ChatRequest, prompt_ids: list[int], generation: Generation, text: ChatText
 ) -> dict[str, Any]:
-    """The assistant's message: content, and apart from it reasoning and, with tools in the request, calls."""
-    said = cut_at_stop(text.decode(generation.token_ids), request.decoding.stop)
+    """Return the assistant's message: content, and apart from it reasoning and, with tools in the request, calls."""
+    said = cut_at_stop(text.decode(generation.token_ids), request.stop_strings)
     message: dict[str, Any] = {"role": "assistant", "content": said}
     if text.splits_reasoning:
         reasoning, said = split_reasoning(said, begun_by(text.decode_all(prompt_ids[-8:])))
         message["content"] = said
         if reasoning is not None:
             message["reasoning_content"] = reasoning
-    if not request.tools:
+    if not request.shown_tools:
         return message
     answer = text.divide(generation.token_ids, said)
     calls = answer.calls if request.parallel_tool_calls else answer.calls[:1]
@@ -118,7 +125,7 @@ def chat_message(
 
 
 def head(prefix: str, kind: str, delivery: Delivery) -> dict[str, Any]:
-    """What every body of one answer begins with."""
+    """Return what every body of one answer begins with."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -139,7 +146,7 @@ def ending(generation: Generation, calls_tools: bool = False) -> dict[str, Any]:
 
 
 def usage(prompts: Sequence[Sequence[int]], generations: Sequence[Generation]) -> dict[str, int]:
-    """Counts of tokens; a prompt with several completions counts once."""
+    """Count the tokens; a prompt with several completions counts once."""
     read = sum(len(ids) for ids in prompts)
     sampled = sum(len(generation.token_ids) for generation in generations)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}

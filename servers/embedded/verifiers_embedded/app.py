@@ -9,10 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from verifiers_embedded.answers import chat_completion, text_completion, token_generation
+from verifiers_embedded.answers import chat_completion, derendered, text_completion, token_generation
+from verifiers_embedded.bodies import parse
 from verifiers_embedded.constraints import Grammar, GrammarCompiler
 from verifiers_embedded.control import ControlRoutes
-from verifiers_embedded.derendering import derendered, parse_derender_request
+from verifiers_embedded.conversation import Conversation
 from verifiers_embedded.engine import Engine
 from verifiers_embedded.errors import ApiError
 from verifiers_embedded.events import (
@@ -25,7 +26,6 @@ from verifiers_embedded.events import (
     encoded,
     events,
 )
-from verifiers_embedded.fields import read_fields, typed
 from verifiers_embedded.generation import Generation, GenerationRequest
 from verifiers_embedded.grammars import Form, form_of_chat, lark_grammar
 from verifiers_embedded.http import answer_errors, as_api_error, key_required, read_json
@@ -38,13 +38,14 @@ from verifiers_embedded.requests import (
     ChatRequest,
     Decoding,
     Delivery,
-    parse_chat_request,
-    parse_text_request,
-    parse_token_request,
-    token_ids_of,
+    DerenderRequest,
+    DetokenizeRequest,
+    SamplingParams,
+    TextRequest,
+    TokenizeRequest,
+    TokenRequest,
 )
 from verifiers_embedded.sampling import SamplingParameters, UniformStream, seed_of_choice
-from verifiers_embedded.tokenizing import parse_tokenize_request
 
 MAX_BODY_BYTES = 64 * 2**20
 _INLINE_CHARACTERS = 20_000
@@ -87,7 +88,7 @@ class Routes:
         self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
 
     def app(self) -> web.Application:
-        """The application, ready for a runner (with handler_cancellation, so that disconnects free slots)."""
+        """Return the application, ready for a runner (with handler_cancellation, so that disconnects free slots)."""
         middlewares: list[Any] = [self._metrics.count_answers, answer_errors]
         if self._api_key is not None:
             middlewares.append(key_required(self._api_key))
@@ -104,81 +105,82 @@ class Routes:
                 web.post("/detokenize", self.detokenize),
                 web.get("/health", self.health),
                 web.get("/metrics", self._metrics.show),
-                openapi_route(self._model_name, self._loaded, keyed=self._api_key is not None),
+                openapi_route(keyed=self._api_key is not None),
                 *ControlRoutes(self._engine, self._loaded, self._model_name).routes(),
             ]
         )
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions"""
-        chat = parse_chat_request(await read_json(request))
-        self._check_model(chat.delivery.model)
+        """POST /v1/chat/completions."""
+        chat = parse(ChatRequest, await read_json(request))
+        self._check_model(chat.model)
         prompt_ids = await self._render(chat)
-        jobs = self._jobs(chat.decoding, prompt_ids, grammar=await self._chat_grammar(chat, prompt_ids))
-        if chat.delivery.stream:
-            return await self._stream(request, chat.delivery, jobs, ChatWriter(chat, prompt_ids, self._text))
+        jobs = self._jobs(chat, prompt_ids, grammar=await self._chat_grammar(chat, prompt_ids))
+        if chat.stream:
+            return await self._stream(request, chat, jobs, ChatWriter(chat, prompt_ids, self._text))
         return web.json_response(chat_completion(chat, prompt_ids, await self._generate(jobs), self._text))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions"""
-        asked = parse_text_request(await read_json(request))
-        self._check_model(asked.delivery.model)
+        """POST /v1/completions."""
+        asked = parse(TextRequest, await read_json(request))
+        self._check_model(asked.model)
         prompts = []
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 prompts.append((prompt, await self._encode(prompt, asked.add_special_tokens)))
             else:
                 prompts.append((self._text.decode(prompt) if asked.echo else "", prompt))
-        form = None if asked.schema is None else Form(asked.schema)
-        grammar = await self._grammar(form, asked.decoding)
-        jobs = [job for _, ids in prompts for job in self._jobs(asked.decoding, ids, "prompt", grammar)]
-        if asked.delivery.stream:
-            return await self._stream(request, asked.delivery, jobs, TextWriter(asked, prompts, self._text))
+        schema = asked.schema_text
+        grammar = await self._grammar(None if schema is None else Form(schema), asked)
+        jobs = [job for _, ids in prompts for job in self._jobs(asked, ids, "prompt", grammar)]
+        if asked.stream:
+            return await self._stream(request, asked, jobs, TextWriter(asked, prompts, self._text))
         return web.json_response(text_completion(asked, prompts, await self._generate(jobs), self._text))
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /inference/v1/generate: token ids in and out, under vLLM's names"""
-        asked = parse_token_request(await read_json(request))
-        if asked.delivery.model:
-            self._check_model(asked.delivery.model)
-        jobs = self._jobs(asked.decoding, asked.token_ids, "token_ids")
-        if asked.delivery.stream:
-            return await self._stream(request, asked.delivery, jobs, TokenWriter(asked, self._text))
+        """POST /inference/v1/generate: token ids in and out, under vLLM's names."""
+        asked = parse(TokenRequest, await read_json(request))
+        if asked.model:
+            self._check_model(asked.model)
+        jobs = self._jobs(asked.sampling_params, asked.token_ids, "token_ids")
+        if asked.stream:
+            return await self._stream(request, asked, jobs, TokenWriter(asked, self._text))
         return web.json_response(token_generation(asked, await self._generate(jobs), self._text))
 
     async def derender(self, request: web.Request) -> web.Response:
-        """POST /v1/chat/completions/derender: what /inference/v1/generate answered, as a chat completion"""
-        asked = parse_derender_request(await read_json(request))
+        """POST /v1/chat/completions/derender: what /inference/v1/generate answered, as a chat completion."""
+        asked = parse(DerenderRequest, await read_json(request))
         if asked.model is not None:
             self._check_model(asked.model)
         return web.json_response(derendered(asked, self._model_name, self._text))
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """POST /tokenize: the ids of a prompt, or of messages as the chat template renders them"""
-        asked = parse_tokenize_request(await read_json(request))
+        """POST /tokenize: the ids of a prompt, or of messages as the chat template renders them."""
+        asked = parse(TokenizeRequest, await read_json(request))
         if asked.model is not None:
             self._check_model(asked.model)
-        if isinstance(asked.source, str):
-            ids = await self._encode(asked.source, asked.add_special_tokens)
+        if asked.prompt is not None:
+            ids = await self._encode(asked.prompt, asked.add_special_tokens)
         else:
-            ids = await self._render(asked.source)
+            ids = await self._render(asked.conversation)
         answer = {"count": len(ids), "max_model_len": self._loaded.max_model_len, "tokens": ids}
         names = [self._text.token(token)[0] for token in ids] if asked.return_token_strs else None
         return web.json_response({**answer, "token_strs": names})
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """POST /detokenize: the text of token ids, special tokens included"""
-        fields = read_fields(await read_json(request), {"model", "tokens"})
-        self._check_model(typed(fields, "model", str, self._model_name))
-        return web.json_response({"prompt": self._text.decode_all(token_ids_of(fields, "tokens"))})
+        """POST /detokenize: the text of token ids, special tokens included."""
+        asked = parse(DetokenizeRequest, await read_json(request))
+        if asked.model is not None:
+            self._check_model(asked.model)
+        return web.json_response({"prompt": self._text.decode_all(asked.tokens)})
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models"""
+        """GET /v1/models."""
         return web.json_response({"object": "list", "data": [self._entry()]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """GET /v1/models/NAME"""
+        """GET /v1/models/NAME."""
         self._check_model(request.match_info["name"])
         return web.json_response(self._entry())
 
@@ -209,9 +211,7 @@ class Routes:
         watched = [Watched(index, progress) for index in range(len(jobs))]
         for item, job in zip(watched, jobs, strict=True):
             item.follow(self._engine.submit(job, item))
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await response.prepare(request)
             try:
@@ -235,31 +235,33 @@ class Routes:
 
     def _jobs(
         self,
-        decoding: Decoding,
+        decoding: ChatRequest | TextRequest | SamplingParams,
         prompt_ids: list[int],
         param: str = "messages",
         grammar: Grammar | None = None,
     ) -> list[GenerationRequest]:
-        """The engine's requests, one for each choice. `max_tokens` is clipped to the room left, and the
-        answer then ends with "length".
+        """Return the engine's requests, one for each choice.
+
+        `max_tokens` is clipped to the room left, and the answer then ends with "length".
         """
         room = self._checked_room(prompt_ids, param)
-        seed = int(self._seeds.next() * 2**53) if decoding.seed is None else decoding.seed
+        seed = int(self._seeds.next() * 2**53) if decoding.seed_64 is None else decoding.seed_64
+        limit = room if decoding.limit is None else min(room, decoding.limit)
         eos_ids = frozenset() if decoding.ignore_eos else self._loaded.eos_ids
         return [
             GenerationRequest(
                 prompt_ids=tuple(prompt_ids),
-                max_tokens=room if decoding.max_tokens is None else min(room, decoding.max_tokens),
+                max_tokens=limit,
                 sampling=SamplingParameters(
                     seed_of_choice(seed, index),
                     decoding.temperature,
-                    decoding.top_k,
+                    decoding.most_likely,
                     decoding.top_p,
                     decoding.min_p,
                     decoding.top_logprobs,
                 ),
-                eos_ids=eos_ids | decoding.stop_token_ids,
-                stop=decoding.stop,
+                eos_ids=eos_ids.union(decoding.stop_token_ids),
+                stop=decoding.stop_strings,
                 grammar=grammar,
             )
             for index in range(decoding.n)
@@ -267,20 +269,18 @@ class Routes:
 
     async def _chat_grammar(self, chat: ChatRequest, prompt_ids: list[int]) -> Grammar | None:
         form = form_of_chat(
-            chat.schema,
+            chat.schema_text,
             chat.forced,
-            chat.tools,
+            chat.shown_tools,
             several=chat.parallel_tool_calls,
             tool_format=self._text.tool_format,
         )
         reasoning = "none"
         if form is not None and self._text.splits_reasoning:
             reasoning = "begun" if begun_by(self._text.decode_all(prompt_ids[-8:])) else "may"
-        return await self._grammar(form, chat.decoding, reasoning)
+        return await self._grammar(form, chat, reasoning)
 
-    async def _grammar(
-        self, form: Form | None, decoding: Decoding, reasoning: str = "none"
-    ) -> Grammar | None:
+    async def _grammar(self, form: Form | None, decoding: Decoding, reasoning: str = "none") -> Grammar | None:
         if form is None:
             return None
         if decoding.ignore_eos:
@@ -313,8 +313,9 @@ class Routes:
 
     # -- text and tokens ------------------------------------------------------------------------------------
 
-    async def _render(self, chat: ChatRequest) -> list[int]:
-        arguments = (chat.messages, chat.chat_template_kwargs, chat.tools)
+    async def _render(self, chat: Conversation) -> list[int]:
+        messages = [message.for_template() for message in chat.messages]
+        arguments = (messages, chat.chat_template_kwargs, chat.shown_tools)
         if chat.text_length < _INLINE_CHARACTERS:
             return self._text.render(*arguments)
         # Long texts would hold up the event loop; one at a time, as tokenizers are not made for several

@@ -82,7 +82,7 @@ def filled_up(columns: int, dtype: torch.dtype) -> int:
 
 
 def row_groups(lengths: Sequence[int], most: int, dtype: torch.dtype) -> Rows:
-    """Groups of neighbouring rows that read as many columns as their longest has.
+    """Group neighbouring rows, which read as many columns as their longest has.
 
     Args:
         lengths: columns that each row has to see, best in falling order.
@@ -111,7 +111,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: (rows, heads, tokens, width) in, (rows, tokens, heads, width) out."""
+    """Compute attention for transformers: (rows, heads, tokens, width) in, (rows, tokens, heads, width) out."""
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     layout: Rows | Prompts | None
@@ -164,8 +164,7 @@ def _attend_prompts(
         stop = start + count * length
         # (1, heads, count * length, width) -> (count, heads, length, width)
         q, k, v = (
-            states[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1)
-            for states in (query, key, value)
+            states[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for states in (query, key, value)
         )
         if (missing := filled_up(length, q.dtype) - length) > 0:
             q, k, v = (torch.nn.functional.pad(states, (0, 0, 0, missing)) for states in (q, k, v))

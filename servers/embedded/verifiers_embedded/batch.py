@@ -1,6 +1,4 @@
-"""The sequences in the slots, the passes of the model over them, and their cache. Runs in the engine thread
-only.
-"""
+"""The sequences in the slots, the passes of the model over them, and their cache. Runs in the engine thread only."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ PREFILL_TOKENS = 8192
 """Most tokens (with padding) of one prefill pass, unless a single prompt is longer."""
 
 MASK_CELLS = 16 * 2**20
-"""Most cells of the attention mask of a pass that goes on from kept keys: queries times columns."""
+"""Most cells of the attention mask of a pass that extends kept keys: queries times columns."""
 
 ROWS_APART = 16
 """Rows are held in order of length by blocks of at least so many, and of a quarter of the slots."""
@@ -41,7 +39,7 @@ class ActiveBatch:
         model: a causal language model of transformers, frozen and in eval mode.
         slots: most sequences at once.
         max_model_len: most tokens of one sequence, prompt and completion together.
-        prefix_bytes: memory for keys and values of finished sequences, which later prompts may go on from.
+        prefix_bytes: memory for keys and values of finished sequences, which later prompts may continue.
         backend: of torch.compile, for the passes of one token a sequence; None runs them as they are.
     """
 
@@ -66,9 +64,7 @@ class ActiveBatch:
         self._block = max(ROWS_APART, -(-slots // 4)) if self._by_length else slots
         config = model.config.get_text_config()
         self._slots = slots
-        self._cache = SlotCache(
-            config.num_hidden_layers, slots, max_model_len, fixed=self._compiled is not None
-        )
+        self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, fixed=self._compiled is not None)
         self._sampler: BatchSampler | None = None
         self._guides: list[tuple[int, Guide]] = []
 
@@ -83,7 +79,7 @@ class ActiveBatch:
         return self._cache.bytes_per_token
 
     def add(self, sequences: Listed[Sequence]) -> None:
-        """Gives each sequence a row and computes the cache of all its tokens but the last."""
+        """Give each sequence a row and compute the cache of all its tokens but the last."""
         held = len(self.sequences)
         rows: list[int | None] = [*range(held), *[None] * len(sequences)]
         columns = max(len(item.tokens) for item in (*self.sequences, *sequences))
@@ -102,7 +98,7 @@ class ActiveBatch:
             self._cache.clear()
 
     def _place(self, sequences: list[Sequence], rows: Listed[int | None]) -> None:
-        """Gives the sequences their rows from now on; `rows` are those that hold their keys."""
+        """Give the sequences their rows from now on; `rows` are those that hold their keys."""
         lengths = [len(item.tokens) for item in sequences]
         targets = arranged(lengths, rows, self._block)
         moves = [
@@ -118,7 +114,7 @@ class ActiveBatch:
             self._cache.move(sources, targets, min(max(lengths), self.allocated[1]), self._device)
 
     def remember(self, finished: Listed[bool]) -> None:
-        """Keeps the keys and values of the rows whose flag is true, for prompts that begin like them."""
+        """Keep the keys and values of the rows whose flag is true, for prompts that begin like them."""
         if not self.prefixes.max_bytes:
             return
         for row, ended in enumerate(finished):
@@ -128,13 +124,13 @@ class ActiveBatch:
                 self.prefixes.keep(tokens, self._cache.copy_out(row, len(tokens)))
 
     def recompute(self) -> None:
-        """Computes all keys and values anew from the token ids, under the weights the model has now."""
+        """Compute all keys and values again from the token ids, under the weights the model has now."""
         self.prefixes.clear()
         self._cache.clear()
         self._prefill(range(len(self.sequences)))
 
     def step(self) -> Draw:
-        """Samples the next token of every sequence."""
+        """Sample the next token of every sequence."""
         if self._sampler is None:
             self._sampler = BatchSampler([item.request.sampling for item in self.sequences], self._device)
             rows = enumerate(self.sequences)
@@ -145,7 +141,7 @@ class ActiveBatch:
         return self._sampler.sample(logits, [item.uniforms.next() for item in self.sequences])
 
     def logits(self) -> torch.Tensor:
-        """The model's logits after each sequence's last token, (rows, vocabulary); stores its keys."""
+        """Return the model's logits after each sequence's last token, (rows, vocabulary); stores its keys."""
         lengths = [len(item.tokens) for item in self.sequences]
         tokens = [item.tokens[-1] for item in self.sequences]
         places = [length - 1 for length in lengths]
@@ -176,7 +172,7 @@ class ActiveBatch:
         return min(filled_up(columns, self._dtype), self.allocated[1]) if self._by_length else columns
 
     def _masks(self, positions_NL: torch.Tensor, columns: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What each query may see: the columns up to its own position, within the layer's window."""
+        """Return what each query may see: the columns up to its own position, within the layer's window."""
         column_ids = torch.arange(columns, device=self._device)
         ahead = column_ids > positions_NL[..., None]
         masks = {}
@@ -187,10 +183,8 @@ class ActiveBatch:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _prefill(self, rows: Listed[int]) -> None:
-        """Fills the cache of the given rows, with one computation for all rows that share a prompt."""
-        self._cache.reserve(
-            len(self.sequences), max((len(item.tokens) for item in self.sequences), default=0)
-        )
+        """Fill the cache of the given rows, with one computation for all rows that share a prompt."""
+        self._cache.reserve(len(self.sequences), max((len(item.tokens) for item in self.sequences), default=0))
         rows_of: dict[tuple[int, ...], list[int]] = {}
         for row in rows:
             rows_of.setdefault(tuple(self.sequences[row].tokens[:-1]), []).append(row)
@@ -209,7 +203,7 @@ class ActiveBatch:
             prefill(group, rows_of)
 
     def _go_on_from_kept(self, rows_of: dict[tuple[int, ...], list[int]]) -> None:
-        """Fills the rows whose prompt begins like a finished sequence, and takes them out of `rows_of`."""
+        """Fill the rows whose prompt begins like a finished sequence, and take them out of `rows_of`."""
         starts = []
         kept = {prompt: found for prompt in rows_of if (found := self.prefixes.find(prompt)) is not None}
         for prompt, (prefix, shared) in kept.items():
@@ -223,7 +217,7 @@ class ActiveBatch:
                 self._cache.move([first] * len(others), others, len(prompt), self._device)
 
     def _extend(self, starts: list[tuple[int, int]]) -> None:
-        """Computes keys and values behind those that rows already have.
+        """Compute keys and values behind those that rows already have.
 
         Args:
             starts: (row, number of tokens it has).
@@ -244,7 +238,7 @@ class ActiveBatch:
                 group.append(waiting.pop(0))
                 length = longer
             self._extend_pass(group, length, columns)
-            # a prompt too long for one pass goes on in the next
+            # a prompt too long for one pass continues in the next
             left = [(row, start + length) for row, start in group]
             waiting[:0] = [(row, start) for row, start in left if start < len(self.sequences[row].tokens) - 1]
 
@@ -268,9 +262,7 @@ class ActiveBatch:
             use_cache=True,
         )
 
-    def _packed_pass(
-        self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]
-    ) -> None:
+    def _packed_pass(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
         """Whole prompts, in order of their length, end to end in one row."""
         ids = [token for prefix in prefixes for token in prefix]
         cells: list[int] = []
@@ -282,9 +274,7 @@ class ActiveBatch:
                 source.extend(range(start, start + len(prefix)))
             start += len(prefix)
         lengths = [len(prefix) for prefix in prefixes]
-        self._cache.begin_packed(
-            torch.tensor(cells, device=self._device), torch.tensor(source, device=self._device)
-        )
+        self._cache.begin_packed(torch.tensor(cells, device=self._device), torch.tensor(source, device=self._device))
         # The mask only keeps the model from making one: the layout says what each token may see.
         with laid_out(Prompts(tuple((len(list(run)), length) for length, run in groupby(lengths)))):
             self._body(
@@ -295,18 +285,14 @@ class ActiveBatch:
                 use_cache=True,
             )
 
-    def _padded_pass(
-        self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]
-    ) -> None:
+    def _padded_pass(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
         length = len(prefixes[-1])
         # Padding stands on the right, where the causal mask hides it; its own keys are overwritten or masked
         # later.
         padded = [prefix + (prefix[0],) * (length - len(prefix)) for prefix in prefixes]
         rows = [row for prefix in prefixes for row in rows_of[prefix]]
         source = [index for index, prefix in enumerate(prefixes) for _ in rows_of[prefix]]
-        self._cache.begin_prefill(
-            torch.tensor(rows, device=self._device), torch.tensor(source, device=self._device)
-        )
+        self._cache.begin_prefill(torch.tensor(rows, device=self._device), torch.tensor(source, device=self._device))
         positions = torch.arange(length, device=self._device)[None].expand(len(prefixes), -1)
         # The head is left out: no logits are needed here, and over a prompt they are the largest tensor of
         # all.
@@ -319,7 +305,7 @@ class ActiveBatch:
 
 
 def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list[int]:
-    """New rows: by falling length from block to block, and as they are now within one, so that few move.
+    """Order the rows by falling length from block to block, and as they are now within one, so that few move.
 
     Sequences grow alike, so their order holds until one comes or goes.
 
@@ -329,9 +315,7 @@ def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list
         block: rows whose order does not matter.
     """
     count = len(lengths)
-    order = sorted(
-        range(count), key=lambda item: (-lengths[item], count if rows[item] is None else rows[item])
-    )
+    order = sorted(range(count), key=lambda item: (-lengths[item], count if rows[item] is None else rows[item]))
     targets = [0] * count
     for start in range(0, count, block):
         members = order[start : start + block]
@@ -345,7 +329,7 @@ def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """The kinds of attention the model's layers have, each with its window in tokens (None: all tokens).
+    """Return the kinds of attention the model's layers have, each with its window in tokens (None: all tokens).
 
     Raises:
         StartError: the model has layers of another kind, such as recurrent or chunked ones.
@@ -363,6 +347,4 @@ def attention_windows(config: Any) -> dict[str, int | None]:
             f"model type {config.model_type!r} has layers of kind {', '.join(strange)}; "
             "this server knows full and sliding attention, so serve such a model with vLLM"
         )
-    return {
-        kind: window if kind == "sliding_attention" else None for kind in ATTENTION_KINDS if kind in kinds
-    }
+    return {kind: window if kind == "sliding_attention" else None for kind in ATTENTION_KINDS if kind in kinds}

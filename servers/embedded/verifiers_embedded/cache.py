@@ -20,7 +20,7 @@ _MOST_SHAPES = 7
 
 @dataclass
 class _Writes:
-    """Where the next forward pass puts its keys and values; shared by all layers."""
+    """The places where the next forward pass puts its keys and values; shared by all layers."""
 
     rows: int = 0
     columns: int = 0
@@ -34,9 +34,7 @@ class _Writes:
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, shaped (rows, columns, heads, head_dim) so that a decode step is one
-    index_copy.
-    """
+    """One layer's keys and values, (rows, columns, heads, head_dim), so that a decode step is one index_copy."""
 
     is_sliding = False
 
@@ -46,7 +44,7 @@ class _SlotLayer(CacheLayerMixin):
         self._shapes: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the tensors, zeroed: a masked column counts 0 times its value, and 0 times NaN is NaN."""
+        """Make the tensors, zeroed: a masked column counts 0 times its value, and 0 times NaN is NaN."""
         # tensors without elements, which remember heads, widths, kind of number and device
         self._shapes = (
             key_states.new_zeros((0, key_states.shape[1], key_states.shape[3])),
@@ -56,15 +54,13 @@ class _SlotLayer(CacheLayerMixin):
 
     def _allocate(self, rows: int, columns: int) -> None:
         if self._shapes is not None:
-            self.keys, self.values = (
-                like.new_zeros((rows, columns, *like.shape[1:])) for like in self._shapes
-            )
+            self.keys, self.values = (like.new_zeros((rows, columns, *like.shape[1:])) for like in self._shapes)
             self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the new states and returns what the layer attends to."""
+        """Store the new states and return what the layer attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -93,13 +89,13 @@ class _SlotLayer(CacheLayerMixin):
         return stored[: writes.read_rows, : writes.read_columns].transpose(1, 2)
 
     def copy_out(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of a row's first `length` keys and values."""
+        """Return a copy of a row's first `length` keys and values."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[row, :length].clone(), self.values[row, :length].clone()
 
     def copy_in(self, row: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes the first `length` keys and values of a row."""
+        """Write the first `length` keys and values of a row."""
         if not self.is_initialized:
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
         assert self.keys is not None
@@ -108,7 +104,7 @@ class _SlotLayer(CacheLayerMixin):
         self.values[row, :length] = values[:length]
 
     def resize(self, rows: int, columns: int) -> None:
-        """Gives the tensors a new size, keeping what fits; makes them where their shapes are known."""
+        """Give the tensors a new size, keeping what fits; make them where their shapes are known."""
         if self.keys is not None and self.values is not None:
             self.keys = _resized(self.keys, rows, columns)
             self.values = _resized(self.values, rows, columns)
@@ -116,7 +112,7 @@ class _SlotLayer(CacheLayerMixin):
             self._allocate(rows, columns)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
-        """Copies rows `source` over rows `target`."""
+        """Copy rows `source` over rows `target`."""
         if self.keys is not None and self.values is not None:
             self.keys[target, :columns] = self.keys[source, :columns]
             self.values[target, :columns] = self.values[source, :columns]
@@ -127,7 +123,7 @@ class _SlotLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The model makes a mask by itself at prefill only, and a prefill starts a sequence."""
+        """Return the sizes of the mask that the model makes by itself: at prefill only, which starts a sequence."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -172,7 +168,7 @@ class SlotCache(Cache):
         return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in stored if tensor is not None)
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Makes room for `rows` sequences of up to `columns` tokens, and gives back what is far too much."""
+        """Make room for `rows` sequences of up to `columns` tokens, and gives back what is far too much."""
         have_rows, have_columns = self.allocated
         if self._fixed:
             size = self._fixed_columns(columns)
@@ -192,11 +188,11 @@ class SlotCache(Cache):
 
     @property
     def ready(self) -> bool:
-        """Whether there are tensors to write to."""
+        """Return true where there are tensors to write to."""
         return all(layer.is_initialized for layer in self._slot_layers)
 
     def _fixed_columns(self, columns: int) -> int:
-        """The size that holds so many columns: the most there can be, halved up to six times."""
+        """Return the size that holds so many columns: the most there can be, halved up to six times."""
         size = self._max_columns
         for _ in range(_MOST_SHAPES - 1):
             half = -(-size // 2)
@@ -211,12 +207,12 @@ class SlotCache(Cache):
         self._writes.rows, self._writes.columns = rows, columns
 
     def begin_prefill(self, rows: torch.Tensor, source: torch.Tensor) -> None:
-        """The next pass holds whole prompts: its batch row ``source[i]`` goes to cache row ``rows[i]``."""
+        """Prepare for a pass of whole prompts: its batch row ``source[i]`` goes to cache row ``rows[i]``."""
         self._writes.prefill_rows, self._writes.prefill_source = rows, source
         self._writes.picked_rows = self._writes.packed_source = None
 
     def begin_packed(self, cells: torch.Tensor, source: torch.Tensor) -> None:
-        """The next pass holds whole prompts end to end: its token ``source[i]`` goes to ``cells[i]``.
+        """Prepare for a pass of whole prompts end to end: its token ``source[i]`` goes to ``cells[i]``.
 
         A cell is a row times the allocated columns, plus the column.
         """
@@ -224,25 +220,23 @@ class SlotCache(Cache):
         self._writes.cells, self._writes.packed_source = cells, source
 
     def begin_extend(self, rows: torch.Tensor, positions_NL: torch.Tensor, columns: int) -> None:
-        """The next pass holds several tokens for some rows, which attend to what the rows hold, too."""
+        """Prepare for a pass of several tokens for some rows, which attend to what the rows hold, too."""
         cells = rows[:, None] * self._writes.columns + positions_NL
         self._writes.prefill_rows = self._writes.prefill_source = self._writes.packed_source = None
         self._writes.cells = cells.flatten()
         self._writes.picked_rows, self._writes.read_columns = rows, columns
 
     def copy_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of a row's first `length` keys and values, layer by layer."""
+        """Return a copy of a row's first `length` keys and values, layer by layer."""
         return [layer.copy_out(row, length) for layer in self._slot_layers]
 
     def copy_in(self, row: int, length: int, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Writes the first `length` keys and values of a row from what `copy_out` gave."""
+        """Write the first `length` keys and values of a row from what `copy_out` gave."""
         for layer, (keys, values) in zip(self._slot_layers, states, strict=True):
             layer.copy_in(row, length, keys, values)
 
     def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
-        """The next pass holds one token for each of the first rows, at `positions`, the largest being columns
-        - 1.
-        """
+        """Prepare for a pass of one token for each of the first rows, at `positions`, the largest `columns` - 1."""
         rows = positions.shape[0]
         starts = torch.arange(rows, device=positions.device) * self._writes.columns
         self._writes.prefill_rows = self._writes.prefill_source = self._writes.packed_source = None
@@ -251,7 +245,7 @@ class SlotCache(Cache):
         self._writes.read_rows, self._writes.read_columns = rows, columns
 
     def move(self, source: list[int], target: list[int], columns: int, device: torch.device) -> None:
-        """Copies the first `columns` tokens of rows `source` over rows `target`."""
+        """Copy the first `columns` tokens of rows `source` over rows `target`."""
         source_ids = torch.tensor(source, device=device)
         target_ids = torch.tensor(target, device=device)
         for layer in self._slot_layers:

@@ -6,26 +6,20 @@ import argparse
 import logging
 import os
 import secrets
-import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
+from verifiers.errors import ConfigError
+from verifiers.server_process import bind, exits_on_sigterm, follow_parent
 from verifiers_embedded import __version__
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.hub import from_hub, is_hub_name
-from verifiers_embedded.listening import bind
 from verifiers_embedded.tool_calls import FORMATS
-
-_PARENT_POLL_S = 0.5
-_ORPHAN_GRACE_S = 5.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     command = argparse.ArgumentParser(
         prog="vf-serve",
         description="Serve a frozen causal language model for rollouts, over OpenAI's chat completions.",
@@ -101,32 +95,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server until SIGTERM (exit code 0) or Ctrl-C (130); a start that fails gives 1 or 2 and a
-    sentence.
-    """
+    """Run the server until SIGTERM (exit code 0) or Ctrl-C (130); a start that fails gives 1 or 2 and a sentence."""
     arguments = parser().parse_args(argv)
-    logging.basicConfig(
-        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # Until the server has its own handlers: a SIGTERM while the model loads is a normal end, too.
-    before = signal.signal(signal.SIGTERM, _leave)
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.parent_pid is not None:
         follow_parent(arguments.parent_pid)
     set_environment(arguments.threads)
     try:
-        return _serve(arguments)
+        # a SIGTERM while the model loads is a normal end, too
+        with exits_on_sigterm():
+            return _serve(arguments)
     except StartError as error:
         print(f"vf-serve: {error}", file=sys.stderr)
         return error.exit_code
+    except ConfigError as error:
+        print(f"vf-serve: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
-    finally:
-        # for whoever called this from a program of their own
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    """Finds out what cannot work before torch is imported, which takes seconds."""
+    """Find out what cannot work before torch is imported, which takes seconds."""
     model = Path(arguments.model)
     on_hub = not model.is_dir() and is_hub_name(arguments.model)
     if not (on_hub or model.is_dir()):
@@ -169,9 +159,7 @@ def _api_key(variable: str | None) -> str | None:
         return None
     key = os.environ.get(variable, "")
     if not key:
-        raise StartError(
-            f"--api-key-var {variable}: the environment has no such variable, or it is empty; set it"
-        )
+        raise StartError(f"--api-key-var {variable}: the environment has no such variable, or it is empty; set it")
     return key
 
 
@@ -185,38 +173,6 @@ def set_environment(threads: int | None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
-
-
-def follow_parent(pid: int) -> None:
-    """Ends this process when process `pid` has ended: by SIGTERM first, and for good 5 s later."""
-
-    def watch() -> None:
-        while process_lives(pid):
-            time.sleep(_PARENT_POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_ORPHAN_GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="vf-parent-watch", daemon=True).start()
-
-
-def process_lives(pid: int) -> bool:
-    """Whether process `pid` runs. One that has ended but was not waited for (a zombie) does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        # Linux only; elsewhere a zombie counts as alive until its parent waits for it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (OSError, IndexError):
-        return True
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)
 
 
 def _not_negative(text: str) -> int:

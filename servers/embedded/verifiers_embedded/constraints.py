@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Guide:
-    """Where one completion stands in its grammar. Used by one thread at a time.
+    """The place of one completion in its grammar; used by one thread at a time.
 
     `words` are the 32-bit words of a mask. `failure` says why nothing more can be sampled under the grammar;
     None while all is well.
@@ -56,7 +56,7 @@ class Guide:
         self.failure: str | None = None
 
     def allow(self, row: np.ndarray) -> None:
-        """Writes which tokens may come next: a bit each, the lowest first.
+        """Write which tokens may come next: a bit each, the lowest first.
 
         Args:
             row: `words` numbers of int32, a bit for every token; all are set where the grammar has failed.
@@ -71,7 +71,7 @@ class Guide:
             row.fill(-1)
 
     def advance(self, token: int) -> None:
-        """Takes the sampled token, unless it ends the text."""
+        """Take the sampled token, unless it ends the text."""
         if not self._matcher.consume_token(token):
             self.failure = _reason(self._matcher.get_error())
 
@@ -84,7 +84,7 @@ class Grammar:
         self._words = (vocab_size + 31) // 32
 
     def begin(self) -> Guide:
-        """A guide that stands at the beginning."""
+        """Return a guide that stands at the beginning."""
         return Guide(self._matcher.deep_copy(), self._words)
 
 
@@ -108,7 +108,7 @@ class GrammarCompiler:
         self._overdue: list[Future[Any]] = []
 
     async def compile(self, lark: str, param: str) -> Grammar:
-        """The grammar, ready to be followed.
+        """Return the grammar, ready to be followed.
 
         Args:
             lark: as `grammars.lark_grammar` writes it.
@@ -132,8 +132,10 @@ class GrammarCompiler:
             return grammar
 
     async def _in_thread(self, work: Callable[[], _T], limit_s: float | None, param: str) -> _T:
-        """Runs in a thread of its own: with a large stack, since compiling recurses along references, and as
-        a daemon, since what takes too long cannot be stopped.
+        """Run in a thread of its own.
+
+        The thread has a large stack, since compiling recurses along references, and is a daemon, since what takes
+        too long cannot be stopped.
         """
         self._overdue = [outcome for outcome in self._overdue if not outcome.done()]
         if len(self._overdue) >= _MOST_OVERDUE:
@@ -150,14 +152,13 @@ class GrammarCompiler:
             thread.start()
         finally:
             threading.stack_size(before)
-        # noted at once: whoever waits may go away, too
+        # noted at once: the caller that waits may end, too
         self._overdue.append(outcome)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(outcome), limit_s)
         except TimeoutError:
             raise ApiError(
-                f"the JSON schema in {param!r} took longer than {COMPILE_S:g} s to compile; "
-                "send a simpler one",
+                f"the JSON schema in {param!r} took longer than {COMPILE_S:g} s to compile; send a simpler one",
                 param=param,
             ) from None
 
@@ -174,9 +175,7 @@ class GrammarCompiler:
         first = grammar.begin()
         first.allow(np.zeros(first.words, np.int32))
         if first.failure is not None:
-            raise ApiError(
-                f"the JSON schema in {param!r} allows no text at all ({first.failure})", param=param
-            )
+            raise ApiError(f"the JSON schema in {param!r} allows no text at all ({first.failure})", param=param)
         return grammar
 
     def _read_vocabulary(self, param: str) -> Any:
@@ -189,7 +188,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer that is not one of its own."""
+    """The interface that llguidance asks of a tokenizer that is not one of its own."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -204,7 +203,7 @@ class _Vocabulary:
 
 
 def forbid(logits_NV: torch.Tensor, guides: Sequence[tuple[int, Guide]]) -> None:
-    """Sets the logits of tokens that no guide of their row allows to -inf, in place. Other rows stay.
+    """Set the logits of tokens that no guide of their row allows to -inf, in place. Other rows stay.
 
     Args:
         logits_NV: the model's last logits.
@@ -236,7 +235,7 @@ def _most_of_byte(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def token_bytes(tokenizer: Any, vocab_size: int, param: str) -> list[bytes]:
-    """What each token adds to a text, in bytes; nothing for special tokens, which are left out of texts.
+    """Return what each token adds to a text, in bytes; nothing for special tokens, which are left out of texts.
 
     Raises:
         ApiError: texts of this tokenizer are not the tokens' texts one after the other, or it cannot write
@@ -303,7 +302,7 @@ def _library(param: str) -> Any:
 
 
 def _reason(error: str) -> str:
-    """The library's reason in one line, without the place in the grammar and the excerpt that it shows."""
+    """Return the library's reason in one line, without the place in the grammar and the excerpt that it shows."""
     lines = itertools.takewhile(lambda line: not _EXCERPT.match(line), error.splitlines())
     text = "; ".join(line.strip() for line in lines if not line.startswith("<"))
     text = _PLACE.sub("", text)
@@ -317,6 +316,6 @@ def _settle_with(outcome: Future[_T], work: Callable[[], _T]) -> None:
     except Exception as error:
         outcome.set_exception(error)
     finally:
-        # a panic of the library is no Exception, and whoever waits must hear of it all the same
+        # a panic of the library is no Exception, and the caller that waits must get it all the same
         if not outcome.done():
             outcome.set_exception(RuntimeError("the compiler of grammars ended without a word"))

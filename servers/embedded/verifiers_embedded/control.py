@@ -1,4 +1,4 @@
-"""The routes of whoever owns the server: pauses, new weights and their version, under vLLM's names."""
+"""The routes of the server's owner: pauses, new weights and their version, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 
 from aiohttp import web
 
+from verifiers_embedded.bodies import parse
 from verifiers_embedded.engine import PAUSE_MODES, Engine
 from verifiers_embedded.errors import ApiError
 from verifiers_embedded.http import read_json
 from verifiers_embedded.loading import LoadedModel
+from verifiers_embedded.requests import ReloadRequest, VersionRequest
 from verifiers_embedded.weights import match_weights, read_weights
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ class ControlRoutes:
         self._reloading = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        """The routes, for an application."""
+        """Return the routes, for an application."""
         return [
             web.post("/pause", self.pause),
             web.post("/resume", self.resume),
@@ -54,28 +56,20 @@ class ControlRoutes:
         return web.json_response({"status": "paused"})
 
     async def resume(self, request: web.Request) -> web.Response:
-        """POST /resume"""
+        """POST /resume."""
         await asyncio.wrap_future(self._engine.resume())
         return web.json_response({"status": "resumed"})
 
     async def is_paused(self, request: web.Request) -> web.Response:
-        """GET /is_paused"""
+        """GET /is_paused."""
         return web.json_response({"is_paused": self._engine.is_paused})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
         """POST /collective_rpc with method reload_weights; answers when the new weights are in use."""
-        body = await read_json(request)
-        if not isinstance(body, dict) or body.get("method") != "reload_weights":
-            method = body.get("method") if isinstance(body, dict) else body
-            raise ApiError(f"method {method!r} is not supported; only 'reload_weights' is", param="method")
-        kwargs = body.get("kwargs") or {}
-        if not isinstance(kwargs, dict) or set(kwargs) != {"weights_path"} or body.get("args"):
-            raise ApiError("reload_weights takes exactly kwargs {'weights_path': DIR}", param="kwargs")
-        if not isinstance(kwargs["weights_path"], str):
-            raise ApiError(f"weights_path must be a string, not {kwargs['weights_path']!r}", param="kwargs")
+        asked = parse(ReloadRequest, await read_json(request))
         async with self._reloading:
             started = time.monotonic()
-            directory = Path(kwargs["weights_path"])
+            directory = Path(asked.kwargs.weights_path)
             tensors = await asyncio.to_thread(read_weights, directory)
             copies = await asyncio.to_thread(match_weights, self._loaded.model, tensors)
             await asyncio.wrap_future(self._engine.reload(copies))
@@ -83,16 +77,13 @@ class ControlRoutes:
         return web.json_response({"results": [None]})
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
-        """POST /update_weight_version"""
-        body = await read_json(request)
-        label = body.get("new_version") if isinstance(body, dict) else None
-        if not isinstance(label, str) or not label:
-            raise ApiError(f"new_version must be a non-empty string, not {label!r}", param="new_version")
+        """POST /update_weight_version."""
+        label = parse(VersionRequest, await read_json(request)).new_version
         await asyncio.wrap_future(self._engine.name_version(label))
         return web.json_response({"success": True, "new_version": label})
 
     async def weight_info(self, request: web.Request) -> web.Response:
-        """GET /weight_info"""
+        """GET /weight_info."""
         return web.json_response(
             {
                 "weight_version": self._engine.weight_version,

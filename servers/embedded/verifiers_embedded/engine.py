@@ -77,7 +77,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="vf-engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no token is sampled until `resume`; also true while a pause still waits for its slots."""
+        """Return true where no token is sampled until `resume`; also true while a pause still waits for its slots."""
         return self._paused or self._draining
 
     @property
@@ -112,7 +112,7 @@ class Engine:
 
     @property
     def prefixes(self) -> dict[str, int]:
-        """What is kept of finished sequences, and how often it was of use."""
+        """Counts of kept prefixes and of their uses."""
         store = self._batch.prefixes
         return {
             "held": len(store),
@@ -143,7 +143,7 @@ class Engine:
         return future
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stops sampling; the future is done when no more tokens come.
+        """Stop sampling; the future is done when no more tokens come.
 
         Args:
             mode: ``keep`` freezes sequences where they are; ``wait`` lets those that have a slot finish;
@@ -166,7 +166,7 @@ class Engine:
         return done
 
     def resume(self) -> Future[None]:
-        """Goes on sampling. A pause that still waited for its slots is called off."""
+        """Resume sampling. A pause that still waited for its slots is called off."""
 
         def apply() -> None:
             self._paused = self._draining = False
@@ -175,9 +175,9 @@ class Engine:
         return self._between_steps(apply)
 
     def reload(self, copies: Copies) -> Future[None]:
-        """Copies new weights in between two steps, paused or not.
+        """Copy new weights in between two steps, paused or not.
 
-        Sequences in the slots keep their tokens; their keys and values are computed anew under the new
+        Sequences in the slots keep their tokens; their keys and values are computed again under the new
         weights, so every later token is exactly what the new weights give for that context.
         """
 
@@ -190,7 +190,7 @@ class Engine:
         return self._between_steps(apply)
 
     def name_version(self, label: str) -> Future[None]:
-        """Gives the present weights their label, also for tokens sampled since the last reload."""
+        """Give the present weights their label, also for tokens sampled since the last reload."""
 
         def apply() -> None:
             if self._version.named:
@@ -252,7 +252,7 @@ class Engine:
         return True
 
     def _gather(self) -> None:
-        """Gives the first of many requests a moment to be joined by the others.
+        """Give the first of many requests a moment to be joined by the others.
 
         An idle engine that starts at once prefills one prompt, while the thread that reads the rest of a
         block's requests waits for the interpreter.
@@ -352,7 +352,7 @@ def _pass_error(ended: Future[Any], waiting: Future[Any]) -> None:
 
 
 def _settle(future: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
-    """Answers a future, unless whoever waited for it has gone away."""
+    """Answers a future, unless nobody waits for it any more."""
     try:
         if error is not None:
             future.set_exception(error)

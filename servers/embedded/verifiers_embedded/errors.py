@@ -37,16 +37,14 @@ class ApiError(EmbeddedError, ValueError):
         code: OpenAI's machine-readable code, e.g. ``context_length_exceeded``.
     """
 
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """The JSON answer: ``{"error": {"message", "type", "param", "code"}}``."""
+        """Return the JSON answer: ``{"error": {"message", "type", "param", "code"}}``."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code},
@@ -58,9 +56,7 @@ class WeightsError(EmbeddedError, ValueError):
 
 
 class EngineDied(EmbeddedError, RuntimeError):
-    """The engine thread ended with an exception. Every waiting request is answered with it; restart the
-    server.
-    """
+    """The engine thread ended with an exception. Every waiting request is answered with it; restart the server."""
 
 
 class EngineStopped(EmbeddedError, RuntimeError):
@@ -68,10 +64,14 @@ class EngineStopped(EmbeddedError, RuntimeError):
 
 
 class BrokenLogits(EmbeddedError, RuntimeError):
-    """The model gave NaN or infinite logits for one request; usually the weights that were pushed have
-    diverged.
-    """
+    """The model gave NaN or infinite logits for one request; usually the weights that were pushed have diverged."""
 
 
 class GrammarFailed(EmbeddedError, RuntimeError):
-    """The grammar of one request left no token, or grew beyond its limits; other requests go on."""
+    """The grammar of one request left no token, or grew beyond its limits; other requests are not affected."""
+
+
+def short(value: Any) -> str:
+    """Return a value as it can stand in a sentence."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

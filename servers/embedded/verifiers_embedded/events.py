@@ -40,7 +40,7 @@ class Progress:
         self._called = False
 
     def advance(self, sequence: Growing) -> None:
-        """Called by the engine; several tokens before the coroutine runs wake it once."""
+        """Wake the coroutine once, however many tokens come before it runs; called by the engine."""
         self.wake()
 
     def wake(self) -> None:
@@ -71,17 +71,17 @@ class Watched:
         self.sent = 0
 
     def advance(self, sequence: Growing) -> None:
-        """Called by the engine after each token."""
+        """Note the new token; called by the engine after each."""
         self._sequence = sequence
         self._progress.wake()
 
     def follow(self, future: Future[Generation]) -> None:
-        """Takes the engine's promise of the whole."""
+        """Take the engine's promise of the whole."""
         self.future = future
         future.add_done_callback(lambda _: self._progress.wake())
 
     def result(self) -> Generation:
-        """The whole, once it is there."""
+        """Return the whole, once it is there."""
         assert self.future is not None
         return self.future.result()
 
@@ -106,24 +106,22 @@ class Writer(Protocol):
     """Makes the events of one kind of answer."""
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """An event before the first token of a choice, if there is one."""
+        """Return an event before the first token of a choice, if there is one."""
 
-    def more(
-        self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]
-    ) -> dict[str, Any]:
-        """The event for new tokens."""
+    def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]:
+        """Return the event for new tokens."""
 
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
-        """What is left of a choice, and why it ended."""
+        """Return what is left of a choice, and why it ended."""
 
     def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The event with the numbers of tokens."""
+        """Return the event with the numbers of tokens."""
 
 
 async def events(
     watched: Sequence[Watched], progress: Progress, writer: Writer, delivery: Delivery
 ) -> AsyncIterator[bytes]:
-    """The stream of one answer, to be written as it is.
+    """Return the stream of one answer, to be written as it is.
 
     Raises:
         Exception: what the engine answered a completion with.
@@ -162,37 +160,33 @@ class ChatWriter:
 
     def __init__(self, request: ChatRequest, prompt_ids: list[int], text: ChatText) -> None:
         self._request, self._prompt_ids, self._text = request, prompt_ids, text
-        self._head = head("chatcmpl", "chat.completion.chunk", request.delivery)
+        self._head = head("chatcmpl", "chat.completion.chunk", request)
         self._begun = text.splits_reasoning and begun_by(text.decode_all(prompt_ids[-8:]))
-        marks = text.call_marks if request.tools else ()
+        marks = text.call_marks if request.shown_tools else ()
         self._waits_for_all = "" in marks
-        ends = (*request.decoding.stop, *(mark for mark in marks if mark))
+        ends = (*request.stop_strings, *(mark for mark in marks if mark))
         held = TAGS if text.splits_reasoning else ()
-        self._sendable = [SendableText(text.decode, ends, held) for _ in range(request.decoding.n)]
-        self._sent = [("", "") for _ in range(request.decoding.n)]
+        self._sendable = [SendableText(text.decode, ends, held) for _ in range(request.n)]
+        self._sent = [("", "") for _ in range(request.n)]
 
     def first(self, index: int) -> dict[str, Any]:
         event = self._event(index, {"role": "assistant", "content": ""})
-        if self._request.delivery.return_token_ids:
+        if self._request.return_token_ids:
             event["prompt_token_ids"] = self._prompt_ids
         return event
 
-    def more(
-        self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]
-    ) -> dict[str, Any]:
+    def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]:
         for token in ids:
             self._sendable[index].push(token)
         said = "" if self._waits_for_all else self._sendable[index].text
-        reasoning, content = (
-            split_reasoning(said, self._begun) if self._text.splits_reasoning else (None, said)
-        )
+        reasoning, content = split_reasoning(said, self._begun) if self._text.splits_reasoning else (None, said)
         if self._text.splits_reasoning and not content.strip():
             # a tag that makes it reasoning may follow
             content = ""
         event = self._event(index, self._delta(index, reasoning or "", content))
-        if self._request.decoding.logprobs:
+        if self._request.wants_logprobs:
             event["choices"][0]["logprobs"] = chat_logprobs(self._text, ids, log_probs, likeliest)
-        if self._request.delivery.return_token_ids:
+        if self._request.return_token_ids:
             event["choices"][0]["token_ids"] = ids
         return event
 
@@ -227,39 +221,35 @@ class ChatWriter:
 class TextWriter:
     """Events of a completion. The index counts the choices of all prompts, as in the whole answer."""
 
-    def __init__(
-        self, request: TextRequest, prompts: Sequence[tuple[str, list[int]]], text: ChatText
-    ) -> None:
+    def __init__(self, request: TextRequest, prompts: Sequence[tuple[str, list[int]]], text: ChatText) -> None:
         self._request, self._prompts, self._text = request, prompts, text
-        self._head = head("cmpl", "text_completion", request.delivery)
-        choices = len(prompts) * request.decoding.n
-        self._sendable = [SendableText(text.decode, request.decoding.stop) for _ in range(choices)]
+        self._head = head("cmpl", "text_completion", request)
+        choices = len(prompts) * request.n
+        self._sendable = [SendableText(text.decode, request.stop_strings) for _ in range(choices)]
         self._sent = [0] * choices
         self._offsets = [0] * choices
 
     def first(self, index: int) -> dict[str, Any] | None:
-        prompt_text, prompt_ids = self._prompts[index // self._request.decoding.n]
+        prompt_text, prompt_ids = self._prompts[index // self._request.n]
         event = self._event(index, prompt_text if self._request.echo else "")
-        if self._request.delivery.return_token_ids:
+        if self._request.return_token_ids:
             event["choices"][0]["prompt_token_ids"] = prompt_ids
-        return event if self._request.echo or self._request.delivery.return_token_ids else None
+        return event if self._request.echo or self._request.return_token_ids else None
 
-    def more(
-        self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]
-    ) -> dict[str, Any]:
+    def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]:
         for token in ids:
             self._sendable[index].push(token)
         event = self._event(index, self._unsent(index, self._sendable[index].text))
-        if self._request.decoding.logprobs:
+        if self._request.wants_logprobs:
             offset = self._offsets[index]
             event["choices"][0]["logprobs"] = text_logprobs(self._text, ids, log_probs, likeliest, offset)
             self._offsets[index] += sum(len(self._text.token(token)[0]) for token in ids)
-        if self._request.delivery.return_token_ids:
+        if self._request.return_token_ids:
             event["choices"][0]["token_ids"] = ids
         return event
 
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
-        said = cut_at_stop(self._text.decode(generation.token_ids), self._request.decoding.stop)
+        said = cut_at_stop(self._text.decode(generation.token_ids), self._request.stop_strings)
         event = self._event(index, self._unsent(index, said))
         event["choices"][0] |= ending(generation)
         return [event]
@@ -286,11 +276,9 @@ class TokenWriter:
     def first(self, index: int) -> None:
         return None
 
-    def more(
-        self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]
-    ) -> dict[str, Any]:
+    def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "token_ids": ids, "logprobs": None, "finish_reason": None}
-        if self._request.decoding.logprobs:
+        if self._request.wants_logprobs:
             choice["logprobs"] = chat_logprobs(self._text, ids, log_probs, likeliest)
         return {**self._head, "choices": [choice]}
 

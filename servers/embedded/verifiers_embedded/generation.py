@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: plain values, no tensors."""
+"""The engine's inputs and outputs as plain values, without tensors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Watcher(Protocol):
     """Who wants to know of a completion while it grows."""
 
     def advance(self, sequence: Sequence) -> None:
-        """Called in the engine's thread after each token; must return at once and raise nothing."""
+        """Take note of a new token; called in the engine's thread, so it must return at once and raise nothing."""
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +102,7 @@ class Sequence:
     def append(
         self, token: int, log_prob: float, version: WeightVersion, likeliest: list[tuple[int, float]]
     ) -> FinishReason | None:
-        """Takes a sampled token; returns why the sequence ends with it, or None where it goes on.
+        """Take a sampled token; return why the sequence ends with it, or None.
 
         Raises:
             BrokenLogits: the log-probability is not a finite number.
@@ -136,7 +136,7 @@ class Sequence:
             )
 
     def finish(self, reason: FinishReason) -> Generation:
-        """The completion as it stands, to be answered with `reason`."""
+        """Return the completion as it stands, to be answered with `reason`."""
         starts = [start for _, start in self.span_starts]
         ends = [*starts[1:], len(self.log_probs)]
         # An aborted sequence may have no token yet, and then no span.

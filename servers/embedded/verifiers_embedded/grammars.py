@@ -1,4 +1,4 @@
-"""What the text of an answer must look like: read from a request, and written as a grammar.
+"""The form that the text of an answer must have, written as a grammar.
 
 The grammar is in llguidance's dialect of Lark. Nothing here needs that library.
 """
@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers_embedded.errors import ApiError
-from verifiers_embedded.fields import short, typed
+from verifiers_embedded.errors import ApiError, short
 
 MAX_SCHEMA_CHARACTERS = 2**18
 MAX_DEPTH = 64
@@ -24,9 +23,6 @@ FORCED_FORMAT = "hermes"
 
 BLANKS = "[ \\n\\r\\t]{1,32}"
 """Whitespace between two parts of JSON. Bounded: a model that has lost its way would write it for ever."""
-
-_FORMATS = ("text", "json_object", "json_schema")
-_SCHEMA_FIELDS = frozenset({"name", "schema", "strict", "description"})
 
 
 @dataclass(frozen=True)
@@ -54,71 +50,6 @@ class Form:
     param: str = "response_format"
 
 
-def read_response_format(fields: Mapping[str, Any]) -> str | None:
-    """The JSON text of the schema that `response_format` names; None where any text will do.
-
-    Raises:
-        ApiError: the field is not one of OpenAI's three forms, or the schema is too large.
-    """
-    wanted = typed(fields, "response_format", dict, {"type": "text"})
-    kind = wanted.get("type")
-    if kind not in _FORMATS:
-        raise ApiError(
-            f"field 'response_format' must have a 'type' of {', '.join(_FORMATS)}, not {short(kind)}",
-            param="response_format",
-            code="unsupported_parameter",
-        )
-    if kind != "json_schema":
-        _refuse_unknown(wanted, {"type"}, "response_format")
-        return None if kind == "text" else '{"type":"object"}'
-    _refuse_unknown(wanted, {"type", "json_schema"}, "response_format")
-    inner = wanted.get("json_schema")
-    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-        raise ApiError(
-            "field 'response_format' must be {'type': 'json_schema', 'json_schema': {'name': ..., "
-            f"'schema': {{...}}}}}}, not {short(wanted)}",
-            param="response_format",
-        )
-    _refuse_unknown(inner, _SCHEMA_FIELDS, "response_format.json_schema")
-    return schema_text(inner["schema"], "response_format")
-
-
-def read_forced(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Names of the functions one of which must be called, as `tool_choice` says; none where none must.
-
-    Args:
-        tools: those of the request, checked.
-
-    Raises:
-        ApiError: the choice is of no known form, or names a function that is not among the tools.
-    """
-    choice = fields.get("tool_choice", "auto")
-    if choice in ("auto", "none"):
-        return ()
-    names = tuple(tool["function"]["name"] for tool in tools)
-    function = choice.get("function") if isinstance(choice, dict) else None
-    named = function.get("name") if isinstance(function, dict) else None
-    if choice != "required" and (not isinstance(named, str) or choice.get("type") != "function"):
-        raise ApiError(
-            "field 'tool_choice' must be 'auto', 'none', 'required' or {'type': 'function', 'function': "
-            f"{{'name': ...}}}}, not {short(choice)}",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    if not names:
-        raise ApiError(
-            f"field 'tool_choice' is {short(choice)}, which needs 'tools' to choose from", param="tool_choice"
-        )
-    if named is None:
-        return names
-    if named not in names:
-        raise ApiError(
-            f"field 'tool_choice' names the function {named!r}, but the tools are {', '.join(names)}",
-            param="tool_choice",
-        )
-    return (named,)
-
-
 def form_of_chat(
     schema: str | None,
     forced: Sequence[str],
@@ -127,12 +58,12 @@ def form_of_chat(
     several: bool,
     tool_format: str | None,
 ) -> Form | None:
-    """What the answer of a chat request must look like; None where it is free.
+    """Return the form of a chat request's answer; None where it is free.
 
     Args:
-        schema: as `read_response_format` gives it. Where the request has tools, too, they may be called
+        schema: as `Constrained.schema_text` gives it. Where the request has tools, too, they may be called
             instead.
-        forced: as `read_forced` gives it.
+        forced: as `ChatRequest.forced` gives it.
         tools: those of the request.
         several: whether one answer may hold more than one call.
         tool_format: the format in which the served model calls tools.
@@ -160,7 +91,7 @@ def form_of_chat(
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[Function, ...]:
-    """The named functions, ready to be forced.
+    """Return the named functions, ready to be forced.
 
     Raises:
         ApiError: the parameters of one are not a schema of an object.
@@ -174,8 +105,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tu
         parameters = function.get("parameters") or {"properties": {}, "additionalProperties": False}
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
             raise ApiError(
-                f"tools[{place}].function.parameters must be a JSON schema of type 'object', "
-                f"not {short(parameters)}",
+                f"tools[{place}].function.parameters must be a JSON schema of type 'object', not {short(parameters)}",
                 param="tools",
             )
         found.append(Function(function["name"], schema_text({**parameters, "type": "object"}, "tools")))
@@ -183,7 +113,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tu
 
 
 def schema_text(schema: Mapping[str, Any], param: str) -> str:
-    """A schema as JSON text.
+    """Return a schema as JSON text.
 
     Raises:
         ApiError: it is too long, nested too deeply, or has too many references. Each of them would cost
@@ -212,11 +142,11 @@ def schema_text(schema: Mapping[str, Any], param: str) -> str:
 
 
 def lark_grammar(form: Form, reasoning: str = "none") -> str:
-    """The grammar of a form.
+    """Return the grammar of a form.
 
     Args:
         reasoning: "none"; "may" where the answer may begin with a text between think tags; "begun" where the
-            prompt has opened the tag, so that the answer goes on inside it.
+            prompt has opened the tag, so that the answer continues inside it.
     """
     lines = ['%llguidance {"no_forcing": true}', f"BLANKS: /{BLANKS}/"]
     starts = {"none": "", "may": '(BLANKS? "<think>" thought BLANKS?)? ', "begun": "thought BLANKS? "}
@@ -245,11 +175,6 @@ def _json_rule(schema: str) -> str:
     rest = schema[1:] if schema != "{}" else "}"
     comma = "," if schema != "{}" else ""
     return f'%json {{"x-guidance":{options}{comma}{rest}'
-
-
-def _refuse_unknown(value: Mapping[str, Any], known: set[str] | frozenset[str], where: str) -> None:
-    if unknown := sorted(set(value) - known):
-        raise ApiError(f"{where} has unknown fields {', '.join(unknown)}", param="response_format")
 
 
 def _depth(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""What all routes share: reading a body, and answering every failure as OpenAI does."""
+"""The common parts of all routes: reading a body, and answering every failure as OpenAI does."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""What is answered without a key: monitors seldom have one, and no text or weights are behind it."""
+"""Paths that need no key: monitors seldom have one, and no text or weights are behind these."""
 
 
 async def read_json(request: web.Request) -> Any:
-    """The request's body.
+    """Return the request's body.
 
     Raises:
         ApiError: it is not JSON.
@@ -40,7 +40,7 @@ async def read_json(request: web.Request) -> Any:
 
 
 def key_required(key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
-    """A middleware that lets in only requests with the header ``Authorization: Bearer KEY``."""
+    """Return a middleware that lets in only requests with the header ``Authorization: Bearer KEY``."""
     expected = f"Bearer {key}".encode()
 
     @web.middleware
@@ -60,7 +60,7 @@ def key_required(key: str) -> Callable[[web.Request, Handler], Awaitable[web.Str
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The refusal that stands for an exception; None for one that nobody foresaw."""
+    """Return the refusal that stands for an exception; None for one that nobody foresaw."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, WeightsError):
@@ -74,7 +74,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every exception into OpenAI's error object with the fitting status."""
+    """Turn every exception into OpenAI's error object with the fitting status."""
     try:
         return await handler(request)
     except web.HTTPException as error:

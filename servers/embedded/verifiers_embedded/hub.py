@@ -12,12 +12,12 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text could be OWNER/NAME. A path can look like one, too: see first if it is a directory."""
+    """Return true where a text could be OWNER/NAME. A path can look like one, too: see first if it is a directory."""
     return _NAME.fullmatch(text) is not None
 
 
 def from_hub(name: str) -> Path:
-    """The directory of a model that is downloaded, unless the local cache has it already.
+    """Return the directory of a model that is downloaded, unless the local cache has it already.
 
     Raises:
         StartError: there is no such model, or it cannot be reached.

@@ -34,12 +34,12 @@ class LoadedModel:
     cache_bytes_per_token: int
 
     def cache_bytes(self, slots: int) -> int:
-        """The most memory the key-value cache can take, were every slot as long as the context."""
+        """Return the most memory the key-value cache can take, were every slot as long as the context."""
         return slots * self.max_model_len * self.cache_bytes_per_token
 
 
 def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> LoadedModel:
-    """Loads a Hugging Face model directory, freezes it and checks the cached against the plain forward pass.
+    """Load a Hugging Face model directory, freeze it and check the cached against the plain forward pass.
 
     Args:
         directory: holds config.json, weights and tokenizer files.
@@ -55,9 +55,7 @@ def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int |
 
     transformers.logging.disable_progress_bar()
     if not directory.is_dir():
-        raise StartError(
-            f"--model {str(directory)!r} is not a directory; give the folder that holds config.json"
-        )
+        raise StartError(f"--model {str(directory)!r} is not a directory; give the folder that holds config.json")
     if not (directory / "config.json").is_file():
         raise StartError(f"--model {str(directory)!r} holds no config.json; save the model there first")
     place = _device(device)
@@ -71,9 +69,7 @@ def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int |
         raise
     except Exception as error:
         # transformers raises dozens of kinds here; all mean that this directory cannot be served.
-        raise StartError(
-            f"cannot load --model {str(directory)!r}: {type(error).__name__}: {error}", 1
-        ) from error
+        raise StartError(f"cannot load --model {str(directory)!r}: {type(error).__name__}: {error}", 1) from error
     return prepared(cast(Any, model).to(place), tokenizer, max_model_len=max_model_len)
 
 
@@ -100,7 +96,7 @@ def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None) -> Loaded
 
 
 def check_cache(model: Any, max_model_len: int) -> int:
-    """Compares logits of the cached path with those of plain forward passes over the same tokens.
+    """Compare logits of the cached path with those of plain forward passes over the same tokens.
 
     Returns the key-value memory of one token in bytes.
 
@@ -117,11 +113,7 @@ def check_cache(model: Any, max_model_len: int) -> int:
         for _ in range(2 if max_model_len > 1 else 1):
             logits = batch.logits().float()
             for row, sequence in enumerate(batch.sequences):
-                plain = (
-                    model(input_ids=torch.tensor([sequence.tokens], device=model.device))
-                    .logits[0, -1]
-                    .float()
-                )
+                plain = model(input_ids=torch.tensor([sequence.tokens], device=model.device)).logits[0, -1].float()
                 worst = max(worst, ((logits[row] - plain).abs().max() / (1.0 + plain.abs().max())).item())
                 sequence.tokens.append((sequence.tokens[-1] + 1) % vocabulary)
     if not worst <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
@@ -165,11 +157,7 @@ def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     stored = getattr(config, "dtype", None)
-    return (
-        torch.bfloat16
-        if device.type == "cuda" and stored in (torch.bfloat16, torch.float16)
-        else torch.float32
-    )
+    return torch.bfloat16 if device.type == "cuda" and stored in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def _context(config: Any, wanted: int | None) -> int:
@@ -179,9 +167,7 @@ def _context(config: Any, wanted: int | None) -> int:
             raise StartError("the model's config names no context length; give --max-model-len")
         return int(limit)
     if limit is not None and wanted > limit:
-        raise StartError(
-            f"--max-model-len {wanted} is more than the model's {limit} positions; give at most {limit}"
-        )
+        raise StartError(f"--max-model-len {wanted} is more than the model's {limit} positions; give at most {limit}")
     return wanted
 
 

@@ -15,7 +15,7 @@ from verifiers_embedded.http import Handler
 
 
 class Metrics:
-    """What the server has done, and what it is doing.
+    """Counters and gauges of the server.
 
     Args:
         engine: whose queue is shown.
@@ -28,9 +28,7 @@ class Metrics:
         )
         self._prompt = Counter("vf_prompt_tokens", "Prompt tokens read", registry=self._registry)
         self._sampled = Counter("vf_generation_tokens", "Tokens sampled", registry=self._registry)
-        self._ends = Counter(
-            "vf_completions", "Finished completions", ["finish_reason"], registry=self._registry
-        )
+        self._ends = Counter("vf_completions", "Finished completions", ["finish_reason"], registry=self._registry)
         for name, text in (("running", "that have a slot"), ("waiting", "that wait for a slot")):
             gauge = Gauge(f"vf_sequences_{name}", f"Sequences {text}", registry=self._registry)
             gauge.set_function(partial(_count, engine, name))
@@ -45,7 +43,7 @@ class Metrics:
         paused.set_function(lambda: float(engine.is_paused))
 
     def count_tokens(self, jobs: Sequence[GenerationRequest], generations: Sequence[Generation]) -> None:
-        """Counts finished completions."""
+        """Count finished completions."""
         for job, generation in zip(jobs, generations, strict=True):
             self._prompt.inc(len(job.prompt_ids))
             self._sampled.inc(len(generation.token_ids))
@@ -67,7 +65,7 @@ class Metrics:
         return count
 
     async def show(self, request: web.Request) -> web.Response:
-        """GET /metrics"""
+        """GET /metrics."""
         return web.Response(
             body=generate_latest(self._registry), headers={"Content-Type": "text/plain; version=0.0.4"}
         )

@@ -1,26 +1,18 @@
-"""The OpenAPI description of this server: what each route reads and answers, with this model's own limits."""
+"""The OpenAPI description of this server: what each route reads and answers."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from aiohttp import web
+from pydantic import TypeAdapter
 
-from verifiers_embedded import __version__
+from verifiers_embedded import __version__, requests
+from verifiers_embedded import answer_bodies as answers
 from verifiers_embedded.engine import PAUSE_MODES
-from verifiers_embedded.loading import LoadedModel
-from verifiers_embedded.schemas import (
-    COUNT,
-    FLAG,
-    TEXT,
-    Schema,
-    answer_schemas,
-    answered,
-    listed,
-    or_null,
-    ref,
-    request_schemas,
-)
 
 _ERRORS = {
     400: "The body cannot be read, or holds what the server cannot obey",
@@ -30,17 +22,66 @@ _ERRORS = {
     500: "Nothing more can be generated, or the model gave no valid distribution",
     503: "The server is shutting down",
 }
-
+_OPEN_PATHS = ("/health", "/metrics")
+_REF = "#/components/schemas/{model}"
 _NOTE = (
-    "Fields that are null count as absent. Beyond what the schemas say, and with status 400 where it is not "
-    "so: a prompt leaves room for a token in the context, the chat template accepts the messages, a "
-    "constraint can be compiled and fits the other fields, and weights fit the model."
+    "Fields that are null count as absent. Beyond what the schemas say, and with status 400 where it is not so: a "
+    "prompt leaves room for a token in the context and holds ids of the vocabulary, the chat template accepts the "
+    "messages, fields that need one another come together, a constraint can be compiled, and weights fit the model. "
+    "A model's name other than the served one is answered with status 404."
 )
 
 
-def openapi_route(model_name: str, loaded: LoadedModel, *, keyed: bool) -> web.RouteDef:
-    """GET /openapi.json"""
-    document = describe(model_name, loaded.vocab_size, loaded.max_model_len, keyed=keyed)
+@dataclass(frozen=True)
+class _Route:
+    """A route: what it reads, what it answers, what the events of its stream hold, and the statuses of refusals."""
+
+    method: str
+    path: str
+    answer: Any
+    body: Any = None
+    chunk: Any = None
+    statuses: tuple[int, ...] = ()
+    parameters: tuple[dict[str, Any], ...] = ()
+
+
+_FAILING = (500, 503)
+_READING = (400, 404, 413, *_FAILING)
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_MODE = {"name": "mode", "in": "query", "required": False, "schema": {"enum": list(PAUSE_MODES)}}
+_ROUTES = (
+    _Route("post", "/v1/chat/completions", answers.ChatCompletion, requests.ChatRequest, answers.ChatChunk, _READING),
+    _Route("post", "/v1/completions", answers.Completion, requests.TextRequest, answers.CompletionChunk, _READING),
+    _Route(
+        "post",
+        "/inference/v1/generate",
+        answers.TokenGeneration,
+        requests.TokenRequest,
+        answers.GenerationChunk,
+        _READING,
+    ),
+    _Route(
+        "post", "/v1/chat/completions/derender", answers.ChatCompletion, requests.DerenderRequest, statuses=_READING
+    ),
+    _Route("post", "/tokenize", answers.Tokenized, requests.TokenizeRequest, statuses=_READING),
+    _Route("post", "/detokenize", answers.Detokenized, requests.DetokenizeRequest, statuses=_READING),
+    _Route("get", "/v1/models", answers.ModelList),
+    _Route("get", "/v1/models/{name}", answers.ServedModel, statuses=(404,), parameters=(_NAME,)),
+    _Route("post", "/pause", answers.Paused, statuses=(400, *_FAILING), parameters=(_MODE,)),
+    _Route("post", "/resume", answers.Resumed, statuses=_FAILING),
+    _Route("get", "/is_paused", answers.PauseState),
+    _Route("post", "/collective_rpc", answers.Reloaded, requests.ReloadRequest, statuses=_READING),
+    _Route("post", "/update_weight_version", answers.VersionSet, requests.VersionRequest, statuses=_READING),
+    _Route("get", "/weight_info", answers.WeightInfo),
+    _Route("get", "/health", answers.Health, statuses=(503,)),
+    _Route("get", "/metrics", str),
+    _Route("get", "/openapi.json", dict),
+)
+
+
+def openapi_route(*, keyed: bool) -> web.RouteDef:
+    """Make the route of the description, GET /openapi.json."""
+    document = describe(keyed=keyed)
 
     async def show(request: web.Request) -> web.Response:
         return web.json_response(document)
@@ -49,22 +90,30 @@ def openapi_route(model_name: str, loaded: LoadedModel, *, keyed: bool) -> web.R
     return web.get("/openapi.json", handler)
 
 
-def describe(model_name: str, vocab_size: int, max_model_len: int, *, keyed: bool) -> Schema:
-    """The whole document, OpenAPI 3.1.
+@cache
+def describe(*, keyed: bool) -> dict[str, Any]:
+    """Write the whole document, OpenAPI 3.1; once a process, since it takes pydantic a tenth of a second.
 
     Args:
-        model_name: the one that requests may name.
-        vocab_size: token ids are smaller.
-        max_model_len: the context in tokens.
-        keyed: whether the server asks for a key.
+        keyed: true where the server asks for a key.
     """
-    token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
-    schemas = request_schemas(model_name, token, max_model_len) | answer_schemas()
-    document: Schema = {
+    described = {kind for route in _ROUTES for kind in (route.answer, route.body, route.chunk) if kind is not None}
+    inputs = [(kind, "validation", TypeAdapter(kind)) for kind in [*sorted(described, key=_name), answers.Error]]
+    found, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)  # type: ignore[arg-type]
+    schemas = {kind: schema for (kind, _), schema in found.items()}
+    paths: dict[str, Any] = {}
+    for route in _ROUTES:
+        operation = _operation(route, schemas)
+        if route.path in _OPEN_PATHS:
+            operation["security"] = []
+        elif keyed:
+            operation["responses"]["401"] = _refused(401)
+        paths.setdefault(route.path, {})[route.method] = operation
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "verifiers-embedded", "version": __version__, "description": _NOTE},
-        "paths": _paths(keyed),
-        "components": {"schemas": schemas},
+        "paths": paths,
+        "components": {"schemas": definitions["$defs"]},
     }
     if keyed:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -72,85 +121,30 @@ def describe(model_name: str, vocab_size: int, max_model_len: int, *, keyed: boo
     return document
 
 
-def _paths(keyed: bool) -> dict[str, Schema]:
-    paused = {"status": {"const": "paused"}}
-    info = {"weight_version": TEXT, "num_parameters": COUNT, "model": TEXT}
-    health = answered({"status": {"const": "ok"}, "running": COUNT, "waiting": COUNT})
-    tokenized = {"count": COUNT, "max_model_len": COUNT, "tokens": listed(COUNT)}
-    paths = {
-        "/v1/chat/completions": _post("ChatRequest", ref("ChatCompletion"), "ChatChunk"),
-        "/v1/completions": _post("CompletionRequest", ref("Completion"), "CompletionChunk"),
-        "/inference/v1/generate": _post("GenerateRequest", ref("Generation"), "GenerationChunk"),
-        "/v1/chat/completions/derender": _post("DerenderRequest", ref("ChatCompletion")),
-        "/tokenize": _post("TokenizeRequest", answered({**tokenized, "token_strs": or_null(listed(TEXT))})),
-        "/detokenize": _post("DetokenizeRequest", answered({"prompt": TEXT})),
-        "/v1/models": _get(answered({"object": {"const": "list"}, "data": listed(ref("Model"))})),
-        "/v1/models/{name}": _get(ref("Model"), 404, _parameter("name", "path", TEXT)),
-        "/pause": _operation(
-            "post",
-            answered(paused),
-            (400, 500, 503),
-            _parameter("mode", "query", {"enum": list(PAUSE_MODES)}),
-        ),
-        "/resume": _operation("post", answered({"status": {"const": "resumed"}}), (500, 503)),
-        "/is_paused": _get(answered({"is_paused": FLAG})),
-        "/collective_rpc": _post("ReloadRequest", answered({"results": listed({"type": "null"})})),
-        "/update_weight_version": _post(
-            "VersionRequest", answered({"success": {"const": True}, "new_version": TEXT})
-        ),
-        "/weight_info": _get(answered(info)),
-        "/health": _get(health, 503),
-        "/metrics": _get(TEXT, media="text/plain"),
-        "/openapi.json": _get({"type": "object"}),
-    }
-    for path, item in paths.items():
-        for operation in item.values():
-            if path in ("/health", "/metrics"):
-                operation["security"] = []
-            elif keyed:
-                operation["responses"]["401"] = _error(401)
-    return paths
+def _name(kind: Any) -> str:
+    return str(kind.__name__)
 
 
-def _post(request: str, answer: Schema, chunk: str = "") -> Schema:
-    """A route with a JSON body. `chunk` names what the events of its stream hold."""
-    item = _operation("post", answer, (400, 404, 413, 500, 503))
-    operation = item["post"]
-    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(request)}}}
-    if chunk:
-        done = operation["responses"]["200"]
+def _operation(route: _Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    media = "text/plain" if route.answer is str else "application/json"
+    done: dict[str, Any] = {"description": "Done", "content": {media: {"schema": schemas[route.answer]}}}
+    if route.chunk is not None:
         done["description"] = (
             'Done. With "stream": true the body is server-sent events, each of which holds a '
-            f'{chunk} or, at a failure, an Error; the last holds "[DONE]"'
+            f'{_name(route.chunk)} or, at a failure, an Error; the last holds "[DONE]"'
         )
         # no schema: one for a body of events is OpenAPI 3.2's
-        done["content"]["text/event-stream"] = {"x-event-schema": ref(chunk)}
-    return item
+        done["content"]["text/event-stream"] = {"x-event-schema": schemas[route.chunk]}
+    responses = {"200": done, **{str(status): _refused(status) for status in route.statuses}}
+    operation: dict[str, Any] = {"responses": responses}
+    if route.parameters:
+        operation["parameters"] = list(route.parameters)
+    if route.body is not None:
+        content = {"application/json": {"schema": schemas[route.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
 
 
-def _get(answer: Schema, *refusals: int | Schema, media: str = "application/json") -> Schema:
-    statuses = tuple(item for item in refusals if isinstance(item, int))
-    return _operation("get", answer, statuses, *(i for i in refusals if not isinstance(i, int)), media=media)
-
-
-def _operation(
-    method: str,
-    answer: Schema,
-    refusals: tuple[int, ...],
-    *parameters: Schema,
-    media: str = "application/json",
-) -> Schema:
-    responses: Schema = {"200": {"description": "Done", "content": {media: {"schema": answer}}}}
-    responses |= {str(status): _error(status) for status in refusals}
-    operation: Schema = {"responses": responses}
-    if parameters:
-        operation["parameters"] = list(parameters)
-    return {method: operation}
-
-
-def _error(status: int) -> Schema:
-    return {"description": _ERRORS[status], "content": {"application/json": {"schema": ref("Error")}}}
-
-
-def _parameter(name: str, place: str, schema: Schema) -> Schema:
-    return {"name": name, "in": place, "required": place == "path", "schema": schema}
+def _refused(status: int) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(model="Error")}
+    return {"description": _ERRORS[status], "content": {"application/json": {"schema": schema}}}

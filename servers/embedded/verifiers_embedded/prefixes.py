@@ -1,4 +1,4 @@
-"""Keys and values of finished sequences, kept for the turn that goes on from them."""
+"""Keys and values of finished sequences, kept for the turn that extends them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PrefixStore:
         return len(self._held)
 
     def find(self, tokens: Sequence[int]) -> tuple[Prefix, int] | None:
-        """The prefix that shares most of its beginning with `tokens`, and how many tokens that is."""
+        """Return the prefix that shares most of its beginning with `tokens`, and how many tokens that is."""
         if not self._held:
             return None
         found: Prefix | None = None
@@ -70,7 +70,7 @@ class PrefixStore:
         return found, shared
 
     def keep(self, tokens: Sequence[int], states: LayerStates) -> None:
-        """Holds the states of `tokens`, in the place of those that they go on from."""
+        """Hold the states of `tokens`, in the place of those that they extend."""
         prefix = Prefix(tuple(tokens), states, list(_blocks(tokens)))
         if not prefix.blocks or prefix.bytes > self.max_bytes:
             return
@@ -93,7 +93,7 @@ class PrefixStore:
         self.bytes = 0
 
     def _ending_at(self, prefix: Prefix) -> Prefix | None:
-        """A held prefix of which the new one is a continuation (or the same)."""
+        """Return a held prefix of which the new one is a continuation (or the same)."""
         for block in reversed(prefix.blocks):
             for older in self._by_last_block.get(block, ()):
                 if prefix.tokens[: len(older.tokens)] == older.tokens:
@@ -115,7 +115,7 @@ def _take_out(index: dict[int, list[Prefix]], block: int, prefix: Prefix) -> Non
 
 
 def _blocks(tokens: Sequence[int]) -> Iterator[int]:
-    """A number for each beginning of whole blocks; equal beginnings have equal numbers."""
+    """Return a number for each beginning of whole blocks; equal beginnings have equal numbers."""
     number = 0
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         number = hash((number, tuple(tokens[start : start + BLOCK])))

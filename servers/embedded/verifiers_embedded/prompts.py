@@ -64,7 +64,7 @@ class ChatText:
         template_kwargs: dict[str, Any],
         tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
-        """The prompt's token ids: the tokenizer's chat template with the generation prompt.
+        """Return the prompt's token ids: the tokenizer's chat template with the generation prompt.
 
         Raises:
             ApiError: the tokenizer has no chat template, it knows no tools where some are given, or the
@@ -97,7 +97,7 @@ class ChatText:
         return [int(value) for value in ids]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a plain text."""
+        """Return the token ids of a plain text."""
         return [int(value) for value in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -116,7 +116,7 @@ class ChatText:
         return ("<tool_call>", "\n<tool_call>") if self.tool_format else ()
 
     def divide(self, ids: Sequence[int], text: str) -> Answer:
-        """A completion as content and tool calls; without a call in the model's format, its text as it is.
+        """Return a completion as content and tool calls; without a call in the model's format, its text as it is.
 
         Args:
             ids: the completion's token ids.
@@ -155,7 +155,7 @@ class ChatText:
         return {**message, "tool_calls": [_with_arguments_read(call) for call in calls]}
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
-        """A token's text and its UTF-8 bytes; where the token is part of a character, its true bytes."""
+        """Return a token's text and its UTF-8 bytes; where the token is part of a character, its true bytes."""
         known = self._names.get(token_id)
         if known is None:
             known = self._names[token_id] = self._name(token_id)
@@ -171,7 +171,7 @@ class ChatText:
 
 
 def bytes_of_piece(piece: Any) -> bytes | None:
-    """The bytes of a token that is part of a character, from its name in the vocabulary; None for others."""
+    """Return the bytes of a token that is part of a character, from its name in the vocabulary; None for others."""
     # first: its characters are stand-ins of bytes, too
     if isinstance(piece, str) and len(piece) == 6 and piece.startswith("<0x"):
         return bytes([int(piece[3:5], 16)])
@@ -199,7 +199,7 @@ def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _bytes_of_byte_level_characters() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE (GPT-2) uses for the 256 bytes."""
+    """Return the printable stand-ins that byte-level BPE (GPT-2) uses for the 256 bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_ins = {chr(value): value for value in printable}
     others = (value for value in range(256) if value not in printable)

@@ -1,304 +1,341 @@
-"""The bodies that ask for tokens, as values: chat completions, completions, and generation from token ids."""
+"""The bodies of requests: chat completions, completions, token ids, and what surrounds them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+
+from verifiers_embedded.bodies import Body, Count, Flag, RequestBody, Text, TokenId, TokenIds, Whole, only
+from verifiers_embedded.conversation import (
+    Constrained,
+    Conversation,
+    Messages,
+    NamedTool,
+    TemplateArguments,
+    Tools,
+)
 from verifiers_embedded.errors import ApiError
-from verifiers_embedded.fields import integer, number, read_fields, short, typed, whole
-from verifiers_embedded.grammars import read_forced, read_response_format
-from verifiers_embedded.messages import read_messages, read_template_kwargs, read_tools
+from verifiers_embedded.generation import FinishReason
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP = 4
-_MAX_TOP_K = 2**24
 MAX_TEMPERATURE = 1000.0
+_MAX_TOP_K = 2**24
 _COMPLETIONS_MAX_TOKENS = 16
 
-_DECODING = frozenset(
-    {
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "stop",
-        "stop_token_ids",
-        "seed",
-        "n",
-        "logprobs",
-        "ignore_eos",
-    }
-)
-_ANSWERING = frozenset({"model", "stream", "stream_options", "return_token_ids"})
-_CHAT = frozenset(
-    {
-        "messages",
-        "max_completion_tokens",
-        "top_logprobs",
-        "chat_template_kwargs",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "response_format",
-    }
-)
-_TEXT = frozenset({"prompt", "echo", "add_special_tokens", "response_format"})
-_TOKENS = frozenset({"token_ids", "sampling_params"})
+TopLogprobs = Annotated[
+    Whole, Field(ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}")
+]
+Prompt = Annotated[str, Strict(), Field(min_length=1)] | TokenIds
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """How a completion is sampled, and how many.
+class Decoding(RequestBody):
+    """The fields that say how completions are sampled, and how many."""
 
-    Args:
-        max_tokens: None for the room left in the context.
-        n: completions of the prompt.
-        logprobs: whether log-probabilities are answered.
-        top_logprobs: alternatives a token, beside the sampled one.
-        stop_token_ids: ids that end a completion, beside the model's own.
-    """
-
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    stop: tuple[str, ...]
-    stop_token_ids: frozenset[int]
-    seed: int | None
-    n: int
-    logprobs: bool
-    top_logprobs: int
-    ignore_eos: bool
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """How the answer is sent. `include_usage` adds a last event with the counts of tokens to a stream."""
-
-    model: str
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """A chat-completion request as the server understands it.
-
-    Args:
-        schema: JSON text of the schema that the answer must fit; None where it is free.
-        forced: names of the tools one of which must be called; none where none must.
-    """
-
-    decoding: Decoding
-    delivery: Delivery
-    messages: list[dict[str, Any]]
-    chat_template_kwargs: dict[str, Any]
-    tools: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    schema: str | None = None
-    forced: tuple[str, ...] = ()
+    max_tokens: Count | None = None
+    temperature: Annotated[
+        float, Strict(), Field(ge=0, le=MAX_TEMPERATURE, description=f"a number in [0, {MAX_TEMPERATURE:g}]")
+    ] = 1.0
+    top_p: Annotated[float, Strict(), Field(gt=0, le=1, description="a number in (0, 1]")] = 1.0
+    top_k: Annotated[Whole, Field(ge=-1, description="a whole number of at least -1")] = 0
+    min_p: Annotated[float, Strict(), Field(ge=0, le=1, description="a number in [0, 1]")] = 0.0
+    stop: Annotated[
+        Annotated[str, Strict(), Field(min_length=1)]
+        | Annotated[list[Annotated[str, Strict(), Field(min_length=1)]], Field(max_length=MAX_STOP)],
+        Field(description=f"a non-empty string or a list of at most {MAX_STOP}"),
+    ] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(description="a list of token ids")] = Field(default_factory=list)
+    seed: Annotated[Whole, Field(description="a whole number")] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")] = 1
+    ignore_eos: Flag = False
 
     @property
-    def text_length(self) -> int:
-        """Characters that the chat template will print, roughly."""
-        said = sum(
-            len(message["content"]) + len(repr(message.get("tool_calls", ""))) for message in self.messages
-        )
-        return said + len(repr(self.tools))
+    def limit(self) -> int | None:
+        """Most tokens of a completion; None for the room left in the context."""
+        return self.max_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end a completion."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def most_likely(self) -> int:
+        """Tokens to draw from, as the sampler takes it; 0 for all."""
+        return min(max(self.top_k, 0), _MAX_TOP_K)
+
+    @property
+    def seed_64(self) -> int | None:
+        """The seed modulo 2**64: any whole number is one."""
+        return None if self.seed is None else self.seed % 2**64
 
 
-@dataclass(frozen=True)
-class TextRequest:
-    """A completion request: one or more prompts, each a text or token ids; `schema` as in `ChatRequest`."""
+class StreamOptions(Body):
+    """`include_usage` adds a last event with the counts of tokens to a stream."""
 
-    decoding: Decoding
-    delivery: Delivery
-    prompts: list[str | list[int]]
-    echo: bool
-    add_special_tokens: bool
-    schema: str | None = None
+    include_usage: Flag = False
+    include_obfuscation: Any = None
 
 
-@dataclass(frozen=True)
-class TokenRequest:
-    """Generation from token ids, under vLLM's names."""
+class Delivery(Body):
+    """The fields that say how the answer is sent."""
 
-    decoding: Decoding
-    delivery: Delivery
-    token_ids: list[int]
+    model: Text
+    stream: Flag = False
+    stream_options: StreamOptions | None = Field(None, description="an object, with 'stream': true")
+    return_token_ids: Flag = False
 
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
+            raise ApiError("field 'stream_options' needs 'stream': true", param="stream_options")
+        return self
 
-def parse_chat_request(body: Any) -> ChatRequest:
-    """Checks a chat-completion body and reads it. A field that is null counts as absent.
-
-    Raises:
-        ApiError: status 400; the message names the field, the value and what is expected.
-    """
-    fields = read_fields(body, _DECODING | _ANSWERING | _CHAT, {"best_of": (1,), "echo": (False,)})
-    delivery = _delivery(fields)
-    # both are checked where both are given
-    limits = [_max_tokens(fields, name) for name in ("max_completion_tokens", "max_tokens") if name in fields]
-    logprobs = typed(fields, "logprobs", bool, False)
-    top = integer(fields, "top_logprobs", 0, least=0, most=MAX_TOP_LOGPROBS)
-    if top and not logprobs:
-        raise ApiError(f"field 'top_logprobs' is {top}, which needs 'logprobs': true", param="top_logprobs")
-    tools = read_tools(fields)
-    return ChatRequest(
-        decoding=_decoding(fields, limits[0] if limits else None, logprobs, top),
-        delivery=delivery,
-        messages=read_messages(fields.get("messages")),
-        chat_template_kwargs=read_template_kwargs(fields),
-        tools=tools,
-        parallel_tool_calls=typed(fields, "parallel_tool_calls", bool, True),
-        schema=read_response_format(fields),
-        forced=read_forced(fields, tools),
-    )
+    @property
+    def include_usage(self) -> bool:
+        """True where a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
-def parse_text_request(body: Any) -> TextRequest:
-    """Checks a completion body and reads it.
+class ChatRequest(Conversation, Constrained, Delivery, Decoding):
+    """The body of a chat completion."""
 
-    Raises:
-        ApiError: as `parse_chat_request`.
-    """
-    neutral = {"best_of": (1,), "suffix": ("",)}
-    if isinstance(body, dict) and body.get("best_of") == body.get("n"):
-        neutral["best_of"] = (body.get("n"),)
-    fields = read_fields(body, _DECODING | _ANSWERING | _TEXT, neutral)
-    delivery = _delivery(fields)
-    top = integer(fields, "logprobs", 0, least=0, most=MAX_TOP_LOGPROBS)
-    echo = typed(fields, "echo", bool, False)
-    if echo and "logprobs" in fields:
-        raise ApiError(
-            "field 'echo' with 'logprobs' would need log-probabilities of the prompt, which this server does "
-            "not compute; leave one of them out",
-            param="echo",
-            code="unsupported_parameter",
-        )
-    limit = _max_tokens(fields, "max_tokens")
-    return TextRequest(
-        decoding=_decoding(
-            fields, _COMPLETIONS_MAX_TOKENS if limit is None else limit, "logprobs" in fields, top
+    max_completion_tokens: Count | None = None
+    logprobs: Flag = False
+    top_logprobs: TopLogprobs = 0
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedTool,
+        Field(
+            description="'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
         ),
-        delivery=delivery,
-        prompts=_prompts(fields.get("prompt")),
-        echo=echo,
-        add_special_tokens=typed(fields, "add_special_tokens", bool, True),
-        schema=read_response_format(fields),
-    )
+    ] = "auto"
+    parallel_tool_calls: Flag = True
+    best_of: Any = only(1)
+    echo: Any = only(False)
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                f"field 'top_logprobs' is {self.top_logprobs}, which needs 'logprobs': true",
+                param="top_logprobs",
+            )
+        names, named = self._tool_names, self._named_tool
+        if self.tool_choice not in ("auto", "none") and not names:
+            raise ApiError(
+                "field 'tool_choice' asks for a call, which needs 'tools' to choose from", param="tool_choice"
+            )
+        if named is not None and named not in names:
+            raise ApiError(
+                f"field 'tool_choice' names the function {named!r}, but the tools are {', '.join(names)}",
+                param="tool_choice",
+            )
+        # refused here, before anything is rendered
+        _ = self.schema_text
+        return self
+
+    @property
+    def _tool_names(self) -> tuple[str, ...]:
+        return tuple(tool["function"]["name"] for tool in super().shown_tools)
+
+    @property
+    def _named_tool(self) -> str | None:
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def forced(self) -> tuple[str, ...]:
+        """Names of the functions one of which must be called; none where none must."""
+        named = self._named_tool
+        if named is not None:
+            return (named,)
+        return self._tool_names if self.tool_choice == "required" else ()
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown: none with `tool_choice` "none"."""
+        return [] if self.tool_choice == "none" else super().shown_tools
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of a completion; None for the room left in the context."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where log-probabilities are answered."""
+        return self.logprobs
 
 
-def parse_token_request(body: Any) -> TokenRequest:
-    """Checks a body of /inference/v1/generate and reads it. `model` may be left out.
+class TextRequest(Constrained, Delivery, Decoding):
+    """The body of a completion: OpenAI's four forms of prompt are a text, texts, ids, or several prompts' ids."""
 
-    Raises:
-        ApiError: as `parse_chat_request`.
+    prompt: Annotated[
+        Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)],
+        Field(description=f"a text, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
+    ]
+    logprobs: TopLogprobs | None = None
+    echo: Flag = False
+    add_special_tokens: Flag = True
+    best_of: Annotated[Whole, Field(ge=1)] | None = None
+    suffix: Any = only("")
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise ApiError(
+                "field 'echo' with 'logprobs' would need log-probabilities of the prompt, which this server does "
+                "not compute; leave one of them out",
+                param="echo",
+                code="unsupported_parameter",
+            )
+        if self.best_of not in (None, 1, self.n):
+            raise ApiError(
+                f"field 'best_of' with value {self.best_of} is not supported by this server; leave it out or give 1",
+                param="best_of",
+                code="unsupported_parameter",
+            )
+        _ = self.schema_text
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of a completion; 16 where the request leaves it open, as with OpenAI."""
+        return _COMPLETIONS_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def top_logprobs(self) -> int:
+        """Alternatives a token, beside the sampled one."""
+        return self.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where log-probabilities are answered."""
+        return self.logprobs is not None
+
+
+class SamplingParams(Decoding):
+    """vLLM's sampling parameters of a generation from token ids."""
+
+    logprobs: TopLogprobs | None = None
+    detokenize: Flag | None = None
+    output_kind: Any = only()
+
+    @property
+    def top_logprobs(self) -> int:
+        """Alternatives a token, beside the sampled one."""
+        return self.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where log-probabilities are answered."""
+        return self.logprobs is not None
+
+
+class TokenRequest(Delivery, RequestBody):
+    """The body of /inference/v1/generate: generation from token ids, under vLLM's names. `model` may be left out."""
+
+    model: Text = ""
+    token_ids: TokenIds
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    features: Any = only()
+    kv_transfer_params: Any = only()
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where log-probabilities are answered."""
+        return self.sampling_params.wants_logprobs
+
+
+class TokenizeRequest(RequestBody):
+    """The body of /tokenize: a text, or a conversation to be rendered."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools = Field(default_factory=list)
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+    add_special_tokens: Flag = True
+    return_token_strs: Flag = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError("give either 'prompt', a text, or 'messages'", param="prompt")
+        return self
+
+    @property
+    def conversation(self) -> Conversation:
+        """The conversation to render where no text is given."""
+        assert self.messages is not None
+        return Conversation.model_construct(
+            messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs
+        )
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of /detokenize."""
+
+    model: Text | None = None
+    tokens: TokenIds
+
+
+class Generated(BaseModel):
+    """One choice of /inference/v1/generate; its log-probs are not needed."""
+
+    token_ids: TokenIds
+    finish_reason: FinishReason = "stop"
+
+
+class GenerateResponse(BaseModel):
+    """An answer of /inference/v1/generate."""
+
+    choices: Annotated[list[Generated], Field(min_length=1)]
+
+
+def _without_model(value: Any) -> Any:
+    return {"model": "", **value} if isinstance(value, dict) else value
+
+
+class DerenderRequest(RequestBody):
+    """The body of /v1/chat/completions/derender: finished generations and the chat request they answer.
+
+    `prompt_token_ids` is what the generations continue: names of tool calls are made of them, and their end
+    says if a think tag is open.
     """
-    fields = read_fields(body, _ANSWERING | _TOKENS, {"features": (), "kv_transfer_params": ()})
-    sampling = read_fields(
-        typed(fields, "sampling_params", dict, {}),
-        _DECODING,
-        {"detokenize": (True, False), "output_kind": ()},
-    )
-    top = sampling.get("logprobs")
-    if top is not None:
-        top = integer(sampling, "logprobs", 0, least=0, most=MAX_TOP_LOGPROBS)
-    return TokenRequest(
-        decoding=_decoding(sampling, _max_tokens(sampling, "max_tokens"), top is not None, top or 0),
-        delivery=_delivery({"model": "", **fields}),
-        token_ids=_ids(fields.get("token_ids"), "token_ids"),
-    )
+
+    model: Text | None = None
+    generate_response: GenerateResponse
+    chat_request: Annotated[ChatRequest, BeforeValidator(_without_model)]
+    prompt_token_ids: TokenIds | None = None
+    prompt_tokens: Any = None
+    stream: Any = only(False)
 
 
-def _delivery(fields: Mapping[str, Any]) -> Delivery:
-    if "model" not in fields:
-        raise ApiError("field 'model' is missing; GET /v1/models lists the name to give", param="model")
-    stream = typed(fields, "stream", bool, False)
-    options = typed(fields, "stream_options", dict, {})
-    if options and not stream:
-        raise ApiError("field 'stream_options' needs 'stream': true", param="stream_options")
-    if unknown := sorted(set(options) - {"include_usage", "include_obfuscation"}):
-        raise ApiError(f"stream_options has unknown fields {', '.join(unknown)}", param="stream_options")
-    return Delivery(
-        model=typed(fields, "model", str, ""),
-        stream=stream,
-        include_usage=typed(options, "include_usage", bool, False),
-        return_token_ids=typed(fields, "return_token_ids", bool, False),
-    )
+class WeightsPath(BaseModel):
+    """The arguments of a reload."""
+
+    model_config = ConfigDict(extra="forbid")
+    weights_path: Annotated[str, Strict(), Field(description="a directory of safetensors")]
 
 
-def _decoding(fields: Mapping[str, Any], max_tokens: int | None, logprobs: bool, top: int) -> Decoding:
-    return Decoding(
-        max_tokens=max_tokens,
-        temperature=number(
-            fields, "temperature", 1.0, "in [0, 1000]", lambda value: 0 <= value <= MAX_TEMPERATURE
-        ),
-        top_p=number(fields, "top_p", 1.0, "in (0, 1]", lambda value: 0 < value <= 1),
-        top_k=min(max(integer(fields, "top_k", 0, least=-1), 0), _MAX_TOP_K),
-        min_p=number(fields, "min_p", 0.0, "in [0, 1]", lambda value: 0 <= value <= 1),
-        stop=_stop(fields.get("stop", [])),
-        stop_token_ids=frozenset(_ids(fields.get("stop_token_ids", []), "stop_token_ids", least=0)),
-        # modulo 2**64: any whole number is a seed
-        seed=integer(fields, "seed", 0) % 2**64 if "seed" in fields else None,
-        n=integer(fields, "n", 1, least=1, most=MAX_CHOICES),
-        logprobs=logprobs,
-        top_logprobs=top,
-        ignore_eos=typed(fields, "ignore_eos", bool, False),
-    )
+class ReloadRequest(BaseModel):
+    """The body of /collective_rpc."""
+
+    method: Literal["reload_weights"]
+    kwargs: Annotated[WeightsPath, Field(description="{'weights_path': DIR}")]
+    args: Any = only([], None)
 
 
-def _max_tokens(fields: Mapping[str, Any], name: str) -> int | None:
-    return integer(fields, name, 1, least=1) if name in fields else None
+class VersionRequest(BaseModel):
+    """The body of /update_weight_version."""
 
-
-def _stop(value: Any) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
-        raise ApiError(
-            f"field 'stop' must be a non-empty string or a list of them, not {short(value)}", param="stop"
-        )
-    if len(items) > MAX_STOP:
-        raise ApiError(f"field 'stop' holds {len(items)} strings; give at most {MAX_STOP}", param="stop")
-    return tuple(items)
-
-
-def _prompts(value: Any) -> list[str | list[int]]:
-    """OpenAI's four forms: a text, texts, the ids of one prompt, or those of several."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ApiError(
-            f"field 'prompt' must be a text, a list of token ids, or a list of either, not {short(value)}",
-            param="prompt",
-        )
-    if isinstance(value[0], int | float):
-        return [_ids(value, "prompt")]
-    if len(value) > MAX_CHOICES:
-        raise ApiError(
-            f"field 'prompt' holds {len(value)} prompts; give at most {MAX_CHOICES}", param="prompt"
-        )
-    return [item if isinstance(item, str) else _ids(item, f"prompt[{at}]") for at, item in enumerate(value)]
-
-
-def token_ids_of(fields: Mapping[str, Any], name: str) -> list[int]:
-    """A field of at least one token id."""
-    return _ids(fields.get(name), name)
-
-
-def _ids(value: Any, name: str, least: int = 1) -> list[int]:
-    fits = isinstance(value, list) and len(value) >= least
-    ids = [whole(item) for item in value] if fits else []
-    # bool is an int; the largest id that any tensor of ids can hold
-    if not fits or not all(type(item) is int and 0 <= item < 2**31 for item in ids):
-        raise ApiError(
-            f"field {name!r} must be a list of {'at least one token id' if least else 'token ids'}, "
-            f"whole numbers from 0, not {short(value)}",
-            param=name.partition("[")[0],
-        )
-    return ids
+    new_version: Annotated[str, Strict(), Field(min_length=1, description="a non-empty string")]

@@ -26,7 +26,7 @@ _DRAWN_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How the tokens of one completion are drawn.
+    """The sampling settings of one completion.
 
     Args:
         seed: of the request's own random stream, in [0, 2**64).
@@ -49,18 +49,18 @@ class SamplingParameters:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken and nothing is drawn."""
+        """Return true where the likeliest token is taken and nothing is drawn."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens are taken out of the distribution before it is sampled."""
+        """Return true where some tokens are taken out of the distribution before it is sampled."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one step drew, in row order.
+    """The tokens of one step, in row order.
 
     Args:
         tokens: ids.
@@ -77,16 +77,14 @@ class Draw:
 
 
 def seed_of_choice(seed: int, index: int) -> int:
-    """The seed of one of several completions of a request; the first has the request's own."""
+    """Return the seed of one of several completions of a request; the first has the request's own."""
     if index == 0:
         return seed
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
 
 
 class UniformStream:
-    """Uniform numbers in [0, 1) that depend on the seed and their index alone (Philox, a counter-based
-    generator).
-    """
+    """Uniform numbers in [0, 1) that depend on the seed and their index alone (Philox, a counter-based generator)."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.Generator(np.random.Philox(key=seed))
@@ -94,7 +92,7 @@ class UniformStream:
         self._next = 0
 
     def next(self) -> float:
-        """The next number, a little below 1 at most so that it never points past the last token."""
+        """Return the next number, a little below 1 at most so that it never points past the last token."""
         if self._next == len(self._drawn):
             self._drawn = self._bits.random(_DRAWN_AT_ONCE).tolist()
             self._next = 0
@@ -172,7 +170,7 @@ class BatchSampler:
         return found
 
     def _invert(self, log_probs_NV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-        """The first token whose cumulative probability exceeds the uniform number."""
+        """Return the first token whose cumulative probability exceeds the uniform number."""
         import torch
 
         # A float32 sum over a large vocabulary would shift the borders between tokens by up to 1e-5.
@@ -183,7 +181,7 @@ class BatchSampler:
 
 
 def truncate(log_probs_NV: torch.Tensor, limits_N3: torch.Tensor) -> torch.Tensor:
-    """Sets tokens outside min_p, top_k and top_p to -inf, without renormalising.
+    """Set tokens outside min_p, top_k and top_p to -inf, without renormalising.
 
     Args:
         log_probs_NV: normalised log-probabilities.

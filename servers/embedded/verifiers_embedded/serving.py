@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
+from verifiers.server_process import cannot_listen, end_by_signals, is_loopback_address, url_of, write_port_file
 from verifiers_embedded.app import Routes
 from verifiers_embedded.engine import Engine
-from verifiers_embedded.listening import cannot_bind, is_loopback, write_atomically
 from verifiers_embedded.loading import LoadedModel, load_model
 from verifiers_embedded.prompts import ChatText
 
@@ -25,7 +24,7 @@ _SWITCH_S = 0.0005
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says. Sizes are in tokens, `slots` in sequences; None stands for the default.
+    """The settings of the command line. Sizes are in tokens, `slots` in sequences; None stands for the default.
 
     `backend` is that of torch.compile, None for none.
     """
@@ -50,11 +49,11 @@ class Settings:
 
 
 def serve(settings: Settings, listener: socket.socket) -> int:
-    """Loads the model and serves it until a signal comes; returns the exit code.
+    """Load the model and serve it until a signal comes; return the exit code.
 
     Args:
         settings: the command line.
-        listener: a bound socket, as `listening.bind` gives it.
+        listener: a bound socket, as `bind` gives it.
 
     Raises:
         StartError: the model or the address cannot be used.
@@ -71,15 +70,7 @@ def serve(settings: Settings, listener: socket.socket) -> int:
 
 
 async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socket) -> int:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-
-    def end(code: int) -> None:
-        if not ended.done():
-            ended.set_result(code)
-
-    loop.add_signal_handler(signal.SIGTERM, end, 0)
-    loop.add_signal_handler(signal.SIGINT, end, 130)
+    ended = end_by_signals()
     text = ChatText(loaded.tokenizer, settings.tool_format, splits_reasoning=settings.splits_reasoning)
     engine = Engine(
         loaded.model,
@@ -100,16 +91,14 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
         api_key=settings.api_key,
         max_body_bytes=settings.max_body_bytes,
     )
-    runner = web.AppRunner(
-        routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
-    )
+    runner = web.AppRunner(routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     engine.start()
     try:
         try:
             await web.SockSite(runner, listener, backlog=_BACKLOG).start()
         except OSError as error:
-            raise cannot_bind(settings.host, settings.port, error) from error
+            raise cannot_listen(settings.host, settings.port, error) from error
         announce(settings, loaded, name, listener)
         return await ended
     finally:
@@ -119,14 +108,13 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
 
 
 def announce(settings: Settings, loaded: LoadedModel, name: str, listener: socket.socket) -> None:
-    """Prints the one line a parent process reads, and writes the port file."""
-    address, port = listener.getsockname()[:2]
-    shown = f"[{address}]" if ":" in address else address
-    if not is_loopback(address) and settings.api_key is None:
+    """Print the one line a parent process reads, and write the port file."""
+    url = url_of(listener)
+    if not is_loopback_address(listener.getsockname()[0]) and settings.api_key is None:
         print(
-            f"vf-serve: bound to {shown}, so whoever reaches this machine can generate text, pause it "
-            "and replace its weights without a password; use --host 127.0.0.1 unless the network is trusted, "
-            "or --api-key-var.",
+            f"vf-serve: {url} is not only for this machine: anyone who reaches it can generate text, pause it and "
+            "replace its weights without a password; use --host 127.0.0.1 unless the network is trusted, or "
+            "--api-key-var.",
             file=sys.stderr,
             flush=True,
         )
@@ -136,8 +124,8 @@ def announce(settings: Settings, loaded: LoadedModel, name: str, listener: socke
         f"vf-serve: {name}, {loaded.num_parameters:,} parameters, {loaded.device.type}, "
         f"{str(loaded.dtype).removeprefix('torch.')}, context {loaded.max_model_len} tokens, "
         f"{settings.slots} slots, KV cache at most {cache_mib:,.1f} MiB, kept prefixes at most "
-        f"{prefix_mib:,.0f} MiB; listening on http://{shown}:{port}",
+        f"{prefix_mib:,.0f} MiB; listening on {url}",
         flush=True,
     )
     if settings.port_file is not None:
-        write_atomically(settings.port_file, f"{port}\n")
+        write_port_file(settings.port_file, listener)

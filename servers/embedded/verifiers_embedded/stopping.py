@@ -26,7 +26,7 @@ class GrowingText:
         self._context_ids = 0
 
     def push(self, token: int) -> tuple[str, str]:
-        """Takes the next token.
+        """Take the next token.
 
         Returns:
             The text that is now certain, and where a character may be incomplete, the text before it, which
@@ -58,7 +58,7 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, token: int) -> bool:
-        """Takes the next token; True where a stop string is now complete."""
+        """Take the next token; True where a stop string is now complete."""
         certain, perhaps = self._text.push(token)
         self._tail += certain
         if any(stop in self._tail + perhaps for stop in self._stop):
@@ -73,7 +73,7 @@ class SendableText:
     Args:
         decode: token ids to text.
         ends: strings that end what is sent: stop strings, and marks behind which the text is read as a whole.
-        held: strings that are given out whole, so that whoever reads the text can act on them.
+        held: strings that are given out whole, so that a reader of the text can act on them.
     """
 
     def __init__(self, decode: Decode, ends: Sequence[str], held: Sequence[str] = ()) -> None:
@@ -85,7 +85,7 @@ class SendableText:
         self._ended = False
 
     def push(self, token: int) -> None:
-        """Takes the next token; `text` grows by what is certain now."""
+        """Take the next token; `text` grows by what is certain now."""
         self._pending += self._growing.push(token)[0]
         if self._ended:
             return

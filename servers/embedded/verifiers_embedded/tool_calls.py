@@ -97,7 +97,7 @@ KEEPS_SPECIAL_TOKENS = frozenset({"llama3_json", "mistral"})
 
 
 def format_of_template(template: str) -> str | None:
-    """The format in which a chat template writes calls; None where it writes none that is known here."""
+    """Return the format in which a chat template writes calls; None where it writes none that is known here."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template:
@@ -112,9 +112,7 @@ def call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) -> 
 
     Nine letters and digits, since the templates of Mistral's models accept nothing else.
     """
-    digest = hashlib.blake2b(
-        array("q", [*prompt_ids, -1, *token_ids, place]).tobytes(), digest_size=8
-    ).digest()
+    digest = hashlib.blake2b(array("q", [*prompt_ids, -1, *token_ids, place]).tobytes(), digest_size=8).digest()
     number, letters = int.from_bytes(digest, "big"), []
     for _ in range(_ID_LENGTH):
         number, letter = divmod(number, len(_ID_ALPHABET))
@@ -123,7 +121,7 @@ def call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) -> 
 
 
 def _tagged(text: str, read: Callable[[str], ToolCall | None]) -> Answer:
-    """Calls between ``<tool_call>`` and ``</tool_call>``; where one cannot be read, all is plain text."""
+    """Read the calls between ``<tool_call>`` and ``</tool_call>``; where one cannot be read, all is plain text."""
     content, *pieces = text.split("<tool_call>")
     calls: list[ToolCall] = []
     for piece in pieces:
@@ -157,7 +155,7 @@ def _json_call(text: str) -> ToolCall | None:
 
 
 def _as_written(text: str, key: str, value: dict[str, Any]) -> str:
-    """The JSON text of `value` as it stands behind `key`."""
+    """Return the JSON text of `value` as it stands behind `key`."""
     decoder = json.JSONDecoder()
     for match in re.finditer(rf'"{key}"\s*:\s*', text):
         try:
@@ -186,7 +184,7 @@ def _function_call(text: str) -> ToolCall | None:
 
 
 def _json_end(text: str) -> int | None:
-    """Where the JSON object that `text` begins with ends."""
+    """Return the end of the JSON object that `text` begins with."""
     try:
         return json.JSONDecoder().raw_decode(text)[1]
     except (ValueError, RecursionError):

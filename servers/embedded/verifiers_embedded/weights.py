@@ -32,14 +32,10 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
             with safe_open(path, framework="pt", device="cpu") as opened:
                 for name in opened.keys():  # noqa: SIM118 - the handle is not a mapping
                     if name in tensors:
-                        raise WeightsError(
-                            f"tensor {name!r} stands in two files of {directory}; write it once"
-                        )
+                        raise WeightsError(f"tensor {name!r} stands in two files of {directory}; write it once")
                     tensors[name] = opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise WeightsError(
-                f"cannot read {path}: {error}; write the file completely, then reload"
-            ) from error
+            raise WeightsError(f"cannot read {path}: {error}; write the file completely, then reload") from error
     return tensors
 
 
@@ -98,22 +94,18 @@ def match_weights(model: Any, given: dict[str, torch.Tensor]) -> Copies:
         raise WeightsError(
             "the weights do not fit the model that is served and nothing was changed: " + "; ".join(problems)
         )
-    return [
-        (live[name], given[name])
-        for names in names_of.values()
-        for name in [n for n in names if n in given][:1]
-    ]
+    return [(live[name], given[name]) for names in names_of.values() for name in [n for n in names if n in given][:1]]
 
 
 def copy_weights(copies: Copies) -> None:
-    """Writes the new values into the live tensors, converting dtype and device."""
+    """Write the new values into the live tensors, converting dtype and device."""
     with torch.no_grad():
         for target, source in copies:
             target.copy_(source)
 
 
 def _torn(groups: Iterable[list[str]], given: dict[str, torch.Tensor]) -> list[str]:
-    """Groups of tied names for which unequal tensors are given."""
+    """Return the groups of tied names for which unequal tensors are given."""
     torn = []
     for names in groups:
         held = [name for name in names if name in given]

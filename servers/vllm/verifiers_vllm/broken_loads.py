@@ -13,7 +13,7 @@ __all__ = ["close_layers", "register", "reload_weights"]
 
 
 def register() -> None:
-    """What the plugin calls in each of vLLM's processes; every worker's loads go through this class."""
+    """Register with vLLM, which calls this in each of its processes; every worker's loads go through this class."""
     try:
         from vllm.v1.worker.worker_base import WorkerWrapperBase
     except ImportError:
@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def reload_weights(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """The worker's method of this name; where it fails, the layers that it left open are closed."""
+    """Call the worker's method of this name; where it fails, close the layers that it left open."""
     try:
         return wrapper.worker.reload_weights(*args, **kwargs)
     except Exception:

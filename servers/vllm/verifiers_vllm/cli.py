@@ -24,7 +24,7 @@ from verifiers_vllm.versions import installed_version, known_minor
 __all__ = ["main", "parser"]
 
 EXPOSED = (
-    "whoever reaches this port can replace the weights, pause the server and call worker methods by name, "
+    "anyone who reaches this port can replace the weights, pause the server and call worker methods by name, "
     "for vLLM's --api-key does not cover the weight routes"
 )
 _POLL_S = 0.1
@@ -33,7 +33,7 @@ _PORT_WAIT_S = 5.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of its own; all others are vLLM's."""
+    """Return the options of its own; all others are vLLM's."""
     command = argparse.ArgumentParser(
         prog="vf-vllm",
         description="Start vLLM's OpenAI-compatible server with what training needs: processed log-probs, "
@@ -56,9 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server until SIGTERM (exit code 0) or Ctrl-C (130); a start that fails gives 1 or 2 and a
-    sentence.
-    """
+    """Run the server until SIGTERM (exit code 0) or Ctrl-C (130); a start that fails gives 1 or 2 and a sentence."""
     options, given = parser().parse_known_args(argv)
     try:
         with _Stop() as stop:
@@ -138,13 +136,13 @@ def _watch(
 
 
 def _reached_at(host: str, port: int) -> str:
-    """Where this host reaches a server that is bound to `host`, which may be all its addresses."""
+    """Return the address at which this host reaches a server bound to `host`, which may be all its addresses."""
     local = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
 
 
 def _hold_port(host: str, port: int) -> socket.socket:
-    """A socket bound to the port but not listening, so that nobody else is given it until vLLM listens."""
+    """Return a socket bound to the port but not listening, so that nobody else is given it until vLLM listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -159,8 +157,7 @@ def _hold_port(host: str, port: int) -> socket.socket:
                 continue
             held.close()
             raise StartError(
-                f"cannot bind {host}:{port}: {error.strerror or error}; give another --port, or 0 for a free "
-                "one",
+                f"cannot bind {host}:{port}: {error.strerror or error}; give another --port, or 0 for a free one",
                 exit_code=1,
             ) from error
 
@@ -181,9 +178,7 @@ def _write_whole(path: Path, text: str) -> None:
 def _api_key(variable: str) -> str:
     key = os.environ.get(variable, "")
     if not key:
-        raise StartError(
-            f"--api-key-var {variable}: the environment has no such variable, or it is empty; set it"
-        )
+        raise StartError(f"--api-key-var {variable}: the environment has no such variable, or it is empty; set it")
     return key
 
 

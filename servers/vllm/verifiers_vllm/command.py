@@ -12,14 +12,14 @@ __all__ = ["environment_for", "is_cpu_build", "vllm_arguments"]
 
 
 def is_cpu_build(version: str) -> bool:
-    """Whether this vLLM computes on the CPU."""
+    """Return true where this vLLM computes on the CPU."""
     return "cpu" in version or sys.platform == "darwin"
 
 
 def vllm_arguments(
     model: str, host: str, port: int, given: Sequence[str], minor: Minor, *, on_cpu: bool
 ) -> list[str]:
-    """The arguments after ``vllm serve``.
+    """Return the arguments after ``vllm serve``.
 
     Args:
         given: flags of the user's for vLLM; they go through unchanged, and win over the ones added here.
@@ -54,7 +54,7 @@ def vllm_arguments(
 def environment_for(
     given: Sequence[str], base: Mapping[str, str] | None = None, *, on_cpu: bool, threads: int | None = None
 ) -> dict[str, str]:
-    """The server's environment: what is set already wins, except the routes, which must be there."""
+    """Return the server's environment: what is set already wins, except the routes, which must be there."""
     environment = {
         # threads that spin between steps take the cores from the trainer beside them
         "KMP_BLOCKTIME": "0",
@@ -69,7 +69,7 @@ def environment_for(
     if on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
         # glibc: a push loads layer after layer into memory that the one before has just freed; without these
-        # each page comes from the kernel anew, and loading takes a third longer
+        # each page comes from the kernel again, and loading takes a third longer
         environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**33)}
     environment |= os.environ if base is None else base
     environment["VLLM_SERVER_DEV_MODE"] = "1"

@@ -1,4 +1,4 @@
-"""What ends a start: one sentence for the user, and an exit code."""
+"""The error that ends a start: one sentence for the user, and an exit code."""
 
 from __future__ import annotations
 

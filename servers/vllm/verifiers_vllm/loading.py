@@ -17,7 +17,7 @@ __all__ = ["load_with_every_core", "register"]
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes."""
+    """Register with vLLM, which calls this in each of its processes."""
     broken_loads.register()
     from vllm.platforms import current_platform
 

@@ -45,7 +45,7 @@ class ServerGroup:
     def end(self, grace_s: float = _GRACE_S) -> None:
         """SIGTERM to the whole group, and SIGKILL to what is left of it after the grace."""
         if self.exit_code is not None:
-            # whoever would have ended the engines in order is gone
+            # the process that would have ended the engines in order is gone
             grace_s = min(grace_s, 1.0)
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -73,7 +73,7 @@ class ServerGroup:
 
 
 def answers(url: str, timeout_s: float = 2.0) -> bool:
-    """Whether a GET is answered 200."""
+    """Return true where a GET is answered 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout_s) as response:
@@ -83,7 +83,7 @@ def answers(url: str, timeout_s: float = 2.0) -> bool:
 
 
 def process_lives(pid: int) -> bool:
-    """Whether process `pid` runs. One that has ended but was not waited for (a zombie) does not."""
+    """Return true where process `pid` runs. One that has ended but was not waited for (a zombie) does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -94,7 +94,7 @@ def process_lives(pid: int) -> bool:
 
 
 def _group_has_live_member(group: int) -> bool:
-    """A group of zombies alone is over; without /proc every group counts as alive."""
+    """Return true while a process of the group runs; zombies do not count, and without /proc every group counts."""
     proc = Path("/proc")
     if not (proc / "self/stat").is_file():
         return True

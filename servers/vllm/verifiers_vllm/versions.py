@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and what this package knows of its minors.
+"""The installed vLLM, and the facts about each of its minors.
 
 The table holds what differs between minors. What all of them share (the routes for pauses, weights, prefix
 cache, adapters and token ids) is listed in ``docs/training.md`` and checked by the tests in ``tests/vllm``.
@@ -17,7 +17,7 @@ __all__ = ["MINORS", "Minor", "installed_version", "known_minor"]
 
 @dataclass(frozen=True)
 class Minor:
-    """What one minor of vLLM has.
+    """The facts about one minor of vLLM.
 
     Attributes:
         scale_out_flag: /inference/v1/generate is there only with --enable-scale-out; before, it always was.
@@ -62,7 +62,7 @@ def installed_version() -> str:
 
 
 def known_minor(version: str) -> tuple[Minor, str | None]:
-    """What a version of vLLM has, and a sentence where it is newer than all that were tried.
+    """Return what a version of vLLM has, and a sentence where it is newer than all that were tried.
 
     Raises:
         StartError: it is older than the oldest that has the routes, or no version at all.
@@ -75,8 +75,7 @@ def known_minor(version: str) -> tuple[Minor, str | None]:
     minor = (int(found[1]), int(found[2]))
     if minor < oldest:
         raise StartError(
-            f"vLLM {version} is older than the versions that can be trained against ({tried}); "
-            "install one of those"
+            f"vLLM {version} is older than the versions that can be trained against ({tried}); install one of those"
         )
     if minor > newest:
         return MINORS[newest], (

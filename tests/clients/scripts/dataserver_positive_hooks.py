@@ -22,9 +22,10 @@ def before_call(context, case, kwargs):
         # the last stage is of conversations, which version 1 cannot carry
         body["iteration"] = body["iteration"] % MAIN_UNTIL
     elif case.path == "/v2/sample":
-        for key in ("start", "prompts_per_block", "borders"):
+        for key in ("offset", "prompts_per_block", "first_blocks"):
             body.pop(key, None)
         if body["generation_step"] % 2:
             # a part of a block that lies in the stage of its step
-            body["start"], body["prompts_per_block"] = MAX_BATCH * body["optimizer_step"], MAX_BATCH
-            body["borders"] = [MAX_BATCH * WARM_UNTIL, MAX_BATCH * MAIN_UNTIL]
+            body["generation_step"], body["prompts_per_block"] = body["optimizer_step"], MAX_BATCH
+            body["offset"] = MAX_BATCH - body["batch_size"]
+            body["first_blocks"] = [WARM_UNTIL, MAIN_UNTIL]

@@ -14,7 +14,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from verifiers_dataserver.config import load_configuration
-from verifiers_dataserver.serving import bind, load, running
+from verifiers_dataserver.serving import load, running
+
+from verifiers.server_process import bind
 
 GRADERS = """
 import os, time
@@ -37,7 +39,7 @@ async def later(text): return float(len(text))
 
 
 class Client:
-    """Speaks to a server of a test."""
+    """HTTP client of a server of a test."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
@@ -84,7 +86,7 @@ Serve = Callable[..., Awaitable[Client]]
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
-    """Writes a configuration, as YAML, of which JSON is a part."""
+    """Return a function that writes a configuration, as YAML, of which JSON is a part."""
 
     def write(configuration: dict[str, Any]) -> Path:
         path = tmp_path / "config.yaml"
@@ -96,7 +98,7 @@ def configure(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
 
 @pytest_asyncio.fixture
 async def serve(configure: Callable[[dict[str, Any]], Path]) -> AsyncIterator[Serve]:
-    """Starts servers of a configuration, and ends them with the test."""
+    """Start servers of a configuration, and end them with the test."""
     async with AsyncExitStack() as stack:
 
         async def begin(configuration: dict[str, Any], token: str | None = None) -> Client:
@@ -112,7 +114,7 @@ async def serve(configure: Callable[[dict[str, Any]], Path]) -> AsyncIterator[Se
 
 @pytest.fixture(scope="session")
 def grader_directory() -> Iterator[Path]:
-    """The module of graders, where the user that sandboxes run as may read it, unlike pytest's own folders."""
+    """Write the module of graders, where the user that sandboxes run as may read it, unlike pytest's own folders."""
     with tempfile.TemporaryDirectory(prefix="graders-") as directory:
         os.chmod(directory, 0o755)
         (Path(directory) / "graders_of_a_user.py").write_text(GRADERS)
@@ -121,7 +123,7 @@ def grader_directory() -> Iterator[Path]:
 
 @pytest.fixture
 def python(grader_directory: Path) -> Callable[..., dict[str, Any]]:
-    """The table of a grader out of the module of graders."""
+    """Return a function for the table of a grader out of the module of graders."""
 
     def table(name: str, **fields: Any) -> dict[str, Any]:
         path = str(grader_directory)

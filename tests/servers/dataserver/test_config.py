@@ -186,7 +186,7 @@ def test_a_hugging_face_dataset_on_disk_is_a_source(write: Any, tmp_path: Path) 
 
 
 def saved(write: Any, columns: dict[str, list[Any]], **fields: Any) -> Any:
-    """The configuration of a table that is saved on disk."""
+    """Return the configuration of a table that is saved on disk."""
     import datasets
 
     path = write(FINE)

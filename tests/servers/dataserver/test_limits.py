@@ -1,4 +1,4 @@
-"""What the server bears, whom it lets in, and what it says about itself."""
+"""Limits of the server, its token, and its description of itself."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def graded(grader: RubricGrader, *texts: str) -> list[Any]:
-    """The rewards of completions of a row whose answer is "1"; where there is none, the problem."""
+    """Return the rewards of completions of a row whose answer is "1"; where there is none, the problem."""
     row = Row("d:0", "?", "1")
     scores = await grader.grade([Task(row, Completion(text), index) for index, text in enumerate(texts)])
     return [score.problem if score.value is None else score.value for score in scores]

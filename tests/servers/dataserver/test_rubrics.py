@@ -72,6 +72,9 @@ async def test_its_rows_are_served_and_its_rubric_grades(serve: Any, environment
     right, wrong = await server.grade(("env:2", "2"), ("env:2", "3"))
     assert right["metrics"] == {"right": 1.0, "length": 1.0, "rubric": 1.0}
     assert [right["reward"], wrong["reward"]] == [1.0, 0.0]
+    failed, after = await server.grade(("env:1", "raise"), ("env:1", "1"))
+    assert (failed["reward"], after["reward"]) == (None, 1.0)
+    assert "the answer is" not in failed["error"]
 
 
 async def test_a_row_that_cannot_be_served_is_refused_and_only_the_log_quotes_it(
@@ -95,7 +98,9 @@ async def test_completions_of_one_sample_in_a_request_are_a_group(serve: Any, en
     assert [result["reward"] for result in results] == [0.0, 0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("how", ["hang", pytest.param("spin", marks=pytest.mark.slow), "die", "raise"])
+# with a stand-in for the process, which loads in no time, test_rubric_processes.py has the same and more
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hang", "spin", "die"])
 async def test_a_rubric_that_fails_is_an_error_of_that_completion_and_goes_on_after(
     serve: Any, environment: Any, how: str
 ) -> None:
@@ -108,6 +113,7 @@ async def test_a_rubric_that_fails_is_an_error_of_that_completion_and_goes_on_af
     assert (await server.grade(("env:1", "1")))[0]["reward"] == 1.0
 
 
+@pytest.mark.slow
 async def test_what_others_wait_for_survives_a_neighbour_that_brings_the_process_down(
     serve: Any, environment: Any
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from verifiers_dataserver.config import load_configuration
 
-from verifiers.data.staged import StagedRows
+from verifiers.data.row_source import StagedRows
 
 
 @pytest.fixture
@@ -78,18 +78,17 @@ async def test_a_part_of_a_block_is_what_the_plan_of_a_trainer_draws(
     server = await serve(configuration)
     curriculum = load_configuration(configure(configuration)).curriculum
     staged = StagedRows(curriculum, {"easy": range(12), "hard": range(12, 52)})
-    drawn = curriculum.rows(staged.sizes, [10], 8, 2, 6)
-    body = {"start": 8, "prompts_per_block": 6, "borders": [10]}
-    assert await ids(server, 1, 2, step=1, **body) == [f"{name}:{row}" for name, row in drawn]
+    drawn = curriculum.draw(staged.sizes, 1, 1, 6)
+    body = {"offset": 2, "prompts_per_block": 6, "first_blocks": curriculum.first_blocks(1)}
+    assert await ids(server, 1, 2, step=1, **body) == [f"{name}:{row}" for name, row in drawn[2:4]]
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"start": 0}, "together"),
-        ({"start": 0, "prompts_per_block": 4, "borders": [1, 2]}, "borders is [1, 2]"),
-        ({"start": 0, "prompts_per_block": 4, "borders": [0]}, "'main'"),
-        ({"start": 2, "prompts_per_block": 4, "borders": [8]}, "one block of 4"),
+        ({"first_blocks": [1, 2]}, "first_blocks is [1, 2]"),
+        ({"first_blocks": [0]}, "'main'"),
+        ({"offset": 2, "prompts_per_block": 4}, "one block of 4"),
         ({"batch_size": 13}, "block 0 takes 13"),
         ({"batch_size": 1025}, "max_batch of 1024"),
         ({"batch_size": 0}, "batch_size"),

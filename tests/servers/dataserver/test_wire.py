@@ -1,4 +1,4 @@
-"""What goes over the wire: version 1 as kolibrify's clients read it, version 2, and never an answer."""
+"""The wire format: version 1 as kolibrify's clients read it, version 2, and never an answer."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import os
 import string
 import sys
 from collections.abc import AsyncIterator, Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ CONTEXT = 256
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, a few special tokens, and a chat template of two roles."""
+    """Make a tokenizer of one token a character, a few special tokens, and a chat template of two roles."""
     letters = string.ascii_letters + string.digits + string.punctuation + " \n"
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *letters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -57,7 +58,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(directory: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2) -> Path:
-    """Writes a random Qwen3 model whose distributions are far from flat, with its tokenizer."""
+    """Write a random Qwen3 model whose distributions are far from flat, with its tokenizer."""
     torch.manual_seed(seed)
     tokenizer = character_tokenizer()
     config = Qwen3Config(
@@ -81,7 +82,7 @@ def make_model(directory: Path, *, seed: int = 0, tied: bool = False, hidden: in
 
 
 class Reference:
-    """What transformers says by itself, with none of the server's code."""
+    """Results of transformers alone, with none of the server's code."""
 
     def __init__(self) -> None:
         self._models: dict[Path, Any] = {}
@@ -93,20 +94,20 @@ class Reference:
         return self._models[directory]
 
     def logits(self, directory: Path, ids: list[int]) -> torch.Tensor:
-        """Logits after every token of one sequence, from one plain forward pass: (tokens, vocabulary)."""
+        """Return the logits after every token of one sequence, from one plain forward pass: (tokens, vocabulary)."""
         with torch.no_grad():
             return self.model(directory)(input_ids=torch.tensor([ids])).logits[0]
 
     def log_probs(
         self, directory: Path, prompt: list[int], sampled: list[int], temperature: float = 1.0
     ) -> list[float]:
-        """Log-probabilities of `sampled` after `prompt`."""
+        """Return the log-probabilities of `sampled` after `prompt`."""
         logits = self.logits(directory, prompt + sampled)[len(prompt) - 1 : -1]
         log_probs = torch.log_softmax(logits / temperature, dim=-1)
         return log_probs.gather(1, torch.tensor(sampled)[:, None]).squeeze(1).tolist()
 
     def tensors(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The tensors a trainer would write."""
+        """Return the tensors that a trainer would write."""
         return load_file(directory / "model.safetensors")
 
 
@@ -122,7 +123,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights: what a trainer would push."""
+    """Make a model of the same architecture with other weights, as a trainer would push them."""
     return make_model(tmp_path_factory.mktemp("models") / "second", seed=1)
 
 
@@ -133,7 +134,7 @@ def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[..., Path]:
-    """Writes tensors where a server can be told to load them from."""
+    """Return a function that writes tensors into a folder from which a server can load them."""
 
     def write(tensors: dict[str, torch.Tensor], name: str = "pushed", file: str = "model.safetensors") -> Path:
         directory = tmp_path / name
@@ -146,19 +147,26 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def build() -> Callable[..., Path]:
-    """`make_model`, for tests that need a model of another kind."""
+    """Return `make_model`, for tests that need a model of another kind."""
     return make_model
 
 
-@pytest.fixture(scope="session", params=["characters", "byte-level"])
-def either_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models with a long context, one for each kind of tokenizer."""
+@pytest.fixture(scope="session")
+def long_dirs(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Make models with a long context, one for each kind of tokenizer."""
     from json_forms import byte_level_tokenizer, save_model
 
-    directory = tmp_path_factory.mktemp("constrained") / request.param
-    if request.param == "byte-level":
-        return save_model(directory, byte_level_tokenizer())
-    return save_model(directory, PreTrainedTokenizerFast.from_pretrained(model_dir))
+    directory = tmp_path_factory.mktemp("constrained")
+    tokenizers = {
+        "characters": PreTrainedTokenizerFast.from_pretrained(model_dir),
+        "byte-level": byte_level_tokenizer(),
+    }
+    return {name: save_model(directory / name, tokenizer) for name, tokenizer in tokenizers.items()}
+
+
+@pytest.fixture(scope="session")
+def byte_level_dir(long_dirs: dict[str, Path]) -> Path:
+    return long_dirs["byte-level"]
 
 
 class Server:
@@ -182,7 +190,7 @@ class Server:
             return response.status, await response.json()
 
     async def chat(self, content: Any = "hello", **fields: Any) -> dict[str, Any]:
-        """A completion with ids and log-probs; fails the test where it is refused."""
+        """Return a completion with ids and log-probs; fail the test if the request is refused."""
         body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
         status, answer = await self.post(
             "/v1/chat/completions", {"logprobs": True, "return_token_ids": True, "max_tokens": 24, **body}
@@ -192,14 +200,14 @@ class Server:
 
     @staticmethod
     def sampled(answer: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
-        """Prompt ids, sampled ids and their log-probs of an answer."""
+        """Return prompt ids, sampled ids and their log-probs of an answer."""
         choice = answer["choices"][0]
         log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert len(log_probs) == len(choice["token_ids"]) == answer["usage"]["completion_tokens"]
         return answer["prompt_token_ids"], choice["token_ids"], log_probs
 
     async def refused(self, **fields: Any) -> tuple[int, dict[str, Any]]:
-        """Status and error object of a request that must be refused."""
+        """Return status and error object of a request that must be refused."""
         body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
         status, answer = await self.post("/v1/chat/completions", body)
         assert status >= 400, answer
@@ -215,8 +223,8 @@ class Server:
         return answer
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until the engine's state is as wished; the test's own time limit bounds it."""
-        async with asyncio.timeout(10):
+        """Wait until the engine's state meets `condition`."""
+        async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110 - the engine is a thread and sets no events
                 await asyncio.sleep(0.001)
 
@@ -224,9 +232,23 @@ class Server:
 Start = Callable[..., Any]
 
 
+@pytest.fixture(scope="session")
+def load() -> Callable[[Path, int | None], LoadedModel]:
+    """Return a function that loads a model from its files once and gives every caller a copy of its own."""
+    loaded: dict[tuple[Path, int | None], LoadedModel] = {}
+
+    def copy(directory: Path, max_model_len: int | None) -> LoadedModel:
+        key = directory, max_model_len
+        if key not in loaded:
+            loaded[key] = load_model(directory, device="cpu", dtype="float32", max_model_len=max_model_len)
+        return deepcopy(loaded[key])
+
+    return copy
+
+
 @pytest_asyncio.fixture
-async def start(model_dir: Path) -> AsyncIterator[Start]:
-    """Starts servers, and ends them with the test."""
+async def start(model_dir: Path, load: Callable[[Path, int | None], LoadedModel]) -> AsyncIterator[Start]:
+    """Start servers, and end them with the test."""
     running: list[tuple[web.AppRunner, Server]] = []
 
     async def begin(
@@ -239,7 +261,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         prefix_bytes: int = 2**26,
         **options: Any,
     ) -> Server:
-        loaded = load_model(directory, device="cpu", dtype="float32", max_model_len=max_model_len)
+        loaded = load(directory, max_model_len)
         if template is not None:
             loaded.tokenizer.chat_template = template
         text = ChatText(loaded.tokenizer)

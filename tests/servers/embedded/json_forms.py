@@ -52,7 +52,7 @@ ARGUMENTS = {"add": ADD["function"]["parameters"], 'n"o\\w': {"type": "object", 
 
 
 def fits(schema: Any, **fields: Any) -> dict[str, Any]:
-    """The field that asks for a schema."""
+    """Return the field that asks for a schema."""
     inner = {"name": "x", "strict": True, "schema": schema, **fields}
     return {"response_format": {"type": "json_schema", "json_schema": inner}}
 
@@ -78,7 +78,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_model(directory: Path, tokenizer: Any) -> Path:
-    """A random model with a longer context than the other tests', and some rows that the tokenizer lacks."""
+    """Save a random model with a longer context than the other tests', and some rows that the tokenizer lacks."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer) + 13,

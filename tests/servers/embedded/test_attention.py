@@ -30,7 +30,7 @@ def test_rows_in_groups_have_the_logits_of_plain_passes(
     model, dice, most_groups = load(model_dir), random.Random(0), 0
     batch = ActiveBatch(model, slots=12, max_model_len=256)
     with torch.inference_mode():
-        for _ in range(30):
+        for _ in range(15):
             free = 12 - len(batch.sequences)
             lengths = [dice.choice([1, 2, 17, 60]) for _ in range(dice.randint(0 if batch.sequences else 1, free))]
             batch.add([sequence([dice.randrange(90) for _ in range(length)]) for length in lengths]) if lengths else 0

@@ -1,4 +1,4 @@
-"""Compiled passes give the plain logits, and neither pushes nor rows that come and go compile them anew."""
+"""Compiled passes give the plain logits; pushes and a changing number of rows compile nothing more."""
 
 from __future__ import annotations
 

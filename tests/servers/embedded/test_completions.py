@@ -1,4 +1,4 @@
-"""What a completion holds: ids, log-probs, text, and the order in which requests get their slots."""
+"""Contents of a completion: ids, log-probs, text, and the order in which requests get their slots."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_log_probs_are_those_of_the_distribution_sampled_from(
-    start: Any, model_dir: Any, reference: Any, temperature: float
+    start: Any, model_dir: Any, reference: Any
 ) -> None:
     server = await start()
-    prompts = ["a", "hello", "something a good deal longer than the others"] * 4
+    prompts = ["a", "hello", "something a good deal longer than the others"] * 2
+    temperatures = [1.0] * 3 + [0.7] * 3
     answers = await asyncio.gather(
         *(
             server.chat(text, temperature=temperature, seed=seed, max_tokens=40, ignore_eos=True)
-            for seed, text in enumerate(prompts)
+            for seed, (text, temperature) in enumerate(zip(prompts, temperatures, strict=True))
         )
     )
-    for answer in answers:
+    for answer, temperature in zip(answers, temperatures, strict=True):
         prompt, ids, log_probs = server.sampled(answer)
         expected = reference.log_probs(model_dir, prompt, ids, temperature)
         assert log_probs == pytest.approx(expected, abs=1e-4)
@@ -51,16 +51,6 @@ async def test_greedy_takes_the_likeliest_token_and_reports_its_log_prob_at_temp
     assert log_probs == pytest.approx(torch.log_softmax(logits, -1).amax(-1).tolist(), abs=1e-4)
 
 
-async def test_same_seed_gives_same_tokens_alone_and_among_64(start: Any) -> None:
-    server = await start()
-    alone = server.sampled(await server.chat("which tokens?", seed=7, max_tokens=48))
-    crowd = [server.chat(f"{place} others", seed=place, max_tokens=5 + place % 30) for place in range(63)]
-    among = await asyncio.gather(server.chat("which tokens?", seed=7, max_tokens=48), *crowd)
-    prompt, ids, log_probs = server.sampled(among[0])
-    assert (prompt, ids) == alone[:2]
-    assert log_probs == pytest.approx(alone[2], abs=1e-4)
-
-
 async def test_requests_without_a_seed_differ_and_follow_the_servers_seed(start: Any) -> None:
     runs = []
     for _ in range(2):
@@ -72,8 +62,8 @@ async def test_requests_without_a_seed_differ_and_follow_the_servers_seed(start:
 
 async def test_tokens_come_as_often_as_the_model_says(start: Any, model_dir: Any, reference: Any) -> None:
     server = await start(slots=256)
-    answers = await asyncio.gather(*(server.chat(seed=seed, max_tokens=1) for seed in range(1500)))
-    counts = Counter(server.sampled(answer)[1][0] for answer in answers)
+    answers = await asyncio.gather(*(server.chat(seed=seed, max_tokens=1, n=100) for seed in range(15)))
+    counts = Counter(choice["token_ids"][0] for answer in answers for choice in answer["choices"])
     prompt = answers[0]["prompt_token_ids"]
     expected = torch.softmax(reference.logits(model_dir, prompt)[-1], -1) * 1500
     common = [token for token in range(len(expected)) if expected[token] >= 10]
@@ -98,7 +88,7 @@ async def test_requests_beyond_the_slots_wait_and_are_answered_by_identity(
 
 async def test_the_eos_token_is_in_the_ids_but_not_in_the_text(start: Any) -> None:
     server = await start()
-    answers = await asyncio.gather(*(server.chat(seed=seed, max_tokens=200) for seed in range(40)))
+    answers = await asyncio.gather(*(server.chat(seed=seed, max_tokens=100) for seed in range(24)))
     ended = [answer for answer in answers if answer["choices"][0]["finish_reason"] == "stop"]
     assert ended
     for answer in ended:
@@ -140,23 +130,6 @@ async def test_max_completion_tokens_is_obeyed_and_a_list_of_parts_is_joined(sta
     answer = await server.chat(parts, max_tokens=None, max_completion_tokens=3, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 3
     assert server.loaded.tokenizer.decode(answer["prompt_token_ids"]) == "<user>ab\ncd<bot>"
-
-
-async def test_the_answer_has_openais_shape(start: Any) -> None:
-    openai = pytest.importorskip("openai")
-    server = await start()
-    async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="none", max_retries=0) as client:
-        completion = await client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "hello"}], max_tokens=5, logprobs=True, seed=1,
-            user="someone", store=False, metadata={"run": "1"},
-        )  # fmt: skip
-        assert [model.id async for model in client.models.list()] == ["m"]
-    choice = completion.choices[0]
-    assert choice.finish_reason in ("stop", "length")
-    assert completion.usage.completion_tokens == len(choice.logprobs.content)
-    for entry in choice.logprobs.content:
-        assert bytes(entry.bytes).decode() == entry.token
-    assert "token_ids" not in choice.model_extra
 
 
 async def test_without_logprobs_none_are_sent(start: Any) -> None:

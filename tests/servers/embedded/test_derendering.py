@@ -1,4 +1,4 @@
-"""What the token route samples is read back exactly as a chat completion would have said it."""
+"""Token ids of the token route are read back as the message that the chat route would have answered."""
 
 from __future__ import annotations
 

@@ -24,9 +24,15 @@ from tool_templates import PRINTS_TEXT
 pytest.importorskip("llguidance")
 
 
-@pytest.mark.parametrize("choice", ["required", named("add"), named('n"o\\w')], ids=["required", "add", "odd"])
-async def test_a_forced_call_is_a_call_that_fits_its_tool(start: Any, either_dir: Path, choice: Any) -> None:
-    server = await start(either_dir, template=PRINTS_TEXT)
+@pytest.mark.parametrize(
+    ("tokens", "choice"),
+    [("characters", "required"), ("byte-level", "required"), ("byte-level", named('n"o\\w'))],
+    ids=["characters-required", "byte-level-required", "byte-level-odd"],
+)
+async def test_a_forced_call_is_a_call_that_fits_its_tool(
+    start: Any, long_dirs: dict[str, Path], tokens: str, choice: Any
+) -> None:
+    server = await start(long_dirs[tokens], template=PRINTS_TEXT)
     fields = {"tools": [ADD, NOW], "tool_choice": choice, "parallel_tool_calls": False, "n": 48, "max_tokens": 500}
     answer = await server.chat(seed=5, **fields)
     seen = set()
@@ -39,9 +45,9 @@ async def test_a_forced_call_is_a_call_that_fits_its_tool(start: Any, either_dir
     assert seen == (set(ARGUMENTS) if choice == "required" else {choice["function"]["name"]})
 
 
-async def test_required_allows_several_calls_and_a_name_one(start: Any, either_dir: Path) -> None:
-    server = await start(either_dir, template=PRINTS_TEXT)
-    fields = {"tools": [ADD, NOW], "n": 64, "max_tokens": 400, "seed": 6}
+async def test_required_allows_several_calls_and_a_name_one(start: Any, byte_level_dir: Path) -> None:
+    server = await start(byte_level_dir, template=PRINTS_TEXT)
+    fields = {"tools": [ADD, NOW], "n": 24, "max_tokens": 400, "seed": 6}
     counts = {}
     for choice in ("required", named("add")):
         answer = await server.chat(tool_choice=choice, **fields)
@@ -63,8 +69,8 @@ async def test_a_tag_that_is_one_token_can_be_written_as_one(start: Any, tmp_pat
     assert len(first) > 1
 
 
-async def test_a_forced_call_is_streamed_whole(start: Any, either_dir: Path) -> None:
-    server = await start(either_dir, template=PRINTS_TEXT)
+async def test_a_forced_call_is_streamed_whole(start: Any, byte_level_dir: Path) -> None:
+    server = await start(byte_level_dir, template=PRINTS_TEXT)
     fields = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 500, "seed": 3}
     whole = (await server.chat(**fields))["choices"][0]["message"]["tool_calls"]
     events = await events_of(server, fields)
@@ -72,9 +78,9 @@ async def test_a_forced_call_is_streamed_whole(start: Any, either_dir: Path) -> 
     assert [call["function"] for call in calls] == [call["function"] for call in whole]
 
 
-async def test_with_tools_to_choose_from_json_or_a_call_comes(start: Any, either_dir: Path) -> None:
-    server = await start(either_dir, template=PRINTS_TEXT)
-    fields = {"tools": [ADD], "n": 64, "max_tokens": 500, "seed": 9, "temperature": 2.0}
+async def test_with_tools_to_choose_from_json_or_a_call_comes(start: Any, byte_level_dir: Path) -> None:
+    server = await start(byte_level_dir, template=PRINTS_TEXT)
+    fields = {"tools": [ADD], "n": 24, "max_tokens": 500, "seed": 9, "temperature": 2.0}
     answer = await server.chat(**fields, **fits(PERSON))
     kinds = set()
     for item in answer["choices"]:

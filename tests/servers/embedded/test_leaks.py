@@ -67,7 +67,7 @@ async def refused(server: Any, rng: random.Random) -> str:
 
 
 async def load(server: Any, requests: int, seed: int) -> Counter[str]:
-    """Sends requests of all kinds, so many at once; how many of each."""
+    """Send requests of all kinds, so many at once; return how many of each."""
     rng, done = random.Random(seed), Counter[str]()
     kinds = rng.choices([plain, streamed, hung_up, refused], weights=[45, 25, 10, 20], k=requests)
     left = iter(kinds)
@@ -89,7 +89,7 @@ def open_files() -> int:
 
 
 async def left_behind(server: Any) -> dict[str, int]:
-    """What is held when nothing is asked for."""
+    """Return what is held when nothing is asked for."""
     await server.until(lambda: server.engine.counts == {"running": 0, "waiting": 0})
     # without the client's kept connections no task is left but the test's own
     await server.session.close()

@@ -1,4 +1,4 @@
-"""A request that cannot be obeyed is refused with a sentence, and the server goes on."""
+"""A request that cannot be obeyed is refused with a sentence, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -20,27 +20,6 @@ UNSUPPORTED = {
     "prompt_logprobs": 1,
 }
 
-MALFORMED = {
-    "messages": "hello",
-    "temperature": -0.1,
-    "top_p": 0,
-    "top_k": 1.5,
-    "min_p": 2,
-    "n": 129,
-    "stop_token_ids": [-1],
-    "stream": "yes",
-    "stream_options": {"include_usage": True},
-    "max_tokens": 0,
-    "max_completion_tokens": "many",
-    "stop": ["a", "b", "c", "d", "e"],
-    "seed": "7",
-    "logprobs": 1,
-    "top_logprobs": 21,
-    "return_token_ids": "yes",
-    "chat_template_kwargs": {"tokenize": False},
-    "model": 3,
-}
-
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 async def test_a_field_that_would_change_the_result_is_refused(start: Any, name: str) -> None:
@@ -48,15 +27,6 @@ async def test_a_field_that_would_change_the_result_is_refused(start: Any, name:
     status, error = await server.refused(**{name: UNSUPPORTED[name]})
     assert status == 400
     assert error["param"] == name
-    assert name in error["message"]
-
-
-@pytest.mark.parametrize("name", sorted(MALFORMED))
-async def test_a_field_of_the_wrong_kind_is_refused(start: Any, name: str) -> None:
-    server = await start()
-    status, error = await server.refused(**{name: MALFORMED[name]})
-    assert status == 400
-    assert error["type"] == "invalid_request_error"
     assert name in error["message"]
 
 
@@ -108,13 +78,16 @@ async def test_neutral_and_harmless_fields_are_accepted(start: Any) -> None:
         [{"role": "user", "content": 3}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
+        [{"role": "assistant", "tool_calls": {"id": "1"}}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+        [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
     ],
 )
 async def test_a_malformed_message_is_refused_by_its_place(start: Any, messages: Any) -> None:
     server = await start()
     status, error = await server.refused(messages=messages)
     assert status == 400
-    assert "messages" in error["message"]
+    assert ("messages[0].tool_calls" if "tool_calls" in str(messages) else "messages") in error["message"]
 
 
 async def test_a_body_that_is_not_json_is_refused(start: Any) -> None:

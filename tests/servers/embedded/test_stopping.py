@@ -9,7 +9,7 @@ from verifiers_embedded.stopping import StopMatcher, cut_at_stop
 
 
 def bytes_decoder(ids: Sequence[int]) -> str:
-    """A tokenizer of one byte a token, as byte-level vocabularies fall back to."""
+    """Decode as a tokenizer of one byte a token, as byte-level vocabularies fall back to."""
     return bytes(ids).decode("utf-8", errors="replace")
 
 

@@ -14,7 +14,7 @@ from verifiers_embedded.stopping import GrowingText, SendableText
 
 
 async def stream(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every event of an answer, in order."""
+    """Return every event of an answer, in order."""
     found: list[dict[str, Any]] = []
     async with server.session.post(server.base + path, json={**body, "stream": True}) as response:
         assert response.status == 200, await response.text()
@@ -41,7 +41,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 
 def choice_of(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
-    """The choice that a client puts together from its events."""
+    """Return the choice that a client puts together from its events."""
     whole: dict[str, Any] = {"content": "", "reasoning_content": "", "token_ids": [], "log_probs": [], "calls": []}
     for event in events:
         for choice in event["choices"]:

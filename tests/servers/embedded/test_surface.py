@@ -183,7 +183,14 @@ async def test_the_openai_package_streams_completes_and_counts(start: Any) -> No
     server = await start()
     async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="none", max_retries=0) as client:
         chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "seed": 1, "max_tokens": 9}
-        whole = await client.chat.completions.create(**chat, n=2, logprobs=True, top_logprobs=2)
+        whole = await client.chat.completions.create(
+            **chat, n=2, logprobs=True, top_logprobs=2, user="someone", store=False, metadata={"run": "1"}
+        )
+        entries = [entry for choice in whole.choices for entry in choice.logprobs.content]
+        assert all(bytes(entry.bytes).decode() == entry.token for entry in entries)
+        assert whole.usage.completion_tokens == len(entries)
+        assert "token_ids" not in whole.choices[0].model_extra
+        assert [model.id async for model in client.models.list()] == ["m"]
         text, counts = "", None
         async for chunk in await client.chat.completions.create(
             **chat, stream=True, stream_options={"include_usage": True}
@@ -200,6 +207,7 @@ async def test_the_openai_package_streams_completes_and_counts(start: Any) -> No
             await client.chat.completions.create(**chat, temperature=-1)
 
 
+@pytest.mark.slow
 async def test_a_thousand_requests_at_once_are_all_answered(start: Any) -> None:
     server = await start(slots=64)
     answers = await asyncio.gather(*(server.chat(f"{i}", seed=i, max_tokens=3) for i in range(1000)))

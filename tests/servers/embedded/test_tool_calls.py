@@ -194,19 +194,3 @@ async def test_what_cannot_be_obeyed_is_refused(start: Any, field: str, value: A
     server = await start(template=PRINTS_TEXT)
     status, error = await server.refused(**{field: value})
     assert (status, error["param"]) == (400, field)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
-        {"role": "assistant", "tool_calls": [{"id": "1"}]},
-        {"role": "assistant", "tool_calls": {"id": "1"}},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-    ],
-)
-async def test_malformed_calls_in_messages_are_refused_by_their_place(start: Any, message: Any) -> None:
-    server = await start(template=PRINTS_TEXT)
-    status, error = await server.refused(messages=[message])
-    assert status == 400
-    assert "messages[0].tool_calls" in error["message"]

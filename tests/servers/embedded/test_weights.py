@@ -18,7 +18,7 @@ def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 async def in_mid_generation(server: Any, count: int = 1, **fields: Any) -> list[asyncio.Task[dict[str, Any]]]:
-    """Requests that have a slot and some tokens, with the server paused in mode keep."""
+    """Start requests, and pause the server in mode keep once each has a slot and some tokens."""
     fields = {"max_tokens": 200, "ignore_eos": True, **fields}
     step = server.engine._batch.step
 
@@ -227,14 +227,14 @@ async def test_keep_freezes_requests_and_they_go_on_after_resume(start: Any) -> 
 async def test_wait_is_the_default_and_answers_when_the_slots_are_empty(start: Any) -> None:
     server = await start(slots=2)
     await server.post("/pause?mode=keep")
-    tasks = [asyncio.create_task(server.chat(max_tokens=200, ignore_eos=True)) for _ in range(4)]
+    tasks = [asyncio.create_task(server.chat(max_tokens=120, ignore_eos=True)) for _ in range(4)]
     await server.until(lambda: server.engine.counts["waiting"] == 4)
     await server.post("/resume")
     await server.until(lambda: server.engine.counts == {"running": 2, "waiting": 2})
     assert await server.post("/pause") == (200, {"status": "paused"})
     assert server.engine.counts == {"running": 0, "waiting": 2}
     await server.post("/resume")
-    assert [answer["usage"]["completion_tokens"] for answer in await asyncio.gather(*tasks)] == [200] * 4
+    assert [answer["usage"]["completion_tokens"] for answer in await asyncio.gather(*tasks)] == [120] * 4
 
 
 async def test_abort_answers_with_what_is_there_and_says_so(start: Any, model_dir: Path, reference: Any) -> None:

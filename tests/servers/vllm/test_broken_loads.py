@@ -12,7 +12,7 @@ from verifiers_vllm import broken_loads
 
 
 class Info:
-    """What vLLM notes of a layer."""
+    """Stand-in for vLLM's record of a layer."""
 
     def __init__(self) -> None:
         self.load_numel = 0

@@ -1,4 +1,4 @@
-"""What vLLM is started with, and what stops a start, each without vLLM."""
+"""The arguments that vLLM is started with, and the faults that stop a start; without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's process group: all of it ends, whoever dies first. A shell script stands in for vLLM."""
+"""The server's process group: all of it ends, no matter which process ends first. A script stands in for vLLM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main():
 
 @pytest.fixture
 def spawn(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts vf-vllm with the stand-in and waits until it is ready; kills what is left."""
+    """Start vf-vllm with the stand-in and wait until it is ready; kill what is left."""
     package = tmp_path / "vllm/entrypoints/cli"
     package.mkdir(parents=True)
     for directory in (package, package.parent, package.parent.parent):

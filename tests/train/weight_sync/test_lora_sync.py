@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verifiers.errors import ConfigError, WeightSyncError
-from verifiers.rollouts.sync import WeightSync
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.train.weight_sync import LoraSync
+from verifiers.train.weight_sync import LoraSync, WeightSync
 
 # PEFT asks a model by the name that transformers gave up
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

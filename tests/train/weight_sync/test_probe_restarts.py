@@ -1,63 +1,90 @@
-"""A probe that meets a server which was killed since the push is made again once the server is back."""
+"""A log-prob check that meets a server which was killed since the push is made again once the server is back."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from verifiers.errors import WeightProbeError, WeightSyncError
-from verifiers.train.probing import _outlasting_restarts
-from verifiers.train.weight_sync import Fleet
-from verifiers.train.weight_sync.probe import ProbeResult
-from verifiers.train.weight_sync.server import NoAnswerError
+from verifiers.inference.server_client import NoAnswerError
+from verifiers.inference.server_pool import ServerPool
+from verifiers.train.weight_sync import verification
+from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
 
 FINE = ProbeResult(0.0, 8)
 
 
-class Restarted(Fleet):
+class Restarted(ServerPool):
     """One server, which comes back with the pushed weights, or does not."""
 
-    def __init__(self, *, holds: bool, comes_back: bool = True) -> None:
-        super().__init__(["http://127.0.0.1:1/v1"])
-        self._holds, self._comes_back = holds, comes_back
-        self.waits = 0
+    holds, comes_back, waits = False, True, 0
 
     def holds_pushed_weights(self, url: str) -> bool:
-        return self._holds
+        return self.holds
 
-    def wait_until_held(self, url: str, timeout_s: float) -> bool:
+    def wait_until_restored(self, url: str, timeout_s: float) -> bool:
         self.waits += 1
-        return self._comes_back
+        return self.comes_back
 
 
-def probe_with(fleet: Fleet, *results: ProbeResult | WeightSyncError) -> ProbeResult:
+@pytest.fixture
+def pool() -> Iterator[Restarted]:
+    made = Restarted(["http://127.0.0.1:1/v1"])
+    yield made
+    made.stop()
+
+
+def check_with(
+    monkeypatch: pytest.MonkeyPatch, pool: ServerPool, *results: ProbeResult | WeightSyncError
+) -> list[Any]:
+    """Return the outcomes of a check whose answers compare as given."""
     given = iter(results)
 
-    def probe() -> ProbeResult:
+    async def ask(*args: Any, **options: Any) -> dict[str, Any]:
+        return {}
+
+    async def are_raw(*args: Any) -> bool:
+        return False
+
+    def compare(*args: Any, **options: Any) -> ProbeResult:
         result = next(given)
         if isinstance(result, WeightSyncError):
             raise result
         return result
 
-    return _outlasting_restarts(probe, fleet, fleet.servers[0])
+    monkeypatch.setattr(verification, "ask_server", ask)
+    monkeypatch.setattr(verification, "compare_answer", compare)
+    monkeypatch.setattr(verification, "log_probs_are_raw", are_raw)
+    found: list[Any] = []
+    question = {"model": "m", "prompt": "p", "temperature": 1.0}
+    LogprobCheck(lambda: question, lambda prompt, ids: [], on_result=found.append).run(1, pool)
+    return found
 
 
 @pytest.mark.parametrize("first", [NoAnswerError("gone"), WeightProbeError("it samples from version 'default'")])
-def test_a_server_that_was_started_again_is_probed_again(first: WeightSyncError) -> None:
-    fleet = Restarted(holds=False)
-    assert probe_with(fleet, first, FINE) is FINE
-    assert fleet.waits == 1
+def test_a_restarted_server_is_checked_again(
+    first: WeightSyncError, pool: Restarted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_with(monkeypatch, pool, first, FINE) == [FINE]
+    assert pool.waits == 1
 
 
-def test_a_server_that_kept_its_old_weights_stops_the_run_at_once() -> None:
-    fleet = Restarted(holds=True)
+def test_a_server_that_kept_its_old_weights_stops_the_run_at_once(
+    pool: Restarted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.holds = True
     with pytest.raises(WeightProbeError, match="differs"):
-        probe_with(fleet, WeightProbeError("differs"), FINE)
-    assert fleet.waits == 0
+        check_with(monkeypatch, pool, WeightProbeError("differs"), FINE)
+    assert pool.waits == 0
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_server_that_does_not_come_back_stops_the_run_with_the_cause(late: bool) -> None:
-    fleet = Restarted(holds=False, comes_back=False)
+def test_a_server_that_does_not_come_back_stops_the_run_with_the_cause(
+    late: bool, pool: Restarted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.comes_back = False
     with pytest.raises(NoAnswerError, match="gone"):
-        probe_with(fleet, NoAnswerError("gone", timed_out=late), FINE)
-    assert fleet.waits == (0 if late else 1)
+        check_with(monkeypatch, pool, NoAnswerError("gone", timed_out=late), FINE)
+    assert pool.waits == (0 if late else 1)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from verifiers.errors import WeightSyncError
-from verifiers.train.weight_sync.files import VersionFiles
+from verifiers.train.weight_sync.shared_directory import VersionFiles
 
 KILLED = """
 import os, signal, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from verifiers.train.weight_sync import files
+from verifiers.train.weight_sync import shared_directory as files
 files.SHARED_MEMORY = files.Path("/nowhere")
 print(files.VersionFiles().directory(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -27,7 +27,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where directories are made when nobody says where."""
-    monkeypatch.setattr("verifiers.train.weight_sync.files.SHARED_MEMORY", Path("/nowhere"))
+    monkeypatch.setattr("verifiers.train.weight_sync.shared_directory.SHARED_MEMORY", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 

@@ -1,25 +1,22 @@
-"""Kinds of weight sync; the protocol they follow is `verifiers.rollouts.sync.WeightSync`."""
+"""Kinds of weight sync; what they have in common is `verifiers.train.weight_sync.protocol.WeightSync`."""
 
 from verifiers.train.weight_sync.choice import WEIGHT_SYNCS, choose_sync
-from verifiers.train.weight_sync.directory import DirectorySync
-from verifiers.train.weight_sync.fleet import Fleet
-from verifiers.train.weight_sync.held import HeldSync
+from verifiers.train.weight_sync.in_process import InProcessSync
 from verifiers.train.weight_sync.lora import LoraSync
 from verifiers.train.weight_sync.nccl import NcclSync
-from verifiers.train.weight_sync.parameters import has_tied_tensors, policy_tensors
-from verifiers.train.weight_sync.probe import ProbeResult
-from verifiers.train.weight_sync.server import NoAnswerError, ServerControl
+from verifiers.train.weight_sync.protocol import WeightSync
+from verifiers.train.weight_sync.shared_directory import DirectorySync
+from verifiers.train.weight_sync.tensors import has_tied_tensors, policy_tensors
+from verifiers.train.weight_sync.verification import ProbeResult
 
 __all__ = [
     "WEIGHT_SYNCS",
     "DirectorySync",
-    "Fleet",
-    "HeldSync",
+    "InProcessSync",
     "LoraSync",
     "NcclSync",
-    "NoAnswerError",
     "ProbeResult",
-    "ServerControl",
+    "WeightSync",
     "choose_sync",
     "has_tied_tensors",
     "policy_tensors",

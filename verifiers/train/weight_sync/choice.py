@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from verifiers.errors import ConfigError
-from verifiers.train.weight_sync.directory import DirectorySync
 from verifiers.train.weight_sync.lora import LoraSync
 from verifiers.train.weight_sync.nccl import NcclSync
+from verifiers.train.weight_sync.shared_directory import DirectorySync
 
 __all__ = ["WEIGHT_SYNCS", "choose_sync"]
 
@@ -19,7 +19,7 @@ WEIGHT_SYNCS = ("auto", "directory", "nccl", "lora")
 def choose_sync(
     kind: str, urls: Sequence[str], *, directory: str | None, timeout_s: float, api_key: str
 ) -> DirectorySync | LoraSync | NcclSync:
-    """The sync that `weight_sync` names.
+    """Return the sync that `weight_sync` names.
 
     "auto" is a shared directory where every server is on this host, or `directory` is given (a file system that
     both sides mount); else NCCL.

@@ -7,33 +7,32 @@ from contextlib import contextmanager
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.train.weight_sync.directory import push_files
-from verifiers.train.weight_sync.files import VersionFiles
-from verifiers.train.weight_sync.fleet import Fleet, Held
-from verifiers.train.weight_sync.server import RefusedError, ServerControl
+from verifiers.inference.replica import WeightUpdate
+from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.train.weight_sync.protocol import ServerSync
+from verifiers.train.weight_sync.shared_directory import VersionFiles, push_files
 
 __all__ = ["LoraSync", "adapter_tensors"]
 
 
-class LoraSync:
+class LoraSync(ServerSync):
     """Writes the adapter of each version into a directory of its own and has the servers load it.
 
     The adapter keeps one name at the server, which is the policy's name in requests; each version has a path and, at
     the server, a number of its own, by which vLLM tells adapters and cached prefixes apart. A request that vLLM has
     begun keeps the adapter it began with, whatever the server's version is called by then, so rollouts in flight end
-    before a push (`keeps_requests`). A server that was started again does not know the name, and refuses requests
-    until it gets the adapter.
+    before a push (`keeps_requests`). A server that was restarted does not know the name, and refuses requests until
+    it gets the adapter.
 
     Args:
         base_url: of the rollout server, or of several; vLLM with --enable-lora.
-        name: of the adapter at the server.
-        directory, timeout_s: as for `DirectorySync`.
-
-    Attributes:
-        policy_name: `name`.
+        name: of the adapter at the server; the policy's name in requests.
+        directory, timeout_s, api_key: as of `DirectorySync`.
     """
 
+    kind = "lora"
     keeps_requests = False
+    sends_adapter = True
 
     def __init__(
         self,
@@ -44,26 +43,14 @@ class LoraSync:
         *,
         name: str = "policy-adapter",
     ) -> None:
-        urls = [base_url] if isinstance(base_url, str) else list(base_url)
-        self.fleet = Fleet(urls, api_key, timeout_s)
+        super().__init__(base_url, timeout_s, api_key)
         self.policy_name = name
         self._files = VersionFiles(directory)
         self._config: dict[str, Any] = {}
 
-    @property
-    def server(self) -> ServerControl:
-        """One of the servers that are up."""
-        return self.fleet.servers[0]
-
-    def connect(self, deadline_s: float) -> None:
-        self.fleet.connect(deadline_s)
-
     @contextmanager
     def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """The adapter's tensors, to be pushed; its settings are remembered.
-
-        Args:
-            whole: the model's tensors by name, where it is sharded and holds but parts of them.
+        """Give the adapter's tensors and remember its settings; as `WeightSync.tensors_of`.
 
         Raises:
             ConfigError: the model has no adapter, or trains more than one.
@@ -76,28 +63,27 @@ class LoraSync:
         directory = self._files.write(tensors, version, name="adapter_model.safetensors", config=self._config)
         name = {"lora_name": self.policy_name}
 
-        def load(server: ServerControl, timeout_s: float) -> None:
+        async def load(server: ServerClient, timeout_s: float) -> None:
             # not load_inplace: vLLM would read the file again at every step
             try:
-                server.request("POST", "/v1/unload_lora_adapter", name, timeout_s=timeout_s)
+                await server.request("POST", "/v1/unload_lora_adapter", name, timeout_s=timeout_s)
             except RefusedError as error:
                 if error.status != 404:
                     raise
-            server.request(
-                "POST", "/v1/load_lora_adapter", {**name, "lora_path": str(directory)}, timeout_s=timeout_s
-            )
+            body = {**name, "lora_path": str(directory)}
+            await server.request("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s)
 
-        push_files(self.fleet, Held(version, load), self._files, directory)
+        push_files(self.pool, WeightUpdate(version, load), self._files, directory)
 
     def close(self) -> None:
         try:
-            self.fleet.close()
+            super().close()
         finally:
             self._files.close()
 
 
 def adapter_tensors(model: Any, whole: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A PEFT model's LoRA tensors under the names of its checkpoint format, and its adapter_config.json.
+    """Return a PEFT model's LoRA tensors under the names of its checkpoint format, and its adapter_config.json.
 
     Raises:
         ConfigError: there is no LoRA adapter, or something beside it is trained.

@@ -1,27 +1,27 @@
 """Weights over NCCL, through vLLM's weight-transfer routes: servers on other GPUs, or on other hosts.
 
-Not run on GPUs by this project's tests: there, a fake checks what is asked and in which order, and a stand-in for
-NCCL what is sent (`tests/train/weight_sync/test_nccl_sync.py`).
+Experimental, as this project's tests do not run it on GPUs: a fake checks what is asked and in which order, and a
+stand-in for NCCL what is sent (`tests/train/weight_sync/test_nccl_sync.py`).
 
 All tensors travel in a few large broadcasts: both sides pack them, in the order that /update_weights names, into
 buffers that are sent as soon as they hold more than `BUFFER_BYTES`. A copy of the newest weights stays in host
-memory, so that a server that was started again can be given them while the trainer goes on.
+memory, so that a server that was restarted can be given them while the trainer goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
 
+from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import WeightSyncError
-from verifiers.train.weight_sync.fleet import Fleet, Held
-from verifiers.train.weight_sync.giving import HALF_LOADED
-from verifiers.train.weight_sync.members import begin
-from verifiers.train.weight_sync.server import ServerControl
+from verifiers.inference.replica import PARTIALLY_LOADED, WeightUpdate
+from verifiers.inference.server_client import ServerClient, time_left
+from verifiers.train.weight_sync.protocol import ServerSync
 
 __all__ = ["BUFFER_BYTES", "NcclGroup", "NcclSync", "TorchNcclGroup", "packed"]
 
@@ -30,14 +30,14 @@ BUFFER_BYTES = 2**29
 
 NUM_BUFFERS = 2
 
-_THREADS = "verifiers-nccl"
+_MOST_TRANSFERS = 64
 
 
 class NcclGroup(Protocol):
     """Rank 0 of a group whose other ranks are one server's workers."""
 
     def unique_id(self) -> bytes:
-        """A new id by which the group's ranks find each other."""
+        """Return a new id by which the group's ranks find each other."""
         ...
 
     def join(self, unique_id: bytes, world_size: int) -> None:
@@ -105,19 +105,18 @@ class TorchNcclGroup:
             time.sleep(0.001)
 
 
-class NcclSync:
-    """Broadcasts the weights to the workers of each server.
+class NcclSync(ServerSync):
+    """Broadcasts the weights to the workers of each server. Experimental.
 
     Args:
         base_url: of the rollout server, or of several; vLLM 0.30 or later with
             --weight-transfer-config '{"backend": "nccl"}'.
         make_group: gives a new group for each server; with torch's NCCL on the present CUDA device when left out.
-        timeout_s: deadline for one push, in seconds.
-
-    Attributes:
-        fleet: the servers.
-        sends_tied: tied weights are sent under each of their names.
+        timeout_s, api_key: as of `ServerSync`.
     """
+
+    kind = "nccl"
+    can_send_tied = True
 
     def __init__(
         self,
@@ -127,41 +126,34 @@ class NcclSync:
         *,
         make_group: Callable[[], NcclGroup] | None = None,
     ) -> None:
-        urls = [base_url] if isinstance(base_url, str) else list(base_url)
-        self.fleet = Fleet(urls, api_key, timeout_s)
-        self.sends_tied = False
-        self._make_group = make_group or _on_present_device
+        super().__init__(base_url, timeout_s, api_key)
+        self._make_group = make_group
         self._groups: dict[str, NcclGroup] = {}
-
-    @property
-    def server(self) -> ServerControl:
-        """One of the servers that are up."""
-        return self.fleet.servers[0]
-
-    def connect(self, deadline_s: float) -> None:
-        self.fleet.connect(deadline_s)
 
     def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
         tensors = {name: _on_host(tensor) for name, tensor in named_parameters}
+        if self._make_group is None:
+            # here, for the present device is that of the calling thread
+            self._make_group = _on_present_device()
 
-        def load(server: ServerControl, timeout_s: float) -> None:
-            self._load(server, tensors, time.monotonic() + timeout_s)
+        async def load(server: ServerClient, timeout_s: float) -> None:
+            await self._load(server, tensors, time.monotonic() + timeout_s)
 
         # a server that refused may stand in a collective that the next one would wait for
-        self.fleet.push(Held(version, load, repeatable=False))
+        self.pool.push(WeightUpdate(version, load, is_repeatable=False))
 
     def close(self) -> None:
-        self.fleet.close()
+        super().close()
         self._groups.clear()
 
-    def _load(self, server: ServerControl, tensors: Mapping[str, Any], deadline: float) -> None:
-        group = self._group_with(server, deadline)
+    async def _load(self, server: ServerClient, tensors: Mapping[str, Any], deadline: float) -> None:
+        group = await self._group_with(server, deadline)
         update = {
             "names": list(tensors),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
             "shapes": [list(tensor.shape) for tensor in tensors.values()],
         }
-        server.request("POST", "/start_weight_update", {}, timeout_s=_left(deadline))
+        await server.request("POST", "/start_weight_update", {}, timeout_s=time_left(deadline))
 
         def send() -> None:
             for buffer in packed(tensors.values(), BUFFER_BYTES):
@@ -170,22 +162,24 @@ class NcclSync:
 
         try:
             # the answer comes when the workers have received everything, so it is waited for beside the sending
-            _while_asking(server, "/update_weights", {"update_info": update}, send, deadline)
-            server.request("POST", "/finish_weight_update", {}, timeout_s=_left(deadline))
+            await _beside(server, "/update_weights", {"update_info": update}, send, deadline)
+            await server.request("POST", "/finish_weight_update", {}, timeout_s=time_left(deadline))
         except BaseException:
-            # whoever is still inside a collective cannot be joined again
+            # a group with a rank that is still inside a collective cannot be used again
             self._groups.pop(server.root, None)
             raise
 
-    def _group_with(self, server: ServerControl, deadline: float) -> NcclGroup:
+    async def _group_with(self, server: ServerClient, deadline: float) -> NcclGroup:
         group = self._groups.get(server.root)
         if group is not None:
-            name = server.weight_version(_left(deadline))
-            # one that was started again knows of no group, and is called neither; the second of two loads in a row
-            # finds the name from before the first
-            if name.isdecimal() or name == HALF_LOADED:
+            name = await server.weight_version(time_left(deadline))
+            # a server that was restarted knows of no group, and its weights have neither name; the second of two
+            # loads in a row finds the name from before the first
+            if name.isdecimal() or name == PARTIALLY_LOADED:
                 return group
-        workers = int(server.request("GET", "/get_world_size", timeout_s=_left(deadline))["world_size"])
+        answer = await server.request("GET", "/get_world_size", timeout_s=time_left(deadline))
+        workers = int(answer["world_size"])
+        assert self._make_group is not None
         group = self._make_group()
         unique_id = group.unique_id()
         settings = {
@@ -196,18 +190,14 @@ class NcclSync:
             "packed_buffer_size_bytes": BUFFER_BYTES,
             "packed_num_buffers": NUM_BUFFERS,
         }
-        joining = group
-
-        def join() -> None:
-            joining.join(unique_id, workers + 1)
-
-        _while_asking(server, "/init_weight_transfer_engine", {"init_info": settings}, join, deadline)
+        join = functools.partial(group.join, unique_id, workers + 1)
+        await _beside(server, "/init_weight_transfer_engine", {"init_info": settings}, join, deadline)
         self._groups[server.root] = group
         return group
 
 
 def packed(tensors: Iterable[Any], buffer_bytes: int) -> Iterator[Any]:
-    """The tensors' bytes in one-dimensional buffers, cut where vLLM's workers expect it.
+    """Yield the tensors' bytes in one-dimensional buffers, cut where vLLM's workers expect it.
 
     A buffer ends after the tensor with which it holds more than `buffer_bytes`.
     """
@@ -225,31 +215,24 @@ def packed(tensors: Iterable[Any], buffer_bytes: int) -> Iterator[Any]:
         yield torch.cat(held)
 
 
-def _while_asking(
-    server: ServerControl, path: str, body: Mapping[str, Any], work: Callable[[], None], deadline: float
+async def _beside(
+    server: ServerClient, path: str, body: Mapping[str, Any], work: Callable[[], None], deadline: float
 ) -> None:
-    """Do `work` while the server answers, for neither ends without the other; a refusal is raised at once.
+    """Do `work` while the server answers, as neither ends without the other; a refusal is raised at once.
 
-    Both run in threads of their own: a collective that the other side never enters cannot be called back.
+    The work runs in a thread that is left to itself where the server refuses: a collective that the other side never
+    enters cannot be called back.
     """
-    asked = begin(lambda: server.request("POST", path, body, _left(deadline)), _THREADS)
-    _first_to_fail(asked, begin(work, _THREADS), path, deadline)
-
-
-def _first_to_fail(asked: Future[Any], working: Future[Any], path: str, deadline: float) -> None:
-    while not (asked.done() and working.done()):
-        for future in (asked, working):
-            if future.done():
-                future.result()
-        try:
-            (working if asked.done() else asked).result(timeout=0.01)
-        except FutureTimeoutError:
-            if time.monotonic() > deadline:
-                raise WeightSyncError(
-                    f"POST {path} and its collective did not end within weight_sync_timeout."
-                ) from None
-    asked.result()
-    working.result()
+    try:
+        async with asyncio.timeout(time_left(deadline)):
+            await gather_owned(
+                [
+                    server.request("POST", path, body, time_left(deadline)),
+                    threads_for("weight transfer", _MOST_TRANSFERS).run(work),
+                ]
+            )
+    except TimeoutError:
+        raise WeightSyncError(f"POST {path} and its collective did not end within weight_sync_timeout.") from None
 
 
 def _on_host(tensor: Any) -> Any:
@@ -257,15 +240,11 @@ def _on_host(tensor: Any) -> Any:
     return host.contiguous()
 
 
-def _on_present_device() -> NcclGroup:
+def _on_present_device() -> Callable[[], NcclGroup]:
     import torch
 
     if not torch.cuda.is_available():
         raise WeightSyncError(
             "weight_sync='nccl' needs a CUDA device on the trainer's side; use 'directory' on one host."
         )
-    return TorchNcclGroup(f"cuda:{torch.cuda.current_device()}")
-
-
-def _left(deadline: float) -> float:
-    return max(0.1, deadline - time.monotonic())
+    return functools.partial(TorchNcclGroup, f"cuda:{torch.cuda.current_device()}")

@@ -1,0 +1,182 @@
+"""The way through the package's files: of one rollout, and of one training block.
+
+    python benchmarks/walk.py [--no-training] [--trail]
+
+A profile hook notes every Python function of `verifiers` that is entered (a coroutine is entered again each time it
+goes on), in all threads of this process; the server is a process of its own. A file is counted once; a move is an
+entry whose file is another than that of the entry before it.
+
+The rollout: a single turn with one reward, as training plays it (token ids, `run_groups`), after two others, so that
+nothing is loaded or prepared in it. The block: from `GRPOTrainer.train()` to the call of `_compute_loss`, with one
+prompt of two rollouts.
+
+Ends with one line of JSON: files, moves and calls of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# benchmarks/trl.py would stand before the library of its name
+with contextlib.suppress(ValueError):
+    sys.path.remove(str(Path(__file__).resolve().parent))
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import verifiers as vf
+
+ROOT = f"{Path(vf.__file__).parent}{os.sep}"
+ANSWER = "The answer is 42."
+QUESTION = [{"role": "user", "content": "What is 6 times 7?"}]
+
+
+class Walk:
+    """The functions of the package that were entered, as (file, name), while it is switched on."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, str]] = []
+        self._is_on = False
+        # threads that start later take it over; it notes nothing until it is switched on
+        threading.setprofile(self._note)
+
+    def start(self) -> None:
+        self._is_on = True
+        sys.setprofile(self._note)
+
+    def stop(self) -> None:
+        self._is_on = False
+        sys.setprofile(None)
+
+    def figures(self) -> dict[str, int]:
+        files = [file for file, _ in self.entries]
+        moves = sum(one != other for one, other in itertools.pairwise(files))
+        return {"files": len(set(files)), "moves": moves, "calls": len(files)}
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._is_on and event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            self.entries.append((frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname))
+
+
+@contextlib.contextmanager
+def server(*options: str) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as scratch:
+        port_file = Path(scratch) / "port"
+        command = [sys.executable, "-m", "verifiers.testing.fake_server", "--answer", ANSWER, *options]
+        process = subprocess.Popen([*command, "--port-file", str(port_file), "--parent-pid", str(os.getpid())])
+        try:
+            while not port_file.exists():
+                assert process.poll() is None, "the server did not start"
+                time.sleep(0.02)
+            yield f"http://127.0.0.1:{port_file.read_text().strip()}/v1"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def environment() -> vf.SingleTurnEnv:
+    def correct(completion: vf.Messages, answer: str) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    rows = [{"prompt": QUESTION, "answer": ANSWER}] * 4
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric(funcs=[correct]))
+
+
+async def walk_rollout(walk: Walk, url: str) -> None:
+    from verifiers.inference.endpoint import Endpoint, HttpBackend
+    from verifiers.inference.token_in import token_in_for
+    from verifiers.rollouts.rollout import RolloutRequest
+    from verifiers.rollouts.runner import RolloutRunner
+    from verifiers.types import RolloutKey
+
+    backend = HttpBackend(Endpoint(url))
+    token_in = token_in_for("auto", backend, "fake", require_tokens=True)
+    runner = RolloutRunner(environment(), backend, "fake", {}, require_tokens=True, token_in=token_in)
+    for number in range(3):
+        request = RolloutRequest(RolloutKey(0, number, 0), QUESTION, ANSWER, seed=number + 1)
+        if number == 2:
+            walk.start()
+        (group,) = await runner.run_groups([[request]])
+        walk.stop()
+    assert group.rollouts[0].reward == 1.0
+    await backend.close()
+
+
+def walk_block(walk: Walk, url: str) -> None:
+    sys.path.append(str(Path(__file__).resolve().parent))
+    from overlap import make_policy
+
+    from verifiers.train.config import GRPOConfig
+    from verifiers.train.trainer import GRPOTrainer
+
+    class Arrived(Exception):
+        pass
+
+    class Walked(GRPOTrainer):
+        def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            walk.stop()
+            raise Arrived
+
+    with tempfile.TemporaryDirectory() as scratch:
+        make_policy(Path(scratch) / "policy")
+        args = GRPOConfig(
+            str(Path(scratch) / "run"),
+            server_url=url,
+            max_steps=1,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=32,
+            probe_tolerance=1e9,
+            save_strategy="no",
+            logging_strategy="no",
+            use_cpu=True,
+            bf16=False,
+        )
+        trainer = Walked(str(Path(scratch) / "policy"), environment(), args)
+        walk.start()
+        with contextlib.suppress(Arrived):
+            trainer.train()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-training", action="store_true", help="Walk the rollout alone; needs no torch.")
+    parser.add_argument("--trail", action="store_true", help="Print every entry; a star is a move.")
+    args = parser.parse_args()
+    walks = {}
+    with contextlib.redirect_stdout(sys.stderr):
+        walks["rollout"] = Walk()
+        with server("--instant") as url:
+            asyncio.run(walk_rollout(walks["rollout"], url))
+        if not args.no_training:
+            walks["block"] = Walk()
+            with server() as url:
+                walk_block(walks["block"], url)
+    for walk in walks.values() if args.trail else ():
+        before = ""
+        for file, name in walk.entries:
+            print(f"{' ' if file == before else '*'} {file} {name}")
+            before = file
+    for name, walk in walks.items():
+        print(f"one {name}: " + ", ".join(f"{count:,} {what}" for what, count in walk.figures().items()))
+    figures = {f"{name}_{what}": count for name, walk in walks.items() for what, count in walk.figures().items()}
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

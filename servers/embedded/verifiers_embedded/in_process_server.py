@@ -1,0 +1,188 @@
+"""A server inside the caller's process: new weights are copied from tensor to tensor, with no file between.
+
+For a trainer with a second device. On one CPU a process of its own is better: the trainer's threads and the
+server's would take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from aiohttp import web
+
+from verifiers_embedded.app import Routes
+from verifiers_embedded.engine import Engine
+from verifiers_embedded.errors import StartError
+from verifiers_embedded.loading import LoadedModel, prepared
+from verifiers_embedded.prompts import ChatText
+from verifiers_embedded.weights import copy_weights, match_weights
+
+_BACKLOG = 2048
+
+
+def frozen_copy(
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Return a model of its own: made from the config, filled with the tensors, in eval mode, without gradients.
+
+    Never a copy of a live module, which may carry hooks and patched methods that lead back to it.
+
+    Args:
+        config: the model's config, of transformers.
+        tensors: its state dict; tied weights once.
+        device: where the copy lives.
+        dtype: of its numbers; that of the tensors when left out, so that the copy is equal bit for bit.
+
+    Raises:
+        WeightsError: names or shapes that do not match; the message names them.
+    """
+    import transformers
+
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    number = dtype or (kinds.pop() if len(kinds) == 1 else torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=number)
+    model = cast(Any, model).to(device).eval().requires_grad_(False)
+    copy_weights(match_weights(model, dict(tensors)))
+    return model
+
+
+class InProcessServer:
+    """A frozen copy of a policy behind the server's routes, on a thread, on 127.0.0.1.
+
+    Args:
+        loaded: the copy and its tokenizer; see `loading.prepared` and `frozen_copy`.
+        name: of the model in requests.
+        slots: most sequences at once.
+        threads: CPU threads of torch for the engine; None leaves torch's choice.
+        prefix_bytes: memory for keys and values of finished sequences.
+        tool_format: as in `ChatText`.
+        seed: of the stream from which requests without a seed get theirs.
+        backend: of torch.compile, such as "inductor"; None compiles nothing.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        name: str = "policy",
+        slots: int = 64,
+        threads: int | None = None,
+        prefix_bytes: int = 2**28,
+        tool_format: str = "auto",
+        seed: int = 0,
+        backend: str | Callable[..., Any] | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.text = ChatText(loaded.tokenizer, tool_format)
+        self.engine = Engine(
+            loaded.model,
+            decode=self.text.decode,
+            slots=slots,
+            max_model_len=loaded.max_model_len,
+            threads=threads,
+            prefix_bytes=prefix_bytes,
+            backend=backend,
+        )
+        self.name = name
+        self.url = ""
+        self._seed = seed
+        self._listening: Future[str] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="verifiers-in-process-server", daemon=True)
+
+    @classmethod
+    def of_policy(
+        cls,
+        config: Any,
+        tensors: Mapping[str, torch.Tensor],
+        tokenizer: Any,
+        *,
+        device: str | torch.device,
+        dtype: torch.dtype | None = None,
+        max_model_len: int | None = None,
+        **options: Any,
+    ) -> InProcessServer:
+        """Return a server of a frozen copy of a policy; `options` are those of the class."""
+        model = frozen_copy(config, tensors, device, dtype)
+        return cls(prepared(model, tokenizer, max_model_len=max_model_len), **options)
+
+    @property
+    def model(self) -> Any:
+        """The frozen copy. Reading from it is safe at any time but during a `push`."""
+        return self.loaded.model
+
+    @property
+    def version(self) -> str:
+        """The label of the weights that the next token comes from; `default` before the first push."""
+        return self.engine.weight_version
+
+    def start(self, timeout_s: float = 60.0) -> InProcessServer:
+        """Start the threads; `url` is then the base URL with /v1.
+
+        Raises:
+            StartError: it did not listen in time.
+        """
+        self._thread.start()
+        try:
+            self.url = self._listening.result(timeout_s)
+        except TimeoutError:
+            raise StartError(f"the server did not listen within {timeout_s:g} s", 1) from None
+        return self
+
+    def push(self, tensors: Mapping[str, torch.Tensor], version: str, timeout_s: float = 60.0) -> None:
+        """Copy new weights between two steps; requests in flight are kept, and continue under them.
+
+        Raises:
+            WeightsError: names or shapes that do not match; nothing was changed.
+            TimeoutError: the engine did not take them in time.
+            EngineDied, EngineStopped: there is no engine to take them.
+        """
+        copies = match_weights(self.model, dict(tensors))
+        engine = self.engine
+        for command in (lambda: engine.reload(copies), lambda: engine.name_version(version)):
+            command().result(timeout_s)
+
+    def close(self) -> None:
+        """Answers what waits with an error and ends the threads. May be called twice."""
+        self.engine.stop()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10.0)
+
+    def __enter__(self) -> InProcessServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            runner = self._loop.run_until_complete(self._listen())
+        except Exception as error:
+            self._listening.set_exception(error)
+            return
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+    async def _listen(self) -> web.AppRunner:
+        routes = Routes(self.engine, self.loaded, self.text, model_name=self.name, seed=self._seed)
+        runner = web.AppRunner(routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        self.engine.start()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
+        self._listening.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+        return runner

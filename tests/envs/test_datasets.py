@@ -1,0 +1,122 @@
+"""Datasets as environments want them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from verifiers.envs.datasets import format_dataset, format_prompt, row_fields
+from verifiers.errors import ConfigError
+
+SHOTS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+
+
+def ask(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_prompt_is_system_then_examples_then_the_question() -> None:
+    assert format_prompt("q") == [ask("q")]
+    assert format_prompt("q", "be brief", SHOTS) == [{"role": "system", "content": "be brief"}, *SHOTS, ask("q")]
+
+
+@pytest.mark.parametrize("as_table", [True, False])
+def test_questions_become_prompts_and_rows_get_ids(as_table: bool) -> None:
+    rows: Any = [{"question": f"q{i}", "answer": str(i)} for i in range(3)]
+    table = format_dataset(Dataset.from_list(rows) if as_table else rows, "be brief", SHOTS)
+    assert isinstance(table, Dataset)
+    assert list(table["id"]) == [0, 1, 2]
+    assert list(table["answer"]) == ["0", "1", "2"]
+    assert row_fields(table[2])[0] == format_prompt("q2", "be brief", SHOTS)
+
+
+def test_prompts_and_ids_that_are_there_stay() -> None:
+    rows = [{"prompt": [ask("a")], "question": "b", "id": 7}]
+    table = format_dataset(rows, system_prompt="be brief")
+    assert (table[0]["prompt"], table[0]["id"]) == ([ask("a")], 7)
+    assert format_dataset([{"prompt": "Once"}], message_type="completion")[0]["prompt"] == "Once"
+
+
+def test_question_and_answer_may_have_other_names() -> None:
+    table = format_dataset([{"problem": "q", "solution": "s"}], question_key="problem", answer_key="solution")
+    assert table[0]["prompt"] == [ask("q")]
+    assert table[0]["answer"] == table[0]["solution"] == "s"
+
+
+def test_in_completion_mode_the_question_is_the_prompt() -> None:
+    assert format_dataset([{"question": "Once"}], message_type="completion")[0]["prompt"] == "Once"
+
+
+def test_a_column_of_later_rows_is_not_lost() -> None:
+    table = format_dataset([{"question": "a"}, {"question": "b", "task": "sums"}])
+    assert [row_fields(row)[2] for row in table] == ["default", "sums"]
+
+
+def test_the_dataset_given_stays_as_it_is() -> None:
+    rows = [{"question": "q"}]
+    table = Dataset.from_list(rows)
+    format_dataset(table)
+    format_dataset(rows)
+    assert table.column_names == ["question"]
+    assert rows == [{"question": "q"}]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [
+        ([{"text": "x", "label": 1}], "neither a column 'prompt' nor a column 'question', only text, label"),
+        ([], "is empty"),
+        (Dataset.from_dict({"question": []}), "is empty"),
+        (["q1", "q2"], "must hold dicts"),
+        ({"question": ["q"]}, "not dict"),
+        (DatasetDict(train=Dataset.from_dict({"question": ["q"]})), "give one of them"),
+        ([{"question": "q", "info": {"a": 1}}, {"question": "q", "info": "text"}], "as JSON text"),
+    ],
+)
+def test_a_dataset_that_cannot_work_is_told_why(dataset: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        format_dataset(dataset)
+
+
+def test_a_row_without_answer_task_or_info_has_the_defaults() -> None:
+    assert row_fields({"prompt": "p"}) == ("p", "", "default", {})
+    assert row_fields({"prompt": "p", "answer": None, "task": None, "info": None}) == ("p", "", "default", {})
+    assert row_fields({"prompt": "p", "answer": 0, "task": "t", "info": {"a": None}}) == ("p", 0, "t", {"a": None})
+    with pytest.raises(ConfigError, match="no prompt, only 'question'"):
+        row_fields({"question": "q"})
+
+
+def test_info_may_be_json_text() -> None:
+    info = {"levels": [1, {"deep": None}]}
+    assert row_fields({"prompt": "p", "info": json.dumps(info)})[3] == info
+    assert row_fields({"prompt": "p", "info": ""})[3] == {}
+    with pytest.raises(ConfigError, match="not JSON"):
+        row_fields({"prompt": "p", "info": "{"})
+    with pytest.raises(ConfigError, match="not list"):
+        row_fields({"prompt": "p", "info": "[1]"})
+
+
+def test_what_a_table_adds_to_messages_and_tools_is_dropped_again() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    prompt = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "u"}}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}},
+        {"type": "function", "function": {"name": "g", "parameters": {"properties": {"b": {"type": "string"}}}}},
+    ]
+    rows = [{"prompt": prompt[:1], "info": {"oai_tools": tools}}, {"prompt": prompt[1:], "info": {"oai_tools": []}}]
+    # one column cannot hold lists and text both, so the second message's content is a list as well
+    rows[1]["prompt"][0]["content"] = None  # type: ignore[index]
+    table = format_dataset(rows)  # type: ignore[arg-type]
+    assert table[0]["prompt"][0]["tool_calls"] is None, "the table really adds them"
+    read = [row_fields(row) for row in table]
+    assert [message for row in read for message in row[0]] == prompt
+    assert read[0][3]["oai_tools"] == tools

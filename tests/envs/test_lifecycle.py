@@ -1,0 +1,136 @@
+"""The end of environments: every teardown begins, and none is waited for beyond its time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import verifiers as vf
+from verifiers.envs.lifecycle import run_teardown, tear_down
+
+ROWS = [{"question": "q", "answer": "a"}]
+
+
+class Hanging(vf.SingleTurnEnv):
+    """Its teardown ends when the test is over."""
+
+    def __init__(self) -> None:
+        super().__init__(dataset=ROWS)
+        self.over = threading.Event()
+        self.begun = threading.Event()
+
+    @vf.teardown
+    def hang(self) -> None:
+        self.begun.set()
+        self.over.wait(10)
+
+
+class HangingLoop(Hanging):
+    @vf.teardown
+    async def hang(self) -> None:
+        self.begun.set()
+        while not self.over.is_set():  # noqa: ASYNC110 - another thread says it
+            await asyncio.sleep(0.01)
+
+
+class Tidy(vf.SingleTurnEnv):
+    """Counts its teardowns."""
+
+    ended = 0
+
+    def __init__(self) -> None:
+        super().__init__(dataset=ROWS)
+
+    @vf.teardown
+    def count(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture(params=[Hanging, HangingLoop], ids=["a thread", "an event loop"])
+def hanging(request: pytest.FixtureRequest) -> Iterator[Hanging]:
+    env = request.param()
+    yield env
+    env.over.set()
+    for thread in threading.enumerate():
+        if thread.name == "verifiers-teardown" and thread is not threading.current_thread():
+            thread.join(0.5)
+
+
+def test_a_teardown_that_hangs_is_left_behind_with_a_warning_and_keeps_no_other_from_running(
+    hanging: Hanging, caplog: pytest.LogCaptureFixture
+) -> None:
+    tidy, started = Tidy(), time.monotonic()
+    with caplog.at_level(logging.WARNING, "verifiers.envs"):
+        tear_down([hanging, tidy, tidy], within_s=0.2)
+    assert time.monotonic() - started < 2.0
+    assert hanging.begun.is_set()
+    assert tidy.ended == 1
+    assert "@vf.teardown did not end within 0.2 s" in caplog.text
+
+
+def test_a_member_that_hangs_keeps_neither_the_others_nor_the_group_from_ending(hanging: Hanging) -> None:
+    class Group(vf.EnvGroup):
+        ended = False
+
+        @vf.teardown
+        def end(self) -> None:
+            self.ended = True
+
+    class Late(Hanging):
+        async def teardown(self) -> None:
+            # the group's thread comes to it before its own does
+            await asyncio.sleep(0.1)
+            await super().teardown()
+
+    tidy, late = Tidy(), Late()
+    group = Group([hanging, late, tidy], ["hanging", "late", "tidy"])
+    tear_down([group], within_s=0.3)
+    late.over.set()
+    assert hanging.begun.is_set()
+    assert (tidy.ended, group.ended) == (1, True)
+
+
+def test_a_teardown_that_was_done_is_not_done_again() -> None:
+    tidy = Tidy()
+    asyncio.run(run_teardown(tidy))
+    tear_down([tidy])
+    assert tidy.ended == 1
+
+
+AT_EXIT = """
+import gc, threading
+import verifiers as vf
+from verifiers.envs import lifecycle
+
+class Env(vf.SingleTurnEnv):
+    @vf.teardown
+    def end(self):
+        print("begun\\n", end="", flush=True)
+        {end}
+
+lifecycle.TEARDOWN_WITHIN_S = {within_s}
+envs = [Env(dataset=[dict(question="q", answer="a")]) for _ in range(3)]
+for env in envs:
+    lifecycle.teardown_at_exit(env)
+lifecycle.teardown_at_exit(vf.EnvGroup(envs))
+del env, envs[2]
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "within_s"), [("pass", 2.0), ("threading.Event().wait()", 1.0)], ids=["ends", "hangs"]
+)
+def test_a_process_ends_whatever_its_environments_wait_for(end: str, within_s: float) -> None:
+    script = AT_EXIT.format(end=end, within_s=within_s)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=15, check=False)
+    # the third is gone by then, and each other's begins whatever the first waits for
+    assert (done.returncode, done.stdout) == (0, "begun\nbegun\n"), done.stderr
+    assert (f"did not end within {within_s:g} s" in done.stderr) == (end != "pass")

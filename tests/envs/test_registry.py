@@ -1,0 +1,168 @@
+"""Environments by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.envs import registry
+from verifiers.envs.registry import installed_environments, load_environment
+from verifiers.errors import ConfigError, EnvironmentLoadError, Error, UnknownEnvironmentError
+
+AddModule = Callable[[str, str], None]
+
+SPELLING = """
+def load_environment(words=3, *, seed=0):
+    return ("spelling", words, seed)
+"""
+
+
+@pytest.fixture
+def add_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AddModule]:
+    """Write a module that can be imported; it is forgotten after the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+
+    def add(name: str, source: str) -> None:
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+        importlib.invalidate_caches()
+
+    yield add
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Declare entry points, as installed packages do: name -> value."""
+
+    def declared(**values: str) -> None:
+        entries = [
+            EntryPoint(name.replace("_", "-"), value, registry.ENTRY_POINT_GROUP) for name, value in values.items()
+        ]
+        monkeypatch.setattr(registry, "_entry_points", lambda: entries)
+
+    return declared
+
+
+@pytest.mark.parametrize("env_id", ["my-spelling", "my_spelling", "someone/my-spelling"])
+def test_a_module_is_found_by_its_name_with_hyphens_or_underscores(add_module: AddModule, env_id: str) -> None:
+    add_module("my_spelling", SPELLING)
+    result: Any = load_environment(env_id, words=5)
+    assert result == ("spelling", 5, 0)
+
+
+def test_a_package_and_a_module_inside_one_are_found(add_module: AddModule) -> None:
+    add_module("my_pack/__init__", "from my_pack.inner import load_environment")
+    add_module("my_pack/inner", SPELLING)
+    found: Any = [load_environment("my-pack"), load_environment("my-pack.inner")]
+    assert found == [("spelling", 3, 0)] * 2
+
+
+@pytest.mark.parametrize("env_id", ["counting", "my-counting", "my_counting"])
+def test_an_entry_point_comes_before_a_module_of_its_name(
+    add_module: AddModule, declare: Callable[..., None], env_id: str
+) -> None:
+    add_module("my_counting", "def load_environment(): return 'module'")
+    add_module("elsewhere", "def make(): return 'entry point'\ndef load_environment(): return 'default'")
+    declare(my_counting="elsewhere:make", counting="elsewhere")
+    result: Any = load_environment(env_id)
+    assert result == ("default" if env_id == "counting" else "entry point")
+    assert installed_environments() == ["counting", "my-counting"]
+
+
+def test_an_unknown_name_is_told_the_nearest_and_how_to_install(
+    add_module: AddModule, declare: Callable[..., None]
+) -> None:
+    add_module("my_spelling_env", SPELLING)
+    add_module("my_spelling_en", "raise RuntimeError('looking for names must not run anything')")
+    declare(my_spellings="elsewhere:make")
+    with pytest.raises(UnknownEnvironmentError) as caught:
+        load_environment("my-speling-env")
+    text = str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert "'my-speling-env'" in text
+    assert "'my-spellings', 'my_spelling_env'" in text
+    assert "'my_spelling_en'" not in text, "it has no load_environment"
+    assert "pip install" in text
+    assert text.count(". ") == 0, "one sentence"
+
+
+@pytest.mark.parametrize("env_id", ["", "no such thing", "../..", "json.nothing", "missing.inner", "a..b"])
+def test_what_cannot_be_a_module_is_unknown(env_id: str) -> None:
+    with pytest.raises(UnknownEnvironmentError):
+        load_environment(env_id)
+
+
+@pytest.mark.parametrize("source", ["x = 1", "load_environment = 3"])
+def test_a_module_without_the_function_is_a_mistake_in_the_package(add_module: AddModule, source: str) -> None:
+    add_module("my_spelling", source)
+    with pytest.raises(ConfigError, match="has no function load_environment") as caught:
+        load_environment("my-spelling")
+    assert not isinstance(caught.value, UnknownEnvironmentError)
+
+
+def test_an_error_inside_is_chained(add_module: AddModule) -> None:
+    add_module("my_spelling", "def load_environment(): raise KeyError('words')")
+    with pytest.raises(RuntimeError, match="could not be made: KeyError: 'words'") as caught:
+        load_environment("my-spelling")
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value, Error)
+
+
+def test_a_mistake_in_the_settings_passes_as_it_is(add_module: AddModule) -> None:
+    source = "from verifiers.errors import ConfigError\ndef load_environment(): raise ConfigError('words < 1')"
+    add_module("my_spelling", source)
+    with pytest.raises(ConfigError, match=r"^words < 1$"):
+        load_environment("my-spelling")
+
+
+@pytest.mark.parametrize("through_entry_point", [True, False])
+def test_a_missing_dependency_is_not_an_unknown_environment(
+    add_module: AddModule, declare: Callable[..., None], through_entry_point: bool
+) -> None:
+    add_module("my_spelling", "import no_such_dependency.part")
+    if through_entry_point:
+        declare(my_spelling="my_spelling:load_environment")
+    with pytest.raises(EnvironmentLoadError, match="pip install no_such_dependency") as caught:
+        load_environment("my-spelling")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_module_that_fails_at_its_import_says_how(add_module: AddModule) -> None:
+    add_module("my_spelling", "1 / 0")
+    with pytest.raises(EnvironmentLoadError, match="failed at its import: ZeroDivisionError"):
+        load_environment("my-spelling")
+
+
+def test_wrong_arguments_name_the_accepted_ones(add_module: AddModule) -> None:
+    add_module("my_spelling", SPELLING)
+    with pytest.raises(ConfigError, match=r"'wrds'.*it takes words=3, seed=0"):
+        load_environment("my-spelling", wrds=3)
+    add_module("my_needy", "def load_environment(path: str): return path")
+    with pytest.raises(ConfigError, match=r"'path'.*it takes path: str"):
+        load_environment("my-needy")
+    add_module("my_bare", "def load_environment(): return 1")
+    with pytest.raises(ConfigError, match="it takes none"):
+        load_environment("my-bare", words=3)
+
+
+def test_an_environment_that_takes_anything_is_given_anything(add_module: AddModule) -> None:
+    add_module("my_spelling", "def load_environment(**kwargs): return kwargs")
+    result: Any = load_environment("my-spelling", words=3)
+    assert result == {"words": 3}
+
+
+def test_a_function_that_returns_nothing_is_told_so(add_module: AddModule) -> None:
+    add_module("my_spelling", "def load_environment(): pass")
+    with pytest.raises(ConfigError, match="returned None"):
+        load_environment("my-spelling")

@@ -1,0 +1,218 @@
+"""Evaluations of any length: nothing kept, nothing started after the end was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from verifiers.errors import ConfigError
+from verifiers.evals.evaluation_loop import Interruption, evaluation_requests, iter_requests, run_units
+from verifiers.evals.progress import Progress
+from verifiers.inference.endpoint import ClientBackend
+from verifiers.inference.limits import Limiter
+from verifiers.inference.retries import RetryPolicy
+from verifiers.rollouts.rollout import Rollout
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.testing import FakeClient, Fault
+from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
+
+
+def environment(n: int = 20) -> vf.Environment:
+    rows = [{"question": f"question {i}", "answer": "4"} for i in range(n)]
+    return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
+
+
+def runner_of(env: vf.Environment, answers: Any, max_concurrent: int = 4) -> RolloutRunner:
+    return RolloutRunner(env, ClientBackend(FakeClient(answers)), "m", limiter=Limiter(max_concurrent))
+
+
+def units_of(env: vf.Environment, rollouts: int = 1) -> Any:
+    return iter_requests(env.get_eval_dataset(), rollouts, 1)
+
+
+def test_requests_are_the_same_one_by_one_as_in_a_list() -> None:
+    dataset = environment(3).get_eval_dataset()
+    assert list(iter_requests(dataset, 2, 5)) == evaluation_requests(dataset, 2, 5)
+    assert len({request.seed for group in iter_requests(dataset, 2, 5) for request in group}) == 6
+
+
+async def test_no_rollout_is_kept() -> None:
+    env = environment(200)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+
+    class SeenState:
+        """What can be referred to weakly."""
+
+    def take(rollout: Rollout) -> None:
+        nonlocal most
+        mark = rollout.state["mark"] = SeenState()
+        alive.add(mark)
+        if rollout.key.example_id % 20 == 0:
+            gc.collect()
+        most = max(most, len(alive))
+
+    await run_units(runner_of(env, "4"), units_of(env), take)
+    gc.collect()
+    assert most < 60
+    assert len(alive) == 0
+
+
+async def test_draining_finishes_what_is_in_flight_and_begins_nothing_more() -> None:
+    env = environment(50)
+    gate, asked = asyncio.Event(), 0
+    interruption = Interruption(drain_s=15)
+
+    async def answer(body: dict[str, Any]) -> str:
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            interruption.drain()
+            asyncio.get_running_loop().call_later(0.05, gate.set)
+        await gate.wait()
+        return "4"
+
+    done: list[Rollout] = []
+    await run_units(runner_of(env, answer), units_of(env), done.append, interruption)
+    assert asked == len(done) == 4
+    assert all(rollout.reward == 1.0 for rollout in done)
+
+
+async def test_draining_gives_up_groups_that_cannot_be_scored_whole_and_keeps_the_others() -> None:
+    """Six slots and groups of four: the second group has begun in part."""
+    asked: Counter[str] = Counter()
+    interruption = Interruption(drain_s=15)
+
+    async def answer(body: dict[str, Any]) -> str:
+        question = body["messages"][-1]["content"]
+        asked[question] += 1
+        if asked.total() == 6:
+            interruption.drain()
+        await asyncio.sleep(0.01)
+        return "4"
+
+    def together(completions: list[Any]) -> list[float]:
+        assert len(completions) == 4
+        return [1.0] * 4
+
+    rows = [{"question": f"question {i}", "answer": "4"} for i in range(50)]
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([together]))
+    done: list[Rollout] = []
+    runner = runner_of(env, answer, max_concurrent=6)
+    await run_units(runner, units_of(env, rollouts=4), done.append, interruption)
+    assert [(rollout.key.example_id, rollout.reward) for rollout in done] == [(0, 1.0)] * 4
+    assert asked == {"question 0": 4, "question 1": 2}
+    assert runner.limiter.in_flight == 0
+
+
+async def test_draining_asks_for_nothing_new_where_requests_are_throttled() -> None:
+    """All rollouts have a slot and wait for their turn to ask; those of two turns that have begun ask again."""
+
+    class TwoTurns(vf.MultiTurnEnv):
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [{"role": "user", "content": "again"}], state
+
+    rows = [{"question": f"question {i}", "answer": "4"} for i in range(30)]
+    env = TwoTurns(eval_dataset=rows, max_turns=2, rubric=vf.Rubric([lambda completion: 1.0]))
+    interruption = Interruption(drain_s=15)
+    asked: Counter[int] = Counter()
+
+    async def answer(body: dict[str, Any]) -> str:
+        asked[len(body["messages"])] += 1
+        if asked[1] == 3:
+            interruption.drain()
+        return "4"
+
+    runner = RolloutRunner(env, ClientBackend(FakeClient(answer)), "m", limiter=Limiter(30, requests_per_second=50))
+    done: list[Rollout] = []
+    await run_units(runner, units_of(env), done.append, interruption)
+    assert [rollout.reward for rollout in done] == [1.0] * 3
+    assert asked == {1: 3, 3: 3}
+
+
+async def test_an_endpoint_that_recovers_after_a_drain_gets_nothing_new() -> None:
+    """Retries of what is in flight go on; that is finishing it."""
+    interruption = Interruption(drain_s=15)
+    asked = 0
+
+    async def answer(body: dict[str, Any]) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            interruption.drain()
+        return Fault(503) if asked <= 2 else "4"
+
+    done: list[Rollout] = []
+    runner = runner_of(environment(), answer, max_concurrent=2)
+    runner.retry = RetryPolicy(base_s=0.001)
+    await run_units(runner, units_of(environment()), done.append, interruption)
+    assert [rollout.reward for rollout in done] == [1.0, 1.0]
+    assert asked == 4
+
+
+@pytest.mark.parametrize("how", ["deadline", "abort"])
+async def test_what_does_not_finish_is_given_up(how: str) -> None:
+    env = environment(50)
+    interruption = Interruption(drain_s=0.05 if how == "deadline" else 60)
+    asked = 0
+
+    async def answer(body: dict[str, Any]) -> str:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            return "4"
+        if asked == 5:
+            while len(done) < 2:  # noqa: ASYNC110 - until they are graded, which sets no event
+                await asyncio.sleep(0.001)
+            interruption.drain()
+            if how == "abort":
+                interruption.abort()
+        await asyncio.Event().wait()
+        return "never"
+
+    done: list[Rollout] = []
+    await asyncio.wait_for(run_units(runner_of(env, answer), units_of(env), done.append, interruption), 10)
+    assert len(done) == 2
+
+
+async def test_a_mistake_of_the_user_ends_the_run_as_itself() -> None:
+    class Mistaken(vf.SingleTurnEnv):
+        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+            raise ConfigError("mend it")
+
+    env = Mistaken(eval_dataset=[{"question": "q", "answer": "a"}] * 3, rubric=vf.Rubric())
+    with pytest.raises(ConfigError, match="mend it"):
+        await run_units(runner_of(env, "4"), units_of(env), lambda rollout: None)
+
+
+def test_a_tally_counts_as_the_rollouts_themselves_would() -> None:
+    progress = Progress(lambda text: text.replace("secret", "***"))
+    for example, generation, reward in ((0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.5), (1, 1, None)):
+        failed = reward is None
+        progress.add(
+            Rollout(
+                RolloutKey(0, example, generation),
+                Outcome.TIMED_OUT if failed else Outcome.COMPLETED,
+                [],
+                [],
+                reward=reward,
+                metrics={} if failed else {"good": 2.0} if example else {},
+                failure=Failure("TimeoutError", "secret") if failed else None,
+                attempts=2,
+                timing=Timing(generation_s=1.5),
+                usage=Usage(3, 4),
+            )
+        )
+    summary = progress.summary(9.0)
+    assert (summary["rollouts"], summary["prompts"], summary["retries"]) == (4, 2, 4)
+    assert summary["outcomes"] == {"completed": 3, "timed_out": 1}
+    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["seconds"]) == (12, 16, 9.0)
+    assert summary["rewards"]["reward"]["mean"] == progress.mean_reward == 0.5
+    assert summary["rewards"]["good"]["mean"] == 2.0
+    assert progress.commonest_failure() == ("TimeoutError: ***", 1)

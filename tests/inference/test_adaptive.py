@@ -1,0 +1,313 @@
+"""The limit finds what a provider bears, and shrinking or growing it under load loses no waiter."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from verifiers.errors import ConfigError, ProviderError
+from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.inference.limits import LOCAL_MAXIMUM, AdaptiveLimiter, Limiter, ResizableSlots, limiter_for
+from verifiers.inference.retries import RetryableError, RetryPolicy, call_with_retries
+from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.testing import FakeOpenAIServer, Fault
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def answer(limiter: AdaptiveLimiter, times: int, used: float = 1.0) -> None:
+    for _ in range(times):
+        limiter.in_flight = round(used * (limiter.max_concurrent or 0))
+        limiter.answered()
+
+
+def test_it_starts_at_20_and_doubles_while_answers_are_clean_up_to_its_maximum() -> None:
+    limiter = AdaptiveLimiter(maximum=100, clock=Clock())
+    seen = [limiter.max_concurrent]
+    for _ in range(4):
+        answer(limiter, limiter.max_concurrent or 0)
+        seen.append(limiter.max_concurrent)
+    assert seen == [20, 40, 80, 100, 100]
+
+
+def test_it_grows_only_after_a_limits_worth_of_answers_and_where_80_percent_are_used() -> None:
+    limiter = AdaptiveLimiter(clock=Clock())
+    answer(limiter, 19)
+    assert limiter.max_concurrent == 20
+    answer(limiter, 1000, used=0.75)
+    assert limiter.max_concurrent == 20
+    answer(limiter, 1, used=0.8)
+    assert limiter.max_concurrent == 40
+
+
+def test_a_429_cuts_it_to_four_fifths_at_most_once_in_15_s() -> None:
+    clock = Clock()
+    limiter = AdaptiveLimiter(start=100, clock=clock)
+    for _ in range(50):
+        limiter.rate_limited(None)
+    assert (limiter.max_concurrent, limiter.cuts) == (80, 1)
+    clock.now += 14.9
+    limiter.rate_limited(None)
+    assert limiter.max_concurrent == 80
+    clock.now += 0.1
+    limiter.rate_limited(None)
+    assert limiter.max_concurrent == 64
+
+
+def test_a_retry_after_says_how_long_a_cut_is_the_last() -> None:
+    clock = Clock()
+    limiter = AdaptiveLimiter(start=100, clock=clock)
+    limiter.rate_limited(40.0)
+    clock.now += 39.0
+    limiter.rate_limited(40.0)
+    assert limiter.max_concurrent == 80
+    clock.now += 1.0
+    limiter.rate_limited(0.0)
+    assert limiter.max_concurrent == 64
+    # also a server that asks for no wait cannot cut twice for what was sent together
+    limiter.rate_limited(0.0)
+    assert limiter.max_concurrent == 64
+
+
+def test_after_a_cut_it_rests_and_then_grows_by_steps_and_never_below_one() -> None:
+    clock = Clock()
+    limiter = AdaptiveLimiter(start=100, clock=clock)
+    limiter.rate_limited(None)
+    answer(limiter, 500)
+    assert limiter.max_concurrent == 80
+    clock.now += 15.0
+    answer(limiter, 79)
+    limiter.in_flight = 80
+    clock.now += 15.0
+    answer(limiter, 1)
+    assert limiter.max_concurrent == 84
+    for _ in range(100):
+        clock.now += 15.0
+        limiter.rate_limited(None)
+    assert limiter.max_concurrent == 1
+    clock.now += 15.0
+    answer(limiter, 1)
+    assert limiter.max_concurrent == 2
+
+
+def test_a_429_between_answers_starts_the_count_anew() -> None:
+    clock = Clock()
+    limiter = AdaptiveLimiter(start=10, clock=clock)
+    limiter.rate_limited(1.0)
+    clock.now += 1.0
+    answer(limiter, 7)
+    limiter.rate_limited(1.0)
+    clock.now += 1.0
+    answer(limiter, 5)
+    assert limiter.max_concurrent == 6
+
+
+async def test_shrinking_takes_no_slot_away_and_gives_none_until_enough_came_back() -> None:
+    limiter = AdaptiveLimiter(start=4, clock=Clock())
+    release = asyncio.Semaphore(0)
+    order: list[int] = []
+
+    async def one(number: int) -> None:
+        async with limiter.slot():
+            order.append(number)
+            await release.acquire()
+
+    tasks = [asyncio.create_task(one(number)) for number in range(8)]
+    await asyncio.sleep(0)
+    limiter.rate_limited(None)
+    assert (limiter.in_flight, limiter.max_concurrent) == (4, 3)
+    release.release()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == [0, 1, 2, 3]
+    release.release()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == [0, 1, 2, 3, 4]
+    for _ in range(6):
+        release.release()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks)
+    assert order == list(range(8))
+    assert limiter.in_flight == 0
+
+
+async def test_growing_wakes_those_who_wait() -> None:
+    slots = ResizableSlots(1)
+    await slots.acquire()
+    waiters = [asyncio.create_task(slots.acquire()) for _ in range(3)]
+    await asyncio.sleep(0)
+    slots.resize(3)
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiters[:2])
+    assert not waiters[2].done()
+    slots.release()
+    async with asyncio.timeout(5):
+        await waiters[2]
+    assert slots.taken == 3
+
+
+@pytest.mark.parametrize("when", ["while it waits", "in the moment in which it is served"])
+async def test_a_waiter_that_is_cancelled_keeps_no_slot(when: str) -> None:
+    slots = ResizableSlots(1)
+    await slots.acquire()
+    waiter = asyncio.create_task(slots.acquire())
+    await asyncio.sleep(0)
+    if when == "while it waits":
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        slots.release()
+    else:
+        slots.release()
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+    assert slots.taken == 0
+    async with asyncio.timeout(5):
+        await slots.acquire()
+
+
+async def test_a_storm_of_resizes_and_cancellations_ends_with_every_slot_back() -> None:
+    rng = random.Random(7)
+    slots = ResizableSlots(5)
+    held = 0
+
+    async def one() -> None:
+        nonlocal held
+        await slots.acquire()
+        held += 1
+        try:
+            await asyncio.sleep(0)
+        finally:
+            held -= 1
+            slots.release()
+
+    tasks = []
+    for _ in range(2000):
+        tasks.append(asyncio.create_task(one()))
+        if rng.random() < 0.3:
+            rng.choice(tasks).cancel()
+        if rng.random() < 0.2:
+            slots.resize(rng.randint(1, 20))
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+        assert held <= slots.taken <= 20
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert slots.taken == held == 0
+
+
+async def evaluate(
+    jobs: int, *, concurrent: int | None = None, per_second: float | None = None, retry_after_s: float | None = None
+) -> dict[str, float]:
+    """`jobs` calls of about 1 s against a provider with a limit on concurrency or on rate, in virtual time."""
+    loop = asyncio.get_running_loop()
+    limiter = AdaptiveLimiter(clock=loop.time)
+    policy = RetryPolicy(max_attempts=9)
+    draw = random.Random(1)
+    serving, refused, failed = 0, 0, 0
+    tokens, refilled = per_second or 0.0, 0.0
+
+    async def attempt() -> None:
+        nonlocal serving, refused, tokens, refilled
+        if per_second is not None:
+            now = loop.time()
+            tokens, refilled = min(per_second, tokens + (now - refilled) * per_second), now
+        if (per_second is not None and tokens < 1) or (concurrent is not None and serving >= concurrent):
+            refused += 1
+            raise RetryableError("slow down", status=429, retry_after_s=retry_after_s)
+        tokens -= 1
+        serving += 1
+        await asyncio.sleep(draw.uniform(0.5, 1.5))
+        serving -= 1
+
+    async def one() -> None:
+        nonlocal failed
+        async with limiter.slot():
+            try:
+                await call_with_retries(attempt, policy, None, limiter)
+            except ProviderError:
+                failed += 1
+
+    await asyncio.gather(*(one() for _ in range(jobs)))
+    best = min(float(concurrent or jobs), per_second or float(jobs))
+    return {"of_best": jobs / loop.time() / best, "refused": refused / jobs, "failed": failed / jobs}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "provider", "least", "most_refused"),
+    [
+        (4000, {"concurrent": 50}, 0.8, 0.05),
+        (4000, {"concurrent": 50, "retry_after_s": 1.0}, 0.8, 0.05),
+        (8000, {"concurrent": 200, "retry_after_s": 2.0}, 0.7, 0.05),
+        (1500, {"concurrent": 10, "retry_after_s": 1.0}, 0.8, 0.1),
+        (4000, {"per_second": 30.0, "retry_after_s": 1.0}, 0.9, 0.05),
+        (6000, {"per_second": 100.0, "retry_after_s": 5.0}, 0.85, 0.05),
+    ],
+)
+def test_throughput_comes_near_what_the_provider_gives_with_few_refusals(
+    jobs: int,
+    provider: dict[str, float],
+    least: float,
+    most_refused: float,
+    in_virtual_time: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # the retry loop's jitter
+    monkeypatch.setattr("random.random", random.Random(2).random)
+    measured = in_virtual_time(evaluate(jobs, **provider))  # type: ignore[arg-type]
+    assert measured["of_best"] > least, measured
+    assert measured["refused"] < most_refused, measured
+    assert measured["failed"] < 0.001, measured
+
+
+async def test_a_real_provider_that_bears_8_at_once_gets_about_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: set[int] = set()
+    async with FakeOpenAIServer("4", latency_s=0.02) as server:
+        # the server decides after its latency, when this request is among those in flight
+        server._schedule._decide = lambda _: Fault(429, retry_after=0.05) if server.in_flight > 8 else None
+        limiter = AdaptiveLimiter()
+        backend = HttpBackend(Endpoint(server.url))
+
+        async def one(number: int) -> None:
+            async with limiter.slot():
+                client = RolloutClient(backend, limiter=limiter, retry=RetryPolicy(max_attempts=50, base_s=0.02))
+                await client.chat.completions.create(model="m", messages=[])
+                answered.add(number)
+
+        await asyncio.gather(*(one(number) for number in range(300)))
+        await backend.close()
+    assert len(answered) == 300
+    assert limiter.cuts >= 1
+    assert (limiter.max_concurrent or 0) < 20
+
+
+def test_what_the_user_says_wins_then_the_kind_of_host_decides() -> None:
+    for urls in ("https://api.openai.com/v1", "http://127.0.0.1:8000/v1", ["http://localhost:1/v1", "http://h/v1"]):
+        given = limiter_for(urls, 7, maximum=3, requests_per_second=2.0)
+        assert type(given) is Limiter
+        assert (given.max_concurrent, given.requests_per_second) == (7, 2.0)
+    assert limiter_for("http://h/v1", -1).max_concurrent is None
+    local = limiter_for("http://127.0.0.1:8000/v1", requests_per_second=3.0)
+    assert type(local) is Limiter
+    assert (local.max_concurrent, local.requests_per_second) == (LOCAL_MAXIMUM, 3.0)
+    assert limiter_for(["http://localhost:1/v1", "http://[::1]:2/v1"], maximum=512).max_concurrent == 512
+    remote = limiter_for(["http://localhost:1/v1", "http://gpu1:1/v1"], maximum=64, requests_per_second=4.0)
+    assert isinstance(remote, AdaptiveLimiter)
+    assert (remote.max_concurrent, remote.maximum, remote.requests_per_second) == (20, 64, 4.0)
+    assert limiter_for("https://api.openai.com/v1", maximum=5).max_concurrent == 5
+
+
+def test_limits_that_let_nothing_through_are_refused() -> None:
+    for options in ({"start": 0}, {"maximum": 0}):
+        with pytest.raises(ConfigError, match="both must be 1 or more"):
+            AdaptiveLimiter(**options)
+    with pytest.raises(ConfigError, match="requests_per_second is 0"):
+        AdaptiveLimiter(requests_per_second=0)

@@ -1,0 +1,377 @@
+"""Clients that are handed in are honoured, and whatever goes wrong at an endpoint has one meaning."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import openai
+import pytest
+
+from verifiers.errors import ConfigError, ProviderError
+from verifiers.inference.endpoint import ClientBackend, Endpoint, HttpBackend
+from verifiers.inference.load_balancer import backend_for
+from verifiers.inference.retries import RetryableError
+from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}
+KEY = "sk-secret-0123456789"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeOpenAIServer]:
+    async with FakeOpenAIServer("4") as server:
+        yield server
+
+
+async def one_call(client: Any, **arguments: Any) -> Any:
+    backend = backend_for(client)
+    try:
+        return await backend.call("/chat/completions", {**ASK, **arguments})
+    finally:
+        await backend.close()
+
+
+@pytest.mark.parametrize("kind", [openai.AsyncOpenAI, openai.OpenAI])
+async def test_base_url_key_headers_and_timeouts_of_the_sdks_clients_are_honoured(
+    kind: Any, server: FakeOpenAIServer
+) -> None:
+    client = kind(
+        base_url=server.url + "/",
+        api_key=KEY,
+        default_headers={"X-Team": "blue", "X-Dropped": openai.omit},
+        organization="org",
+        project="proj",
+        timeout=12.0,
+    )
+    backend = backend_for(client)
+    assert isinstance(backend, HttpBackend)
+    assert (backend.base_url, backend.endpoint.timeout_s) == (server.url, 12.0)
+    await one_call(backend)
+    headers = server.requests[0].headers
+    assert headers["authorization"] == f"Bearer {KEY}"
+    assert (headers["x-team"], headers["openai-organization"], headers["openai-project"]) == ("blue", "org", "proj")
+    assert "x-dropped" not in headers
+
+
+def test_a_timeout_object_gives_both_deadlines_and_the_sdks_default_leaves_time_to_connect() -> None:
+    given = Endpoint.from_openai(
+        openai.AsyncOpenAI(api_key="k", base_url="http://there/v1", timeout=openai.Timeout(7.0, connect=2.0))
+    )
+    assert (given.timeout_s, given.connect_timeout_s) == (7.0, 2.0)
+    default = Endpoint.from_openai(openai.AsyncOpenAI(api_key="k", base_url="http://there/v1"))
+    assert (default.timeout_s, default.connect_timeout_s) == (600.0, 10.0)
+    assert Endpoint.from_openai(openai.AsyncOpenAI(api_key="k", base_url="http://x", timeout=None)).timeout_s == 600
+
+
+def test_clients_that_we_cannot_stand_in_for_are_called_as_given() -> None:
+    class Traced(openai.AsyncOpenAI):
+        pass
+
+    async def token() -> str:
+        return "fresh"
+
+    options: dict[str, Any] = {"api_key": "k", "base_url": "http://there/v1"}
+    azure = openai.AsyncAzureOpenAI(api_key="k", api_version="1", azure_endpoint="https://there")
+    own_http = openai.AsyncOpenAI(**options, http_client=openai.DefaultAsyncHttpxClient())
+    fresh_key = openai.AsyncOpenAI(base_url="http://there/v1", api_key=token)
+    queried = openai.AsyncOpenAI(**options, default_query={"api-version": "1"})
+    for client in (azure, Traced(**options), own_http, fresh_key, queried, FakeClient(), AsyncMock(), MagicMock()):
+        backend = backend_for(client)
+        assert isinstance(backend, ClientBackend)
+        assert backend.client is client
+
+
+async def test_a_mock_is_called_with_exactly_the_arguments_and_its_answer_is_handed_on() -> None:
+    client = AsyncMock()
+    answer = await one_call(client, temperature=0.5, extra_body={"top_k": 3})
+    client.chat.completions.create.assert_awaited_once_with(**ASK, temperature=0.5, extra_body={"top_k": 3})
+    assert answer is client.chat.completions.create.return_value
+
+
+async def test_a_sync_client_runs_in_a_thread_and_cannot_stall_the_others() -> None:
+    class Sync(openai.OpenAI):
+        pass
+
+    main = threading.current_thread()
+    seen: list[threading.Thread] = []
+
+    def create(**_: Any) -> str:
+        seen.append(threading.current_thread())
+        return "answer"
+
+    subclass = Sync(api_key="k", base_url="http://there/v1")
+    subclass.chat.completions.create = create  # type: ignore[method-assign,assignment]
+    wrapper = MagicMock()
+    wrapper.chat.completions.create = create
+    for client in (subclass, wrapper):
+        assert await one_call(client) == "answer"
+    assert len(seen) == 2
+    assert main not in seen
+
+
+async def test_a_custom_http_client_carries_the_call(server: FakeOpenAIServer) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=server.url, api_key=KEY, http_client=openai.DefaultAsyncHttpxClient(headers={"X-Own": "1"})
+    ) as client:
+        answer = await one_call(client)
+    assert answer.choices[0].message.content == "4"
+    assert server.requests[0].headers["x-own"] == "1"
+
+
+def test_what_is_no_client_is_refused_with_what_would_be_one() -> None:
+    with pytest.raises(ConfigError, match=r"client is 42, which has neither chat\.completions nor completions"):
+        backend_for(42)
+    for url in ("127.0.0.1:8000", "ftp://there", "http://", ""):
+        with pytest.raises(ConfigError, match="is not an HTTP address; give one like"):
+            backend_for(url)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (Fault.malformed(), "body that is not JSON"),
+        (Fault(200, body="[1]"), "list instead of an object"),
+        (Fault.disconnect(), "could not be reached"),
+        (Fault(429, retry_after=7), "answered 429: scripted fault 429"),
+        (Fault(500), "answered 500"),
+        (Fault(503), "answered 503"),
+        (Fault(529), "answered 529"),
+    ],
+)
+async def test_what_may_pass_is_worth_another_try(fault: Fault, text: str) -> None:
+    async with FakeOpenAIServer(faults=fault) as server:
+        with pytest.raises(RetryableError, match=text) as caught:
+            await one_call(Endpoint(server.url))
+    assert caught.value.retry_after_s == (7.0 if fault.retry_after else None)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+async def test_what_would_fail_again_is_not(status: int) -> None:
+    async with FakeOpenAIServer(faults=Fault(status, times=2, body={"error": {"message": "never"}})) as server:
+        for client in (Endpoint(server.url), openai.AsyncOpenAI(base_url=server.url, api_key="k", max_retries=0)):
+            with pytest.raises(ProviderError, match=f"answered {status}: never") as caught:
+                await one_call(client)
+            assert not isinstance(caught.value, RetryableError)
+            assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("fault", "retryable"),
+    [
+        (Fault(429, retry_after=7), True),
+        (Fault(500), True),
+        (Fault.disconnect(), True),
+        (Fault.malformed(), True),
+        (Fault(401), False),
+        (Fault(404), False),
+    ],
+)
+async def test_errors_of_a_client_called_as_given_have_the_same_meaning(fault: Fault, retryable: bool) -> None:
+    with pytest.raises(ProviderError) as caught:
+        await one_call(FakeClient(faults=fault))
+    assert isinstance(caught.value, RetryableError) is retryable
+    if fault.retry_after:
+        assert caught.value.retry_after_s == 7.0  # type: ignore[attr-defined]
+
+
+async def test_a_foreign_error_passes_unchanged() -> None:
+    error = KeyError("theirs")
+    client = MagicMock()
+    client.chat.completions.create = AsyncMock(side_effect=error)
+    with pytest.raises(KeyError) as caught:
+        await one_call(client)
+    assert caught.value is error
+    assert error.__cause__ is None
+
+
+@pytest.mark.parametrize("timeout", [0.05, openai.Timeout(0.05, connect=1.0)])
+async def test_a_server_that_hangs_meets_the_deadline_of_the_call(timeout: Any) -> None:
+    async with FakeOpenAIServer(faults=Fault.hang()) as server:
+        with pytest.raises(RetryableError, match=r"no answer from .* within 0\.05 s"):
+            await one_call(Endpoint(server.url), timeout=timeout)
+
+
+async def test_a_server_that_hangs_meets_the_deadline_of_the_endpoint() -> None:
+    async with FakeOpenAIServer(faults=Fault.hang()) as server:
+        with pytest.raises(RetryableError, match=r"/v1/chat/completions within 0\.05 s"):
+            await one_call(Endpoint(server.url, timeout_s=0.05))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how full a listener's queue may get differs")
+async def test_a_connection_that_is_never_accepted_is_said_to_be_that() -> None:
+    # a listener with a full queue: the kernel answers no further connection
+    with socket.socket() as listener, socket.socket() as filler, socket.socket() as second:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for queued in (filler, second):
+            queued.setblocking(False)
+            queued.connect_ex(listener.getsockname())
+        port = listener.getsockname()[1]
+        with pytest.raises(RetryableError, match=r"could not be reached"):
+            await one_call(Endpoint(f"http://127.0.0.1:{port}/v1", timeout_s=5.0, connect_timeout_s=0.2))
+
+
+async def test_nobody_listening_is_said_without_waiting() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        with pytest.raises(RetryableError, match=rf"http://127\.0\.0\.1:{port}/v1 could not be reached"):
+            await one_call(f"http://127.0.0.1:{port}/v1")
+
+
+async def test_headers_of_endpoint_and_call_are_sent_and_a_given_authorization_replaces_ours(
+    server: FakeOpenAIServer,
+) -> None:
+    endpoint = Endpoint(server.url, KEY, {"authorization": "Basic abc", "X-Team": "blue"})
+    await one_call(endpoint, extra_headers={"X-Call": "1"})
+    headers = server.requests[0].headers
+    assert (headers["authorization"], headers["x-team"], headers["x-call"]) == ("Basic abc", "blue", "1")
+    assert "extra_headers" not in server.requests[0].body
+
+
+async def test_streaming_and_unwritable_bodies_are_refused_before_anything_is_sent(server: FakeOpenAIServer) -> None:
+    with pytest.raises(ConfigError, match="stream=True"):
+        await one_call(server.url, stream=True)
+    with pytest.raises(ConfigError, match="cannot be written as JSON"):
+        await one_call(server.url, extra_body={"x": object()})
+    assert server.requests == []
+
+
+async def test_the_key_is_in_no_repr_and_no_error() -> None:
+    quoted = Fault(401, times=1, body={"error": {"message": f"Incorrect API key provided: {KEY}"}})
+    async with FakeOpenAIServer(faults=[quoted, Fault(500, body=f"key {KEY} is limited")]) as server:
+        endpoint = Endpoint(server.url, KEY, {"X-Key": KEY})
+        backend = backend_for(endpoint)
+        for _ in range(2):
+            with pytest.raises(ProviderError) as caught:
+                await backend.call("/chat/completions", ASK)
+            assert KEY not in f"{caught.value} {caught.value!r} {caught.value.body}"
+        assert KEY not in f"{endpoint} {endpoint!r} {backend!r}"
+        await backend.close()
+
+
+async def test_a_backend_serves_a_second_event_loop_with_a_session_of_its_own(server: FakeOpenAIServer) -> None:
+    backend = HttpBackend(Endpoint(server.url))
+
+    async def call_and_close() -> None:
+        await backend.call("/chat/completions", ASK)
+        await backend.close()
+
+    await asyncio.to_thread(asyncio.run, call_and_close())
+    await call_and_close()
+    assert server.request_count == 2
+
+
+@pytest.mark.parametrize("kind", [openai.AsyncAzureOpenAI, openai.AzureOpenAI])
+async def test_the_retries_of_an_sdk_are_switched_off_and_the_client_is_not_changed(kind: Any) -> None:
+    asked = 0
+
+    async def busy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(busy, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        client = kind(api_key="k", api_version="1", base_url=f"http://127.0.0.1:{port}/azure", max_retries=5)
+        for _ in range(2):
+            # and it is still open for the second one
+            with pytest.raises(RetryableError, match="InternalServerError"):
+                await one_call(client)
+        result = client.close()
+        if result is not None:
+            await result
+    assert asked == 2
+    assert client.max_retries == 5
+
+
+async def test_a_client_that_somebody_put_something_into_is_called_and_not_copied() -> None:
+    patched = openai.AsyncAzureOpenAI(api_key="k", api_version="1", azure_endpoint="http://there", max_retries=5)
+    patched.chat.completions.create = AsyncMock(return_value="answer")  # type: ignore[method-assign]
+    assert await one_call(patched) == "answer"
+    await patched.close()
+
+
+async def test_a_client_that_hangs_meets_the_deadline_of_one_attempt() -> None:
+    backend = ClientBackend(FakeClient(faults=Fault.hang()), timeout_s=0.05)
+    with pytest.raises(RetryableError, match=r"no answer from http://fake\.invalid/v1 within 0\.05 s"):
+        await backend.call("/chat/completions", ASK)
+    assert (await backend.call("/chat/completions", ASK)).choices
+
+
+async def test_a_timeout_inside_a_client_is_not_taken_for_the_deadline() -> None:
+    client = MagicMock(base_url="http://there")
+    client.chat.completions.create = AsyncMock(side_effect=TimeoutError("theirs"))
+    with pytest.raises(RetryableError, match="theirs"):
+        await ClientBackend(client, timeout_s=60.0).call("/chat/completions", ASK)
+
+
+async def test_a_connection_that_breaks_in_the_middle_of_an_answer_is_retried() -> None:
+    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"choices": [{"mess')
+        await writer.drain()
+        writer.transport.abort()
+
+    async with await asyncio.start_server(half, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(RetryableError, match="could not be reached") as caught:
+            await one_call(f"http://127.0.0.1:{port}/v1")
+    assert caught.value.unreachable
+
+
+def message_of(
+    content: str | None, usage: int | None = None, finish_reason: str = "stop", **more: Any
+) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": content, **more},
+        "finish_reason": finish_reason,
+    }
+    return {"choices": [choice], "usage": None if usage is None else {"completion_tokens": usage}}
+
+
+@pytest.mark.parametrize(
+    "body", [{"choices": []}, {"id": "x"}, {"choices": [{"index": 0}]}, message_of(None), message_of(None, usage=0)]
+)
+async def test_an_answer_with_nothing_in_it_is_a_failure(body: dict[str, Any]) -> None:
+    async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
+        with pytest.raises(RetryableError, match="without a choice") as caught:
+            await one_call(server.url)
+    assert caught.value.empty
+    assert not caught.value.unreachable
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        message_of(""),
+        message_of(None, usage=1),
+        message_of(None, finish_reason="length"),
+        message_of(None, finish_reason="content_filter"),
+        message_of(None, tool_calls=[{"id": "1"}]),
+        message_of(None, refusal="no"),
+        message_of(None, reasoning="hm"),
+        {"choices": [{"index": 0, "text": ""}]},
+    ],
+)
+async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) -> None:
+    async with FakeOpenAIServer(faults=Fault(200, body=body)) as server:
+        assert (await one_call(server.url)).choices
+
+
+async def test_an_account_without_money_is_not_asked_again() -> None:
+    body = {"error": {"message": "You exceeded your current quota", "code": "insufficient_quota"}}
+    async with FakeOpenAIServer(faults=Fault(429, body=body)) as server:
+        with pytest.raises(ProviderError, match="exceeded your current quota") as caught:
+            await one_call(server.url)
+    assert not isinstance(caught.value, RetryableError)

@@ -1,0 +1,83 @@
+"""An MCP server for tests, as a script over stdio or served over HTTP: arithmetic, a counter, misbehaviour."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+if __name__ == "__main__" and "--die" in sys.argv:
+    sys.exit("no licence found")
+if __name__ == "__main__" and "--pid-file" in sys.argv:
+    # before the slow import, so that a server that is killed at its start is known too
+    with open(sys.argv[sys.argv.index("--pid-file") + 1], "a") as pids:
+        pids.write(f"{os.getpid()}\n")
+
+from mcp.server import MCPServer
+
+
+def build(name: str = "tools") -> MCPServer[Any]:
+    """Build the server; `count` keeps state as long as the server lives."""
+    server: MCPServer[Any] = MCPServer(name, log_level="ERROR")
+    counter = {"value": 0}
+
+    @server.tool(description="Add two numbers.", structured_output=False)
+    def add(a: int, b: int) -> str:
+        return str(a + b)
+
+    @server.tool(description="Counts its calls.", structured_output=False)
+    def count() -> str:
+        counter["value"] += 1
+        return str(counter["value"])
+
+    @server.tool(description="A structured result.")
+    def point() -> dict[str, int]:
+        return {"x": 1, "y": 2}
+
+    @server.tool(description="Several parts.", structured_output=False)
+    def parts() -> list[str]:
+        return ["one", "two"]
+
+    @server.tool(description="Always fails.", structured_output=False)
+    def fail() -> str:
+        raise ValueError("it is broken")
+
+    @server.tool(description="Ends the server.", structured_output=False)
+    def crash(if_missing: str = "") -> str:
+        if if_missing and os.path.exists(if_missing):
+            return "alive"
+        if if_missing:
+            open(if_missing, "w").close()
+        os._exit(3)
+
+    @server.tool(description="Waits.", structured_output=False)
+    async def wait(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "waited"
+
+    @server.tool(description="The process's environment.", structured_output=False)
+    def environ() -> str:
+        return "\n".join(f"{key}={value}" for key, value in os.environ.items())
+
+    @server.tool(description="The process's number.", structured_output=False)
+    def pid() -> str:
+        return str(os.getpid())
+
+    @server.tool(description="A long text.", structured_output=False)
+    def long(length: int) -> str:
+        return "x" * length
+
+    return server
+
+
+if __name__ == "__main__":
+    if "--sleep" in sys.argv:
+        time.sleep(60)
+    if "--stubborn" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    build().run("stdio")
+    if "--stubborn" in sys.argv:
+        time.sleep(60)

@@ -1,0 +1,152 @@
+"""Grades of a dataserver: in requests that it takes, and never a number that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from remote_world import RecordingServer, dataserver
+
+from verifiers.errors import InfraError
+from verifiers.integrations.dataserver import RemoteEnv
+from verifiers.integrations.dataserver_client import (
+    Dataserver,
+    Grade,
+    RemoteGrader,
+    RequestLimits,
+    completion_for_wire,
+    encoded,
+)
+from verifiers.integrations.dataserver_trl import remote_reward
+
+
+@pytest.fixture
+def recorder() -> Iterator[RecordingServer]:
+    with RecordingServer() as server:
+        yield server
+
+
+def items(*sample_ids: str, text: str = "x") -> list[dict[str, Any]]:
+    return [
+        {"sample_id": sample_id, "completion": text, "completion_tokens": 1, "completion_index": index}
+        for index, sample_id in enumerate(sample_ids)
+    ]
+
+
+def grader(url: str, limits: RequestLimits, **options: Any) -> RemoteGrader:
+    return RemoteGrader(Dataserver(url, retry_waits_s=()), limits, **options)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), "abc", "1.0", [1.0], 10**400])
+def test_a_reward_that_is_no_finite_number_is_a_failed_grade(recorder: RecordingServer, value: Any) -> None:
+    recorder.grade = lambda items: [
+        {"completion_index": 0, "reward": value, "metrics": {"m": 1}},
+        {"completion_index": 1, "reward": 0.25, "metrics": {"good": 1, "bad": value}},
+    ]
+    found = grader(recorder.url, RequestLimits(8)).grades(items("easy:0", "easy:0"), {})
+    assert (found[0].reward, found[0].metrics) == (None, {})
+    assert "no finite reward" in str(found[0].error)
+    assert found[1] == Grade(0.25, {"good": 1.0}, None)
+    assert remote_reward(recorder.url)(completions=["a", "b"], sample_id=["easy:0"] * 2) == [None, 0.25]
+
+
+def test_an_answer_that_is_none_is_no_grade_at_all(recorder: RecordingServer) -> None:
+    for answer in ([1, 2], [{"reward": 1.0}], None, [{"completion_index": [], "reward": 1.0}]):
+        recorder.grade = lambda items, answer=answer: answer
+        with pytest.raises(InfraError, match="cannot be read"):
+            grader(recorder.url, RequestLimits(8)).grades(items("easy:0"), {})
+
+
+def test_requests_hold_what_the_server_takes_and_groups_stay_whole(
+    recorder: RecordingServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def sent(limits: RequestLimits, *sample_ids: str, **options: Any) -> list[list[int]]:
+        recorder.requests.clear()
+        found = grader(recorder.url, limits, **options).grades(items(*sample_ids), {"seed": 3})
+        assert [grade.reward for grade in found] == [1.0] * len(sample_ids)
+        bodies = recorder.calls("/v2/grade")
+        assert all(len(encoded(body)) <= limits.max_body_bytes and body["seed"] == 3 for body in bodies)
+        return [[item["completion_index"] for item in body["items"]] for body in bodies]
+
+    one = len(encoded(items("a:0")[0]))
+    assert sent(RequestLimits(4), "a:0", "a:0", "a:1", "a:1", "a:2") == [[0, 1, 2, 3], [4]]
+    assert sent(RequestLimits(4), "a:0", "a:0", "a:1", "a:1", "a:2", max_items=3) == [[0, 1], [2, 3, 4]]
+    assert sent(RequestLimits(4, max_body_bytes=100 + 3 * one), "a:0", "a:0", "a:1", "a:1") == [[0, 1], [2, 3]]
+    assert caplog.messages == []
+    assert sent(RequestLimits(2), "a:0", "a:1", "a:1", "a:1") == [[0], [1, 2], [3]]
+    assert "the 3 completions of sample a:1" in caplog.text
+    assert sent(RequestLimits(9, max_body_bytes=100 + 2 * one), "a:0", "a:0", "a:0") == [[0, 1], [2]]
+
+
+def test_a_completion_that_no_request_holds_is_a_failed_grade_of_its_own(recorder: RecordingServer) -> None:
+    two = items("a:0", "a:0")
+    two[1]["completion"] = "x" * 1000
+    found = grader(recorder.url, RequestLimits(8, max_body_bytes=500)).grades(two, {})
+    assert found[0].reward == 1.0
+    assert found[1].reward is None
+    assert "over the dataserver's max_body_mib" in str(found[1].error)
+
+
+def test_a_large_batch_reaches_a_real_server_in_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "verifiers")
+    with dataserver(tmp_path, server={"max_batch": 8, "max_body_mib": 1}) as url:
+        known = Dataserver(url).meta().limits
+        assert (known.max_batch, known.max_body_bytes) == (8, 2**20)
+        assert known.grade_timeout_s > 0
+        # each is 200,000 bytes in UTF-8, twice that escaped, and only two would fit then
+        long = items(*["easy:3"] * 10, text="3 " + "é" * 100_000)
+        found = grader(url, known).grades(long, {})
+        assert [(grade.reward, grade.error) for grade in found] == [(0.0, None)] * 10
+        assert [grade.reward for grade in grader(url, known).grades(items(*["easy:3"] * 17, text="3"), {})] == [
+            1
+        ] * 17
+
+
+def test_a_server_that_says_nothing_of_its_limits_is_borne(recorder: RecordingServer) -> None:
+    assert Dataserver(recorder.url).meta().limits == RequestLimits(1024, 8 * 2**20, 0.0)
+    recorder.meta = {"max_batch": 5, "max_body_bytes": 1000, "grade_timeout_s": 7.5}
+    assert Dataserver(recorder.url).meta().limits == RequestLimits(5, 1000, 7.5)
+    recorder.meta = {"max_body_bytes": None, "grade_timeout_s": None}
+    assert Dataserver(recorder.url).meta().limits == RequestLimits(1024, 8 * 2**20, 0.0)
+
+
+@pytest.mark.parametrize(("timeout_s", "grade_timeout_s", "waited_s"), [(90.0, 300.0, 310.0), (90.0, 0.0, 90.0)])
+def test_a_grade_is_waited_for_as_long_as_the_server_takes_and_no_less_than_others(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float, grade_timeout_s: float, waited_s: float
+) -> None:
+    waits: list[Any] = []
+
+    async def request(self: Dataserver, path: str, data: bytes, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        return {"results": [{**item, "reward": 1.0} for item in json.loads(data)["items"]]}
+
+    monkeypatch.setattr(Dataserver, "request_async", request)
+    asked = RemoteGrader(
+        Dataserver("http://127.0.0.1:1", timeout_s=timeout_s), RequestLimits(8, 1000, grade_timeout_s)
+    )
+    assert asyncio.run(asked.grades_async(items("a:0"), {}))[0].reward == 1.0
+    assert waits == [waited_s]
+
+
+def test_what_goes_over_the_wire_is_always_json_that_can_be_read() -> None:
+    assert completion_for_wire("a\ud800b") == "a?b"
+    message = {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [object()]}
+    assert completion_for_wire([message, {"role": "tool", "tool_call_id": "1", "content": "out"}]) == [
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "tool_call_id": "1", "content": "out"},
+    ]
+
+
+def test_a_remote_env_takes_its_servers_limits(recorder: RecordingServer) -> None:
+    recorder.meta = {"max_body_bytes": 1000, "grade_timeout_s": 7.5}
+    env = RemoteEnv(recorder.url)
+    assert env.rubric.grader.limits == RequestLimits(1024, 1000, 7.5)

@@ -1,0 +1,313 @@
+"""The page in a real browser. Screenshots of all views are left in the test's directory, to be looked at."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.reports.evaluation import write_comparison_report, write_evaluation_report
+from verifiers.reports.server import RunServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+HOSTILE = (
+    "</script><script>globalThis.canary = 1</script><img src=x onerror='globalThis.canary = 2'>"
+    "<svg onload='globalThis.canary = 3'></svg><iframe srcdoc='<script>parent.canary = 4</script>'></iframe>"
+    "<a href='javascript:globalThis.canary=5'>click</a><style>body{display:none}</style>"
+    "<meta http-equiv=refresh content='0;url=http://127.0.0.1:9/'>\x1b[31mred\x1b[0m\u202e\u2028{{7*7}}${7*7}"
+)
+VISIBLE_ROWS = "[...document.querySelectorAll('.list .row:not([hidden])')]"
+SELECTED = "document.querySelector('[role=option][aria-selected=true] .row-id')?.textContent"
+OPENED = "document.querySelector('.opened .detail h3')?.textContent"
+
+
+def store(directory: Path, rows: list[dict[str, Any]], **metadata: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {"env": "sums", "model": "m", "summary": {"seconds": 1.0}, **metadata}
+    (directory / "metadata.json").write_text(json.dumps(known))
+    return directory
+
+
+async def open_run(browser: Any, run: Path, at: str = "") -> None:
+    await browser.open(f"file://{write_evaluation_report(run)}{at}")
+
+
+async def choose(browser: Any, label: str, value: str) -> None:
+    await browser.run(
+        f"(() => {{ const field = document.querySelector('[aria-label=\"{label}\"]');"
+        f"field.value = {json.dumps(value)};"
+        "field.dispatchEvent(new Event('input')); field.dispatchEvent(new Event('change')); })()"
+    )
+
+
+async def test_the_overview_shows_numbers_and_four_charts(browser: Any, sums_run: Path) -> None:
+    await open_run(browser, sums_run)
+    assert await browser.run("document.querySelectorAll('figure svg').length") == 4
+    text = await browser.run("document.querySelector('main').textContent")
+    for part in ("reward", "pass@k", "provider error", "1 rollout without a reward", "Distribution", "Length"):
+        assert part in text
+    # a bar of the histogram leads to its rollouts
+    await browser.run("document.querySelector('.bar').dispatchEvent(new MouseEvent('click'))")
+    values = await browser.run(f"{VISIBLE_ROWS}.map(row => row.querySelector('.row-value').textContent)")
+    assert values
+    assert set(values) == {"0"}
+    assert browser.errors == []
+
+
+async def test_filters_leave_what_matches(browser: Any, sums_run: Path) -> None:
+    await open_run(browser, sums_run, "#rollouts")
+    await choose(browser, "Outcome", "provider_error")
+    ids = f"{VISIBLE_ROWS}.map(row => row.querySelector('.row-id').textContent)"
+    assert await browser.run(ids) == ["0.5"]
+    await choose(browser, "Outcome", "")
+    await choose(browser, "Search transcripts", "seven-RESULT")
+    await browser.until("document.querySelector('.count').textContent === '1 of 320'")
+    assert await browser.run(ids) == ["1.1"]
+    await choose(browser, "Search transcripts", "")
+    await choose(browser, "Order", "long")
+    await browser.until("document.querySelector('.count').textContent === '320 of 320'")
+    stored = [json.loads(line) for line in (sums_run / "results.jsonl").read_text().splitlines()]
+    sorted_rows = sorted(stored, key=lambda row: -row["completion_tokens"])
+    tokens = await browser.run(f"{VISIBLE_ROWS}.map(row => parseInt(row.querySelector('.row-tokens').textContent))")
+    assert tokens == [row["completion_tokens"] for row in sorted_rows[: len(tokens)]]
+    assert browser.errors == []
+
+
+async def test_a_permalink_opens_a_rollout_with_each_call_beside_its_result(browser: Any, sums_run: Path) -> None:
+    await open_run(browser, sums_run, "#rollout=1.1")
+    await browser.until(OPENED)
+    assert await browser.run(OPENED) == "prompt 1, rollout 1"
+    calls = await browser.run("[...document.querySelectorAll('.call')].map(call => call.textContent)")
+    assert len(calls) == 2
+    assert '"a": 1' in calls[0]
+    assert "three-result" in calls[0]
+    assert '"a": 3' in calls[1]
+    assert "seven-result" in calls[1]
+    roles = await browser.run("[...document.querySelectorAll('.message h4')].map(one => one.textContent)")
+    assert roles == ["system", "user", "assistant", "tool (its call is not here)", "assistant"]
+    reasoning = "[...document.querySelectorAll('.message details')].find(one => /reasoning/.test(one.textContent))"
+    assert await browser.run(f"{reasoning}.open") is False
+    assert "Two sums are needed." in await browser.run(f"{reasoning}.textContent")
+    await browser.open(f"file://{sums_run}/report.html#rollout=nothing.like.it")
+    assert "is not on this page" in await browser.run("document.querySelector('.top').textContent")
+
+
+async def test_everything_can_be_done_from_the_keyboard(browser: Any, sums_run: Path) -> None:
+    await open_run(browser, sums_run)
+    await browser.key("2")
+    for key in "jjj":
+        await browser.key(key)
+    await browser.key("k")
+    assert await browser.run(SELECTED) == "0.1"
+    await browser.key("Enter")
+    await browser.until(OPENED)
+    assert await browser.run("location.hash") == "#rollout=0.1"
+    assert await browser.run("document.activeElement.className") == "detail"
+    await browser.key("j")
+    await browser.until(f"{OPENED} === 'prompt 0, rollout 2'")
+    assert await browser.run("location.hash") == "#rollout=0.2"
+    await browser.key("g")
+    await browser.until(f"{OPENED} === 'prompt 0'")
+    assert await browser.run("document.querySelectorAll('.column').length") == 8
+    await browser.key("Escape")
+    assert await browser.run(f"{OPENED} ?? null") is None
+    await browser.key("/")
+    assert await browser.run("document.activeElement.type") == "search"
+    await browser.key("j")
+    assert await browser.run("document.activeElement.value") == "j"
+    await browser.key("Escape")
+    assert await browser.run("document.activeElement.getAttribute('role')") == "listbox"
+    await browser.key("?")
+    assert await browser.run("document.querySelector('dialog').open") is True
+    await browser.key("Escape")
+    await browser.until("!document.querySelector('dialog').open")
+    await browser.key("End")
+    assert await browser.run(SELECTED) is not None
+    assert browser.errors == []
+
+
+async def test_going_back_opens_what_was_open(browser: Any, sums_run: Path) -> None:
+    await open_run(browser, sums_run, "#rollout=2.0")
+    await browser.until(OPENED)
+    await browser.key("g")
+    await browser.until(f"{OPENED} === 'prompt 2'")
+    await browser.run("history.back()")
+    await browser.until(f"{OPENED} === 'prompt 2, rollout 0'")
+
+
+async def test_what_a_model_writes_is_shown_and_never_run(browser: Any, tmp_path: Path, rows: Any) -> None:
+    calls = [{"id": HOSTILE, "function": {"name": HOSTILE, "arguments": HOSTILE}}]
+    completion = [
+        {"role": "assistant", "content": HOSTILE, "reasoning_content": HOSTILE, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": HOSTILE, "content": [{"type": "image_url", "image_url": {"url": HOSTILE}}]},
+        {"role": HOSTILE, "content": f"<think>{HOSTILE}</think>{HOSTILE}"},
+    ]
+    texts = dict.fromkeys(("example_id", "prompt", "answer", "error", "outcome", "task"), HOSTILE)
+    made = rows(0, 0, completion=completion, info={HOSTILE: HOSTILE}, **texts, **{HOSTILE: 1.0})
+    run = store(tmp_path / "run", [made, made | {"generation": 1}], env=HOSTILE, model=HOSTILE, started=HOSTILE)
+    await open_run(browser, run)
+    await browser.run("document.querySelectorAll('details').forEach(one => one.open = true)")
+    for view in ("2", "Enter", "g", "1"):
+        await browser.key(view)
+        await browser.run("new Promise(done => setTimeout(done, 50))")
+    await browser.key("2")
+    await browser.key("j")
+    await browser.key("Enter")
+    await browser.until(OPENED)
+    assert await browser.run("typeof globalThis.canary") == "undefined"
+    assert (
+        await browser.run(
+            "document.querySelectorAll('img, iframe, #app script, #app style, #app a[href^=java]').length"
+        )
+        == 0
+    )
+    shown = await browser.run("document.querySelector('.role-assistant pre:last-of-type').textContent")
+    assert "<script>globalThis.canary = 1</script>" in await browser.run(
+        "document.querySelector('.detail').textContent"
+    )
+    assert "\u27e8ESC\u27e9[31mred" in await browser.run("document.querySelector('.detail').textContent")
+    assert "\u27e8U+202E\u27e9" in await browser.run("document.querySelector('.detail').textContent")
+    assert "\x1b" not in shown
+    assert [url for url in browser.requests if not url.startswith(("file:", "about:", "data:"))] == []
+    await browser.screenshot(tmp_path / "hostile.png")
+    # even if an element got in, the policy would keep it from running
+    await browser.run(
+        "(() => { const script = document.createElement('script'); script.textContent = 'globalThis.canary = 9';"
+        "document.body.append(script); const image = document.createElement('div');"
+        "image.innerHTML = '<img src=x onerror=\"globalThis.canary = 10\">'; document.body.append(image); })()"
+    )
+    await browser.run("new Promise(done => setTimeout(done, 100))")
+    assert await browser.run("typeof globalThis.canary") == "undefined"
+
+
+async def test_ten_thousand_rollouts_load_and_scroll_swiftly(browser: Any, tmp_path: Path, rows: Any) -> None:
+    many = [rows(example, generation) for example in range(1250) for generation in range(8)]
+    path = write_evaluation_report(store(tmp_path / "run", many))
+    started = time.perf_counter()
+    await browser.open(f"file://{path}")
+    waited_s = time.perf_counter() - started
+    load_ms = await browser.run("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    await browser.key("2")
+    frames = await browser.run(
+        """new Promise((done) => {
+          const list = document.querySelector('.list');
+          const times = [];
+          let last = performance.now();
+          let count = 0;
+          requestAnimationFrame(function frame(now) {
+            times.push(now - last);
+            last = now;
+            count += 1;
+            list.scrollTop += count % 40 === 0 ? 90000 : 700;
+            if (count < 240) requestAnimationFrame(frame);
+            else done(times.slice(1));
+          });
+        })"""
+    )
+    elements = await browser.run("document.querySelectorAll('.list .row').length")
+    p95_ms = sorted(frames)[int(len(frames) * 0.95)]
+    started = time.perf_counter()
+    await choose(browser, "Search transcripts", "= 3747")
+    await browser.until("document.querySelector('.count').textContent === '8 of 10,000'")
+    searched_s = time.perf_counter() - started
+    size = path.stat().st_size / 2**20
+    print(
+        f"\n10,000 rollouts, {size:.1f} MiB: load {load_ms:.0f} ms ({waited_s:.2f} s seen from outside), "
+        f"p95 frame {p95_ms:.1f} ms, search of all transcripts {searched_s:.2f} s, {elements} rows as elements"
+    )
+    assert load_ms < 2000
+    assert p95_ms < 100
+    assert elements < 80
+    assert browser.errors == []
+
+
+async def test_two_runs_show_their_differences_prompt_by_prompt(browser: Any, tmp_path: Path, rows: Any) -> None:
+    one = store(tmp_path / "a", [rows(e, g, reward=0.5) for e in range(6) for g in range(2)], model="a")
+    two = store(tmp_path / "b", [rows(e, g, reward=0.25 * e) for e in range(6) for g in range(2)], model="b")
+    await browser.open(f"file://{write_comparison_report(one, two, tmp_path / 'two.html')}#prompts")
+    shown = await browser.run(
+        f"{VISIBLE_ROWS}.map(row => ['.row-id', '.row-value'].map(part => row.querySelector(part).textContent))"
+    )
+    assert shown[:3] == [["0", "−0.500"], ["1", "−0.250"], ["2", "±0"]]
+    await browser.key("j")
+    await browser.key("Enter")
+    await browser.until(OPENED)
+    heads = await browser.run("[...document.querySelectorAll('.column header')].map(one => one.textContent)")
+    assert heads == ["Arollout 0reward 0.500", "Brollout 0reward 0", "Arollout 1reward 0.500", "Brollout 1reward 0"]
+    await browser.screenshot(tmp_path / "differences.png")
+    assert browser.errors == []
+
+
+async def test_prompts_that_differ_under_one_id_are_said_and_not_compared(
+    browser: Any, tmp_path: Path, rows: Any
+) -> None:
+    one = store(tmp_path / "a", [rows(e, 0, reward=0.5) for e in range(4)], env_args={"n": 1})
+    changed = [{"role": "user", "content": "another question"}]
+    two = store(
+        tmp_path / "b",
+        [rows(e, 0, reward=1.0, **({"prompt": changed} if e == 2 else {})) for e in range(4)],
+        env_args={"n": 2},
+    )
+    await browser.open(f"file://{write_comparison_report(one, two, tmp_path / 'two.html')}")
+    said = await browser.run("[...document.querySelectorAll('.notice')].map(one => one.textContent).join(' ')")
+    assert "3 prompts scored in both runs" in said
+    assert "1 prompt with another text, answer or task in B under the same id: not compared" in said
+    assert "env_args is" in said
+    await browser.run("location.hash = '#prompts'")
+    await browser.until(f"{VISIBLE_ROWS}.length === 4")
+    values = await browser.run(f"{VISIBLE_ROWS}.map(row => row.querySelector('.row-value').textContent)")
+    assert sorted(values) == ["+0.500", "+0.500", "+0.500", "≠"]
+    await browser.run("location.hash = '#prompt=2'")
+    folds = "[...document.querySelectorAll('details')].map(one => one.textContent)"
+    await browser.until(f"{folds}.some(one => one.startsWith('prompt of B'))")
+    shown = [text for text in await browser.run(folds) if text.startswith("prompt")]
+    assert [("Task 2" in text, "another question" in text) for text in shown] == [(True, False), (False, True)]
+    await browser.screenshot(tmp_path / "otherwise.png")
+    assert browser.errors == []
+
+
+async def test_a_live_page_follows_its_run(browser: Any, tmp_path: Path, rows: Any) -> None:
+    run = store(
+        tmp_path / "evals" / "sums--m" / "1", [rows(0, 0)], num_examples=2, rollouts_per_example=2, summary=None
+    )
+    server = RunServer(tmp_path / "evals")
+    await server.start()
+    try:
+        await browser.open(f"{server.url}run/sums--m/1/#rollouts")
+        assert await browser.run("document.querySelector('.count').textContent") == "1 of 1"
+        with (run / "results.jsonl").open("a") as file:
+            file.write(json.dumps(rows(0, 1)) + "\n" + json.dumps(rows(1, 1)) + "\n")
+        await browser.until("document.querySelector('.count').textContent === '3 of 3'")
+        assert "live: 3 of 4" in await browser.run("document.querySelector('.top').textContent")
+        await browser.key("End")
+        await browser.key("Enter")
+        await browser.until(f"{OPENED} === 'prompt 1, rollout 1'")
+        assert await browser.run("document.querySelectorAll('.message').length") == 3
+        await browser.screenshot(tmp_path / "live.png")
+    finally:
+        await server.close()
+    assert [entry for entry in browser.errors if "favicon" not in entry and "404" not in entry] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "dark"), [("light", 1280, False), ("dark", 1280, True), ("narrow", 390, False)]
+)
+async def test_nothing_sticks_out_in_light_dark_and_narrow(
+    browser: Any, sums_run: Path, tmp_path: Path, name: str, width: int, dark: bool
+) -> None:
+    path = write_evaluation_report(sums_run)
+    await browser.size(width, 844, dark)
+    for view in ("overview", "rollouts", "rollout=1.1", "prompts", "prompt=3"):
+        await browser.open(f"file://{path}#{view}")
+        await browser.run("new Promise(done => setTimeout(done, 100))")
+        assert await browser.run("document.documentElement.scrollWidth <= innerWidth")
+        assert await browser.run("document.documentElement.scrollHeight <= innerHeight")
+        await browser.screenshot(tmp_path / f"{name}-{view.replace('=', '-')}.png")
+    colour = await browser.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, colour[4:-1].split(","))) < 200) is dark
+    assert browser.errors == []

@@ -1,0 +1,394 @@
+"""What becomes of a block's rollouts is decided by what they are and became, never by when they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verifiers.envs.environment import Environment
+from verifiers.envs.multiturn_env import MultiTurnEnv
+from verifiers.errors import ConfigError, DeadlineError, NothingScoredError
+from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import GroupPolicy
+from verifiers.rollouts.generator import AsyncBatchGenerator
+from verifiers.rollouts.rollout import STRAGGLER, Group, RolloutRequest, ScoredBlock
+from verifiers.rubrics.rubric import Rubric
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.types import Outcome, RolloutKey, State
+
+PROMPT = [{"role": "user", "content": "go"}]
+
+
+class Scripted:
+    """No server: `play(request info, attempt)` is the rollout, and gives its reward."""
+
+    run_rollouts = Environment.run_rollouts
+
+    def __init__(self, play: Callable[[tuple[int, int, int], int], Any]) -> None:
+        self.rubric = Rubric([lambda completion: float(completion)])
+        self.sampling_args: dict[str, Any] = {}
+        self.begun: list[tuple[int, int, int]] = []
+        self._play = play
+
+    async def rollout(self, client: Any, model: str, prompt: Any, info: Any = None, **kwargs: Any) -> Any:
+        key = tuple(info["key"])
+        self.begun.append(key)
+        reward = self._play(key, self.begun.count(key))
+        if asyncio.iscoroutine(reward):
+            reward = await reward
+        return str(reward), State()
+
+
+def requests(block_id: int, examples: Sequence[int], size: int) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(RolloutKey(block_id, example, g), PROMPT, info={"key": [block_id, example, g]}, seed=7)
+        for example in examples
+        for g in range(size)
+    ]
+
+
+def flat(group: Group) -> bool:
+    rewards = {rollout.reward for rollout in group.scored}
+    return len(group.scored) > 1 and len(rewards) == 1
+
+
+def generator(env: Any, **options: Any) -> AsyncBatchGenerator:
+    options = {"require_tokens": False, "generation_timeout_s": 10.0, **options}
+    return AsyncBatchGenerator(env, "http://127.0.0.1:9/v1", "policy", **options)
+
+
+def keys(groups: Sequence[Group]) -> list[tuple[int, int]]:
+    return [(rollout.key.example_id, rollout.key.generation) for group in groups for rollout in group.rollouts]
+
+
+# -- retries ----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_rollout_is_run_again_and_its_attempts_are_counted() -> None:
+    def play(key: Any, attempt: int) -> float:
+        if key[2] == 1 and attempt < 3:
+            raise LookupError("not yet")
+        return float(key[2])
+
+    env = Scripted(play)
+    with generator(env, group_policy=GroupPolicy(retries=2)) as blocks:
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [4], 2)))
+        first, second = blocks.get_batch(0).rollouts
+    assert (first.attempts, second.attempts) == (1, 3)
+    assert (second.outcome, second.reward) == (Outcome.COMPLETED, 1.0)
+    assert env.begun.count((0, 4, 1)) == 3
+
+
+def test_a_rollout_that_fails_every_time_keeps_its_failure() -> None:
+    def play(key: Any, attempt: int) -> float:
+        if key[2] == 0:
+            raise LookupError(f"attempt {attempt}")
+        return 1.0
+
+    with generator(Scripted(play), group_policy=GroupPolicy(retries=1)) as blocks:
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [4], 3)))
+        failed = blocks.get_batch(0).rollouts[0]
+    assert failed.outcome is Outcome.ENVIRONMENT_ERROR
+    assert str(failed.failure) == "LookupError: attempt 2"
+
+
+def test_fewer_than_no_retries_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rollout_retries is -1"):
+        GroupPolicy(retries=-1)
+
+
+# -- stragglers ---------------------------------------------------------------------------------------------------
+
+
+def test_stragglers_are_given_up_when_the_block_is_wanted_and_their_group_is_scored_without_them() -> None:
+    async def forever() -> float:
+        await asyncio.get_running_loop().create_future()
+        return 0.0
+
+    def play(key: Any, attempt: int) -> Any:
+        return forever() if key[2] == 0 else float(key[2])
+
+    with generator(Scripted(play), drop_stragglers_after_s=0.05) as blocks:
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [3, 5], 3)))
+        block = blocks.get_batch(0)
+    assert [rollout.outcome for rollout in block.rollouts[:3]] == [
+        Outcome.CANCELLED,
+        Outcome.COMPLETED,
+        Outcome.COMPLETED,
+    ]
+    assert block.rollouts[0].failure is not None
+    assert block.rollouts[0].failure.kind == STRAGGLER
+    assert [rollout.reward for rollout in block.rollouts] == [None, 1.0, 2.0, None, 1.0, 2.0]
+    assert sum(block.outcomes().values()) == 6
+
+
+def test_of_a_straggler_the_turns_that_had_ended_are_counted() -> None:
+    class Dialogue(MultiTurnEnv):
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [{"role": "user", "content": "go on"}], state
+
+    def answer(body: dict[str, Any]) -> Any:
+        hangs = body["messages"][0]["content"] == "slow" and len(body["messages"]) > 1
+        return Fault.hang() if hangs else "four"
+
+    env = Dialogue(dataset=[{"prompt": PROMPT, "answer": ""}], rubric=Rubric([lambda **_: 1.0]), max_turns=2)
+    slow = [{"role": "user", "content": "slow"}]
+    planned = [RolloutRequest(RolloutKey(0, 1, g), slow if g == 0 else PROMPT, seed=g + 1) for g in range(3)]
+    options = {"drop_stragglers_after_s": 0.1, "generation": "messages", "generation_timeout_s": 10.0}
+    with FakeOpenAIServer(answer) as fake, AsyncBatchGenerator(env, fake.url, "fake", **options) as blocks:
+        blocks.submit_batch(BatchRequest.of_rollouts(0, planned))
+        straggler, other, _ = blocks.get_batch(0).rollouts
+    assert straggler.failure is not None
+    assert straggler.failure.kind == STRAGGLER
+    assert (straggler.turns, other.turns) == (1, 2)
+    (row,) = straggler.rows
+    assert row.sampled_tokens == straggler.usage.completion_tokens > 0
+    assert straggler.reward is None
+
+
+def test_no_spare_is_begun_once_stragglers_are_given_up() -> None:
+    async def forever() -> float:
+        await asyncio.get_running_loop().create_future()
+        return 0.0
+
+    def play(key: Any, attempt: int) -> Any:
+        if key[1] == 1:
+            return 1.0 if key[2] < 2 else forever()
+        return float(key[2])
+
+    env = Scripted(play)
+    options = {"drop_stragglers_after_s": 0.05, "group_policy": GroupPolicy(is_zero_variance=flat)}
+    with generator(env, **options) as blocks:
+        blocks.submit_batch(
+            BatchRequest.of_rollouts(0, requests(0, [1, 2], 4), replacements=requests(0, [20, 21], 4))
+        )
+        block = blocks.get_batch(0)
+    assert {key[1] for key in env.begun} == {1, 2}
+    assert [group.example_id for group in block.groups] == [2]
+    assert [group.example_id for group in block.filtered] == [1]
+    assert sum(block.outcomes().values()) == 8
+
+
+def test_nothing_is_given_up_before_half_of_the_block_has_ended() -> None:
+    ended, let_go = threading.Event(), threading.Event()
+
+    async def held(key: Any) -> float:
+        await asyncio.to_thread(let_go.wait, 10)
+        return float(key[2])
+
+    def play(key: Any, attempt: int) -> Any:
+        if key[1:] == (3, 0):
+            ended.set()
+            return 0.0
+        return held(key)
+
+    with generator(Scripted(play), drop_stragglers_after_s=0.02) as blocks:
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [3], 4)))
+        ended.wait(5)
+        with pytest.raises(DeadlineError):
+            blocks.get_batch(0, timeout_s=0.2)
+        let_go.set()
+        block = blocks.get_batch(0)
+    # the second to end makes half of them: what still ran then was given up
+    assert sum(rollout.is_scored for rollout in block) >= 2
+
+
+def test_without_the_setting_stragglers_are_waited_for() -> None:
+    let_go = threading.Event()
+
+    async def held() -> float:
+        await asyncio.to_thread(let_go.wait, 10)
+        return 5.0
+
+    with generator(Scripted(lambda key, _: held() if key[2] == 0 else 1.0)) as blocks:
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [3], 4)))
+        with pytest.raises(DeadlineError):
+            blocks.get_batch(0, timeout_s=0.1)
+        let_go.set()
+        assert [rollout.reward for rollout in blocks.get_batch(0)] == [5.0, 1.0, 1.0, 1.0]
+
+
+# -- blocks in flight together --------------------------------------------------------------------------------------
+
+
+def test_the_next_block_begins_while_the_first_ones_stragglers_run() -> None:
+    let_go = threading.Event()
+
+    async def straggler() -> float:
+        await asyncio.to_thread(let_go.wait, 10)
+        return 0.0
+
+    env = Scripted(lambda key, _: straggler() if key == (0, 1, 1) else float(key[2]))
+    with generator(env, num_batches_ahead=2, max_concurrent=2) as blocks:
+        for number in range(3):
+            blocks.submit_batch(BatchRequest.of_rollouts(number, requests(number, [1, 2], 2)))
+        assert blocks.get_batch(1).block_id == 1
+        assert blocks.get_batch(2).block_id == 2
+        assert [key for key in env.begun if key[0] == 0] == [(0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1)]
+        let_go.set()
+        assert len(blocks.get_batch(0).rollouts) == 4
+
+
+def test_no_rollout_of_a_later_block_begins_before_those_of_an_earlier_one() -> None:
+    env = Scripted(lambda key, _: float(key[2]))
+    with generator(env, num_batches_ahead=2, max_concurrent=1) as blocks:
+        for number in range(3):
+            blocks.submit_batch(BatchRequest.of_rollouts(number, requests(number, [1, 2, 3], 2)))
+        for number in range(3):
+            blocks.get_batch(number)
+    assert [key[0] for key in env.begun] == [0] * 6 + [1] * 6 + [2] * 6
+
+
+def test_drain_waits_until_nothing_runs_and_leaves_the_blocks_to_be_taken() -> None:
+    env = Scripted(lambda key, _: float(key[2]))
+    with generator(env, num_batches_ahead=2) as blocks:
+        for number in range(3):
+            blocks.submit_batch(BatchRequest.of_rollouts(number, requests(number, [1], 2)))
+        blocks.drain()
+        assert [block.block_id for block in blocks.finished_blocks()] == [0, 1, 2]
+        assert blocks.get_batch(1).block_id == 1
+        assert [block.block_id for block in blocks.finished_blocks()] == [0, 2]
+
+
+def test_a_restored_block_is_taken_as_if_it_had_just_been_generated() -> None:
+    env = Scripted(lambda key, _: float(key[2]))
+    with generator(env) as blocks:
+        blocks.restore(ScoredBlock(5, [Group(1, [])]))
+        assert len(blocks.groups(5, 9)) == 1
+        assert blocks.get_batch(5).block_id == 5
+        assert env.begun == []
+
+
+# -- flat groups --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 3, 100])
+def test_groups_without_variance_are_replaced_in_their_order(max_concurrent: int) -> None:
+    env = Scripted(lambda key, _: 1.0 if key[1] in (0, 2, 20) else float(key[2]))
+    policy = GroupPolicy(is_zero_variance=flat)
+    with generator(env, group_policy=policy, max_concurrent=max_concurrent) as blocks:
+        blocks.submit_batch(
+            BatchRequest.of_rollouts(0, requests(0, range(4), 2), replacements=requests(0, [20, 21, 22, 23], 2))
+        )
+        block = blocks.get_batch(0)
+    assert [group.example_id for group in block.groups] == [1, 3, 21, 22]
+    assert [group.example_id for group in block.filtered] == [0, 2, 20]
+    assert 23 not in {key[1] for key in env.begun}
+
+
+def test_a_block_of_flat_groups_alone_is_what_was_planned() -> None:
+    env = Scripted(lambda key, _: 1.0)
+    with generator(env, group_policy=GroupPolicy(is_zero_variance=flat)) as blocks:
+        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, range(2), 2), replacements=requests(0, [20], 2)))
+        block = blocks.get_batch(0)
+    assert [group.example_id for group in block.groups] == [0, 1]
+    assert [group.example_id for group in block.filtered] == [20]
+
+
+# -- conservation and order, over arrival orders ------------------------------------------------------------------
+
+
+def generated(
+    arrival: int, sizes: dict[str, int], fates: int, policy: GroupPolicy, max_concurrent: int
+) -> list[tuple[ScoredBlock, list[list[tuple[int, int]]]]]:
+    """Every block, with what `groups` gave while it was generated; rollouts end in an order drawn by `arrival`."""
+    latency = random.Random(arrival)
+
+    async def after(turns: int, reward: float) -> float:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return reward
+
+    def play(key: tuple[int, int, int], attempt: int) -> Any:
+        fate = random.Random(f"{fates}:{key}:{attempt}")
+        if fate.random() < 0.15:
+            raise LookupError("failed")
+        group = random.Random(f"{fates}:{key[:2]}")
+        reward = 1.0 if group.random() < 0.4 else fate.random()
+        return after(latency.randrange(30), reward)
+
+    prompts, size, count = sizes["prompts"], sizes["size"], sizes["blocks"]
+    found = []
+    options = {"num_batches_ahead": sizes["ahead"], "max_concurrent": max_concurrent, "group_policy": policy}
+    with generator(Scripted(play), **options) as blocks:
+
+        def submit(number: int) -> None:
+            others = requests(number, range(100, 100 + sizes["replacements"]), size)
+            blocks.submit_batch(
+                BatchRequest.of_rollouts(number, requests(number, range(prompts), size), replacements=others)
+            )
+
+        for number in range(min(count, sizes["ahead"] + 1)):
+            submit(number)
+        for number in range(count):
+            seen = [keys(blocks.groups(number, stop)) for stop in range(1, prompts + 1)]
+            found.append((blocks.get_batch(number), seen))
+            if number + sizes["ahead"] + 1 < count:
+                submit(number + sizes["ahead"] + 1)
+        # what was launched beyond the plan replaces groups without variance
+        assert blocks.finished >= count * prompts * size
+        assert blocks.launched == sum(len(block.launched) for block, _ in found)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries(
+        {
+            "prompts": st.integers(1, 5),
+            "size": st.integers(2, 4),
+            "blocks": st.integers(1, 4),
+            "ahead": st.integers(0, 3),
+            "replacements": st.integers(0, 6),
+        }
+    ),
+    fates=st.integers(0, 10**6),
+    retries=st.integers(0, 2),
+    replace=st.booleans(),
+    limits=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    arrivals=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+)
+def test_every_rollout_ends_once_and_the_order_of_arrival_decides_nothing(
+    sizes: dict[str, int], fates: int, retries: int, replace: bool, limits: Any, arrivals: Any
+) -> None:
+    policy = GroupPolicy(retries=retries, is_zero_variance=flat if replace else None)
+    runs = []
+    for arrival, limit in zip(arrivals, limits, strict=True):
+        try:
+            runs.append(generated(arrival, sizes, fates, policy, limit))
+        except NothingScoredError:
+            # a block in which every rollout failed ends the run, in either order
+            runs.append([])
+    one, other = runs
+    for (first, seen), (second, seen_again) in zip(one, other, strict=True):
+        assert keys(first.groups) == keys(second.groups)
+        assert keys(first.filtered) == keys(second.filtered)
+        assert [r.reward for r in first.launched] == [r.reward for r in second.launched]
+        assert seen == seen_again
+        check_block(first, seen, sizes, replace)
+
+
+def check_block(block: ScoredBlock, seen: list[Any], sizes: dict[str, int], replace: bool) -> None:
+    ended = keys([*block.groups, *block.filtered])
+    planned = [(example, g) for example in range(sizes["prompts"]) for g in range(sizes["size"])]
+    assert len(set(ended)) == len(ended)
+    assert set(planned) <= set(ended)
+    assert sum(block.outcomes().values()) == len(ended)
+    assert [example for example, _ in keys(block.groups)] == sorted(example for example, _ in keys(block.groups))
+    # what was handed out early is what the block begins with
+    for stop, groups in enumerate(seen, start=1):
+        assert groups == keys(block.groups[:stop])
+    if not replace:
+        assert keys(block.groups) == planned
+    elif not all(flat(group) for group in block.groups):
+        assert not any(flat(group) for group in block.groups)
+        assert all(flat(group) for group in block.filtered)
+        spent = len(block.groups) + len(block.filtered) == sizes["prompts"] + sizes["replacements"]
+        assert len(block.groups) == sizes["prompts"] or spent

@@ -1,0 +1,260 @@
+"""The handle that each rollout gets: every call of the policy passes it, and is recorded token by token."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from verifiers.errors import (
+    ConfigError,
+    EmptyModelResponseError,
+    MissingTokenIdsError,
+    OverlongPromptError,
+    ProviderError,
+)
+from verifiers.inference.endpoint import ClientBackend, Endpoint, HttpBackend
+from verifiers.inference.retries import RetryPolicy
+from verifiers.rollouts.recording_client import RolloutClient, turn_seed
+from verifiers.rollouts.trace import rows_from_turns
+from verifiers.testing import FakeClient, FakeOpenAIServer, Fault, decode_ids
+
+ASK = [{"role": "user", "content": "2+2?"}]
+QUICK = RetryPolicy(max_attempts=3, base_s=0.0)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeOpenAIServer]:
+    async with FakeOpenAIServer(lambda body: f"answer {len(body.get('messages', ''))}") as server:
+        yield server
+
+
+@pytest.fixture
+async def backend(server: FakeOpenAIServer) -> AsyncIterator[HttpBackend]:
+    backend = HttpBackend(Endpoint(server.url))
+    yield backend
+    await backend.close()
+
+
+async def ask(client: RolloutClient, messages: list[dict[str, Any]] = ASK, model: str = "policy", **more: Any) -> Any:
+    return await client.chat.completions.create(model=model, messages=messages, **more)
+
+
+async def test_turns_are_recorded_with_the_servers_token_ids_and_join_into_one_row(backend: HttpBackend) -> None:
+    client = RolloutClient(backend, model="policy", require_tokens=True)
+    first = await ask(client)
+    answer = {"role": "assistant", "content": first.choices[0].message.content}
+    await ask(client, [*ASK, answer, {"role": "user", "content": "again"}])
+    assert [decode_ids(turn.completion_ids) for turn in client.turns] == ["answer 1\x03", "answer 3\x03"]
+    assert all(len(turn.logprobs) == len(turn.completion_ids) for turn in client.turns)
+    assert (client.calls, client.finish_reason) == (2, "stop")
+    assert client.usage.completion_tokens == 18
+    assert client.usage.prompt_tokens == sum(len(turn.prompt_ids) for turn in client.turns)
+    rows, forks = rows_from_turns(client.turns)
+    assert (len(rows), forks) == (1, 0)
+
+
+async def test_completions_are_recorded_as_chats_are(backend: HttpBackend) -> None:
+    client = RolloutClient(backend, model="policy", require_tokens=True)
+    await client.completions.create(model="policy", prompt="2+2=")
+    assert decode_ids(client.turns[0].prompt_ids) == "2+2="
+    assert decode_ids(client.turns[0].completion_ids) == "answer 0\x03"
+
+
+async def test_each_turn_has_its_own_seed_which_only_the_rollouts_seed_decides(
+    server: FakeOpenAIServer, backend: HttpBackend
+) -> None:
+    for rollout_seed in (7, 7, 8):
+        client = RolloutClient(backend, model="policy", seed=rollout_seed)
+        await ask(client)
+        await ask(client, seed=1)
+        await ask(client, extra_body={"seed": 1, "top_k": 5})
+    seeds = [request.body["seed"] for request in server.requests]
+    assert seeds[:3] == [turn_seed(7, 0), turn_seed(7, 1), turn_seed(7, 2)]
+    assert seeds[:3] == seeds[3:6]
+    assert len(set(seeds)) == 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert server.requests[2].body["top_k"] == 5
+
+
+async def test_without_a_rollout_seed_the_callers_seed_stays(server: FakeOpenAIServer, backend: HttpBackend) -> None:
+    client = RolloutClient(backend, model="policy")
+    await ask(client, seed=5)
+    await ask(client)
+    assert [request.body.get("seed") for request in server.requests] == [5, None]
+
+
+async def test_retries_of_a_call_repeat_its_seed_and_are_counted(server: FakeOpenAIServer) -> None:
+    faults = [Fault(503, times=2), None, Fault.disconnect()]
+    async with FakeOpenAIServer("fine", faults=faults) as flaky:
+        backend = HttpBackend(Endpoint(flaky.url))
+        client = RolloutClient(backend, model="policy", seed=3, retry=QUICK)
+        await ask(client)
+        await ask(client)
+        assert client.retries == 3
+        assert (client.calls, client.last_error) == (2, None)
+        seeds = [request.body["seed"] for request in flaky.requests]
+        assert seeds == [turn_seed(3, 0)] * 3 + [turn_seed(3, 1)] * 2
+        await backend.close()
+
+
+async def test_a_user_supplied_extra_body_survives_beside_what_training_asks_for(
+    server: FakeOpenAIServer, backend: HttpBackend
+) -> None:
+    client = RolloutClient(backend, model="policy", require_tokens=True)
+    given = {"top_k": 5, "logprobs": False}
+    await ask(client, extra_body=given, temperature=0.7)
+    body = server.requests[0].body
+    assert (body["top_k"], body["temperature"]) == (5, 0.7)
+    assert (body["logprobs"], body["return_token_ids"]) == (True, True)
+    assert given == {"top_k": 5, "logprobs": False}
+    await client.completions.create(model="policy", prompt="x", logprobs=4)
+    assert server.requests[1].body["logprobs"] == 4
+
+
+@pytest.mark.parametrize("arguments", [{"n": 4}, {"extra_body": {"n": 4}}])
+async def test_several_answers_in_one_call_are_refused_in_training(
+    backend: HttpBackend, arguments: dict[str, Any]
+) -> None:
+    client = RolloutClient(backend, model="policy", require_tokens=True)
+    with pytest.raises(ConfigError, match="n=4 answers in one call"):
+        await ask(client, **arguments)
+
+
+async def test_a_server_without_token_ids_is_told_what_is_missing() -> None:
+    async with FakeOpenAIServer("4", token_ids=False) as server:
+        backend = HttpBackend(Endpoint(server.url))
+        client = RolloutClient(backend, model="policy", require_tokens=True)
+        with pytest.raises(MissingTokenIdsError, match="answered without prompt_token_ids and token_ids, which"):
+            await ask(client)
+        await ask(RolloutClient(backend, model="policy"))
+        await backend.close()
+
+
+async def test_ids_and_logprobs_of_different_lengths_are_refused() -> None:
+    choice = {
+        "message": {"content": "x"},
+        "token_ids": [1, 2],
+        "prompt_token_ids": [3],
+        "logprobs": {"content": [{"logprob": -1.0}]},
+    }
+    fault = Fault(200, body={"choices": [choice]})
+    client = RolloutClient(ClientBackend(FakeClient(faults=fault)), model="policy", require_tokens=True)
+    with pytest.raises(MissingTokenIdsError, match="2 token ids but 1 log-probs"):
+        await ask(client)
+
+
+async def test_calls_of_another_model_and_of_the_untrained_handle_are_not_recorded(
+    server: FakeOpenAIServer, backend: HttpBackend
+) -> None:
+    client = RolloutClient(backend, model="policy", seed=1, require_tokens=True)
+    await ask(client, model="judge")
+    await ask(client.untrained, model="policy")
+    assert (client.turns, client.calls, client.usage.completion_tokens) == ([], 0, 0)
+    assert all("seed" not in request.body for request in server.requests)
+    await ask(client)
+    assert server.requests[2].body["seed"] == turn_seed(1, 0)
+
+
+async def test_a_failed_call_of_a_judge_is_no_failure_of_the_policy() -> None:
+    async with FakeOpenAIServer("4", faults=Fault(401)) as server:
+        backend = HttpBackend(Endpoint(server.url))
+        client = RolloutClient(backend, model="policy")
+        with pytest.raises(ProviderError):
+            await ask(client.untrained, model="judge")
+        assert client.last_error is None
+        await backend.close()
+
+
+async def test_the_last_error_is_kept_until_a_call_succeeds() -> None:
+    async with FakeOpenAIServer("4", faults=Fault(401)) as server:
+        backend = HttpBackend(Endpoint(server.url))
+        client = RolloutClient(backend, model="policy")
+        with pytest.raises(ProviderError) as caught:
+            await ask(client)
+        assert client.last_error is caught.value
+        await ask(client)
+        assert client.last_error is None
+        await backend.close()
+
+
+async def test_an_answer_without_a_choice_is_an_error_of_the_provider() -> None:
+    client = RolloutClient(ClientBackend(FakeClient(faults=Fault(200, body={"choices": []}))), model="policy")
+    with pytest.raises(EmptyModelResponseError, match="without a choice"):
+        await ask(client)
+    assert isinstance(client.last_error, EmptyModelResponseError)
+
+
+OVERLONG = [
+    ("openai", 400, {"error": {"message": "too long", "type": "invalid", "code": "context_length_exceeded"}}),
+    ("vllm", 400, {"message": "This model's maximum context length is 8 tokens. However, you requested 9 tokens."}),
+    ("vllm-new", 400, {"error": {"message": "The decoder prompt is longer than the maximum model length of 8."}}),
+    ("anthropic", 400, {"error": {"message": "prompt is too long: 201 tokens > 200 maximum"}}),
+    ("anthropic-max", 400, {"error": {"message": "input length and `max_tokens` exceed context limit: 9 + 9 > 10"}}),
+    ("llama.cpp", 400, {"error": {"message": "the request exceeds the available context size, try increasing it"}}),
+    ("gateway", 413, {"error": {"message": "Your input exceeds the context window of this model."}}),
+]
+
+
+@pytest.mark.parametrize(("status", "body"), [case[1:] for case in OVERLONG], ids=[case[0] for case in OVERLONG])
+async def test_a_context_overflow_is_known_in_every_wording(status: int, body: dict[str, Any]) -> None:
+    async with FakeOpenAIServer(faults=Fault(status, body=body)) as server:
+        backend = HttpBackend(Endpoint(server.url))
+        client = RolloutClient(backend, model="policy", retry=QUICK)
+        with pytest.raises(OverlongPromptError):
+            await ask(client)
+        assert (client.overlong, client.last_error, client.retries) == (True, None, 0)
+        await backend.close()
+    client = RolloutClient(ClientBackend(FakeClient(faults=Fault(status, body=body))), model="policy")
+    with pytest.raises(OverlongPromptError):
+        await ask(client)
+
+
+@pytest.mark.parametrize(("status", "text"), [(400, "temperature must be at most 2"), (500, "prompt is too long")])
+async def test_other_refusals_are_no_context_overflow(status: int, text: str) -> None:
+    backend = ClientBackend(FakeClient(faults=Fault(status, body={"error": {"message": text}})))
+    with pytest.raises(ProviderError, match=text):
+        await ask(RolloutClient(backend, model="policy", retry=RetryPolicy(max_attempts=1)))
+
+
+async def test_every_token_is_stamped_with_the_version_that_the_server_reports_for_it() -> None:
+    choice = {
+        "message": {"content": "abcd"},
+        "token_ids": [1, 2, 3, 4],
+        "prompt_token_ids": [9],
+        "logprobs": {"content": [{"logprob": -1.0}] * 4},
+        "weight_versions": [
+            {"version": "4", "start": 0, "end": 1},
+            {"version": "default", "start": 1, "end": 2},
+            {"version": "5", "start": 2, "end": 9},
+        ],
+    }
+    fault = Fault(200, body={"choices": [choice]})
+    client = RolloutClient(
+        ClientBackend(FakeClient(faults=fault)), model="policy", require_tokens=True, policy_version=lambda: 3
+    )
+    await ask(client)
+    assert client.turns[0].versions == [4, 3, 5, 5]
+
+
+async def test_without_a_servers_stamp_the_version_at_the_calls_start_counts() -> None:
+    version = 3
+
+    def answer(body: dict[str, Any]) -> str:
+        nonlocal version
+        version = 4
+        return "ab"
+
+    fake = FakeClient(answer, weight_version="default")
+    client = RolloutClient(ClientBackend(fake), model="policy", require_tokens=True, policy_version=lambda: version)
+    await ask(client)
+    assert client.turns[0].versions == [3, 3, 3]
+
+
+async def test_the_handle_looks_like_the_client_it_stands_for(backend: HttpBackend) -> None:
+    client = RolloutClient(backend, model="policy")
+    assert (client.base_url, client.api_key) == (backend.base_url, "EMPTY")
+    assert client.with_options(timeout=3) is client
+    await client.close()
+    await ask(client)

@@ -1,0 +1,68 @@
+"""Secrets are found by value, wherever they turn up."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from verifiers.log import Redactor, redact_logs, secrets_of_run, url_without_secrets
+
+SECRET = "canary-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (f"https://user:{SECRET}@host:8000/v1", "https://host:8000/v1"),
+        (f"https://host/v1?api_key={SECRET}", "https://host/v1"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
+    ],
+)
+def test_a_url_is_written_without_what_is_secret_in_it(url: str, shown: str) -> None:
+    assert url_without_secrets(url) == shown
+    assert SECRET not in Redactor(secrets_of_run(url, "EMPTY", {}, environ={}))(f"{url} could not be reached")
+
+
+def test_keys_are_found_in_headers_arguments_and_the_environment() -> None:
+    headers = {"Authorization": f"Bearer {SECRET}-1", "X-Team": "research"}
+    arguments = {"judge": {"api_key": f"{SECRET}-2"}, "name": "a name that is long enough"}
+    environ = {"JUDGE_API_KEY": f"{SECRET}-3", "HOME": "/home/somebody-or-other", "KEY": "short"}
+    redact = Redactor(secrets_of_run("http://h/v1", f"{SECRET}-0", headers, arguments, environ))
+    for number in range(4):
+        assert redact(f"<{SECRET}-{number}>") == "<***>"
+    for text in ("research", "a name that is long enough", "/home/somebody-or-other", "short", "EMPTY"):
+        assert redact(text) == text
+
+
+def test_a_placeholder_is_no_secret() -> None:
+    assert Redactor(["EMPTY", ""])("EMPTY hands") == "EMPTY hands"
+
+
+def test_logs_have_no_secret_in_text_arguments_or_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("verifiers.hiding-test")
+    with redact_logs(Redactor([SECRET])), caplog.at_level("DEBUG"):
+        try:
+            raise ValueError(f"refused {SECRET}")
+        except ValueError as error:
+            logger.error("failed with %s", error, exc_info=error)
+        logger.info("100 %")
+    assert "failed with refused ***" in caplog.text
+    assert "ValueError: refused ***" in caplog.text
+    assert "100 %" in caplog.text
+    assert SECRET not in caplog.text
+    logger.error("afterwards %s", SECRET)
+    assert f"afterwards {SECRET}" in caplog.text
+
+
+def test_errors_keep_their_class_and_lose_the_secret_also_in_their_causes() -> None:
+    def fail() -> None:
+        try:
+            raise KeyError(SECRET)
+        except KeyError as cause:
+            raise ValueError(f"no {SECRET}") from cause
+
+    with pytest.raises(ValueError, match=r"no \*\*\*") as caught, Redactor([SECRET]).in_errors():
+        fail()
+    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__.args == ("***",)

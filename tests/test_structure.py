@@ -1,0 +1,79 @@
+"""The package's layout: one name for one thing, files of one subject, nothing exported that nobody uses."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import verifiers
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "verifiers"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
+PROMISES = ROOT / "docs" / "design" / "promises.md"
+MOST_FILES_IN_A_FOLDER = 16
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_no_two_files_share_a_name_outside_the_commands() -> None:
+    places = defaultdict(list)
+    for path in MODULES:
+        if path.name not in ("__init__.py", "__main__.py") and "cli" not in path.parts:
+            places[path.name].append(relative(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places = defaultdict(list)
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(relative(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_a_folder_can_be_read_at_a_glance() -> None:
+    folders = defaultdict(list)
+    for path in MODULES:
+        # a module of a few lines is an import path of the classic API
+        if len(path.read_text(encoding="utf-8").splitlines()) > 10:
+            folders[relative(path.parent)].append(path.name)
+    assert {folder: len(files) for folder, files in folders.items() if len(files) > MOST_FILES_IN_A_FOLDER} == {}
+
+
+@pytest.fixture(scope="module")
+def uses() -> dict[str, str]:
+    """Text of every file in which a public name may be used, by path."""
+    folders = ("verifiers", "environments", "examples", "docs", "servers")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    kept = [path for path in [*files, ROOT / "README.md"] if path.name != "__init__.py" and ".venv" not in path.parts]
+    return {relative(path): path.read_text(encoding="utf-8") for path in kept}
+
+
+@pytest.mark.parametrize("name", sorted(verifiers._LAZY_IMPORTS))
+def test_every_public_name_is_used_by_the_package_an_environment_an_example_or_a_page(
+    name: str, uses: dict[str, str]
+) -> None:
+    home = verifiers._LAZY_IMPORTS[name].partition(":")[0].replace(".", "/") + ".py"
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    assert any(word.search(text) for path, text in uses.items() if path != home)
+
+
+def test_every_test_that_a_promise_names_is_there() -> None:
+    missing = []
+    for line in PROMISES.read_text(encoding="utf-8").splitlines():
+        folder = Path()
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", line.rpartition("|")[0].rpartition("|")[2]):
+            given = Path("tests/end_to_end") / name[4:] if name.startswith("e2e/") else Path(name)
+            path = given if len(given.parts) > 1 or name.endswith("/") else folder / given
+            folder = path.parent
+            if not (ROOT / path).exists():
+                missing.append(str(path))
+    assert missing == []

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verifiers.errors import ConfigError
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.rollouts.trace import TokenSequence
+from verifiers.train.batching.advantages import group_advantages, rollout_advantages
+from verifiers.types import Outcome, RolloutKey
+
+REWARDS = [[0.9, 0.8, 0.7], [0.6, 0.9, 0.5]]
+FAILED = Outcome.PROVIDER_ERROR
+TRUNCATED = Outcome.TRUNCATED
+
+
+def row(sampled: int = 2) -> TokenSequence:
+    return TokenSequence([1, 2], [3] * sampled, [1] * sampled, [-0.5] * sampled, [0] * sampled)
+
+
+def rollout(generation: int, reward: float | None, example_id: int = 0, **extra: Any) -> Rollout:
+    outcome = extra.pop("outcome", Outcome.COMPLETED)
+    rows = extra.pop("rows", [row()])
+    key = RolloutKey(0, example_id, generation)
+    return Rollout(key, outcome, prompt="p", completion="c", reward=reward, rows=rows, **extra)
+
+
+def block(*groups: list[Rollout]) -> ScoredBlock:
+    return ScoredBlock(0, [Group(group[0].key.example_id, group) for group in groups])
+
+
+@pytest.mark.parametrize(
+    ("scale_rewards", "expected"),
+    [
+        ("none", [[0.1, 0, -0.1], [-0.0666667, 0.2333333, -0.1666667]]),
+        ("group", [[0.9990010, 0, -0.9990010], [-0.3201025, 1.1203589, -0.8002563]]),
+        ("batch", [[0.6119977, 0, -0.6119977], [-0.4079984, 1.4279946, -1.0199961]]),
+    ],
+)
+def test_each_scaling_gives_the_worked_numbers(scale_rewards: Any, expected: list[list[float]]) -> None:
+    result = group_advantages(REWARDS, scale_rewards)
+    for values, wanted in zip(result.advantages, expected, strict=True):
+        assert values == pytest.approx(wanted, abs=1e-6)
+    assert result.group_means == pytest.approx([0.8, 0.6666667], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 0.0, 0.0, 1.0], [-0.4999, -0.4999, -0.4999, 1.4997001]),
+        ([1.0, 0.0], [0.7070068, -0.7070068]),
+        ([1.0] + [0.0] * 7, [2.4741739] + [-0.3534534] * 7),
+        ([1.0, 0.0, 0.0, 1.0], [0.865875, -0.865875, -0.865875, 0.865875]),
+    ],
+)
+def test_sparse_rewards_give_the_worked_numbers(rewards: list[float], expected: list[float]) -> None:
+    assert group_advantages([rewards]).advantages[0] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("reward", [0.7, 0.699999988079071, 1 / 3, 1e-9, -2.1])
+def test_equal_rewards_give_exactly_zero(scale_rewards: Any, reward: float) -> None:
+    result = group_advantages([[reward] * 7, [0.0, 1.0]], scale_rewards)
+    assert result.advantages[0] == [0.0] * 7
+    assert result.group_stds[0] == 0.0
+
+
+def test_rewards_that_differ_by_rounding_alone_have_no_variance() -> None:
+    result = group_advantages([[0.1 + 0.2, 0.3]], "none")
+    assert result.advantages == [[0.0, 0.0]]
+    assert result.frac_reward_zero_std == 1.0
+
+
+def test_groups_without_variance_are_counted() -> None:
+    result = group_advantages([[1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]])
+    assert result.frac_reward_zero_std == pytest.approx(2 / 3)
+    means = [mean for mean in result.group_means if mean is not None]
+    assert sum(means) / len(means) == pytest.approx(0.4166667, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_a_failed_rollout_is_in_no_statistic(scale_rewards: Any) -> None:
+    result = group_advantages([[1, 0, None, 1]], scale_rewards)
+    without = group_advantages([[1, 0, 1]], scale_rewards)
+    assert result.advantages[0] == [*without.advantages[0][:2], None, without.advantages[0][2]]
+    assert (result.group_means, result.group_stds) == (without.group_means, without.group_stds)
+
+
+def test_a_lone_reward_has_no_baseline_and_gets_no_gradient() -> None:
+    result = group_advantages([[0.7, None], [None, None], [0.0, 1.0]])
+    assert result.advantages[0] == [0.0, None]
+    assert result.advantages[1] == [None, None]
+    assert result.groups_without_baseline == 2
+    assert result.frac_reward_zero_std == 0.0
+
+
+def test_require_full_groups_drops_a_group_with_a_failure_whole() -> None:
+    result = group_advantages([[1, 0, None], [1, 0, 0]], "batch", require_full_groups=True)
+    assert result.advantages[0] == [None, None, None]
+    assert result.advantages[1] == group_advantages([[1, 0, 0]], "batch").advantages[0]
+    assert (result.groups_incomplete, result.groups_without_baseline) == (1, 0)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_refused(reward: float) -> None:
+    with pytest.raises(ConfigError, match="not finite"):
+        group_advantages([[1.0, reward]])
+
+
+def test_an_unknown_scaling_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'sequence' is unknown"):
+        group_advantages([[1.0, 0.0]], "sequence")  # type: ignore[arg-type]
+
+
+def test_a_block_leaves_failures_and_lone_survivors_out_with_their_reason() -> None:
+    failed = rollout(1, None, outcome=FAILED)
+    survivor, dead = rollout(0, 1.0, example_id=1), rollout(1, None, example_id=1, outcome=Outcome.TIMED_OUT)
+    result = rollout_advantages(block([rollout(0, 1.0), failed, rollout(2, 0.0), rollout(3, 1.0)], [survivor, dead]))
+    assert [key.generation for key in result] == [0, 2, 3]
+    assert list(result.values()) == pytest.approx(group_advantages([[1, 0, 1]]).advantages[0])
+    assert result.left_out == {
+        failed.key: "provider_error",
+        survivor.key: "no_baseline",
+        dead.key: "timed_out",
+    }
+    assert result.result.groups_without_baseline == 1
+
+
+def test_a_failed_rollout_is_kept_out_even_if_something_gave_it_a_reward() -> None:
+    result = rollout_advantages(
+        block([rollout(0, 1.0), rollout(1, 0.0), rollout(2, 0.0, outcome=Outcome.ENVIRONMENT_ERROR)])
+    )
+    assert list(result.values()) == pytest.approx([0.7070068, -0.7070068], abs=1e-6)
+
+
+def test_a_block_with_require_full_groups_trains_on_full_groups_alone() -> None:
+    result = rollout_advantages(
+        block(
+            [rollout(0, 1.0), rollout(1, 0.0), rollout(2, None, outcome=FAILED)],
+            [rollout(generation, generation % 2, example_id=1) for generation in range(3)],
+        ),
+        require_full_groups=True,
+    )
+    assert {key.example_id for key in result} == {1}
+    assert sorted(result.left_out.values()) == ["group_incomplete", "group_incomplete", "provider_error"]
+
+
+def test_masked_truncated_rollouts_keep_their_place_in_the_statistics() -> None:
+    result = rollout_advantages(
+        block([rollout(0, 1.0), rollout(1, 0.0, outcome=TRUNCATED), rollout(2, 0.0)]), mask_truncated_completions=True
+    )
+    expected = group_advantages([[1, 0, 0]]).advantages[0]
+    assert list(result.values()) == pytest.approx([expected[0], expected[2]])
+    assert list(result.left_out.values()) == ["masked_truncated"]
+
+
+def test_zeroed_truncated_rollouts_count_as_reward_zero() -> None:
+    scored = block([rollout(0, 1.0), rollout(1, 0.8, outcome=TRUNCATED), rollout(2, 0.0)])
+    result = rollout_advantages(scored, zero_truncated_completions=True)
+    assert list(result.values()) == pytest.approx(group_advantages([[1, 0, 0]]).advantages[0])
+
+
+def test_an_environments_advantage_replaces_the_groups() -> None:
+    scored = block(
+        [
+            rollout(0, 1.0, advantage=0.25),
+            rollout(1, 0.0, advantage=[1, 2, 3], rows=[row(1), row(2)]),
+            rollout(2, 0.5),
+        ]
+    )
+    result = rollout_advantages(scored)
+    assert list(result.values()) == [0.25, [1.0, 2.0, 3.0], 0.0]
+
+
+def test_an_environments_advantage_needs_no_baseline() -> None:
+    result = rollout_advantages(block([rollout(0, 1.0, advantage=-0.5), rollout(1, None, outcome=FAILED)]))
+    assert list(result.values()) == [-0.5]
+
+
+def test_an_environments_advantages_must_match_the_sampled_tokens() -> None:
+    with pytest.raises(ConfigError, match="2 advantages for 3 sampled tokens"):
+        rollout_advantages(block([rollout(0, 1.0, advantage=[1, 2], rows=[row(1), row(2)]), rollout(1, 0.0)]))
+
+
+def test_an_environments_advantage_must_be_finite() -> None:
+    with pytest.raises(ConfigError, match="not finite"):
+        rollout_advantages(block([rollout(0, 1.0, advantage=float("nan")), rollout(1, 0.0)]))

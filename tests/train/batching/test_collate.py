@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from verifiers.errors import ConfigError
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.rollouts.trace import TokenSequence, Turn, rows_from_turns
+from verifiers.train.batching.advantages import rollout_advantages
+from verifiers.train.batching.buffers import shuffle_tensor_dict, split_tensor_dict
+from verifiers.train.batching.collate import (
+    Dropped,
+    MicroBatch,
+    TrainingSample,
+    append_padding,
+    block_samples,
+    pad_rows,
+    row_lengths,
+    row_tensors,
+)
+from verifiers.types import Outcome, RolloutKey
+
+PAD = 0
+
+
+def turn(prompt: list[int], completion: list[int], version: int = 0) -> Turn:
+    return Turn(prompt, completion, [-0.25 * token for token in completion], [version] * len(completion))
+
+
+# Two turns, the second extending the first by the environment's token 9: one row of 5 completion tokens.
+TWO_TURNS = [turn([1, 2], [3, 4], version=7), turn([1, 2, 3, 4, 9], [5, 6], version=8)]
+# The second prompt rewrites history: two rows.
+FORKED = [turn([1, 2], [3, 4, 5]), turn([1, 8, 2, 7], [6])]
+
+
+def rollout(generation: int, turns: list[Turn], reward: float | None, **extra: object) -> Rollout:
+    rows, forks = rows_from_turns(turns)
+    outcome = Outcome.PROVIDER_ERROR if reward is None else Outcome.COMPLETED
+    made = Rollout(RolloutKey(0, 0, generation), outcome, "p", "c", reward=reward, rows=rows, forks=forks)
+    for name, value in extra.items():
+        setattr(made, name, value)
+    return made
+
+
+def block(*rollouts: Rollout) -> ScoredBlock:
+    return ScoredBlock(0, [Group(0, list(rollouts))])
+
+
+def mixed_block() -> ScoredBlock:
+    return block(rollout(0, TWO_TURNS, 1.0), rollout(1, [], None), rollout(2, FORKED, 0.0))
+
+
+def mixed_samples() -> list[TrainingSample]:
+    scored = mixed_block()
+    return block_samples(scored, rollout_advantages(scored, scale_rewards="none"))[0]
+
+
+def padded(samples: list[TrainingSample], padding: int = 0) -> MicroBatch:
+    return pad_rows(append_padding(row_tensors(samples), padding, PAD), PAD)
+
+
+def test_rows_are_padded_under_trls_names_and_to_the_longest_of_them() -> None:
+    batch = padded(mixed_samples())
+    # of the third prompt the tokens past the shortest one stand before its completion, without loss
+    assert batch["prompt_ids"].tolist() == [[1, 2], [1, 2], [1, 8]]
+    assert batch["prompt_mask"].all()
+    assert batch["completion_ids"].tolist() == [[3, 4, 9, 5, 6], [3, 4, 5, 0, 0], [2, 7, 6, 0, 0]]
+    assert batch["completion_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+    assert batch["advantages"].tolist() == [0.5, -0.5, -0.5]
+    assert batch["policy_versions"].tolist() == [7, 0, 0]
+    assert batch["rollout_index"].tolist() == [0, 2, 2]
+    assert batch["sampled_tokens"].tolist() == [4, 3, 1]
+    assert batch["rollout_sampled_tokens"].tolist() == [4, 4, 4]
+    assert batch["is_padding"].tolist() == [False] * 3
+
+
+def test_the_loss_mask_covers_sampled_tokens_alone() -> None:
+    batch = padded(mixed_samples())
+    assert batch["tool_mask"].tolist() == [[1, 1, 0, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]]
+    logps = batch["sampling_per_token_logps"]
+    assert logps[0].tolist() == [-0.75, -1.0, 0.0, -1.25, -1.5]
+    assert (logps[batch["tool_mask"] == 0] == 0).all()
+
+
+def test_trained_ids_are_the_sampled_ids() -> None:
+    batch = padded(mixed_samples(), padding=1)
+    for index, sample in enumerate(mixed_samples()):
+        found = [
+            batch[f"{side}_ids"][index][batch[f"{side}_mask"][index].bool()] for side in ("prompt", "completion")
+        ]
+        assert torch.cat(found).tolist() == sample.row.prompt_ids + sample.row.completion_ids
+        sampled = batch["completion_ids"][index][batch["tool_mask"][index].bool()]
+        mask = sample.row.loss_mask
+        assert sampled.tolist() == [ids for ids, kept in zip(sample.row.completion_ids, mask, strict=True) if kept]
+
+
+def test_a_list_of_advantages_is_split_over_the_rollouts_rows() -> None:
+    scored = block(rollout(0, TWO_TURNS, 1.0), rollout(1, FORKED, 0.0, advantage=[0.1, 0.2, 0.3, 0.4]))
+    samples, _ = block_samples(scored, rollout_advantages(scored, scale_rewards="none"))
+    assert [item.advantage for item in samples] == [0.5, [0.1, 0.2, 0.3], [0.4]]
+    advantages_rc = padded(samples)["advantages"]
+    expected = [[0.5, 0.5, 0, 0.5, 0.5], [0.1, 0.2, 0.3, 0, 0], [0, 0, 0.4, 0, 0]]
+    torch.testing.assert_close(advantages_rc, torch.tensor(expected))
+
+
+def test_a_list_of_advantages_skips_the_environments_tokens() -> None:
+    scored = block(rollout(0, TWO_TURNS, 1.0, advantage=[1.0, 2.0, 3.0, 4.0]))
+    samples, _ = block_samples(scored, rollout_advantages(scored))
+    assert padded(samples)["advantages"].tolist() == [[1, 2, 0, 3, 4]]
+
+
+def test_a_row_that_is_too_long_is_dropped_with_its_reason_and_never_cut() -> None:
+    scored = mixed_block()
+    samples, dropped = block_samples(scored, rollout_advantages(scored), max_seq_len=5)
+    assert [item.row.completion_ids for item in samples] == [[3, 4, 5], [6]]
+    key = scored.rollouts[0].key
+    assert Dropped(key, "longer_than_max_seq_len", row=0, tokens=7) in dropped
+    assert Dropped(scored.rollouts[1].key, "provider_error") in dropped
+    assert len(dropped) == 2
+
+
+def test_the_rest_of_a_rollout_counts_as_the_whole_of_it() -> None:
+    scored = block(rollout(0, FORKED, 1.0), rollout(1, FORKED, 0.0, advantage=[1.0, 2.0, 3.0, 4.0]))
+    longer = scored.rollouts[1].rows[0]
+    longer.prompt_ids = [1, 2, 2, 2]
+    samples, dropped = block_samples(scored, rollout_advantages(scored), max_seq_len=6)
+    assert [(item.rollout_index, item.rollout_sampled_tokens) for item in samples] == [(0, 4), (0, 4), (1, 1)]
+    assert samples[-1].advantage == [4.0]
+    assert [(item.key.generation, item.row) for item in dropped] == [(1, 0)]
+
+
+def test_every_rollout_is_trained_on_or_recorded_as_dropped() -> None:
+    empty = TokenSequence([1, 2], [9], [0], [0.0], [-1])
+    scored = block(
+        rollout(0, TWO_TURNS, 1.0),
+        rollout(1, [], None),
+        rollout(2, [], 0.5),
+        rollout(3, [], 0.0, rows=[empty]),
+        rollout(4, [turn([], [3])], 0.0),
+    )
+    samples, dropped = block_samples(scored, rollout_advantages(scored))
+    assert [item.rollout_index for item in samples] == [0]
+    assert [item.reason for item in dropped] == [
+        "provider_error",
+        "no_sampled_tokens",
+        "no_sampled_tokens",
+        "empty_prompt",
+    ]
+
+
+def test_a_row_without_sampled_tokens_is_skipped_beside_one_that_has_them() -> None:
+    empty = TokenSequence([1, 2], [9], [0], [0.0], [-1])
+    scored = block(rollout(0, TWO_TURNS, 1.0), rollout(1, FORKED, 0.0))
+    scored.rollouts[1].rows.insert(0, empty)
+    samples, dropped = block_samples(scored, rollout_advantages(scored))
+    assert len(samples) == 3
+    assert dropped == []
+
+
+def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
+    batch = pad_rows(append_padding(row_tensors([]), 2, 5), PAD)
+    assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[5], [5]]
+    for name, value in (("prompt_mask", 1), ("completion_mask", 1), ("tool_mask", 0)):
+        assert (batch[name] == value).all()
+    for name, value in (("advantages", 0), ("sampled_tokens", 0), ("rollout_index", -1), ("policy_versions", -1)):
+        assert batch[name].tolist() == [value] * 2
+    assert batch["is_padding"].all()
+    # beside a row with an advantage a token
+    beside = padded([dataclasses.replace(mixed_samples()[2], advantage=[2.0])], padding=1)
+    assert beside["advantages"].tolist() == [[0.0, 2.0], [0.0, 0.0]]
+
+
+def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
+    whole = append_padding(row_tensors(mixed_samples()), 1, PAD)
+    assert row_lengths(whole) == [7, 5, 5, 2]
+    parts = [pad_rows(part, PAD) for part in split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), (1, 3))]
+    assert [part["completion_ids"].tolist() for part in parts] == [
+        [[7, 6]],
+        [[0, 0, 0, 0, 0], [3, 4, 9, 5, 6], [3, 4, 5, 0, 0]],
+    ]
+    assert [part["rollout_index"].tolist() for part in parts] == [[2], [-1, 0, 2]]
+    assert [part["tool_mask"].sum(1).tolist() for part in parts] == [[1], [0, 4, 3]]
+
+
+def test_completions_of_one_token_keep_a_second_column() -> None:
+    samples = [TrainingSample(TokenSequence([1, 2, 3], [4], [1], [-0.5], [0]), 1.0, 0, 1)] * 2
+    assert padded(samples)["completion_ids"].tolist() == [[3, 4], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": []}, "empty prompt"),
+        ({"completion_ids": []}, "empty completion"),
+        ({"logprobs": [-1.0]}, "different lengths"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message: str) -> None:
+    sample = mixed_samples()[0]
+    with pytest.raises(ConfigError, match=message):
+        row_tensors([dataclasses.replace(sample, row=dataclasses.replace(sample.row, **change))])
+
+
+def test_no_rows_at_all_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="append_padding"):
+        padded([])
+
+
+def test_a_list_of_advantages_of_the_wrong_length_is_refused() -> None:
+    sample = dataclasses.replace(mixed_samples()[0], advantage=[1.0])
+    with pytest.raises(ConfigError, match="1 advantages for 4 sampled tokens"):
+        row_tensors([sample])
+    scored = mixed_block()
+    with pytest.raises(ConfigError, match="1 advantages for 4 sampled tokens"):
+        block_samples(scored, {scored.rollouts[0].key: [1.0]})

@@ -1,0 +1,182 @@
+"""Rows are packed once each, within the limit, evenly, and with little padding, whatever their lengths."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verifiers.train.batching.packing import (
+    MicroBatchLimit,
+    Packing,
+    balance_by_length,
+    keep_micro_steps,
+    micro_batch_sizes,
+)
+
+LENGTHS = st.lists(st.one_of(st.integers(2, 40), st.integers(2, 2000)), max_size=70)
+MICRO_STEPS = st.integers(1, 5)
+RANKS = st.sampled_from([1, 2, 3, 4])
+LIMITS = st.one_of(
+    st.builds(MicroBatchLimit, rows=st.integers(1, 9)),
+    st.builds(MicroBatchLimit, tokens=st.integers(1, 6000)),
+    st.just(MicroBatchLimit()),
+)
+
+Nested = list[list[list[list[int]]]]
+
+
+def nested(packing: Packing) -> Nested:
+    """Row numbers by [micro-step][rank][micro-batch]."""
+    places = iter(packing.order)
+    return packing.nested([next(places) for _ in range(size)] for size in packing.sizes)
+
+
+def length(row: int, lengths: list[int]) -> int:
+    return 2 if row >= len(lengths) else lengths[row]
+
+
+def padded(rows: list[int], lengths: list[int]) -> int:
+    return len(rows) * max(length(row, lengths) for row in rows)
+
+
+def padding(rows: list[int], lengths: list[int]) -> int:
+    return padded(rows, lengths) - sum(length(row, lengths) for row in rows)
+
+
+def of_rank(packing: Packing, rank: int) -> list[list[int]]:
+    return [rows for by_rank in nested(packing) for rows in by_rank[rank]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, micro_steps=MICRO_STEPS, ranks=RANKS, limit=LIMITS, in_order=st.booleans())
+def test_every_row_is_packed_once_within_the_limit_and_ranks_run_micro_batches_of_the_same_shape(
+    lengths: list[int], micro_steps: int, ranks: int, limit: MicroBatchLimit, in_order: bool
+) -> None:
+    pack = keep_micro_steps if in_order else balance_by_length
+    packing = pack(lengths, micro_steps, ranks, limit)
+    assert sorted(packing.order) == list(range(len(lengths) + packing.padding_rows))
+    found = nested(packing)
+    assert [len(by_rank) for by_rank in found] == [ranks] * micro_steps
+    assert len(packing.places()) == len(packing.sizes)
+    for by_rank in found:
+        shapes = {tuple(map(len, held)) for held in by_rank}
+        assert len(shapes) == 1
+        assert min(shapes.pop()) > 0
+    for rows in chain.from_iterable(of_rank(packing, rank) for rank in range(ranks)):
+        assert limit.rows is None or padded(rows, lengths) <= limit.rows * max([2, *lengths])
+        assert limit.tokens is None or len(rows) == 1 or padded(rows, lengths) <= limit.tokens
+    assert packing == pack(list(lengths), micro_steps, ranks, limit)
+
+
+def bound(lengths: list[int], packed: Nested, tokens: int) -> float:
+    """Return the most padding of rows packed together: a padding row counts as one of two tokens."""
+    rows = [row for by_rank in packed for micro_batches in by_rank for held in micro_batches for row in held]
+    held = [length(row, lengths) for row in rows]
+    return tokens * math.log(max(held) / min(held)) + 1e-6
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS.filter(bool), micro_steps=MICRO_STEPS, ranks=RANKS, tokens=st.integers(1, 6000))
+def test_padding_of_a_rank_is_at_most_the_budget_times_the_log_of_longest_over_shortest(
+    lengths: list[int], micro_steps: int, ranks: int, tokens: int
+) -> None:
+    packing = balance_by_length(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens))
+    for rank in range(ranks):
+        micro_batches = of_rank(packing, rank)
+        assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, nested(packing), tokens)
+    # where micro-steps are packed one by one it is that of each
+    for by_rank in nested(keep_micro_steps(lengths, micro_steps, ranks, MicroBatchLimit(tokens=tokens))):
+        for micro_batches in by_rank:
+            assert sum(padding(rows, lengths) for rows in micro_batches) <= bound(lengths, [by_rank], tokens)
+
+
+def test_rows_that_ranks_can_share_evenly_are_padded_by_nothing_where_all_are_equal() -> None:
+    limit = MicroBatchLimit(tokens=400)
+    for count, padded_by in ((4, 0), (3, 98)):
+        lengths = [100] * count
+        packing = balance_by_length(lengths, 1, 2, limit)
+        assert [sum(padding(rows, lengths) for rows in of_rank(packing, rank)) for rank in (0, 1)] == [0, padded_by]
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=LENGTHS, micro_steps=MICRO_STEPS, limit=LIMITS)
+def test_rows_kept_in_order_share_a_micro_step_however_many_ranks_there_are(
+    lengths: list[int], micro_steps: int, limit: MicroBatchLimit
+) -> None:
+    held = []
+    for ranks in (1, 2, 3):
+        packing = keep_micro_steps(lengths, micro_steps, ranks, limit)
+        held.append([{row for row in chain(*chain(*by_rank)) if row < len(lengths)} for by_rank in nested(packing)])
+    assert held == [[set(range(first, len(lengths), micro_steps)) for first in range(micro_steps)]] * 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS.filter(bool), micro_steps=MICRO_STEPS, ranks=RANKS, rows=st.integers(1, 9))
+def test_without_a_budget_there_are_the_micro_batches_that_rows_need_and_none_is_larger_than_rows_of_the_longest(
+    lengths: list[int], micro_steps: int, ranks: int, rows: int
+) -> None:
+    packing = balance_by_length(lengths, micro_steps, ranks, MicroBatchLimit(rows=rows))
+    depth = -(-len(lengths) // ranks)
+    for rank in range(ranks):
+        micro_batches = of_rank(packing, rank)
+        assert len(micro_batches) <= max(micro_steps, -(-depth // rows))
+        assert max(padded(held, lengths) for held in micro_batches) <= rows * max(lengths)
+        assert sum(padding(held, lengths) for held in micro_batches) <= bound(
+            lengths, nested(packing), rows * max(lengths)
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS.filter(bool), micro_steps=MICRO_STEPS, ranks=RANKS, limit=LIMITS)
+def test_micro_steps_and_ranks_have_like_work(
+    lengths: list[int], micro_steps: int, ranks: int, limit: MicroBatchLimit
+) -> None:
+    packing = balance_by_length(lengths, micro_steps, ranks, limit)
+    loads = [[sum(padded(rows, lengths) for rows in held) for held in by_rank] for by_rank in nested(packing)]
+    largest = max(padded(rows, lengths) for rank in range(ranks) for rows in of_rank(packing, rank))
+    # the last micro-batch that the heaviest micro-step got went to what was lightest then
+    assert max(map(max, loads)) <= min(map(max, loads)) + largest
+    by_rank = [sum(load[rank] for load in loads) for rank in range(ranks)]
+    rows = max(len(held) for held in of_rank(packing, 0))
+    assert max(by_rank) - min(by_rank) <= rows * (max(lengths) - min([*lengths, 2]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS.filter(bool), limit=LIMITS, at_least=st.integers(1, 6))
+def test_there_are_as_few_micro_batches_as_the_limit_allows(
+    lengths: list[int], limit: MicroBatchLimit, at_least: int
+) -> None:
+    lengths = sorted(lengths, reverse=True)
+    sizes = micro_batch_sizes(lengths, at_least, limit)
+    fewest, start = 0, 0
+    while start < len(lengths):
+        size = limit.rows or max(1, (limit.tokens or 10**9) // lengths[start])
+        start, fewest = start + size, fewest + 1
+    assert sum(sizes) == len(lengths)
+    assert min(at_least, len(lengths)) <= len(sizes) <= max(at_least, fewest)
+
+
+def test_the_largest_micro_batch_is_as_small_as_their_number_allows() -> None:
+    assert micro_batch_sizes([100, 50, 50, 10, 10, 10, 10, 10], 1, MicroBatchLimit(tokens=150)) == [1, 2, 5]
+    # three micro-batches are needed; 100 tokens each are enough for them
+    assert micro_batch_sizes([100, 50, 50, 10, 10, 10, 10, 10], 1, MicroBatchLimit(tokens=199)) == [1, 2, 5]
+    # one of two rows would be as large by the rows, and larger by the tokens
+    assert micro_batch_sizes([100, 50, 50, 10, 10, 10, 10, 10], 1, MicroBatchLimit(rows=3)) == [1, 2, 5]
+    assert micro_batch_sizes([8, 8, 8, 8], 4, MicroBatchLimit(rows=4)) == [1, 1, 1, 1]
+    assert micro_batch_sizes([8, 8, 8, 8, 8], 4, MicroBatchLimit(rows=4)) == [1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("pack", [keep_micro_steps, balance_by_length])
+def test_an_update_without_rows_still_has_a_micro_batch_for_every_micro_step_and_rank(pack: object) -> None:
+    assert callable(pack)
+    packing = pack([], 2, 3, MicroBatchLimit(rows=4))
+    assert packing == Packing(list(range(6)), [1] * 6, padding_rows=6, ranks=3, micro_batches=[1, 1])
+
+
+def test_the_first_micro_batch_of_an_update_is_its_largest() -> None:
+    packing = balance_by_length([3, 90, 8, 80, 70, 4, 5, 60], 2, 1, MicroBatchLimit(tokens=180))
+    assert nested(packing)[0][0][0] == of_rank(packing, 0)[0] == [1, 3]

@@ -1,0 +1,265 @@
+"""Streamed micro-batches are the block's, in plan order, and their gradient has the whole update's denominators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verifiers.data.batch_plan import BatchPlan, make_plan
+from verifiers.errors import ConfigError
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.rollouts.trace import TokenSequence
+from verifiers.train.batching.packing import MicroSteps, all_micro_batches
+from verifiers.train.batching.streaming import BlockStream
+from verifiers.train.batching.training_block import build_training_block
+from verifiers.train.batching.weighting import TOKEN_MEAN
+from verifiers.train.config import GRPOConfig
+from verifiers.types import Failure, Outcome, RolloutKey
+
+STREAMED_LOSSES = ("grpo", "sapo", "dr_grpo", "dapo", "cispo", "vespo", "luspo")
+
+
+def a_rollout(key: RolloutKey, draw: random.Random) -> Rollout:
+    """One or two rows whose token ids tell whose they are; some fail, some rewards are equal."""
+    if draw.random() < 0.15:
+        failure = Failure("LookupError", "failed")
+        return Rollout(key, Outcome.ENVIRONMENT_ERROR, "p", "", failure=failure)
+    number = 100 * key.example_id + 10 * key.generation
+    rows = []
+    for row in range(draw.choice([1, 1, 2])):
+        count = draw.randint(1, 5)
+        ids = [number + row] * count
+        rows.append(
+            TokenSequence([1] * draw.randint(1, 3), ids, [1] * count, [-0.5] * count, [draw.randint(0, 3)] * count)
+        )
+    return Rollout(key, Outcome.COMPLETED, "p", "", reward=float(draw.randint(0, 2)), rows=rows)
+
+
+def a_block(plan: BatchPlan, seed: int, block_id: int = 0) -> ScoredBlock:
+    draw = random.Random(seed)
+    groups = [
+        Group(
+            example,
+            [a_rollout(RolloutKey(block_id, example, g), draw) for g in range(plan.num_generations)],
+        )
+        for example in plan.example_ids(block_id)
+    ]
+    return ScoredBlock(block_id, groups)
+
+
+def some_settings(loss_type: str, **values: Any) -> Any:
+    """Return the settings that building batches reads, without torch's devices."""
+    defaults = {
+        "loss_type": loss_type,
+        "scale_rewards": "group",
+        "require_full_groups": False,
+        "mask_truncated_completions": False,
+        "zero_truncated_completions": False,
+        "max_seq_len": None,
+        "max_completion_length": 7,
+        "max_tokens_per_pass": None,
+        "top_entropy_quantile": 1.0,
+    }
+    return SimpleNamespace(**{**defaults, **values})
+
+
+class Prefetcher:
+    """Hands out a finished block group by group."""
+
+    def __init__(self, block: ScoredBlock, oldest: int | None = None) -> None:
+        self._block, self._oldest = block, oldest
+
+    def groups(self, block_id: int, start: int, stop: int, optimizer_step: int) -> list[Group]:
+        return self._block.groups[start:stop]
+
+    def take(self, block_id: int, optimizer_step: int) -> ScoredBlock:
+        return self._block
+
+    def oldest_version(self, optimizer_step: int) -> int | None:
+        return self._oldest
+
+
+def streamed(block: ScoredBlock, plan: BatchPlan, args: Any, **options: Any) -> tuple[MicroSteps, list[float], Any]:
+    """Return the micro-batches, the rescaling of each update, and what was dropped."""
+    prefetcher: Any = Prefetcher(block, options.pop("oldest", None))
+    stream = BlockStream(prefetcher, plan, args, 0, block.block_id, 0, **options)
+    parts = [stream.next() for _ in range(plan.steps_per_generation)]
+    rescales = [part.rescale for part in parts if part.rescale is not None]
+    _, trained = stream.finish()
+    return [part.by_rank for part in parts], rescales, trained.dropped
+
+
+def influence(
+    micro_steps: MicroSteps, rescales: Sequence[float], plan: BatchPlan, loss_type: str
+) -> dict[int, float]:
+    """By token id (which tells rollout and row): what its losses are multiplied by in the gradient of an update.
+
+    TRL's means over rows, tokens and micro-batches, of one update after another, the mean over ranks, times what the
+    update's gradient is multiplied by; see `verifiers.train.batching.weighting`.
+    """
+    accumulated, ranks = plan.gradient_accumulation_steps, plan.num_processes
+    found: dict[int, float] = {}
+    for number, by_rank in enumerate(micro_steps):
+        rescale = rescales[number // accumulated]
+        for cell in all_micro_batches([by_rank]):
+            for row in range(len(cell["prompt_ids"])):
+                tokens = int(cell["sampled_tokens"][row])
+                if not tokens:
+                    continue
+                share = float(cell["row_weights"][row]) * rescale
+                if loss_type in TOKEN_MEAN:
+                    share /= float(cell["num_items_in_batch"]) * accumulated / plan.steps_per_generation
+                else:
+                    per_row = tokens if loss_type in ("grpo", "sapo") else 1
+                    share /= accumulated * ranks * len(cell["prompt_ids"]) * per_row
+                found[whose(cell, row)] = share
+    return found
+
+
+def whose(batch: dict[str, torch.Tensor], row: int) -> int:
+    """Return the token id that all sampled tokens of a row share."""
+    return int(batch["completion_ids"][row][batch["tool_mask"][row].bool()][0])
+
+
+Sizes = dict[str, int]
+SIZES = st.fixed_dictionaries(
+    {
+        "per_device": st.integers(1, 3),
+        "ranks": st.sampled_from([1, 2, 4]),
+        "accumulated": st.integers(1, 3),
+        "updates": st.integers(1, 2),
+        "generations": st.sampled_from([2, 3, 4]),
+        "iterations": st.integers(1, 2),
+        "groups_lie_across_micro_batches": st.booleans(),
+    }
+)
+
+
+def a_plan(sizes: dict[str, int], **changes: int) -> BatchPlan:
+    generations = sizes["generations"]
+    # the factor that makes whole groups: in the micro-batch, or only in the update
+    wide, deep = (1, generations) if sizes["groups_lie_across_micro_batches"] else (generations, 1)
+    given = {
+        "per_device_train_batch_size": sizes["per_device"] * wide,
+        "num_processes": sizes["ranks"],
+        "gradient_accumulation_steps": sizes["accumulated"] * deep,
+        "steps_per_generation": sizes["accumulated"] * deep * sizes["updates"],
+        "num_generations": generations,
+        "num_iterations": sizes["iterations"],
+        "max_steps": 4,
+        "num_prompts": 200,
+    }
+    return make_plan(**{**given, **changes})
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 10**6), loss_type=st.sampled_from(STREAMED_LOSSES), skip=st.booleans())
+def test_a_streamed_update_weighs_every_token_as_the_whole_block_does(
+    sizes: dict[str, int], seed: int, loss_type: str, skip: bool
+) -> None:
+    sizes = {**sizes, "updates": 1}
+    plan = a_plan(sizes)
+    block, args = a_block(plan, seed), some_settings(loss_type)
+    micro_steps, rescales, dropped = streamed(block, plan, args, skip_zero_advantage=skip)
+    whole = build_training_block(block, plan, args, 0, skip_zero_advantage=skip)
+    assert influence(micro_steps, rescales, plan, loss_type) == pytest.approx(
+        influence(whole.micro_steps, [1.0], plan, loss_type), rel=1e-5
+    )
+    assert sorted(map(str, dropped)) == sorted(map(str, whole.dropped))
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 10**6), skip=st.booleans(), oldest=st.sampled_from([None, 1, 2]))
+def test_every_rollout_is_in_its_planned_micro_batch_or_dropped_with_a_reason(
+    sizes: dict[str, int], seed: int, skip: bool, oldest: int | None
+) -> None:
+    plan = a_plan(sizes)
+    block, args = a_block(plan, seed), some_settings("dapo")
+    micro_steps, rescales, dropped = streamed(block, plan, args, skip_zero_advantage=skip, oldest=oldest)
+    assert len(rescales) == sizes["updates"]
+    place = {key: index for index, key in enumerate(plan.requests(0))}
+    trained = set()
+    for number, by_rank in enumerate(micro_steps):
+        assert len(by_rank) == plan.num_processes
+        for cell in all_micro_batches([by_rank]):
+            for row, tokens in enumerate(cell["sampled_tokens"]):
+                if tokens:
+                    example, generation = whose(cell, row) // 100, whose(cell, row) % 100 // 10
+                    assert place[example, generation] // plan.completions_per_micro_step == number
+                    trained.add((example, generation))
+    gone = [(item.key.example_id, item.key.generation) for item in dropped]
+    assert len(set(gone)) == len(gone)
+    assert trained | set(gone) == set(plan.requests(0))
+    assert not trained & set(gone)
+    if oldest is not None:
+        old = {
+            (r.key.example_id, r.key.generation)
+            for r in block
+            if r.rows and min(row.oldest_version for row in r.rows) < oldest
+        }
+        assert not trained & old
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 10**6), loss_type=st.sampled_from(["grpo", "dapo"]))
+def test_every_update_of_a_streamed_block_divides_by_what_is_in_it(
+    sizes: dict[str, int], seed: int, loss_type: str
+) -> None:
+    plan = a_plan({**sizes, "updates": 2})
+    block, args = a_block(plan, seed), some_settings(loss_type)
+    micro_steps, rescales, _ = streamed(block, plan, args)
+    accumulated = plan.gradient_accumulation_steps
+    for update in range(2):
+        part = micro_steps[update * accumulated : (update + 1) * accumulated]
+        shares = influence(part, [rescales[update]], plan, loss_type)
+        tokens = {
+            whose(cell, row): int(count)
+            for cell in all_micro_batches(part)
+            for row, count in enumerate(cell["sampled_tokens"])
+            if count
+        }
+        total = sum(share * tokens[name] for name, share in shares.items())
+        assert total == pytest.approx(1.0 if tokens else 0.0, rel=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 10**6), streams=st.booleans())
+def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
+    sizes: dict[str, int], seed: int, streams: bool
+) -> None:
+    found = []
+    for ranks in (1, 2, 4):
+        changes = {"num_processes": ranks, "per_device_train_batch_size": 4 * sizes["generations"] // ranks}
+        plan = a_plan({**sizes, "groups_lie_across_micro_batches": False}, **changes)
+        block, args = a_block(plan, seed), some_settings("dapo")
+        if streams:
+            micro_steps, rescales, _ = streamed(block, plan, args)
+        else:
+            micro_steps, rescales = build_training_block(block, plan, args, 0).micro_steps, [1.0] * sizes["updates"]
+        found.append(influence(micro_steps, rescales, plan, "dapo"))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"scale_rewards": "batch"}, "scale_rewards='batch' needs the rewards of the whole block"),
+        ({"loss_type": "bnpo"}, "loss_type='bnpo' divides by each micro-batch's own tokens"),
+        ({"entropy_coef": 0.1}, "an entropy bonus is a mean over each micro-batch"),
+    ],
+    ids=["batch", "bnpo", "entropy"],
+)
+def test_what_cannot_be_streamed_is_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **setting}
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(**options, streaming=True)
+    GRPOConfig(**options)

@@ -1,0 +1,272 @@
+"""Checkpoints are complete, of the same plan, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.data.batch_plan import BatchPlan, make_plan
+from verifiers.data.curriculum import Curriculum, Stage, WeightedDataset
+from verifiers.data.row_source import StagedRows
+from verifiers.errors import CheckpointError, ConfigError
+from verifiers.train.checkpoint.checkpoint import (
+    MARKER,
+    check_resumable,
+    dataset_fingerprint,
+    extra_state,
+    mark_complete,
+    mark_incomplete,
+    model_name,
+    newest_complete,
+    raises_checkpoint_error,
+    resume_step,
+    rotate_checkpoints,
+)
+from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS, load_pending_blocks
+
+
+@pytest.fixture
+def plan() -> BatchPlan:
+    return make_plan(
+        per_device_train_batch_size=4, num_generations=4, num_iterations=2, max_steps=10, num_prompts=12, seed=3
+    )
+
+
+def checkpoint(directory: Path, step: int) -> Path:
+    path = directory / f"checkpoint-{step}"
+    (path / "deep").mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"weights")
+    (path / "deep" / "more").write_bytes(b"state")
+    return path
+
+
+def test_only_marked_checkpoints_count_and_the_highest_step_wins(tmp_path: Path, plan: BatchPlan) -> None:
+    assert newest_complete(tmp_path) is None
+    assert newest_complete(tmp_path / "nowhere") is None
+    paths = {step: checkpoint(tmp_path, step) for step in (2, 8, 10, 12)}
+    for step in (2, 8, 10):
+        mark_complete(paths[step], plan, step)
+    (tmp_path / "checkpoint-final").mkdir()
+    assert newest_complete(tmp_path) == paths[10]
+    mark_incomplete(paths[10])
+    mark_incomplete(paths[10])
+    assert newest_complete(tmp_path) == paths[8]
+
+
+def test_the_marker_is_written_last_after_every_file_is_on_disk(
+    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("names of open files need /proc")
+    path = checkpoint(tmp_path, 2)
+    synced: list[tuple[str, bool]] = []
+    sync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (path / MARKER).exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    mark_complete(path, plan, 2)
+    before = [Path(name).name for name, marked in synced if not marked]
+    # what lies in a directory too, and the directory that names it
+    assert set(before[:-1]) >= {"deep", "more", "model.safetensors"}
+    assert before[-1] == f".{MARKER}.partial"
+    assert synced[-1] == (str(path), True)
+
+
+def test_a_crash_while_syncing_leaves_no_marker(
+    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path, 2)
+
+    def crash(_: int) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="the disk is gone"):
+        mark_complete(path, plan, 2)
+    assert newest_complete(tmp_path) is None
+
+
+def test_a_marker_says_where_to_go_on(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 4)
+    mark_complete(path, plan, 4)
+    state = json.loads((path / MARKER).read_text())
+    assert (state["optimizer_step"], state["block_id"]) == (4, 2)
+    assert [entry.name for entry in path.iterdir() if entry.name.startswith(".")] == []
+
+
+def test_a_step_inside_a_block_cannot_be_marked(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 3)
+    with pytest.raises(ConfigError, match="inside block 1"):
+        mark_complete(path, plan, 3)
+    assert newest_complete(tmp_path) is None
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 4},
+    "shuffle": {"shuffle": False},
+    "num_prompts": {"num_prompts": 13},
+    "num_generations": {"num_generations": 2},
+    "completions_per_block": {"per_device_train_batch_size": 8},
+    "updates_per_block": {"num_iterations": 1},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_plan_is_refused_with_the_setting_that_differs(tmp_path: Path, plan: BatchPlan, name: str) -> None:
+    path = checkpoint(tmp_path, 2)
+    mark_complete(path, plan, 2)
+    check_resumable(path, plan)
+    check_resumable(path, dataclasses.replace(plan, max_steps=99))
+    with pytest.raises(CheckpointError, match=f"was written with {name}="):
+        check_resumable(path, dataclasses.replace(plan, **CHANGES[name]))
+
+
+def test_the_same_blocks_on_more_ranks_are_the_same_plan(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 2)
+    mark_complete(path, plan, 2)
+    check_resumable(path, dataclasses.replace(plan, per_device_train_batch_size=2, num_processes=2))
+
+
+def test_a_checkpoint_without_a_marker_is_refused(tmp_path: Path, plan: BatchPlan) -> None:
+    with pytest.raises(CheckpointError, match=rf"has no {MARKER}.*resume_from_checkpoint=True"):
+        check_resumable(checkpoint(tmp_path, 2), plan)
+
+
+def test_a_checkpoint_gives_back_its_step_and_what_else_it_was_given(tmp_path: Path, plan: BatchPlan) -> None:
+    plain, full = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    mark_complete(plain, plan, 2)
+    mark_complete(full, plan, 4, {"policy_version": 2, "curriculum": {"stage": "warm"}})
+    assert (resume_step(plain), extra_state(plain)) == (2, {})
+    assert (resume_step(full), extra_state(full)) == (4, {"policy_version": 2, "curriculum": {"stage": "warm"}})
+    check_resumable(full, plan)
+
+
+class SafetensorError(Exception):
+    """Named as safetensors' own, which is no OSError."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_checkpoint_that_cannot_be_written_says_so_and_what_there_is_to_go_on_from(
+    tmp_path: Path, plan: BatchPlan, error: Exception
+) -> None:
+    mark_complete(checkpoint(tmp_path, 2), plan, 2)
+    words = (
+        r"checkpoint-4 could not be written .*; [\d,]+ MB are free there, and the newest complete one is checkpoint-2"
+    )
+    with pytest.raises(CheckpointError, match=words) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ConfigError("a mistake"), RuntimeError("of a callback"), KeyboardInterrupt()])
+def test_what_is_not_of_writing_a_checkpoint_passes_as_it_is(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value is error
+
+
+class HubError(OSError):
+    """As what a hub's client raises: it knows what was asked."""
+
+    request = "PUT /api/models"
+
+
+@pytest.mark.parametrize("error", [HubError("503"), ConnectionResetError(104, "reset"), TimeoutError("slow")])
+def test_what_a_hub_answers_is_not_called_a_full_disk(tmp_path: Path, error: OSError) -> None:
+    with pytest.raises(type(error)) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value is error
+
+
+def test_a_checkpoint_whose_removal_was_cut_does_not_count(
+    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        mark_complete(checkpoint(tmp_path, step), plan, step)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        rotate_checkpoints(tmp_path, 1)
+    assert not (tmp_path / "checkpoint-2" / MARKER).exists()
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
+
+
+def test_a_save_never_leaves_the_blocks_of_an_older_lineage(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 2)
+    (path / PENDING_BLOCKS).write_text("{}\n")
+    mark_complete(path, plan, 2)
+    mark_incomplete(path)
+    assert load_pending_blocks(path) == []
+
+
+ROWS = [{"prompt": f"p{n}", "answer": "", "info": {"port": n}} for n in range(12)]
+
+
+def test_other_rows_are_refused_and_where_nothing_is_known_of_them_nothing_is_asked(
+    tmp_path: Path, plan: BatchPlan
+) -> None:
+    path, silent = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    mark_complete(path, plan, 2, rows=ROWS)
+    mark_complete(silent, plan, 4)
+    others = [*ROWS[:11], {"prompt": "another"}]
+    moved = [{**row, "info": {}} for row in ROWS]
+    for rows in (None, ROWS, moved):
+        check_resumable(path, plan, rows)
+    check_resumable(silent, plan, others)
+    with pytest.raises(CheckpointError, match="written with other training rows"):
+        check_resumable(path, plan, others)
+
+
+def test_another_start_of_the_policy_is_refused_with_both_names(
+    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, silent = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    mark_complete(path, plan, 2, model="start")
+    mark_complete(silent, plan, 4)
+    for model in (None, "start", "./start/", str(tmp_path / "start")):
+        check_resumable(path, plan, model=model)
+    check_resumable(silent, plan, model="other")
+    with pytest.raises(CheckpointError, match=r"the model 'start', .* from 'other'.*--fresh"):
+        check_resumable(path, plan, model="other")
+
+
+def test_a_model_without_a_name_or_out_of_a_run_is_not_compared(tmp_path: Path, plan: BatchPlan) -> None:
+    path = checkpoint(tmp_path, 2)
+    mark_complete(path, plan, 2)
+
+    class Loaded:
+        def __init__(self, name: str) -> None:
+            self.config = self
+            self._name_or_path = name
+
+    assert [model_name(model) for model in ("start", Loaded("start"))] == ["start", "start"]
+    assert [model_name(model) for model in (str(path), Loaded(str(path)), Loaded(""), object())] == [None] * 4
+
+
+def test_rows_of_a_stage_that_is_yet_to_come_may_be_others(plan: BatchPlan) -> None:
+    stages = (Stage("a", 4, (WeightedDataset("x"),)), Stage("b", None, (WeightedDataset("y"),)))
+    source = StagedRows(Curriculum(stages), {"x": range(6), "y": range(6, 12)})
+    staged = dataclasses.replace(plan, source=source)
+    others = [*ROWS[:6], *({"prompt": "another"} for _ in range(6))]
+    assert dataset_fingerprint(ROWS, staged, 2) == dataset_fingerprint(others, staged, 2)
+    assert dataset_fingerprint(ROWS, staged, 6) != dataset_fingerprint(others, staged, 6)

@@ -1,0 +1,116 @@
+"""An evaluation beside training: its deadline is its own, whenever it is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import verifiers as vf
+from verifiers.errors import ConfigError
+from verifiers.inference.endpoint import Endpoint
+from verifiers.rollouts.generator import AsyncBatchGenerator
+from verifiers.train.evaluation import policy_evaluation
+from verifiers.train.evaluation.policy_evaluation import Measured, PolicyEvaluation
+
+FOUND = Measured({"eval_reward": 0.7}, [])
+
+
+class Plays:
+    """A set whose rollouts take `seconds`, and `cleanup` more once they are given up."""
+
+    def __init__(self, seconds: float, cleanup: Callable[[], float] = lambda: 0.0) -> None:
+        self.seconds, self.cleanup = seconds, cleanup
+        self.ended_at = 0.0
+
+    async def run(self) -> Measured:
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.ended_at = time.monotonic()
+            await asyncio.sleep(self.cleanup())
+            raise
+        self.ended_at = time.monotonic()
+        return FOUND
+
+
+@pytest.fixture
+def generator() -> Iterator[AsyncBatchGenerator]:
+    env = vf.SingleTurnEnv(dataset=[{"question": "a", "answer": "b"}], rubric=vf.Rubric(funcs=[]))
+    running = AsyncBatchGenerator(env, Endpoint("http://127.0.0.1:9/v1"), "m", {}).start()
+    yield running
+    running.close()
+
+
+def begun(generator: AsyncBatchGenerator, timeout_s: float, *sets: Plays) -> PolicyEvaluation:
+    made = PolicyEvaluation(generator, sets, timeout_s)  # type: ignore[arg-type]
+    made.begin()
+    return made
+
+
+def let_end(generator: AsyncBatchGenerator, evaluated: PolicyEvaluation) -> None:
+    """Wait until the evaluation has ended, without asking for its result."""
+    assert evaluated._task is not None
+    generator.run(asyncio.wait([evaluated._task]), 10.0)
+
+
+def test_an_evaluation_that_ended_in_time_counts_however_late_it_is_collected(generator: AsyncBatchGenerator) -> None:
+    evaluated = begun(generator, 30.0, Plays(0.01))
+    let_end(generator, evaluated)
+    # training beside it takes longer than an evaluation may
+    evaluated._began -= 60.0
+    assert evaluated.wait() == FOUND
+
+
+def test_an_evaluation_ends_at_its_deadline_though_nobody_waits_for_it_yet(generator: AsyncBatchGenerator) -> None:
+    slow = Plays(60)
+    started = time.monotonic()
+    evaluated = begun(generator, 0.1, slow)
+    let_end(generator, evaluated)
+    assert slow.ended_at - started >= 0.1
+    assert evaluated.wait().failures == ["it did not end within 0.1 s (eval_timeout)"]
+
+
+def test_rollouts_that_take_long_to_give_up_do_not_end_the_training(
+    generator: AsyncBatchGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_evaluation, "_GRACE_S", 0.2)
+    monkeypatch.setattr(policy_evaluation, "_LOOK_EVERY_S", 0.05)
+    evaluated = begun(generator, 0.1, Plays(60, cleanup=lambda: 0.8))
+    found = evaluated.wait()
+    assert found.metrics == {}
+    assert found.failures == ["it did not end within 0.1 s (eval_timeout); its rollouts are still being given up"]
+    assert evaluated.wait() is found
+
+
+def test_what_breaks_while_an_evaluation_is_given_up_is_told_with_it(generator: AsyncBatchGenerator) -> None:
+    def breaks() -> float:
+        raise OSError("the disk is full")
+
+    (failure,) = begun(generator, 0.05, Plays(60, cleanup=breaks)).wait().failures
+    assert failure.endswith("(eval_timeout); giving it up raised OSError: the disk is full")
+
+
+def test_a_timeout_of_its_own_and_a_mistake_are_not_taken_for_the_deadline(generator: AsyncBatchGenerator) -> None:
+    for error in (TimeoutError("of the environment"), ConfigError("a mistake")):
+
+        class Raises(Plays):
+            async def run(self, error: Exception = error) -> Measured:
+                raise error
+
+        with pytest.raises(type(error), match=str(error)):
+            begun(generator, 5.0, Raises(0)).wait()
+
+
+def test_a_generator_that_breaks_ends_the_wait(
+    generator: AsyncBatchGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        raise ConfigError("generation broke")
+
+    monkeypatch.setattr(policy_evaluation, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(generator, "check", check)
+    with pytest.raises(ConfigError, match="generation broke"):
+        begun(generator, 30.0, Plays(60)).wait()

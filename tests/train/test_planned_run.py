@@ -1,0 +1,80 @@
+"""What a run's curriculum calls its datasets, and what it keeps of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from verifiers.data.adaptive_curriculum import AdaptiveRows
+from verifiers.data.batch_plan import make_plan
+from verifiers.data.curriculum import curriculum_from
+from verifiers.data.curriculum_policies import LevelsPolicy
+from verifiers.data.row_source import StagedRows
+from verifiers.errors import CheckpointError, ConfigError
+from verifiers.rollouts.rollout import Group, ScoredBlock
+from verifiers.train.config import GRPOConfig
+from verifiers.train.planned_run import datasets_of, planned_run, restore_curriculum, still_planned
+
+STAGES = curriculum_from({"stages": [{"name": "all", "datasets": ["a", {"id": "b", "weight": 2}]}]})
+
+
+def env_with(tasks: list[str] | None, count: int = 6) -> vf.SingleTurnEnv:
+    rows: list[dict[str, Any]] = [{"question": str(row), "answer": ""} for row in range(count)]
+    for row, task in zip(rows, tasks or (), strict=False):
+        row["task"] = task
+    return vf.SingleTurnEnv(dataset=rows)
+
+
+def test_datasets_are_members_of_a_group_else_tasks_else_the_whole() -> None:
+    assert datasets_of(env_with(None)) == {"default": [0, 1, 2, 3, 4, 5]}
+    assert datasets_of(env_with(["x", "y"] * 3)) == {"x": [0, 2, 4], "y": [1, 3, 5]}
+    # two members whose rows have the same task, and one whose rows have none
+    group = vf.EnvGroup([env_with(["x"] * 6), env_with(["x", "y"] * 3), env_with(None, 2)], ["a", "b", "c"])
+    assert datasets_of(group) == {"a": list(range(6)), "b": list(range(6, 12)), "c": [12, 13]}
+
+
+def config(**settings: Any) -> GRPOConfig:
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 4, "use_cpu": True, "bf16": False}
+    return GRPOConfig("outputs/none", **{**sizes, "gradient_accumulation_steps": 1, **settings})
+
+
+def test_the_plan_of_a_run_asks_the_curriculum_or_what_the_environment_brings() -> None:
+    group = vf.EnvGroup([env_with(None), env_with(None)], ["a", "b"])
+    assert planned_run(config(), group).source is None
+    plan = planned_run(config(), group, STAGES)
+    assert {row // 6 for row in plan.example_ids(0)} == {0, 1}
+    group.row_source = plan.source
+    assert planned_run(config(), group).source is plan.source
+    with pytest.raises(ConfigError, match="brings a curriculum of its own"):
+        planned_run(config(), group, STAGES)
+
+
+def test_a_dataset_too_small_for_the_runs_blocks_is_refused_before_the_run() -> None:
+    group = vf.EnvGroup([env_with(None), env_with(None, 3)], ["a", "b"])
+    with pytest.raises(ConfigError, match="different rows of dataset 'b', which has 3"):
+        planned_run(config(per_device_train_batch_size=12), group, STAGES)
+
+
+def test_a_checkpoints_blocks_are_kept_where_their_prompts_are_still_the_plans() -> None:
+    source = StagedRows(STAGES, {"a": range(20), "b": range(20, 60)})
+    plan = make_plan(per_device_train_batch_size=4, num_generations=2, max_steps=3, num_prompts=60, source=source)
+
+    def block(block_id: int, rows: list[int], filtered: list[int] | None = None) -> ScoredBlock:
+        replaced = [Group(row, []) for row in filtered or []]
+        return ScoredBlock(block_id, [Group(row, []) for row in rows], 0, 0.0, filtered=replaced)
+
+    planned, spare = plan.example_ids(1), plan.replacement_ids(1, 1)
+    same, other = block(1, planned), block(1, [planned[0], spare[0]])
+    replaced = block(1, [planned[0], *spare], planned[1:])
+    late = block(3, plan.example_ids(3))
+    assert still_planned(plan, [same, other, replaced, late]) == [same, replaced]
+
+
+def test_an_adaptive_run_does_not_go_on_without_its_state() -> None:
+    source = AdaptiveRows(LevelsPolicy(("a",)), {"a": range(20)}, lag=0)
+    plan = make_plan(per_device_train_batch_size=4, num_generations=2, max_steps=3, num_prompts=20, source=source)
+    with pytest.raises(CheckpointError, match="holds no state of an adaptive curriculum"):
+        restore_curriculum(plan, {})
+    restore_curriculum(plan, {"curriculum": source.state()})

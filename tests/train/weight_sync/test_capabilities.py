@@ -1,0 +1,248 @@
+"""What is missing on a server is named before anything is sampled, each with the flag that gives it."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.errors import ConfigError, WeightSyncError
+from verifiers.inference.server_client import ServerClient
+from verifiers.testing import FakeOpenAIServer
+from verifiers.train.weight_sync import (
+    WEIGHT_SYNCS,
+    DirectorySync,
+    LoraSync,
+    NcclSync,
+    choose_sync,
+)
+from verifiers.train.weight_sync.capabilities import (
+    OLDEST_VLLM,
+    SAMPLE_TEXT,
+    Capabilities,
+    check_capabilities,
+    log_probs_are_raw,
+    old_server,
+    read_capabilities,
+)
+
+COMPLETE = Capabilities(
+    root="http://127.0.0.1:1",
+    software="vLLM",
+    version="0.32.0",
+    models=("policy",),
+    max_model_len=100,
+    log_probs_mode="processed_logprobs",
+    sample_ids=(1, 2, 3),
+    max_lora_rank=8,
+    dtype="bfloat16",
+    transfer_backend="nccl",
+    loads_adapters=True,
+)
+
+
+def check(found: Capabilities, **options: Any) -> None:
+    check_capabilities(
+        found,
+        **{
+            "weight_sync": "directory",
+            "model": "policy",
+            "encode": lambda text: [1, 2, 3],
+            "needed_tokens": 100,
+            "adapter_rank": 8,
+            **options,
+        },
+    )
+
+
+def changed(**fields: Any) -> Capabilities:
+    return Capabilities(**{**{name: getattr(COMPLETE, name) for name in COMPLETE.__slots__}, **fields})
+
+
+@pytest.mark.parametrize("kind", ["directory", "nccl", "lora"])
+def test_a_complete_server_passes(kind: str) -> None:
+    check(COMPLETE, weight_sync=kind)
+
+
+def test_a_server_that_says_nothing_is_not_refused_for_it() -> None:
+    check(Capabilities(root="http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "flag"),
+    [
+        (changed(log_probs_mode="raw_logprobs"), {}, "--logprobs-mode processed_logprobs"),
+        (changed(models=("a", "b")), {}, r"'a', 'b', not 'policy'.*--served-model-name policy"),
+        (changed(sample_ids=(1, 2)), {}, "encodes a sample as 2 tokens and the trainer's as 3.*--tokenizer"),
+        (changed(sample_ids=(1, 2, 4)), {}, "or as other ones"),
+        (COMPLETE, {"needed_tokens": 101}, "context is 100 tokens.*--max-model-len 101"),
+        (changed(transfer_backend=""), {"weight_sync": "nccl"}, "--weight-transfer-config"),
+        (changed(software=None), {"weight_sync": "nccl"}, "needs vLLM"),
+        (changed(max_lora_rank=0), {"weight_sync": "lora"}, "--enable-lora --max-lora-rank 8"),
+        (changed(max_lora_rank=4), {"weight_sync": "lora"}, "up to rank 4, and the policy's has 8"),
+        (changed(loads_adapters=False), {"weight_sync": "lora"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (changed(software=None, max_lora_rank=None), {"weight_sync": "lora"}, "merged weights"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_gives_it(found: Capabilities, options: Any, flag: str) -> None:
+    with pytest.raises(WeightSyncError, match=rf"127\.0\.0\.1:1 cannot be trained against: .*{flag}"):
+        check(found, **options)
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("0.27.9", True),
+        ("0.10.1.1", True),
+        ("0.28.0", False),
+        ("1.0.0", False),
+        ("0.1.dev7", False),
+        (None, False),
+    ],
+)
+def test_a_vllm_from_before_the_routes_is_refused_by_its_version(version: str | None, old: bool) -> None:
+    found = changed(version=version)
+    if old:
+        with pytest.raises(WeightSyncError, match=rf"it is vLLM {version}, and training needs 0\.28 or later"):
+            check(found)
+    else:
+        check(found)
+
+
+def test_the_launcher_and_the_trainer_know_the_same_oldest_vllm() -> None:
+    source = (Path(__file__).parents[3] / "servers/vllm/verifiers_vllm/versions.py").read_text()
+    listed = [tuple(map(int, minor)) for minor in re.findall(r"^    \((\d+), (\d+)\): Minor", source, re.MULTILINE)]
+    assert min(listed) == OLDEST_VLLM
+
+
+def test_everything_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(WeightSyncError, match=r"processed_logprobs.*; .*max-model-len"):
+        check(changed(log_probs_mode="raw_logprobs", max_model_len=9))
+
+
+class _Vllm(BaseHTTPRequestHandler):
+    """Answers as vLLM does, with a distribution over two tokens one nat apart."""
+
+    raw = False
+    version = "0.32.0"
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._answer({"data": [{"id": "policy", "max_model_len": 64}, {"id": "adapter", "max_model_len": 64}]})
+        elif self.path == "/version":
+            self._answer({"version": self.version})
+        elif self.path == "/server_info?config_format=json":
+            config = {
+                "model_config": {"logprobs_mode": "raw_logprobs", "dtype": "torch.bfloat16"},
+                "lora_config": {"max_lora_rank": 16},
+                "weight_transfer_config": {"backend": "nccl"},
+            }
+            self._answer({"vllm_config": config, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}})
+        else:
+            self.send_error(404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            assert body == {"model": "policy", "prompt": SAMPLE_TEXT, "add_special_tokens": False}
+            self._answer({"tokens": [5, 6]})
+            return
+        gap = 1.0 if self.raw else 1.0 / body["temperature"]
+        top = [-0.1 - gap, -0.1]
+        if "messages" in body:
+            shown: Any = {"content": [{"top_logprobs": [{"logprob": value} for value in top]}]}
+        else:
+            shown = {"top_logprobs": [dict(zip("ab", top, strict=True))]}
+        self._answer({"choices": [{"logprobs": shown}]})
+
+    def _answer(self, data: Any) -> None:
+        content = json.dumps(data).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: Any) -> None:
+        return
+
+
+@pytest.fixture
+def vllm() -> Iterator[ServerClient]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Vllm) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield ServerClient(f"http://127.0.0.1:{server.server_port}/v1")
+        server.shutdown()
+        thread.join()
+
+
+async def test_a_vllm_is_read(vllm: ServerClient) -> None:
+    assert await read_capabilities(vllm) == Capabilities(
+        root=vllm.root,
+        software="vLLM",
+        version="0.32.0",
+        models=("policy", "adapter"),
+        max_model_len=64,
+        log_probs_mode="raw_logprobs",
+        sample_ids=(5, 6),
+        max_lora_rank=16,
+        dtype="bfloat16",
+        transfer_backend="nccl",
+        loads_adapters=True,
+    )
+
+
+async def test_a_server_that_lacks_the_routes_is_told_its_age(
+    vllm: ServerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await old_server(vllm) is None
+    monkeypatch.setattr(_Vllm, "version", "0.21.3")
+    assert await old_server(vllm) == "it is vLLM 0.21.3, and training needs 0.28 or later; upgrade vLLM there"
+    with FakeOpenAIServer() as other:
+        assert await old_server(ServerClient(other.url)) is None
+
+
+@pytest.mark.parametrize("prompt", ["go", [{"role": "user", "content": "go"}]], ids=["completion", "chat"])
+@pytest.mark.parametrize("raw", [True, False])
+async def test_raw_log_probs_are_told_by_temperature(
+    vllm: ServerClient, monkeypatch: pytest.MonkeyPatch, prompt: Any, raw: bool
+) -> None:
+    monkeypatch.setattr(_Vllm, "raw", raw)
+    assert await log_probs_are_raw(vllm, "policy", prompt) is raw
+
+
+async def test_a_server_of_another_kind_is_read_as_far_as_it_goes() -> None:
+    with FakeOpenAIServer("x") as server:
+        control = ServerClient(server.url)
+        assert await read_capabilities(control) == Capabilities(root=control.root, models=("fake",))
+        assert server.requests == []
+        assert not await log_probs_are_raw(control, "fake", "go")
+
+
+@pytest.mark.parametrize(
+    ("kind", "url", "directory", "chosen"),
+    [
+        ("auto", "http://127.0.0.1:1/v1", None, DirectorySync),
+        ("auto", "http://localhost:1/v1", None, DirectorySync),
+        ("auto", "http://node-2:8000/v1", None, NcclSync),
+        ("auto", "http://node-2:8000/v1", "/mnt/shared", DirectorySync),
+        ("directory", "http://node-2:8000/v1", None, DirectorySync),
+        ("nccl", "http://127.0.0.1:1/v1", None, NcclSync),
+        ("lora", "http://127.0.0.1:1/v1", None, LoraSync),
+    ],
+)
+def test_the_kind_follows_the_setting_and_where_the_servers_are(
+    kind: str, url: str, directory: str | None, chosen: type
+) -> None:
+    assert type(choose_sync(kind, [url], directory=directory, timeout_s=1.0, api_key="EMPTY")) is chosen
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=f"'ipc'.*{', '.join(WEIGHT_SYNCS)}"):
+        choose_sync("ipc", ["http://127.0.0.1:1"], directory=None, timeout_s=1.0, api_key="EMPTY")

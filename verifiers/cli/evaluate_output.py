@@ -1,0 +1,199 @@
+"""The live line of an evaluation: at most 4 times a second on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from verifiers.testing.fake_model import FAKE_URL
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from verifiers.evals.progress import Progress
+    from verifiers.evals.run import EvaluationRun
+
+__all__ = ["live_line", "print_table", "progress_text", "show_summary"]
+
+_TERMINAL_EVERY_S = 0.25
+_PLAIN_EVERY_S = 5.0
+
+
+def progress_text(
+    progress: Progress, *, planned: int, finished_before: int, ran: int, tokens: int, elapsed_s: float, in_flight: int
+) -> str:
+    """Return the progress line: rollouts done, mean reward, failures, retries, tokens a second, time left.
+
+    Args:
+        planned: rollouts of the whole evaluation.
+        finished_before: rollouts that an earlier process finished; they say nothing about today's speed.
+        ran: rollouts of this process.
+        tokens: completion tokens of this process.
+        elapsed_s: seconds of this process.
+        progress: numbers of all rollouts.
+        in_flight: rollouts that run at the moment.
+    """
+    mean = f"{progress.mean_reward:.4f}" if progress.scored else "-"
+    done = finished_before + ran
+    rate = tokens / elapsed_s if elapsed_s > 0 else 0.0
+    eta = _duration((planned - done) * elapsed_s / ran) if ran else "?"
+    parts = [
+        f"{done}/{planned} rollouts",
+        f"reward {mean}",
+        f"{progress.failed} failed",
+        f"{progress.retries} retries",
+        f"{in_flight} in flight",
+        f"{rate:,.0f} tokens/s",
+        f"{eta} left",
+    ]
+    return "  ".join(parts)
+
+
+@contextlib.asynccontextmanager
+async def live_line(text: Callable[[], str], stream: TextIO | None = None) -> AsyncIterator[None]:
+    """Show `text()` on standard error while the block runs; on a terminal it is gone afterwards."""
+    stream = stream or sys.stderr
+    show = _on_terminal if stream.isatty() else _in_lines
+    task = asyncio.create_task(show(text, stream))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _on_terminal(text: Callable[[], str], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False)
+    with Live(Text(text(), no_wrap=True), console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            await asyncio.sleep(_TERMINAL_EVERY_S)
+            live.update(Text(text(), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+async def _in_lines(text: Callable[[], str], stream: TextIO) -> None:
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(_PLAIN_EVERY_S)
+        print(f"[{_duration(time.monotonic() - began)}] {text()}", file=stream, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print rows under columns; the first column names the row, the others hold numbers.
+
+    Args:
+        console: where it is printed.
+        columns: names; the first may be "".
+        rows: as many cells each as there are columns.
+        title: printed above.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not console.is_terminal:
+        if title:
+            console.print(title, markup=False, soft_wrap=True)
+        for row in rows:
+            cells = ", ".join(f"{column} {cell}" for column, cell in zip(columns[1:], row[1:], strict=True))
+            console.print(f"{row[0]}: {cells}", markup=False, soft_wrap=True)
+        return
+    table = Table(title=escape(title) or None, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(escape(column), justify="right" if number else "left", no_wrap=number > 0)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def show_summary(run: EvaluationRun, summary: Mapping[str, Any], *, title: str, as_json: bool) -> None:
+    """Print the summary of a run.
+
+    Args:
+        run: of the summary.
+        summary: of `run.summary`.
+        title: of the table.
+        as_json: one line for machines instead.
+    """
+    if as_json:
+        print(json.dumps({**summary, "results": str(run.directory)}))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    if run.metadata["base_url"] == FAKE_URL:
+        console.print("built-in fake endpoint, no model: these numbers say nothing about any policy")
+    columns = ("", "mean", "± stderr", "95 % interval", "scored")
+    print_table(console, columns, [_row(name, e, summary["rollouts"]) for name, e in _estimates(summary)], title)
+    for line in _lines(run, summary):
+        console.print(line)
+
+
+def _estimates(summary: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield from summary["rewards"].items()
+    yield from ((f"reward of {task}", of_task["reward"]) for task, of_task in summary["tasks"].items())
+    for name, kind in (("pass@", "pass_at_k"), ("pass^", "pass_hat_k"), ("best@", "best_at_k")):
+        # one rollout of a prompt is the mean; and where rewards are 0 and 1 the best of k is what passes
+        if name != "best@" or not _all_near(summary["best_at_k"], summary["pass_at_k"]):
+            yield from ((f"{name}{k}", estimate) for k, estimate in summary[kind].items() if int(k) > 1)
+
+
+def _all_near(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(math.isclose(one[k]["mean"], other[k]["mean"], abs_tol=1e-9) for k in one)
+
+
+def _row(name: str, estimate: Mapping[str, Any], rollouts: int) -> tuple[str, ...]:
+    low, high = _number(estimate["low"]), _number(estimate["high"])
+    scored = estimate["rollouts"]
+    without = estimate.get("without", rollouts - scored)
+    return (
+        name,
+        _number(estimate["mean"]),
+        _number(estimate["stderr"]),
+        "-" if low == "-" else f"{low} .. {high}",
+        f"{scored} of {scored + without}",
+    )
+
+
+def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
+    outcomes = ", ".join(f"{count} {name}" for name, count in summary["outcomes"].items())
+    missing = f"; {summary['missing']} missing" if summary["missing"] else ""
+    cost = "" if summary["cost"] is None else f"; {summary['cost']:.4f} {summary['currency']}"
+    yield (
+        f"{summary['rollouts']} rollouts of {summary['prompts']} prompts in {summary['seconds']:.1f} s: {outcomes}"
+        f"{missing}; {summary['retries']} retries; {summary['completion_tokens']:,} completion tokens{cost}"
+    )
+    variance = summary["variance"]
+    if variance["share_between"] is not None and variance["advice"]:
+        yield (
+            f"{100 * variance['share_between']:.0f} % of the reward's variance is between prompts: "
+            f"{variance['advice']} narrow the interval most"
+        )
+    if run.lag_distorts and run.metadata["base_url"] != FAKE_URL:
+        yield (
+            f"the event loop was late by {summary['loop_lag_ms']['p95']:g} ms in 1 of 20 cases: timings show this "
+            "machine rather than the server; try a smaller -c"
+        )
+    yield f"{run.directory}/results.jsonl"
+    yield f"{run.directory}/report.html"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

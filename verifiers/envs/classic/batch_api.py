@@ -1,0 +1,300 @@
+"""The classic batch calls of an environment: columns in, columns out, usable with and without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verifiers.concurrency import gather_owned
+from verifiers.envs.datasets import row_fields
+from verifiers.envs.lifecycle import teardown_at_exit
+from verifiers.errors import ConfigError
+from verifiers.inference.limits import Limiter
+from verifiers.inference.load_balancer import backend_for
+from verifiers.loop_thread import run_blocking
+from verifiers.parsers.messages import plain, sanitize_tool_calls
+from verifiers.rollouts.batch_client import BatchClient
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
+from verifiers.rubrics.scoring import ScoringInput, call_score_group, call_score_rollout
+from verifiers.types import GenerateOutputs, RolloutKey, RolloutScore, SamplingArgs
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = [
+    "columns_of",
+    "complete_or_awaitable",
+    "generate",
+    "own_batch",
+    "to_dataset",
+]
+
+T = TypeVar("T")
+
+
+def columns_of(inputs: Any) -> dict[str, Sequence[Any]]:
+    """Columns of a dict, GenerateInputs, Dataset or list of rows.
+
+    Raises:
+        ConfigError: no `prompt` column.
+    """
+    if isinstance(inputs, list):
+        names = dict.fromkeys(name for row in inputs for name in row)
+        columns: dict[str, Sequence[Any]] = {name: [row.get(name) for row in inputs] for name in names}
+    elif isinstance(inputs, Mapping):
+        columns = dict(inputs)
+    else:
+        columns = {name: inputs[name] for name in inputs.column_names}
+    if columns.get("prompt") is None:
+        raise ConfigError(f"the inputs have no column 'prompt', only {sorted(columns)}.")
+    return columns
+
+
+def requests_of(rows: Sequence[Mapping[str, Any]]) -> list[RolloutRequest]:
+    """Return a rollout for each row; rows of one `example_id` (or `id`) are rollouts of one prompt."""
+    seen: dict[int, int] = {}
+    numbers: dict[Any, int] = {}
+    requests = []
+    for index, row in enumerate(rows):
+        prompt, answer, task, info = row_fields(row)
+        name = row.get("example_id", row.get("id", index))
+        # a dataset's own ids may be anything
+        example_id = name if isinstance(name, int) else numbers.setdefault(str(name), index)
+        generation = seen.get(example_id, 0)
+        seen[example_id] = generation + 1
+        requests.append(RolloutRequest(RolloutKey(0, example_id, generation), prompt, answer, task, info))
+    return requests
+
+
+@contextlib.asynccontextmanager
+async def runner_of(
+    env: RunsRollouts, client: Any, model: str, sampling_args: SamplingArgs | None, max_concurrent: int
+) -> AsyncIterator[RolloutRunner]:
+    """Give a runner on a caller's own client, and close the connections that it opened."""
+    teardown_at_exit(env)
+    backend = backend_for(client)
+    sampling = {**env.sampling_args, **(sampling_args or {})}
+    try:
+        yield RolloutRunner(env, backend, model, sampling, limiter=Limiter(max_concurrent or -1))
+    finally:
+        if backend is not client:
+            await backend.close()
+
+
+@contextlib.asynccontextmanager
+async def own_batch(
+    env: RunsRollouts,
+    client: Any,
+    model: str,
+    rows: Sequence[Mapping[str, Any]],
+    sampling_args: SamplingArgs | None,
+    max_concurrent: int,
+) -> AsyncIterator[BatchClient]:
+    """Give the batch with which `run_rollouts` plays rows on a caller's own client; the first failure is raised."""
+    async with runner_of(env, client, model, sampling_args, max_concurrent) as runner:
+        yield runner.batch_client(requests_of(rows), raises=True)
+
+
+async def generate(
+    env: RunsRollouts,
+    inputs: Any,
+    client: Any,
+    model: str,
+    *,
+    sampling_args: SamplingArgs | None,
+    score: bool,
+    max_concurrent: int,
+    max_concurrent_scoring: int,
+    interleave_scoring: bool,
+) -> GenerateOutputs:
+    """Run the rollouts of `Environment.a_generate` and score them.
+
+    `run_rollouts` is asked for what is scored together: each row, each prompt's rows where the rubric compares them,
+    or all rows where they are scored at the end or not at all.
+
+    Raises:
+        Exception: the first failure; the other rollouts are cancelled.
+    """
+    rubric: Any = env.rubric
+    limiter = Limiter(max_concurrent_scoring or -1)
+    columns = {name: values for name, values in columns_of(inputs).items() if values is not None}
+    count = len(columns["prompt"])
+    requests = requests_of([{name: values[row] for name, values in columns.items()} for row in range(count)])
+    in_groups = score and getattr(rubric, "has_group_funcs", False) is True
+    interleaved = in_groups or (score and interleave_scoring)
+    scores: dict[RolloutKey, RolloutScore] = {}
+
+    async def run(unit: Sequence[RolloutRequest]) -> list[Rollout]:
+        rollouts = await runner.run_batch(unit, raises=True)
+        if interleaved:
+            async with limiter.slot():
+                of_unit = await (_score_group if in_groups else _score_single)(rubric, rollouts)
+            scores.update(zip([rollout.key for rollout in rollouts], of_unit, strict=True))
+        return rollouts
+
+    async with runner_of(env, client, model, sampling_args, max_concurrent) as runner:
+        units = list(_groups(requests).values()) if in_groups else [[request] for request in requests]
+        done = await gather_owned([run(unit) for unit in (units if interleaved else [requests] if requests else [])])
+        finished = {rollout.key: rollout for rollouts in done for rollout in rollouts}
+        rollouts = [finished[request.key] for request in requests]
+        names = ("prompt", "completion", "answer", "state", "task", "info")
+        results = {name: [getattr(rollout, name) for rollout in rollouts] for name in names}
+        reward: list[float] = []
+        metrics: dict[str, list[float]] = {}
+        if interleaved:
+            in_order = [scores[rollout.key] for rollout in rollouts]
+            reward = [item.reward for item in in_order]
+            metric_names = dict.fromkeys(name for item in in_order for name in item.metrics)
+            metrics = {name: [item.metrics.get(name, 0.0) for item in in_order] for name in metric_names}
+        elif score:
+            every = await rubric.score_rollouts(
+                **{f"{name}s": column for name, column in results.items()}, max_concurrent=max_concurrent_scoring
+            )
+            reward, metrics = every.reward, every.metrics
+    for rollout in rollouts:
+        # results are stored and copied, and connections are neither
+        rollout.state.pop("client", None)
+    return GenerateOutputs(**results, reward=reward, metrics=metrics)
+
+
+def _groups(requests: Sequence[RolloutRequest]) -> dict[int, list[RolloutRequest]]:
+    groups: dict[int, list[RolloutRequest]] = {}
+    for request in requests:
+        groups.setdefault(request.key.example_id, []).append(request)
+    return groups
+
+
+async def _score_single(rubric: Any, rollouts: Sequence[Rollout]) -> list[RolloutScore]:
+    scores = []
+    for rollout in rollouts:
+        item = ScoringInput(
+            rollout.prompt, rollout.completion, rollout.answer, rollout.state, rollout.task, rollout.info
+        )
+        score = await call_score_rollout(rubric, item)
+        rollout.state["reward"], rollout.state["metrics"] = score.reward, dict(score.metrics)
+        scores.append(score)
+    return scores
+
+
+async def _score_group(rubric: Any, rollouts: Sequence[Rollout]) -> list[RolloutScore]:
+    """Score by functions that compare the rollouts of one prompt."""
+    return await call_score_group(rubric, [rollout.state for rollout in rollouts])
+
+
+def complete_or_awaitable(work: Callable[[], Coroutine[Any, Any, GenerateOutputs]]) -> GenerateOutputs:
+    """Results that can be read at once or awaited.
+
+    Without a running loop the work is done here and now. Inside one it starts when the result is awaited, or,
+    for callers of the first generation, when it is first read (the loop then waits).
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _AwaitableOutputs(None, run_blocking(work))
+    return _AwaitableOutputs(work)
+
+
+class _AwaitableOutputs(GenerateOutputs):
+    """GenerateOutputs that may still have to be produced.
+
+    It has a coroutine's methods, since `asyncio.run` and `create_task` take nothing else that can be awaited.
+    """
+
+    _work: Callable[[], Coroutine[Any, Any, GenerateOutputs]] | None
+    _coroutine: Coroutine[Any, Any, GenerateOutputs] | None
+
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, GenerateOutputs]] | None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        dict.__init__(self, outputs or {})
+        object.__setattr__(self, "_work", work)
+        object.__setattr__(self, "_coroutine", None)
+
+    async def _awaited(self) -> GenerateOutputs:
+        work = self._take_work()
+        if work is not None:
+            self.update(await work())
+        return self
+
+    def _take_work(self) -> Callable[[], Coroutine[Any, Any, GenerateOutputs]] | None:
+        work = self._work
+        object.__setattr__(self, "_work", None)
+        return work
+
+    def _started(self) -> Coroutine[Any, Any, GenerateOutputs]:
+        if self._coroutine is None:
+            object.__setattr__(self, "_coroutine", self._awaited())
+        assert self._coroutine is not None
+        return self._coroutine
+
+    def _complete(self) -> None:
+        work = self._take_work()
+        if work is not None:
+            self.update(run_blocking(work))
+
+    def __await__(self) -> Generator[Any, Any, GenerateOutputs]:
+        return self._awaited().__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._started().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._started().throw(*error)
+
+    def close(self) -> None:
+        if self._coroutine is not None:
+            self._coroutine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        self._complete()
+        return super().__getattr__(name)
+
+    # asyncio.gather keeps what it is given in a dict
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def _completing(name: str) -> Callable[..., Any]:
+    read = getattr(dict, name)
+
+    def complete_and_read(self: _AwaitableOutputs, *args: Any) -> Any:
+        self._complete()
+        return read(self, *args)
+
+    return complete_and_read
+
+
+for _name in ("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__repr__"):
+    setattr(_AwaitableOutputs, _name, _completing(_name))
+for _name in ("copy", "get", "items", "keys", "values"):
+    setattr(_AwaitableOutputs, _name, _completing(_name))
+
+
+def to_dataset(results: Mapping[str, Any], state_columns: Sequence[str] | None = None) -> Dataset:
+    """Results as a Dataset; `average_reward` is over the rollouts of the same prompt."""
+    from datasets import Dataset
+
+    columns: dict[str, Any] = {
+        "prompt": list(results["prompt"]),
+        "completion": [sanitize_tool_calls(completion) for completion in results["completion"]],
+        "answer": list(results["answer"]),
+        "task": list(results["task"]),
+    }
+    if results["reward"]:
+        prompts = [json.dumps(prompt, sort_keys=True, default=str) for prompt in results["prompt"]]
+        rewards: dict[str, list[float]] = {}
+        for prompt, reward in zip(prompts, results["reward"], strict=True):
+            rewards.setdefault(prompt, []).append(reward)
+        columns["reward"] = list(results["reward"])
+        columns["average_reward"] = [sum(rewards[prompt]) / len(rewards[prompt]) for prompt in prompts]
+    if any(results.get("info") or []):
+        columns["info"] = list(results["info"])
+    columns.update(results["metrics"])
+    for name in state_columns or []:
+        columns[name] = [plain(state.get(name)) for state in results["state"]]
+    return Dataset.from_dict(columns)

@@ -1,0 +1,351 @@
+"""Finished rollouts as token lists, in the classic layout: one prompt and one completion each.
+
+For training loops of one's own that were written for the classic API; the trainer here uses `rollouts.trace`.
+Sampled tokens are those of the server's answers. What the environment wrote is taken from the next answer's
+`prompt_token_ids` where the server sent them; otherwise it is tokenized here, which needs a chat template that
+leaves history alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.errors import ConfigError, MissingTokenIdsError
+from verifiers.parsers.messages import sanitize_tool_calls
+from verifiers.types import (
+    MessageRecord,
+    Messages,
+    MessageType,
+    ModelResponse,
+    ProcessedOutputs,
+    State,
+    message_field,
+)
+
+__all__ = [
+    "chat_logprobs",
+    "chat_tokens",
+    "completion_logprobs",
+    "completion_tokens",
+    "object_tokens",
+    "process_chat",
+    "process_completion",
+    "process_results",
+]
+
+_TOKEN_ID = "token_id:"
+
+TokenLists = tuple[list[int], list[int], list[int], list[int], list[float]]
+"""prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs."""
+
+
+# -- one answer -----------------------------------------------------------------------------------------------
+
+
+def chat_tokens(response: ModelResponse) -> list[int]:
+    """Return the sampled token ids of a chat completion: `token_ids`, or log-prob entries such as "token_id:123".
+
+    Raises:
+        MissingTokenIdsError: the answer has neither.
+    """
+    return _tokens(response, _chat_entries(response))
+
+
+def chat_logprobs(response: ModelResponse) -> list[float]:
+    """Log-probs of the sampled tokens of a chat completion, in nats.
+
+    Raises:
+        MissingTokenIdsError: the answer has none.
+    """
+    if _is_overlong(response):
+        return []
+    entries = _chat_entries(response)
+    if entries is None:
+        raise MissingTokenIdsError("a chat completion has no logprobs; ask for them with logprobs=True.")
+    return [float(message_field(entry, "logprob")) for entry in entries]
+
+
+def completion_tokens(response: ModelResponse) -> list[int]:
+    """Return the sampled token ids of a text completion; as `chat_tokens`."""
+    return _tokens(response, _list_field(_logprobs(response), "tokens"))
+
+
+def completion_logprobs(response: ModelResponse) -> list[float]:
+    """Log-probs of the sampled tokens of a text completion, in nats; as `chat_logprobs`."""
+    if _is_overlong(response):
+        return []
+    values = _list_field(_logprobs(response), "token_logprobs")
+    if values is None:
+        raise MissingTokenIdsError("a completion has no logprobs; ask for them with logprobs=0.")
+    return [float(value) for value in values]
+
+
+def object_tokens(
+    response: ModelResponse, message_type: MessageType
+) -> tuple[list[int], list[int], list[float]] | None:
+    """Return prompt ids, sampled ids and log-probs of an SDK's response; None where one of them is missing."""
+    prompt_ids = _sent_ids(response)
+    is_chat = message_type == "chat"
+    try:
+        completion_ids = (chat_tokens if is_chat else completion_tokens)(response)
+        logprobs = (chat_logprobs if is_chat else completion_logprobs)(response)
+    except (MissingTokenIdsError, TypeError, ValueError):
+        return None
+    return None if prompt_ids is None else (prompt_ids, completion_ids, logprobs)
+
+
+def _tokens(response: ModelResponse, entries: Sequence[Any] | None) -> list[int]:
+    if _is_overlong(response):
+        return []
+    ids = _list_field(_choice(response), "token_ids")
+    if ids is not None:
+        return [int(token_id) for token_id in ids]
+    tokens = [str(message_field(entry, "token", entry)) for entry in entries or ()]
+    # a bare number may be text that was sampled
+    if entries is None or not all(token.startswith(_TOKEN_ID) for token in tokens):
+        raise MissingTokenIdsError(
+            "an answer has neither token_ids nor tokens written as 'token_id:123'; ask the server for them with "
+            "extra_body={'return_token_ids': True} or {'return_tokens_as_token_ids': True}."
+        )
+    return [int(token.removeprefix(_TOKEN_ID)) for token in tokens]
+
+
+def _choice(response: ModelResponse) -> Any:
+    choices = message_field(response, "choices")
+    if not choices:
+        return None
+    return choices[0]
+
+
+def _logprobs(response: ModelResponse) -> Any:
+    return message_field(_choice(response), "logprobs")
+
+
+def _chat_entries(response: ModelResponse) -> Sequence[Any] | None:
+    return _list_field(_logprobs(response), "content")
+
+
+def _list_field(owner: Any, name: str) -> Sequence[Any] | None:
+    # test doubles answer to every name, so only what is a list counts
+    value = message_field(owner, name) if owner is not None else None
+    return value if isinstance(value, (list, tuple)) else None
+
+
+def _is_overlong(response: ModelResponse) -> bool:
+    return bool(message_field(response, "id") == "overlong-prompt")
+
+
+# -- one rollout ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """What is held of a rollout so far."""
+
+    prompt_ids: list[int]
+    mask_environment: bool
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def append_sampled(self, ids: list[int], logprobs: list[float]) -> None:
+        if len(ids) != len(logprobs):
+            raise MissingTokenIdsError(f"an answer has {len(ids)} token ids but {len(logprobs)} log-probs.")
+        self.ids += ids
+        self.mask += [1] * len(ids)
+        self.logprobs += logprobs
+
+    def append_environment(self, ids: list[int]) -> None:
+        self.ids += ids
+        self.mask += [0 if self.mask_environment else 1] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+
+    def lists(self) -> TokenLists:
+        return self.prompt_ids, [0] * len(self.prompt_ids), self.ids, self.mask, self.logprobs
+
+
+def process_chat(
+    prompt: Sequence[Any],
+    completion: Sequence[Any],
+    state: State,
+    processing_class: Any,
+    mask_env_responses: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+) -> TokenLists:
+    """Token lists of a chat rollout.
+
+    Args:
+        state: its `responses` belong to the assistant messages of `completion`, in order.
+        processing_class: a tokenizer with `apply_chat_template`.
+        mask_env_responses: the environment's tokens get mask 0 instead of 1.
+        tools: offered in the rollout, for the template.
+
+    Raises:
+        ConfigError: more or fewer responses than assistant messages, or a template that rewrites history.
+        MissingTokenIdsError: an answer without token ids or log-probs.
+    """
+    answers = sum(message_field(message, "role") == "assistant" for message in completion)
+    responses = list(state["responses"])
+    if answers != len(responses):
+        raise ConfigError(f"the completion has {answers} assistant messages, its state {len(responses)} responses.")
+    render = _renderer(processing_class, tools)
+    prompt_ids = _sent_ids(responses[0]) if responses else None
+    held = _Tokens(prompt_ids or render(prompt, add_generation_prompt=True), mask_env_responses)
+    consumed = list(prompt)
+    said: list[Any] = []
+    for message in completion:
+        if message_field(message, "role") != "assistant":
+            said.append(message)
+            continue
+        response = responses.pop(0)
+        if said:
+            held.append_environment(_environment_ids(held, _sent_ids(response), consumed, said, render))
+            consumed, said = consumed + said, []
+        held.append_sampled(chat_tokens(response), chat_logprobs(response))
+        consumed.append(message)
+    if said:
+        held.append_environment(_environment_ids(held, None, consumed, said, render))
+    return held.lists()
+
+
+def _sent_ids(response: ModelResponse) -> list[int] | None:
+    ids = _list_field(response, "prompt_token_ids") or _list_field(_choice(response), "prompt_token_ids")
+    return None if ids is None else list(ids)
+
+
+def _environment_ids(
+    held: _Tokens,
+    sent: list[int] | None,
+    consumed: list[Any],
+    said: list[Any],
+    render: Callable[..., list[int]],
+) -> list[int]:
+    """Return the tokens of messages that the environment said after what is held."""
+    before = held.prompt_ids + held.ids
+    if sent is not None and sent[: len(before)] == before:
+        return sent[len(before) :]
+    return _added(render(consumed), render(consumed + said))
+
+
+def _added(before: list[int], after: list[int]) -> list[int]:
+    if after[: len(before)] != before:
+        raise ConfigError(
+            "the tokens of a longer conversation do not begin with those of the shorter one (the chat template or "
+            "the tokenizer rewrites history), so it is no single row; use the rows of verifiers.rollouts.trace."
+        )
+    return after[len(before) :]
+
+
+def _renderer(processing_class: Any, tools: list[dict[str, Any]] | None) -> Callable[..., list[int]]:
+    with_tools: dict[str, Any] = {"tools": tools} if tools else {}
+
+    def render(messages: Sequence[Any], **options: Any) -> list[int]:
+        # templates ask which fields are defined, and for those of a message record all would be
+        conversation = [_with_parsed_arguments(_bare(message)) for message in messages]
+        rendered = processing_class.apply_chat_template(conversation=conversation, **options, **with_tools)
+        # a stand-in may give text, and transformers from version 5 gives a mapping
+        if isinstance(rendered, str):
+            rendered = processing_class.encode(rendered)
+        elif isinstance(rendered, Mapping):
+            rendered = rendered["input_ids"]
+        return list(rendered)
+
+    return render
+
+
+def _bare(message: Any) -> Any:
+    return message.model_dump() if isinstance(message, MessageRecord) else message
+
+
+def _with_parsed_arguments(message: Any) -> Any:
+    """Return the message with tool-call arguments as data, as templates such as Qwen3's want them."""
+    if not message_field(message, "tool_calls"):
+        return message
+    plain: Any = sanitize_tool_calls([message])[0]
+    calls = []
+    for call in plain["tool_calls"]:
+        function = dict(call["function"])
+        try:
+            function["arguments"] = json.loads(function["arguments"])
+        except (TypeError, ValueError):
+            pass  # the policy wrote what is no JSON, or it is data already: the template gets it as it is
+        calls.append({**call, "function": function})
+    return {**plain, "tool_calls": calls}
+
+
+def process_completion(
+    prompt: str, completion: str, state: State, processing_class: Any, mask_env_responses: bool = False
+) -> TokenLists:
+    """Token lists of a rollout in completion mode.
+
+    Args:
+        state: has `responses`, and where the environment spoke in between `responses_start_idx`: at which
+            character of `completion` each of them begins.
+        processing_class: a tokenizer with `encode`.
+        mask_env_responses: the environment's tokens get mask 0 instead of 1.
+
+    Raises:
+        ConfigError: the responses are not found in the completion, or a tokenizer that rewrites history.
+        MissingTokenIdsError: an answer without token ids or log-probs.
+    """
+    responses = list(state["responses"])
+    starts = state.get("responses_start_idx")
+    prompt_ids = _sent_ids(responses[0]) if responses else None
+    held = _Tokens(prompt_ids or list(processing_class.encode(prompt)), mask_env_responses)
+    place = 0
+
+    def append_environment(until: int) -> None:
+        if until > place:
+            before = list(processing_class.encode(prompt + completion[:place]))
+            held.append_environment(_added(before, list(processing_class.encode(prompt + completion[:until]))))
+
+    for number, response in enumerate(responses):
+        text = message_field(_choice(response), "text") or ""
+        start = completion.find(text, place) if starts is None else starts[number]
+        if start < place or completion[start : start + len(text)] != text:
+            raise ConfigError(f"response {number} ({text[:80]!r}) is not where it should be in the completion.")
+        append_environment(start)
+        held.append_sampled(completion_tokens(response), completion_logprobs(response))
+        place = start + len(text)
+    append_environment(len(completion))
+    return held.lists()
+
+
+# -- many rollouts --------------------------------------------------------------------------------------------
+
+
+def process_results(
+    process: Callable[[Messages, Messages, State], TokenLists],
+    prompts: Sequence[Messages],
+    completions: Sequence[Messages],
+    states: Sequence[State],
+    rewards: Sequence[float],
+    max_seq_len: int = -1,
+    mask_truncated_completions: bool = False,
+    zero_truncated_completions: bool = False,
+) -> ProcessedOutputs:
+    """Token lists of many rollouts, cut to `max_seq_len` tokens of prompt and completion together.
+
+    Args:
+        process: gives the token lists of one rollout.
+        max_seq_len: -1 never cuts.
+        mask_truncated_completions: a completion that was cut gets mask 0 throughout.
+        zero_truncated_completions: a completion that was cut gets reward 0.
+    """
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "completion_logprobs", "rewards")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for prompt, completion, state, reward in zip(prompts, completions, states, rewards, strict=True):
+        lists = process(prompt, completion, state)
+        is_cut = 0 < max_seq_len < len(lists[0]) + len(lists[2])
+        if is_cut:
+            prompt_ids = lists[0][:max_seq_len]
+            room = max_seq_len - len(prompt_ids)
+            mask = [0] * min(room, len(lists[3])) if mask_truncated_completions else lists[3][:room]
+            lists = prompt_ids, lists[1][:max_seq_len], lists[2][:room], mask, lists[4][:room]
+        reward = 0.0 if is_cut and zero_truncated_completions else reward
+        for name, values in zip(names, (*lists, reward), strict=True):
+            columns[name].append(values)
+    return ProcessedOutputs(**columns)

@@ -1,0 +1,206 @@
+"""Datasets as environments want them: a prompt and an id in every row, and rows read back with their defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verifiers.errors import ConfigError
+from verifiers.parsers.messages import drop_none
+from verifiers.types import ChatMessage, Info, Messages, MessageType, SamplingArgs, State, as_messages
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["format_dataset", "format_prompt", "new_state", "row_fields"]
+
+
+def format_prompt(
+    question: str, system_prompt: str | None = None, few_shot: Sequence[ChatMessage] | None = None
+) -> list[ChatMessage]:
+    """Return the messages for a question: the system prompt if there is one, the examples, the question."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, *(few_shot or []), {"role": "user", "content": question}]
+
+
+def format_dataset(
+    dataset: Dataset | Sequence[Mapping[str, Any]],
+    system_prompt: str | None = None,
+    few_shot: Sequence[ChatMessage] | None = None,
+    question_key: str = "question",
+    answer_key: str = "answer",
+    message_type: MessageType = "chat",
+) -> Dataset:
+    """Return the dataset with columns `id` (0 .. N-1), `prompt` and `answer` added where they are absent.
+
+    A prompt that is there already is left alone: neither system prompt nor examples are put before it.
+
+    Args:
+        dataset: a `datasets.Dataset`, or rows as dicts.
+        question_key: the column that prompts are made of; in completion mode it is the prompt itself.
+        answer_key: the column that `answer` is copied from.
+
+    Raises:
+        ConfigError: no rows; neither a prompt nor a question; rows whose values differ in type.
+    """
+    table = _as_dataset(dataset)
+    if len(table) == 0:
+        raise ConfigError("The dataset is empty: an environment needs at least one row.")
+    columns = table.column_names
+    if "prompt" not in columns and question_key not in columns:
+        raise ConfigError(
+            f"The dataset has neither a column 'prompt' nor a column {question_key!r}, only {', '.join(columns)}."
+        )
+    added: dict[str, str] = {}
+    if "prompt" not in columns:
+        added["prompt"] = question_key
+    if "answer" not in columns and answer_key in columns:
+        added["answer"] = answer_key
+    if added:
+
+        def with_added(rows: Mapping[str, Any]) -> dict[str, Any]:
+            values = {name: rows[source] for name, source in added.items()}
+            if "prompt" in values and message_type == "chat":
+                values["prompt"] = [format_prompt(text, system_prompt, few_shot) for text in values["prompt"]]
+            return values
+
+        table = _map(table, with_added)
+    return table if "id" in columns else table.add_column("id", range(len(table)))
+
+
+def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
+    """(prompt, answer, task, info) of a row.
+
+    Absent or None: answer "", task "default", info {}. Info may be JSON text. Arrow tables give every message the
+    fields of all others, as None; those are dropped from prompts and from `info["oai_tools"]`.
+
+    Raises:
+        ConfigError: a row without prompt, or an info that is no object.
+    """
+    prompt = row.get("prompt")
+    if prompt is None:
+        raise ConfigError(f"A row has no prompt, only {', '.join(map(repr, row))}.")
+    if not isinstance(prompt, str):
+        prompt = [_lean_message(message) for message in prompt]
+    answer, task = row.get("answer"), row.get("task")
+    return prompt, "" if answer is None else answer, task or "default", _info(row.get("info"))
+
+
+def _lean_message(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    lean = drop_none(message)
+    if "content" in message:
+        # a message of tool calls alone has a content of None, and code that reads content expects the key
+        lean.setdefault("content", None)
+    return lean
+
+
+def _info(value: Any) -> Info:
+    if value is None or value == "":
+        return {}
+    info = value
+    if isinstance(value, str):
+        try:
+            info = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"A row's info is text but not JSON ({error}): {value[:80]!r}.") from error
+    if not isinstance(info, Mapping):
+        raise ConfigError(f"A row's info must be a dict or the JSON text of one, not {type(info).__name__}.")
+    info = dict(info)
+    if isinstance(info.get("oai_tools"), list):
+        info["oai_tools"] = drop_none(info["oai_tools"])
+    return info
+
+
+def _as_dataset(dataset: Any) -> Dataset:
+    if isinstance(dataset, Sequence) and not isinstance(dataset, (str, bytes)):
+        rows: list[Mapping[str, Any]] = list(dataset)
+        if not rows:
+            raise ConfigError("The dataset is empty: an environment needs at least one row.")
+        if not all(isinstance(row, Mapping) for row in rows):
+            raise ConfigError("A dataset given as a list must hold dicts, one a row.")
+        return _from_rows(rows)
+    if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"An environment takes a datasets.Dataset or a list of dicts, not {type(dataset).__name__}; "
+            "choose one split of a DatasetDict, and turn a stream into a list."
+        )
+    if isinstance(dataset.column_names, Mapping):
+        raise ConfigError(f"The dataset holds several splits ({', '.join(dataset.column_names)}); give one of them.")
+    table: Dataset = dataset
+    return table
+
+
+def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+    import datasets
+
+    # from_list looks at the first row's columns alone
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        return datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+    except (TypeError, ValueError) as error:  # pyarrow's own errors are of these classes
+        raise ConfigError(
+            f"The rows do not fit one table ({error}): a column holds one type throughout; "
+            "give an info that varies as JSON text."
+        ) from error
+
+
+def _map(table: Dataset, function: Any) -> Dataset:
+    import datasets
+
+    # a bar for what takes a moment is noise, and a switch that is set for the process is put back as it was
+    shown = datasets.are_progress_bars_disabled() is False
+    datasets.disable_progress_bars()
+    try:
+        return table.map(function, batched=True)
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def new_state(
+    row: Mapping[str, Any],
+    client: Any,
+    model: str,
+    sampling_args: SamplingArgs | None,
+    oai_tools: list[dict[str, Any]] | None,
+) -> State:
+    """Return the state of a rollout that begins.
+
+    Args:
+        row: `prompt`, and where given `answer`, `task`, `info`, `example_id`.
+        oai_tools: offered unless the row's info has its own.
+    """
+    prompt = as_messages(row["prompt"])
+    info: Info = row.get("info") or {}
+    example_id = row.get("example_id", 0)
+    fields = {
+        "prompt": prompt,
+        "answer": row.get("answer", ""),
+        "task": row.get("task") or "default",
+        "info": info,
+    }
+    return State(
+        id=example_id,
+        **fields,
+        input={**fields, "example_id": example_id},
+        example_id=example_id,
+        completion="" if isinstance(prompt, str) else [],
+        responses=[],
+        trajectory=[],
+        turn=0,
+        timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
+        is_completed=False,
+        is_truncated=False,
+        stop_condition=None,
+        final_env_response=None,
+        reward=None,
+        metrics=None,
+        error=None,
+        client=client,
+        model=model,
+        sampling_args=dict(sampling_args or {}),
+        oai_tools=info.get("oai_tools") or oai_tools,
+    )

@@ -1,0 +1,264 @@
+"""Marks for methods of environments: when a rollout stops, and what to tidy up after it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import inspect
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import lru_cache
+from types import CoroutineType, FunctionType, MethodType
+from typing import Any, TypeVar, overload
+
+__all__ = [
+    "FUNCTION_TYPES",
+    "TEARDOWN_WITHIN_S",
+    "AwaitableBool",
+    "cleanup",
+    "marked_methods",
+    "marked_names",
+    "maybe_await",
+    "run_teardown",
+    "stop",
+    "tear_down",
+    "teardown",
+    "teardown_at_exit",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `func` and await the result where it can be awaited. Errors pass through as they are."""
+    result = func(*args, **kwargs)
+    # the hot path: the general check costs four times as much as these, and is rarely needed
+    if type(result) in _PLAIN:
+        return result
+    if isinstance(result, CoroutineType) or inspect.isawaitable(result):
+        return await result
+    return result
+
+
+class AwaitableBool(int):
+    """True or False that may also be awaited, for conditions that subclasses ask for in either way."""
+
+    def __await__(self) -> Generator[Any, Any, bool]:
+        yield from ()
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+_PLAIN = frozenset({AwaitableBool, bool, dict, list, str, tuple, type(None)})
+
+_MARKS = "_verifiers_marks"
+FUNCTION_TYPES = frozenset({FunctionType, MethodType})
+
+
+@overload
+def stop(func: F, /) -> F: ...
+@overload
+def stop(*, priority: int = 0) -> Callable[[F], F]: ...
+def stop(func: Any = None, /, *, priority: int = 0) -> Any:
+    """Mark a method `(self, state) -> bool`, sync or async, that ends a rollout when it returns True.
+
+    Args:
+        func: the method, when used bare, `@vf.stop`.
+        priority: higher is asked first; methods of one priority in the order of their names.
+    """
+    return _mark("stop", func, priority)
+
+
+@overload
+def cleanup(func: F, /) -> F: ...
+@overload
+def cleanup(*, priority: int = 0) -> Callable[[F], F]: ...
+def cleanup(func: Any = None, /, *, priority: int = 0) -> Any:
+    """Mark a method `(self, state)`, sync or async, that runs after every rollout, also after a failed one.
+
+    Args:
+        func: the method, when used bare, `@vf.cleanup`.
+        priority: higher runs first; methods of one priority in the order of their names.
+    """
+    return _mark("cleanup", func, priority)
+
+
+@overload
+def teardown(func: F, /) -> F: ...
+@overload
+def teardown(*, priority: int = 0) -> Callable[[F], F]: ...
+def teardown(func: Any = None, /, *, priority: int = 0) -> Any:
+    """Mark a method `(self)`, sync or async, that runs once when the environment is no longer needed.
+
+    Args:
+        func: the method, when used bare, `@vf.teardown`.
+        priority: higher runs first; methods of one priority in the order of their names.
+    """
+    return _mark("teardown", func, priority)
+
+
+def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
+    """Return the bound methods of an object marked as `kind` ("stop", "cleanup", "teardown").
+
+    A method overridden without the mark is no longer marked. Functions put on the instance count too.
+
+    Returns:
+        Highest priority first, then by name.
+    """
+    cls: Any = type(obj)
+    found = dict(marked_names(cls, kind))
+    for name, value in getattr(obj, "__dict__", {}).items():
+        # other callables may answer to any attribute (mocks do), and would seem marked
+        if type(value) in FUNCTION_TYPES:
+            priority = getattr(value, _MARKS, {}).get(kind)
+            if priority is not None:
+                found[name] = priority
+            else:
+                found.pop(name, None)
+    return [getattr(obj, name) for name in sorted(found, key=lambda name: (-found[name], name))]
+
+
+@lru_cache(maxsize=512)
+def marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
+    """Return the names and priorities of the methods that a class marks as `kind`."""
+    # asked before and after every turn of every rollout, hence the cache
+    found = []
+    for name in dir(cls):
+        marks = getattr(getattr(cls, name, None), _MARKS, None)
+        if isinstance(marks, dict) and kind in marks:
+            found.append((name, marks[kind]))
+    return tuple(found)
+
+
+def _mark(kind: str, func: Any, priority: int) -> Any:
+    def marked(method: F) -> F:
+        setattr(method, _MARKS, {**getattr(method, _MARKS, {}), kind: priority})
+        return method
+
+    return marked if func is None else marked(func)
+
+
+logger = logging.getLogger("verifiers.envs")
+
+TEARDOWN_WITHIN_S = 5.0
+
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
+# those that have a thread of their own, which their group need not wait for
+_in_threads: weakref.WeakSet[Any] = weakref.WeakSet()
+_at_exit: weakref.WeakKeyDictionary[Any, _AtExit] = weakref.WeakKeyDictionary()
+_starting = threading.Lock()
+
+
+async def run_teardown(env: Any) -> None:
+    """Run an environment's methods marked `@vf.teardown`, sync or async, unless that was done before.
+
+    Those of a group's environments come first. Every one runs, whatever the others raise; what they raise is
+    logged, since the results that the environment was used for are already there. Cancellation passes.
+    """
+    if env in _ended:
+        return
+    _ended.add(env)
+    for member in getattr(env, "envs", None) or ():
+        if member not in _in_threads:
+            await run_teardown(member)
+    for method in marked_methods(env, "teardown"):
+        try:
+            await maybe_await(method)
+        except Exception as error:
+            name = f"{type(env).__name__}.{method.__name__}"
+            logger.error("The teardown method %s failed: %s: %s", name, type(error).__name__, error, exc_info=error)
+
+
+def tear_down(envs: Iterable[Any], within_s: float = TEARDOWN_WITHIN_S) -> None:
+    """Run the teardown of environments, and of those in groups, at once, and wait for all of them.
+
+    Args:
+        within_s: seconds for all together; what has not ended by then is left behind, with a warning.
+    """
+    # in threads: the deadline of an event loop does not bound a method that never awaits
+    waiting = [env for env in {id(env): env for env in _with_members(envs)}.values() if env not in _ended]
+    _in_threads.update(waiting)
+    threads = [
+        threading.Thread(target=_run_teardown, args=(env,), name="verifiers-teardown", daemon=True) for env in waiting
+    ]
+    for thread in threads:
+        thread.start()
+    _wait_for(threads, within_s)
+
+
+def teardown_at_exit(env: Any) -> None:
+    """See to it that the environment's teardown runs when the interpreter ends, which waits 5 seconds for it.
+
+    For the classic calls, which nobody tells when they were the last. It does nothing for an environment without
+    marked methods.
+    """
+    for each in _with_members([env]):
+        if not marked_methods(each, "teardown"):
+            continue
+        with _starting:
+            waiting = _at_exit.get(each)
+            # one of a process that was forked does not run in it
+            if waiting is None or not waiting.thread.is_alive():
+                _at_exit[each] = _AtExit(each)
+    # once, however often this is called
+    atexit.unregister(_begin_exit)
+    atexit.register(_begin_exit)
+
+
+class _AtExit:
+    """A thread that runs one environment's teardown when it is told; it ends with the environment, too.
+
+    It is there before: from Python 3.12 on an interpreter that ends starts no thread.
+    """
+
+    def __init__(self, env: Any) -> None:
+        # unlike an event's, its put may interrupt itself: a weak reference can be called at any moment
+        self.begin: queue.SimpleQueue[None] = queue.SimpleQueue()
+        begin = self.begin
+        ref = weakref.ref(env, lambda _: begin.put(None))
+        self.thread = threading.Thread(target=_await_exit, args=(ref, begin), name="verifiers-at-exit", daemon=True)
+        self.thread.start()
+
+
+def _await_exit(ref: weakref.ref[Any], begin: queue.SimpleQueue[None]) -> None:
+    begin.get()
+    env = ref()
+    if env is not None and env not in _ended:
+        _run_teardown(env)
+
+
+def _begin_exit() -> None:
+    waiting = [(env, each) for env, each in _at_exit.items() if env not in _ended]
+    _in_threads.update(env for env, _ in waiting)
+    for _, each in waiting:
+        each.begin.put(None)
+    _wait_for([each.thread for _, each in waiting], TEARDOWN_WITHIN_S)
+
+
+def _run_teardown(env: Any) -> None:
+    asyncio.run(env.teardown())
+
+
+def _with_members(envs: Iterable[Any]) -> Iterator[Any]:
+    """Environments, those of a group before the group."""
+    for env in envs:
+        yield from _with_members(getattr(env, "envs", None) or ())
+        yield env
+
+
+def _wait_for(threads: Sequence[threading.Thread], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        logger.warning(
+            "A method marked @vf.teardown did not end within %g s and is left behind; give what it waits for a "
+            "deadline.",
+            within_s,
+        )

@@ -1,0 +1,164 @@
+"""Environments by name: an entry point of an installed package, or else a module."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers.errors import ConfigError, EnvironmentLoadError, UnknownEnvironmentError
+
+if TYPE_CHECKING:
+    from verifiers.envs.environment import Environment
+
+__all__ = ["installed_environments", "load_environment"]
+
+logger = logging.getLogger("verifiers.envs.registry")
+
+ENTRY_POINT_GROUP = "verifiers.environments"
+
+
+def load_environment(env_id: str, **env_args: Any) -> Environment:
+    """Make the environment of that name.
+
+    It is looked for among the entry points of the group `verifiers.environments`, then as a module whose name is
+    `env_id` with underscores for hyphens; what is called is its `load_environment(**env_args)`. Names are compared
+    with hyphens and underscores equal; an owner before a slash, as in "owner/my-env", is left out.
+
+    Raises:
+        UnknownEnvironmentError (a ValueError): nothing of that name; the message names the nearest.
+        ConfigError: a module without `load_environment`, arguments that it does not take, or one raised by the
+            environment itself.
+        EnvironmentLoadError (a RuntimeError): its code failed; `__cause__` is the error.
+    """
+    factory = _find_factory(env_id)
+    _check_arguments(env_id, factory, env_args)
+    try:
+        env = factory(**env_args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise EnvironmentLoadError(
+            f"The environment {env_id!r} could not be made: {type(error).__name__}: {error}"
+        ) from error
+    if env is None:
+        raise ConfigError(f"load_environment of {env_id!r} returned None; it must return the environment.")
+    loaded: Environment = env
+    return loaded
+
+
+def installed_environments() -> list[str]:
+    """Return the names of the environments that installed packages declare by entry point, sorted."""
+    return sorted({entry.name for entry in _entry_points()})
+
+
+def _entry_points() -> list[EntryPoint]:
+    return list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+
+
+def _module_name(env_id: str) -> str:
+    return env_id.strip().rsplit("/", 1)[-1].replace("-", "_")
+
+
+def _find_factory(env_id: str) -> Callable[..., Any]:
+    name = _module_name(env_id)
+    for entry in _entry_points():
+        if _module_name(entry.name) == name:
+            factory = getattr(_import(env_id, entry.module), entry.attr or "load_environment", None)
+            return _checked_factory(env_id, entry.module, factory)
+    if not all(part.isidentifier() for part in name.split(".")) or not _module_exists(name):
+        raise UnknownEnvironmentError(_unknown_message(env_id))
+    return _checked_factory(env_id, name, getattr(_import(env_id, name), "load_environment", None))
+
+
+def _module_exists(name: str) -> bool:
+    parent, _, _ = name.rpartition(".")
+    if parent and not _module_exists(parent):
+        return False
+    if name in sys.modules:
+        return True
+    if parent and not hasattr(_import(name, parent), "__path__"):
+        return False
+    return importlib.util.find_spec(name) is not None
+
+
+def _import(env_id: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise EnvironmentLoadError(
+            f"The environment {env_id!r} needs the module {error.name!r}, which is not installed; "
+            f"install it, for instance by `pip install {missing}`."
+        ) from error
+    except Exception as error:
+        raise EnvironmentLoadError(
+            f"The module {module!r} of the environment {env_id!r} failed at its import: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _checked_factory(env_id: str, module: str, factory: Any) -> Callable[..., Any]:
+    if not callable(factory):
+        raise ConfigError(
+            f"The module {module!r} was found for {env_id!r}, but it has no function load_environment(**kwargs) "
+            "that returns an environment."
+        )
+    found: Callable[..., Any] = factory
+    return found
+
+
+def _check_arguments(env_id: str, factory: Callable[..., Any], env_args: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        # a factory written in C: the call itself will tell
+        return
+    try:
+        signature.bind(**env_args)
+    except TypeError as error:
+        accepted = [str(parameter) for parameter in signature.parameters.values()]
+        raise ConfigError(
+            f"The environment {env_id!r} cannot be made with these arguments ({error}); "
+            f"it takes {', '.join(accepted) or 'none'}."
+        ) from error
+
+
+def _unknown_message(env_id: str) -> str:
+    name = _module_name(env_id)
+    declared = {_module_name(entry): entry for entry in installed_environments()}
+    near = [declared[match] for match in difflib.get_close_matches(name, declared, n=3)]
+    near += [match for match in _near_modules(name) if _module_name(match) not in declared]
+    nearest = f"the nearest are {', '.join(map(repr, near[:3]))}" if near else "none has a name like it"
+    return (
+        f"There is no environment {env_id!r} among the installed packages and importable modules "
+        f"({nearest}); install its package with `pip install PACKAGE`, or `vf-install {name.replace('_', '-')}` "
+        "for one in ./environments."
+    )
+
+
+def _near_modules(name: str) -> list[str]:
+    """Return importable modules of a similar name whose source mentions `load_environment`; none is run."""
+    modules = {
+        module.name: module
+        for module in pkgutil.iter_modules()
+        if module.name not in sys.stdlib_module_names and not module.name.startswith("_")
+    }
+    near = []
+    for match in difflib.get_close_matches(name, modules, n=10):
+        spec = importlib.util.find_spec(match)
+        origin = Path(spec.origin) if spec and spec.origin else None
+        if origin and origin.suffix == ".py" and "load_environment" in origin.read_text(errors="replace"):
+            near.append(match)
+    return near

@@ -1,0 +1,396 @@
+"""Both ways of a model call out of this process: our own HTTP path, or a client object that the user handed in."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import ipaddress
+import json
+import re
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verifiers.concurrency import at_loop_end
+from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
+from verifiers.inference.retries import (
+    RetryableError,
+    broke,
+    client_error,
+    is_context_overflow,
+    reason,
+    retry_after_s,
+    status_error,
+)
+from verifiers.inference.wire import WireObject, request_body
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = [
+    "Backend",
+    "ClientBackend",
+    "Endpoint",
+    "HttpBackend",
+    "is_context_overflow",
+    "is_loopback",
+    "proxy_for",
+    "single_backend_for",
+]
+
+
+def is_loopback(url: str) -> bool:
+    """Return True if the URL's host is this machine: localhost, 127.0.0.0/8, ::1, or an unspecified address."""
+    host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the proxy that HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and NO_PROXY give for a URL; None for loopback.
+
+    Raises:
+        ConfigError: the proxy is not an HTTP proxy.
+    """
+    if is_loopback(url):
+        return None
+    parts = urllib.parse.urlsplit(url)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    scheme = urllib.parse.urlsplit(proxy).scheme
+    if scheme not in ("http", "https"):
+        # not the whole of it: it may hold a password
+        raise ConfigError(
+            f"the environment names a {scheme} proxy for {parts.hostname}, and only HTTP proxies are supported; "
+            "set HTTPS_PROXY to one, or list the host in NO_PROXY."
+        )
+    return proxy
+
+
+CHAT = "/chat/completions"
+COMPLETIONS = "/completions"
+# vLLM's routes for token ids: a conversation as ids, ids in and out, and ids as a chat completion
+TOKENIZE = "/tokenize"
+GENERATE = "/inference/v1/generate"
+DERENDER = "/chat/completions/derender"
+_TOKEN_ROUTES = frozenset({TOKENIZE, GENERATE, DERENDER})
+_SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
+# what a message may hold instead of content
+_OTHER_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Address of an OpenAI-compatible server, with key, headers and deadlines.
+
+    Attributes:
+        base_url: with the version, e.g. "http://127.0.0.1:8000/v1".
+        api_key: sent as a bearer token; never logged or stored.
+        headers: further HTTP headers.
+        timeout_s: deadline of one try of one call, in seconds.
+        connect_timeout_s: deadline for the connection alone, in seconds.
+    """
+
+    base_url: str
+    api_key: str = field(default="EMPTY", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/]", self.base_url):
+            raise ConfigError(
+                f"the base URL {self.base_url!r} is not an HTTP address; give one like 'http://127.0.0.1:8000/v1'."
+            )
+
+    @classmethod
+    def from_openai(cls, client: Any) -> Endpoint:
+        """Return the endpoint that an `openai.OpenAI` or `openai.AsyncOpenAI` was configured with.
+
+        The SDK's default of 5 s for a connection becomes our 10 s: a thousand at once take longer on one host.
+        """
+        timeout = client.timeout
+        total = timeout if isinstance(timeout, (int, float)) else getattr(timeout, "read", None)
+        connect = None if isinstance(timeout, (int, float)) else getattr(timeout, "connect", None)
+        if timeout == getattr(sys.modules.get("openai"), "DEFAULT_TIMEOUT", None):
+            connect = None
+        headers = {
+            "OpenAI-Organization": getattr(client, "organization", None),
+            "OpenAI-Project": getattr(client, "project", None),
+            **(getattr(client, "_custom_headers", None) or {}),
+        }
+        return cls(
+            base_url=str(client.base_url).rstrip("/"),
+            api_key=client.api_key if isinstance(client.api_key, str) else "EMPTY",
+            # the SDK marks headers to leave out by objects of its own
+            headers={name: value for name, value in headers.items() if isinstance(value, str)},
+            timeout_s=float(total) if total else 600.0,
+            connect_timeout_s=float(connect) if connect else 10.0,
+        )
+
+
+class Backend(Protocol):
+    """One try of one model call. Retries, recording and limits are the caller's."""
+
+    base_url: str
+    api_key: str
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """POST the keyword arguments of `create` to `path` ("/chat/completions" or "/completions").
+
+        A backend that speaks HTTP also takes the token routes (`TOKENIZE`, `GENERATE`, `DERENDER`): then `arguments`
+        are the body, and the answer is the plain JSON object.
+
+        Raises:
+            OverlongPromptError: the prompt does not fit the context.
+            RetryableError: another try may succeed.
+            ProviderError: it will not.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class HttpBackend:
+    """The hot path: OpenAI's wire format over aiohttp, one connection pool, no limit of its own."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.base_url = endpoint.base_url.rstrip("/")
+        self._root = self.base_url.removesuffix("/v1")
+        self.api_key = endpoint.api_key
+        self._session: aiohttp.ClientSession | None = None
+        self._close_session: Callable[[], Awaitable[None]] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            timeout = aiohttp.ClientTimeout(
+                total=self.endpoint.timeout_s, sock_connect=self.endpoint.connect_timeout_s
+            )
+            given = {name.lower() for name in self.endpoint.headers}
+            ours = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+            headers = {name: value for name, value in ours.items() if name.lower() not in given}
+            headers.update(self.endpoint.headers)
+            # the limiter bounds what is in flight; a second bound here would only hide the queue. uvicorn, and so
+            # vLLM, closes a connection that was idle for 5 s; a request that crosses that would be lost
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+            # looked up once: aiohttp's trust_env does so for every request, and replaces our key by .netrc's password
+            proxy = proxy_for(self.base_url)
+            self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector, proxy=proxy)
+            # rubrics, and programs of several asyncio.run, have no place to close it
+            self._close_session = at_loop_end(functools.partial(_close, self._session))
+            self._loop = loop
+        return self._session
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        if path in _TOKEN_ROUTES:
+            return await self.post(path, arguments)
+        body = request_body(arguments)
+        if body.get("stream"):
+            raise ConfigError(
+                "stream=True was asked of a rollout's client, which records whole answers; leave it out."
+            )
+        data = await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout"))
+        if _is_empty(data):
+            raise RetryableError(f"{self.base_url + path} answered without a choice: {data!r:.300}", empty=True)
+        return WireObject(data)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+        timeout_s: Any = None,
+    ) -> dict[str, Any]:
+        """POST `body` as JSON and return the JSON object of a 200."""
+        import aiohttp
+
+        session = self._open_session()
+        url = (self._root if path in (TOKENIZE, GENERATE) else self.base_url) + path
+        options: dict[str, Any] = {}
+        if headers:
+            options["headers"] = headers
+        limit_s = self.endpoint.timeout_s
+        if timeout_s is not None:
+            # a number of seconds, or the SDK's Timeout object
+            given = timeout_s if isinstance(timeout_s, (int, float)) else getattr(timeout_s, "read", None)
+            limit_s = float(given) if given else limit_s
+            options["timeout"] = aiohttp.ClientTimeout(total=limit_s, sock_connect=self.endpoint.connect_timeout_s)
+        try:
+            async with session.post(url, data=_encode(body), **options) as response:
+                status = response.status
+                content = await response.read()
+                retry_after = None if status == 200 else retry_after_s(response.headers)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise RetryableError(
+                f"{self.base_url} could not be reached within {self.endpoint.connect_timeout_s:g} s", unreachable=True
+            ) from error
+        except TimeoutError as error:
+            raise RetryableError(f"no answer from {url} within {limit_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            text = f"{self.base_url} could not be reached: {reason(error)}"
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            raise RetryableError(text, unreachable=True, broke=not refused and broke(error)) from error
+        if status == 200:
+            return _decode(content, url)
+        raise status_error(url, status, self._without_key(content), retry_after)
+
+    def _without_key(self, content: bytes) -> str:
+        """Return a server's refusal as text without the key, which some servers quote."""
+        text = content.decode(errors="replace")
+        return text.replace(self.api_key, "***") if len(self.api_key) >= _SHORTEST_SECRET else text
+
+    async def close(self) -> None:
+        close, self._session, self._close_session = self._close_session, None, None
+        if close is not None and self._loop is asyncio.get_running_loop():
+            await close()
+
+
+async def _close(session: aiohttp.ClientSession) -> None:
+    await session.close()
+    # sockets are closed one iteration of the loop later, and the loop may end with this call
+    await asyncio.sleep(0)
+
+
+class ClientBackend:
+    """A client object that is called as it was handed in: a mock, a wrapper, or an SDK class we do not replace.
+
+    Its `chat.completions.create` / `completions.create` may be sync (run in a thread) or async. An SDK's own client
+    (Azure's too) is told not to retry, as the caller does; wrappers and subclasses are left as they are.
+
+    Args:
+        timeout_s: deadline of one try of one call, in seconds; None leaves it to the client.
+    """
+
+    def __init__(self, client: Any, timeout_s: float | None = None) -> None:
+        self.client = client
+        self.timeout_s = timeout_s
+        self._calls = _without_retries(client)
+        self.base_url = str(getattr(client, "base_url", ""))
+        self.api_key = str(getattr(client, "api_key", ""))
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        if path in _TOKEN_ROUTES:
+            raise ProviderError(f"this client object has no route {path}; give an Endpoint or a URL.", status=404)
+        owner = self._calls.chat.completions if path == CHAT else self._calls.completions
+        deadline = asyncio.timeout(self.timeout_s)
+        try:
+            async with deadline:
+                if _is_async(self._calls, owner.create):
+                    result = owner.create(**arguments)
+                else:
+                    # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
+                    result = await asyncio.to_thread(owner.create, **arguments)
+                return await result if inspect.isawaitable(result) else result
+        except (ProviderError, OverlongPromptError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if deadline.expired():
+                where = self.base_url or "the client"
+                raise RetryableError(f"no answer from {where} within {self.timeout_s:g} s") from error
+            meaning = client_error(self.base_url, error)
+            if meaning is error:
+                raise
+            raise meaning from error
+
+    async def close(self) -> None:
+        """Leave the client open: it belongs to the caller."""
+
+
+def single_backend_for(client: Any) -> Backend:
+    """Return the backend for a backend, an Endpoint, a base URL, an openai client, or an object shaped like one.
+
+    A base URL is an Endpoint with the defaults. Plain `openai.OpenAI` and `openai.AsyncOpenAI` take HTTP with
+    their base URL, key, headers and timeouts; subclasses (Azure), clients with an HTTP client of their own, mocks and
+    wrappers are called as given.
+    """
+    if hasattr(type(client), "call") and not hasattr(client, "chat"):
+        backend: Backend = client
+        return backend
+    if isinstance(client, Endpoint):
+        return HttpBackend(client)
+    if isinstance(client, str):
+        return HttpBackend(Endpoint(client))
+    kind = type(client)
+    if kind.__module__.split(".")[0] == "openai" and kind.__name__ in ("OpenAI", "AsyncOpenAI"):
+        own_http = type(getattr(client, "_client", None)).__name__
+        # a key that is looked up for each request, and query parameters, are left to the SDK
+        special = getattr(client, "_api_key_provider", None) or getattr(client, "_custom_query", None)
+        if own_http in ("AsyncHttpxClientWrapper", "SyncHttpxClientWrapper") and not special and client.api_key:
+            return HttpBackend(Endpoint.from_openai(client))
+    if not (hasattr(client, "chat") or hasattr(client, "completions")):
+        raise ConfigError(
+            f"the client is {client!r}, which has neither chat.completions nor completions; "
+            "give an openai.AsyncOpenAI, an Endpoint, or a base URL."
+        )
+    return ClientBackend(client)
+
+
+def _without_retries(client: Any) -> Any:
+    """Return an SDK's client without its retry loop, over the same connections; anything else as it is."""
+    kind = type(client)
+    if kind.__module__.split(".")[0] != "openai" or not getattr(client, "max_retries", 0):
+        # a copy of a wrapper or a subclass would lack its own state
+        return client
+    chat = vars(client).get("chat")
+    patched = "create" in vars(getattr(chat, "completions", object)) or "request" in vars(client)
+    return client if patched else client.with_options(max_retries=0)
+
+
+def _is_async(client: Any, create: Any) -> bool:
+    """Return True if calling `create` cannot block: an async function, or the async SDK's decorated one."""
+    sdk = [kind.__name__ for kind in type(client).__mro__ if kind.__module__.split(".")[0] == "openai"]
+    return inspect.iscoroutinefunction(create) or bool(sdk and sdk[0].startswith("Async"))
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"a request body cannot be written as JSON: {error}") from error
+
+
+def _decode(content: bytes, url: str) -> dict[str, Any]:
+    try:
+        data = json.loads(content)
+    except ValueError as error:
+        raise RetryableError(f"{url} answered 200 with a body that is not JSON: {content[:200]!r}") from error
+    if not isinstance(data, dict):
+        raise RetryableError(f"{url} answered 200 with {type(data).__name__} instead of an object")
+    return data
+
+
+def _is_empty(data: dict[str, Any]) -> bool:
+    """Return True for an answer without a choice, or with a message of which nothing was sampled.
+
+    A model may well end its turn at once, but then it has sampled a token, or its content is "" and not null.
+    """
+    choices = data.get("choices")
+    if not choices:
+        return True
+    choice = choices[0]
+    if choice.get("text") is not None:
+        return False
+    message = choice.get("message")
+    if not message:
+        return True
+    if message.get("content") is not None or any(message.get(name) for name in _OTHER_CONTENT):
+        return False
+    sampled = (data.get("usage") or {}).get("completion_tokens") or choice.get("token_ids")
+    return not sampled and choice.get("finish_reason") not in ("length", "content_filter")

@@ -1,0 +1,364 @@
+"""One limit on what is in flight, owned by one object and shared by everything that runs on an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from verifiers.errors import ConfigError, Error
+from verifiers.inference.endpoint import is_loopback
+
+__all__ = [
+    "LOCAL_MAXIMUM",
+    "REMOTE_MAXIMUM",
+    "AdaptiveLimiter",
+    "Limiter",
+    "NoMoreSlotsError",
+    "ResizableSlots",
+    "SubLimiter",
+    "limiter_for",
+]
+
+# of the rollout whose context this is: has it asked for nothing yet? Its tasks share the list.
+_asks_first: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("asks_first", default=None)
+
+
+class NoMoreSlotsError(Error, RuntimeError):
+    """A rollout waited for a slot when the limiter was closed, so it never began: the run was interrupted."""
+
+
+class _Slots(Protocol):
+    async def acquire(self) -> Any: ...
+
+    def release(self) -> None: ...
+
+
+class Limiter:
+    """A bound on rollouts in flight and, where asked, on requests per second.
+
+    The bound is on rollouts, first come first served, so that a multi-turn rollout that has begun is finished
+    before a new one starts: its prefix is still in the server's cache and its sandbox is still alive. A rollout
+    has one call in flight at a time, hence the bound holds for calls as well.
+
+    Args:
+        max_concurrent: rollouts in flight at once; None or a negative number means no bound.
+        requests_per_second: requests begun per second over all rollouts; None means no throttle.
+
+    Attributes:
+        in_flight: rollouts that hold a slot.
+        is_closed: nothing begins any more.
+
+    Belongs to the event loop it is first used in.
+    """
+
+    def __init__(self, max_concurrent: int | None = None, requests_per_second: float | None = None) -> None:
+        if max_concurrent == 0:
+            raise ConfigError("max_concurrent is 0, so no rollout could start; give 1 or more, or -1 for no bound.")
+        if requests_per_second is not None and requests_per_second <= 0:
+            raise ConfigError(
+                f"requests_per_second is {requests_per_second}; give a number above 0, or leave it out."
+            )
+        self.max_concurrent = max_concurrent if max_concurrent is not None and max_concurrent > 0 else None
+        self.requests_per_second = requests_per_second
+        self.in_flight = 0
+        self.is_closed = False
+        self._queued = 0
+        self._queue_emptied = asyncio.Event()
+        self._slots: _Slots | None = (
+            asyncio.Semaphore(self.max_concurrent) if self.max_concurrent is not None else None
+        )
+        self._throttle: Any = None
+        self._throttle_queue: asyncio.Lock | None = None
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for room for one rollout, and hold it.
+
+        Raises:
+            NoMoreSlotsError: the limiter was closed before this one began.
+        """
+        if self._slots is not None:
+            self._queued += 1
+            try:
+                await self._slots.acquire()
+            finally:
+                self._queued -= 1
+                if not self._queued:
+                    self._queue_emptied.set()
+        if self.is_closed:
+            # the next in the queue gets the slot, and the same answer
+            if self._slots is not None:
+                self._slots.release()
+            raise NoMoreSlotsError("the limiter is closed: what is in flight ends, and nothing begins.")
+        self.in_flight += 1
+        if self.requests_per_second is not None:
+            _asks_first.set([True])
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self._slots is not None:
+                self._slots.release()
+            if self.requests_per_second is not None:
+                # what its rewards ask for is no beginning
+                _asks_first.set(None)
+
+    def close(self) -> None:
+        """Let nothing begin any more, neither what queues nor what comes later; what is in flight keeps its slots."""
+        self.is_closed = True
+
+    @property
+    def free_slots(self) -> int | None:
+        """Free slots; None where there is no bound. After `wait_for_room` nothing queues for them."""
+        return None if self.max_concurrent is None else max(0, self.max_concurrent - self.in_flight)
+
+    async def wait_for_room(self) -> None:
+        """Wait until nothing queues for a slot.
+
+        Starting work only then keeps the number of live tasks near `max_concurrent`, however long the list of work
+        is: thousands of waiting coroutines would be walked by every garbage collection.
+        """
+        # a task that was just created has not queued yet
+        await asyncio.sleep(0)
+        while self._queued:
+            self._queue_emptied.clear()
+            await self._queue_emptied.wait()
+
+    def answered(self) -> None:
+        """Note that a call got its answer. A bound that was given stays; `AdaptiveLimiter`'s may grow."""
+
+    def rate_limited(self, retry_after_s: float | None) -> None:
+        """Note that a call was refused with 429, and the server's Retry-After in seconds where it sent one."""
+
+    async def wait_for_request(self) -> None:
+        """Wait until one more request may begin under `requests_per_second`.
+
+        Raises:
+            NoMoreSlotsError: the limiter was closed, and this would be a rollout's first request.
+        """
+        if self.requests_per_second is None:
+            return
+        if self._throttle is None:
+            from asyncio_throttle import Throttler
+
+            # a burst of at most 50 ms' worth, rather than one of `rate` at the start of each second; and since the
+            # throttle polls, one request at a time could not go faster than its polling
+            burst = max(1, round(self.requests_per_second / 20))
+            period_s = burst / self.requests_per_second
+            self._throttle = Throttler(burst, period_s, retry_interval=min(0.01, period_s / 20))
+            self._throttle_queue = asyncio.Lock()
+        # asyncio-throttle polls: thousands of waiters in it burn a core, so all but one queue here
+        assert self._throttle_queue is not None
+        first = _asks_first.get()
+        async with self._throttle_queue:
+            if self.is_closed and first and first[0]:
+                raise NoMoreSlotsError(
+                    "the limiter is closed: a rollout that has asked for nothing yet does not begin."
+                )
+            async with self._throttle:
+                pass
+        if first:
+            first[0] = False
+
+
+logger = logging.getLogger("verifiers.rollouts")
+
+LOCAL_MAXIMUM = 256
+"""Default of rollouts in flight on a server of this machine, which queues by itself."""
+
+REMOTE_MAXIMUM = 1024
+"""Default bound of adaptive growth."""
+
+_START = 20
+_USED = 0.8
+_CUT = 0.8
+_STEP = 0.05
+_COOL_DOWN_S = 15.0
+
+
+class ResizableSlots:
+    """A semaphore whose size may change while it is held and waited for; waiters are served in order.
+
+    Shrinking takes nothing from those who hold a slot: no new one is given until enough have come back.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def acquire(self) -> None:
+        """Wait for a slot and take it."""
+        if self.taken < self.size and not self._waiters:
+            self.taken += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                # it was given the slot in the moment in which it was cancelled
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Give one slot back."""
+        self.taken -= 1
+        self._serve()
+
+    def resize(self, size: int) -> None:
+        """From now on there are `size` slots."""
+        self.size = size
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiters and self.taken < self.size:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self.taken += 1
+                waiter.set_result(None)
+
+
+class AdaptiveLimiter(Limiter):
+    """A bound on rollouts in flight that follows the provider's answers and 429s, as the retry loop reports them.
+
+    It grows when as many calls as the limit were answered in a row without a 429, with at least 80 % of it used: by
+    doubling, and above the size it was last cut to by 5 %. A 429 cuts it to 0.8 of itself, and then it stays for
+    15 s, or for the Retry-After where the server sends one: what was sent before the cut is refused together.
+
+    Args:
+        start: rollouts in flight at first.
+        maximum: it never grows beyond this.
+        requests_per_second: as of `Limiter`.
+        clock: seconds that only ever grow; for tests.
+
+    Attributes:
+        cuts: how often it was cut.
+    """
+
+    def __init__(
+        self,
+        start: int = _START,
+        maximum: int = REMOTE_MAXIMUM,
+        requests_per_second: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if start < 1 or maximum < 1:
+            raise ConfigError(f"start is {start} and maximum {maximum}; both must be 1 or more.")
+        super().__init__(min(start, maximum), requests_per_second)
+        self.maximum = maximum
+        self.cuts = 0
+        self._clock = clock
+        self._resizable = ResizableSlots(min(start, maximum))
+        self._slots = self._resizable
+        self._clean = 0
+        self._doubles_below = maximum
+        self._quiet_until = -float("inf")
+
+    def answered(self) -> None:
+        limit = self._resizable.size
+        if self.in_flight < _USED * limit or limit >= self.maximum or self._clock() < self._quiet_until:
+            return
+        self._clean += 1
+        if self._clean >= limit:
+            grown = 2 * limit if limit < self._doubles_below else limit + max(1, round(_STEP * limit))
+            if limit < self._doubles_below:
+                grown = min(grown, self._doubles_below)
+            self._set(min(grown, self.maximum))
+
+    def rate_limited(self, retry_after_s: float | None) -> None:
+        self._clean = 0
+        now = self._clock()
+        if now < self._quiet_until:
+            return
+        self._quiet_until = now + (_COOL_DOWN_S if retry_after_s is None else max(1.0, retry_after_s))
+        self.cuts += 1
+        limit = max(1, int(_CUT * self._resizable.size))
+        self._doubles_below = limit
+        self._set(limit)
+
+    def _set(self, limit: int) -> None:
+        logger.debug("rollouts in flight: at most %d, was %d", limit, self._resizable.size)
+        self._clean = 0
+        self.max_concurrent = limit
+        self._resizable.resize(limit)
+
+
+def limiter_for(
+    base_urls: str | Sequence[str],
+    max_concurrent: int | None = None,
+    *,
+    maximum: int | None = None,
+    requests_per_second: float | None = None,
+) -> Limiter:
+    """Return an endpoint's limit: what the user says, else a fixed one on this machine, else an adaptive one.
+
+    Args:
+        base_urls: the endpoint's addresses; all of them on this machine make it a local one.
+        max_concurrent: the user's choice; wins over everything. None leaves it to the kind of endpoint.
+        maximum: of a local endpoint, the limit (default 256); of a remote one, where growth ends (default 1,024).
+        requests_per_second: as of `Limiter`.
+    """
+    if max_concurrent is not None:
+        return Limiter(max_concurrent, requests_per_second)
+    urls = [base_urls] if isinstance(base_urls, str) else base_urls
+    if all(is_loopback(url) for url in urls):
+        return Limiter(LOCAL_MAXIMUM if maximum is None else maximum, requests_per_second)
+    return AdaptiveLimiter(
+        maximum=REMOTE_MAXIMUM if maximum is None else maximum, requests_per_second=requests_per_second
+    )
+
+
+class SubLimiter(Limiter):
+    """A part of another limiter's slots; each slot is held in both, so the whole's bound stays true.
+
+    Closing the part lets nothing more begin in it; the whole goes on for everybody else.
+
+    Args:
+        whole: the limiter whose slots are used.
+        max_concurrent: most of them held or waited for at once; None for as many as there are.
+    """
+
+    def __init__(self, whole: Limiter, max_concurrent: int | None = None) -> None:
+        super().__init__(whole.max_concurrent if max_concurrent is None else max_concurrent)
+        self.whole = whole
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for room in the part, then in the whole, and hold both.
+
+        Raises:
+            NoMoreSlotsError: one of them was closed before this one began.
+        """
+        async with super().slot(), self.whole.slot():
+            yield
+
+    @property
+    def free_slots(self) -> int | None:
+        """Free slots, in the part and in the whole."""
+        free = [slots for slots in (super().free_slots, self.whole.free_slots) if slots is not None]
+        return min(free) if free else None
+
+    async def wait_for_room(self) -> None:
+        """Wait until nothing queues for a slot of the part or of the whole.
+
+        A part that always kept a waiter in the whole's queue would keep out all others that wait for room there.
+        """
+        await super().wait_for_room()
+        await self.whole.wait_for_room()
+
+    def answered(self) -> None:
+        self.whole.answered()
+
+    def rate_limited(self, retry_after_s: float | None) -> None:
+        self.whole.rate_limited(retry_after_s)
+
+    async def wait_for_request(self) -> None:
+        await self.whole.wait_for_request()

@@ -1,0 +1,332 @@
+"""The one retry loop around a model call, and the failures that are retried.
+
+Retried: no usable answer at all (refused, reset, timed out, unreadable, empty) and the statuses 408, 409, 425, 429,
+5xx and 529. Never retried: 400, 401, 403, 404, 422 and every other 4xx, for they fail in the same way again. Waits
+grow by a factor of two with full jitter (Brooker, "Exponential Backoff And Jitter", AWS 2015), or follow Retry-After.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import errno
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from verifiers.errors import EmptyModelResponseError, OverlongPromptError, ProviderError
+
+__all__ = [
+    "RetryPolicy",
+    "WatchesAnswers",
+    "broke",
+    "call_with_retries",
+    "client_error",
+    "is_context_overflow",
+    "is_retryable_status",
+    "reason",
+    "retry_after_s",
+    "status_error",
+]
+
+T = TypeVar("T")
+
+_RETRYABLE_4XX = frozenset({408, 409, 425, 429})
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Number of tries of a model call, and the waits between them.
+
+    Attributes:
+        max_attempts: tries in all; 1 never retries.
+        base_s: mean of the first wait is half of this, in seconds; each later one doubles.
+        cap_s: longest wait between two tries that is ours to choose, in seconds.
+        retry_after_cap_s: longest wait that a server may ask for, in seconds; limits by the minute ask for 60.
+    """
+
+    max_attempts: int = 5
+    base_s: float = 0.5
+    cap_s: float = 30.0
+    retry_after_cap_s: float = 120.0
+
+    def wait_s(self, attempt: int, retry_after_s: float | None, jitter: float) -> float:
+        """Seconds to wait after the given attempt (1, 2, ...); `jitter` is uniform in [0, 1).
+
+        What a server asks for is never cut short by jitter, only spread: those it refused together would otherwise
+        come back together.
+        """
+        if retry_after_s is not None:
+            wished_s = min(self.retry_after_cap_s, retry_after_s)
+            return wished_s + jitter * max(self.base_s, wished_s / 10)
+        return min(self.cap_s, self.base_s * 2 ** (attempt - 1)) * jitter
+
+
+class RetryableError(ProviderError):
+    """A failed try that may succeed when repeated. Never leaves this package: the loop re-raises a ProviderError.
+
+    Attributes:
+        retry_after_s: the server's wish, in seconds, or None.
+        unreachable: the server could not be reached, or the connection broke; an answer that was late is not that.
+        empty: it was an answer with nothing in it.
+        broke: the connection was there, and broke before the answer was.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        body: str = "",
+        retry_after_s: float | None = None,
+        unreachable: bool = False,
+        empty: bool = False,
+        broke: bool = False,
+    ) -> None:
+        super().__init__(message, status=status, body=body)
+        self.retry_after_s = retry_after_s
+        self.unreachable = unreachable
+        self.empty = empty
+        self.broke = broke
+
+
+class WatchesAnswers(Protocol):
+    """Observer of answers and 429s: a limiter that adapts to the server."""
+
+    def answered(self) -> None: ...
+
+    def rate_limited(self, retry_after_s: float | None) -> None: ...
+
+
+def is_retryable_status(status: int) -> bool:
+    """Return True for HTTP statuses that may go away by themselves."""
+    return status in _RETRYABLE_4XX or status >= 500
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that an answer asks to wait: `retry-after-ms`, or Retry-After of RFC 9110.
+
+    Args:
+        headers: of the answer; looked up by lower-case names.
+    """
+    milliseconds = _number(headers.get("retry-after-ms"))
+    if milliseconds is not None:
+        return milliseconds / 1000
+    value = headers.get("retry-after")
+    seconds = _number(value)
+    if seconds is not None or not value:
+        return seconds
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _number(value: str | None) -> float | None:
+    try:
+        number = float(value or "")
+    except ValueError:
+        return None
+    return max(0.0, number) if math.isfinite(number) else None
+
+
+async def call_with_retries(
+    attempt: Callable[[], Awaitable[T]],
+    policy: RetryPolicy,
+    on_retry: Callable[[RetryableError], None] | None = None,
+    watcher: WatchesAnswers | None = None,
+) -> T:
+    """Await `attempt()` until it succeeds, fails for good, or `policy.max_attempts` tries are used up.
+
+    Args:
+        attempt: makes one try.
+        policy: number of tries, and waits.
+        on_retry: called with each failure that is followed by another try.
+        watcher: told of every answer, and of every 429.
+
+    Raises:
+        ProviderError: the last failure; its message says how many tries were made.
+        EmptyModelResponseError: the last answer was empty.
+    """
+    for number in range(1, policy.max_attempts + 1):
+        try:
+            result = await attempt()
+        except RetryableError as error:
+            if watcher is not None and error.status == 429:
+                watcher.rate_limited(error.retry_after_s)
+            if number == policy.max_attempts:
+                text = f"{error} (after {number} attempts)" if number > 1 else str(error)
+                if error.empty:
+                    raise EmptyModelResponseError(text) from error
+                raise ProviderError(text, status=error.status, body=error.body) from error
+            if on_retry is not None:
+                on_retry(error)
+            await asyncio.sleep(policy.wait_s(number, error.retry_after_s, random.random()))
+        else:
+            if watcher is not None:
+                watcher.answered()
+            return result
+    raise AssertionError("max_attempts is at least 1")
+
+
+_CODES = r"context_length_exceeded|model_context_window_exceeded|exceed_context_size_error|ContextWindowExceeded"
+_WORDINGS = re.compile(
+    "|".join(
+        (
+            _CODES,
+            # OpenAI, vLLM, SGLang, Mistral, OpenRouter; Azure
+            r"maximum context length|exceeds? the context window|tokens exceed the configured limit",
+            # vLLM: three generations
+            r"maximum model length|model's context length is only",
+            # SGLang and Together; OpenRouter's Poolside
+            r"longer than the model's context length|exceeds? the maximum allowed (?:input )?length",
+            # Anthropic-compatible, Fireworks; Bedrock
+            r"prompt is too long|exceeds? context limit|input is too long for (?:the )?requested model",
+            # llama.cpp
+            r"exceeds? (?:the )?(?:available )?context size",
+            # TGI
+            r"`?inputs`? tokens \+ `?max_new_tokens`? must be|`?inputs`? must have less than \d+ tokens",
+            # Groq, xAI, Gemini, Copilot, MiniMax
+            r"reduce the length of the messages|maximum prompt length is \d+|context window exceeds limit",
+            r"token count\b.{0,40}\bexceeds the (?:maximum number of tokens|limit of \d+)",
+        )
+    ),
+    re.IGNORECASE,
+)
+# llama.cpp's first generation answered 500, and so do some gateways; there only what is unmistakable counts
+_WITH_ANY_STATUS = re.compile(rf"{_CODES}|exceeds the available context size", re.IGNORECASE)
+
+# Sentences that name the context, the prompt and the room asked for the answer, each in tokens.
+_SUMS = tuple(
+    re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    for pattern in (
+        # vLLM
+        r"context length is (?P<context>\d+) tokens.*?requested (?P<answer>\d+) output tokens and your prompt "
+        r"contains (?:at least )?(?P<prompt>\d+) input tokens",
+        r"too large: (?P<answer>\d+)\..*?context length is (?P<context>\d+) tokens and your request has "
+        r"(?P<prompt>\d+) input tokens",
+        # OpenAI, DeepSeek; OpenRouter
+        r"context length is (?P<context>\d+) tokens.*?\((?P<prompt>\d+) (?:in the messages|in your prompt|"
+        r"of text input).*?(?P<answer>\d+) (?:in|for) the (?:completion|output)\)",
+        # SGLang
+        r"context length of (?P<context>\d+) tokens.*?(?P<prompt>\d+) tokens from the input messages and "
+        r"(?P<answer>\d+) tokens for the completion",
+        # Anthropic
+        r"exceed context limit: (?P<prompt>\d+) \+ (?P<answer>\d+) > (?P<context>\d+)",
+        # TGI
+        r"must be <= (?P<context>\d+)\. Given: (?P<prompt>\d+) `?inputs`? tokens and (?P<answer>\d+)",
+    )
+)
+
+
+def is_context_overflow(status: int | None, text: str) -> bool:
+    """Return True if a refusal says that the prompt, with the answer that was asked for, does not fit the context.
+
+    False where the answer alone is too long for the context: that is a `max_tokens` no prompt could go with, a
+    mistake in the settings and not the end of a conversation.
+
+    Args:
+        status: HTTP status of the refusal.
+        text: its body, or the text of the exception that a client made of it.
+    """
+    if status is None or not (status in (400, 413, 422) or status >= 500):
+        return False
+    said = _said(text)
+    wordings = _WORDINGS if status < 500 else _WITH_ANY_STATUS
+    return wordings.search(said) is not None and not _answer_alone_is_too_long(said)
+
+
+def _answer_alone_is_too_long(said: str) -> bool:
+    for pattern in _SUMS:
+        found = pattern.search(said)
+        if found is not None:
+            context, prompt, answer = (int(found[name]) for name in ("context", "prompt", "answer"))
+            return answer >= context > prompt
+    return False
+
+
+def _said(text: str) -> str:
+    """Return the server's own words; some bodies quote the request too, which may hold anything."""
+    if not text.startswith("{"):
+        return text
+    try:
+        error: Any = json.loads(text)
+    except ValueError:
+        return text
+    inner = error.get("error", error)
+    if not isinstance(inner, dict):
+        return str(inner)
+    detail = inner.get("detail")
+    if isinstance(detail, list):
+        detail = [item.get("msg") for item in detail if isinstance(item, dict)]
+    return " ".join(
+        str(part) for part in (inner.get("message"), detail, inner.get("code"), inner.get("type")) if part
+    )
+
+
+# a connection that was there and is lost: the system's numbers, and classes of aiohttp's and httpx's
+_LOST = frozenset({errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE})
+_BREAKS = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ReadError", "RemoteProtocolError"})
+
+
+def status_error(url: str, status: int, text: str, retry_after: float | None) -> Exception:
+    """Return the exception for an answer with an error status."""
+    if is_context_overflow(status, text):
+        return OverlongPromptError(_server_message(text))
+    message = f"{url} answered {status}: {_server_message(text)}"
+    if _may_pass(status, text):
+        return RetryableError(message, status=status, body=text, retry_after_s=retry_after)
+    return ProviderError(message, status=status, body=text)
+
+
+def _may_pass(status: int, text: str) -> bool:
+    # an account without money answers 429 too, and waiting does not fill it
+    return is_retryable_status(status) and not (status == 429 and "insufficient_quota" in text)
+
+
+def client_error(base_url: str, error: Exception) -> Exception:
+    """Translate an exception of another client; its class and status decide, its text is kept."""
+    status = getattr(error, "status_code", None)
+    text = f"{type(error).__name__}: {error}"
+    if is_context_overflow(status, text):
+        return OverlongPromptError(str(error))
+    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    if isinstance(status, int):
+        if _may_pass(status, text):
+            return RetryableError(text, status=status, body=text, retry_after_s=retry_after_s(headers))
+        return ProviderError(text, status=status, body=text)
+    unreadable = isinstance(error, json.JSONDecodeError) or type(error).__name__ == "APIResponseValidationError"
+    no_answer = type(error).__name__ in ("APIConnectionError", "APITimeoutError")
+    if unreadable or no_answer or isinstance(error, (ConnectionError, TimeoutError)):
+        broken = type(error).__name__ == "APIConnectionError" or isinstance(error, ConnectionError)
+        return RetryableError(f"{base_url or 'the client'}: {text}", unreachable=broken, broke=broke(error))
+    return error
+
+
+def broke(error: BaseException) -> bool:
+    """Return True if an established connection was lost, by the error's class or number."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _LOST
+    cause = error.__cause__
+    return type(error).__name__ in _BREAKS or (cause is not None and type(cause).__name__ in _BREAKS)
+
+
+def _server_message(text: str) -> str:
+    """Return the sentence inside an OpenAI error body, or the start of the body."""
+    try:
+        error = json.loads(text)
+        inner = error.get("error", error) if isinstance(error, dict) else error
+        message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
+        return str(message or text)[:500]
+    except (ValueError, AttributeError):
+        return text[:500] or "(empty body)"
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception's text, or its class where it has none."""
+    return str(error) or type(error).__name__

@@ -1,0 +1,230 @@
+"""OpenAI's wire format without the `openai` package: light response objects, and what goes into a request.
+
+`import openai` costs half a second and validating one response with it costs more CPU than the whole call over
+aiohttp, so the hot path answers with `WireObject`: the same names, read the same way, built only where touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "NEUTRAL_SAMPLING",
+    "SampledTokens",
+    "WireObject",
+    "neutral_where_unset",
+    "overlong_response",
+    "plain_data",
+    "request_body",
+    "sampled_tokens",
+]
+
+# Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
+_OPTIONAL = frozenset(
+    {
+        "annotations", "audio", "content", "created", "finish_reason", "function_call", "id", "logprobs", "model",
+        "name", "object", "prompt_token_ids", "reasoning_content", "refusal", "role", "service_tier",
+        "system_fingerprint", "text", "token_ids", "tool_calls", "usage", "weight_versions",
+    }
+)  # fmt: skip
+
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Asks for the model's own distribution. What a request leaves out, a server may take from the model's
+generation_config.json, as vLLM does by default, and cut or shift the distribution."""
+
+
+def neutral_where_unset(given: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `NEUTRAL_SAMPLING` that neither sampling arguments nor their `extra_body` set."""
+    return {
+        name: value for name, value in NEUTRAL_SAMPLING.items() if given.get(name) is None and extra.get(name) is None
+    }
+
+
+# Arguments of the SDK's `create` that are about the call, not part of the body.
+_CALL_ARGUMENTS = frozenset({"extra_headers", "extra_query", "extra_body", "timeout"})
+
+
+class WireObject:
+    """A JSON object read like one of openai's models: `response.choices[0].message.content`.
+
+    Fields may also be assigned; `model_dump()` gives plain data with what was assigned included.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.__dict__["_data"] = data
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # asked by copy and pickle of an object that is not filled yet
+            raise AttributeError(name)
+        data = self.__dict__["_data"]
+        if name in data:
+            value = _wrapped(data[name])
+        elif name in _OPTIONAL:
+            value = None
+        else:
+            raise AttributeError(f"the server's answer has no field {name!r}; it has {sorted(data)}")
+        self.__dict__[name] = value
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError as error:
+            raise KeyError(str(error)) from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the field, or `default` where the server did not send it."""
+        value = getattr(self, name, None)
+        return default if value is None else value
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        """Return plain dicts and lists, as openai's models do."""
+        fields = {**self._data, **{k: v for k, v in self.__dict__.items() if k != "_data"}}
+        plain = {name: _plain(value) for name, value in fields.items()}
+        return {k: v for k, v in plain.items() if v is not None} if exclude_none else plain
+
+    def model_dump_json(self, **kwargs: Any) -> str:
+        """Return the same as JSON text."""
+        return json.dumps(self.model_dump(**kwargs))
+
+    dict = model_dump
+    to_dict = model_dump
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WireObject) and self.model_dump() == other.model_dump()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"WireObject({self.model_dump(exclude_none=True)!r})"
+
+
+def plain_data(response: Any) -> Mapping[str, Any]:
+    """Return a response as plain JSON data: as the server sent it, or as another SDK's object dumps itself.
+
+    Test doubles give what they have: an object without `model_dump` is read by its attributes, one level at a time.
+    """
+    if isinstance(response, WireObject):
+        data: Mapping[str, Any] = response.__dict__["_data"]
+        return data
+    if isinstance(response, Mapping):
+        return response
+    dump = getattr(response, "model_dump", None)
+    if callable(dump):
+        dumped = dump()
+        if isinstance(dumped, Mapping):
+            return dumped
+    fields = vars(response) if hasattr(response, "__dict__") else {}
+    return {name: _plain_field(value) for name, value in fields.items() if not name.startswith("_")}
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Token ids and log-probs of an answer's first choice; None for what the server does not send.
+
+    Attributes:
+        prompt_ids: of the prompt.
+        completion_ids: sampled.
+        logprobs: of the sampled ids.
+        versions: spans of the sampled ids with the version of the weights that sampled them, as vLLM names them.
+    """
+
+    prompt_ids: list[int] | None
+    completion_ids: list[int] | None
+    logprobs: list[float] | None
+    versions: Sequence[Mapping[str, Any]]
+
+
+def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
+    """Return the tokens of a chat or text completion that has a choice, given as plain data."""
+    choice = answer["choices"][0]
+    shown = choice.get("logprobs") or {}
+    content = shown.get("content")
+    return SampledTokens(
+        prompt_ids=answer.get("prompt_token_ids") or choice.get("prompt_token_ids"),
+        completion_ids=choice.get("token_ids"),
+        logprobs=shown.get("token_logprobs") if content is None else [entry["logprob"] for entry in content],
+        versions=choice.get("weight_versions") or (),
+    )
+
+
+def _plain_field(value: Any) -> Any:
+    if isinstance(value, (str, int, float, bool, Mapping, type(None))):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain_field(item) for item in value]
+    return plain_data(value)
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return WireObject(value)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [WireObject(item) if isinstance(item, dict) else item for item in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, WireObject):
+        return value.model_dump()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _is_given(value: Any) -> bool:
+    # openai's own "argument left out" markers, recognised by name because importing them costs 0.5 s
+    return type(value).__name__ not in ("NotGiven", "Omit")
+
+
+def request_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON body for the keyword arguments of `chat.completions.create` or `completions.create`.
+
+    As the SDK does: `extra_body` is merged in last, arguments about the call itself stay out, and arguments that
+    were left out are dropped. Messages given as objects are turned into plain dicts.
+    """
+    body = {k: v for k, v in arguments.items() if k not in _CALL_ARGUMENTS and _is_given(v)}
+    extra = arguments.get("extra_body")
+    if extra:
+        body.update(extra)
+    messages = body.get("messages")
+    if messages is not None:
+        body["messages"] = [m if isinstance(m, dict) else _message_dict(m) for m in messages]
+    return body
+
+
+def _message_dict(message: Any) -> Any:
+    dump = getattr(message, "model_dump", None)
+    return dump(exclude_none=True) if dump is not None else dict(message)
+
+
+def overlong_response(model: str, message_type: str) -> WireObject:
+    """Return the answer that stands for a prompt longer than the model's context: empty, ended by "length"."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None}
+    if message_type == "chat":
+        choice["message"] = {"role": "assistant", "content": ""}
+    else:
+        choice["text"] = ""
+    kind = "chat.completion" if message_type == "chat" else "text_completion"
+    return WireObject(
+        {
+            "id": "overlong-prompt",
+            "object": kind,
+            "created": 0,
+            "model": model,
+            "choices": [choice],
+            "usage": None,
+        }
+    )

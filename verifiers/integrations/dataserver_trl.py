@@ -1,0 +1,325 @@
+"""A dataserver for TRL's own GRPOTrainer: a map-style dataset of its prompts, and a reward function of its grades.
+
+    url = "http://127.0.0.1:9000"
+    dataset = RemoteRLDataset(url, per_device_train_batch_size=64, num_generations=16, max_steps=500)
+    trainer = trl.GRPOTrainer(
+        model,
+        reward_funcs=remote_reward(url),
+        args=trl.GRPOConfig(..., shuffle_dataset=False),
+        train_dataset=dataset.as_dataset(),
+    )
+
+Nothing here imports torch or trl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from verifiers.data.order import check_size
+from verifiers.data.row_source import PlannedBlock
+from verifiers.errors import ConfigError, GradingError
+from verifiers.integrations.dataserver import sample_requests
+from verifiers.integrations.dataserver_client import RETRY_WAITS_S, Dataserver, RemoteGrader, completion_for_wire
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["Place", "RemoteRLDataset", "remote_reward"]
+
+logger = logging.getLogger("verifiers.envs")
+
+
+def remote_reward(
+    url: str,
+    *,
+    token_var: str | None = None,
+    timeout_s: float = 90.0,
+    retry_waits_s: Sequence[float] = RETRY_WAITS_S,
+    max_items: int = 256,
+) -> Callable[..., list[float | None]]:
+    """Make a reward function for TRL's trainers whose grades are a dataserver's.
+
+    What cannot be graded is None, which TRL leaves out of the group's statistics; it is never 0. Rows of a
+    `RemoteRLDataset` hold the optimizer step they were drawn for: where TRL trains them at another, the run ends.
+    Its evaluations come at any step, so they cannot read a `RemoteRLDataset`: give `eval_dataset` rows with prompt
+    and sample_id alone.
+
+    Each device requests the grades of its own completions: where per_device_train_batch_size times
+    steps_per_generation is no multiple of num_generations, a grader that compares a group sees a part of it.
+
+    Args:
+        url: of the dataserver, without a path.
+        token_var: environment variable that holds the server's bearer token.
+        timeout_s: of one try of a request, in seconds.
+        retry_waits_s: seconds before each repetition of a request.
+        max_items: completions in one request; fewer where the server takes fewer.
+
+    Raises (when it is called):
+        ConfigError: TRL's sizes are not those that the dataset was given, it was resumed inside a block, or it
+            evaluates over a `RemoteRLDataset`.
+        GradingError: no completion could be graded, also after retries.
+    """
+    server = Dataserver(url, token_var, timeout_s, tuple(retry_waits_s))
+    check_size("max_items", max_items, 1)
+
+    @functools.cache
+    def grader() -> RemoteGrader:
+        return RemoteGrader(server, server.meta().limits, max_items)
+
+    def remote_reward(
+        completions: Sequence[Any], sample_id: Sequence[str], completion_ids: Any = None, **columns: Any
+    ) -> list[float | None]:
+        _check_step(columns.get("optimizer_step"), columns.get("trainer_state"))
+        items = [
+            {
+                "sample_id": sample,
+                "completion": completion_for_wire(completion),
+                "completion_tokens": None if completion_ids is None else len(completion_ids[index]),
+                "completion_index": index,
+            }
+            for index, (sample, completion) in enumerate(zip(sample_id, completions, strict=True))
+        ]
+        grades = grader().grades(items, _about(columns))
+        failed = [grade.error for grade in grades if grade.reward is None]
+        if failed:
+            logger.warning("%d of %d completions have no reward; the first: %s", len(failed), len(grades), failed[0])
+        if failed and len(failed) == len(grades):
+            raise GradingError(f"none of {len(grades)} completions could be graded; the first: {failed[0]}")
+        return [grade.reward for grade in grades]
+
+    return remote_reward
+
+
+def _about(columns: dict[str, Any]) -> dict[str, int]:
+    """Return the columns' values that all rows share."""
+    about = {}
+    for name in ("optimizer_step", "generation_step", "seed"):
+        values = set(columns.get(name) or ())
+        if len(values) == 1 and isinstance(value := values.pop(), int):
+            about[name] = value
+    return about
+
+
+def _check_step(drawn_for: Sequence[int] | None, trainer_state: Any) -> None:
+    """TRL keeps nothing of where a block begins, so a step that is wrong once is wrong in all that follows."""
+    step = getattr(trainer_state, "global_step", None)
+    if not drawn_for or step is None or set(drawn_for) == {step}:
+        return
+    raise ConfigError(
+        f"TRL generates for optimizer step {step} from rows that were drawn for step {min(drawn_for)}: in training, "
+        "give RemoteRLDataset the sizes that TRL's GRPOConfig has, and resume from a checkpoint that was saved where "
+        "a block ends; for evaluations, give TRL an eval_dataset of rows with prompt and sample_id alone, not a "
+        "RemoteRLDataset."
+    )
+
+
+_KEPT_BLOCKS = 4
+
+
+class Place(NamedTuple):
+    """Where a row of the dataset is trained.
+
+    Attributes:
+        generation_step: its block.
+        accumulation_step: the micro-step of the block, counted on its device, whose slice begins with it, before TRL
+            shuffles the block.
+        slot: its place among the block's prompts.
+    """
+
+    generation_step: int
+    accumulation_step: int
+    slot: int
+
+
+class RemoteRLDataset:
+    """The prompts of a run, one row a prompt, in the order in which TRL's sampler visits them unshuffled.
+
+    Row `index` belongs to block `index // prompts_per_block`. A block is fetched by one request when its first row is
+    wanted, with the optimizer step at which its first pass begins; all ranks get the same rows, whichever they read.
+
+    Args:
+        url: of the dataserver, without a path.
+        per_device_train_batch_size: completions per device and micro-step.
+        num_generations: G, completions of each prompt.
+        gradient_accumulation_steps: micro-steps per optimizer step.
+        steps_per_generation: K, micro-steps that one block is cut into; None: `gradient_accumulation_steps`.
+        num_iterations: mu, passes over each block.
+        num_processes: devices; None reads WORLD_SIZE, 1 where it is not set.
+        max_steps: optimizer steps in the run; None takes the server's.
+        fetch_size: prompts in one request; None: those of a block. A smaller one cuts a block into several requests.
+        seed: of the draws, in place of the server's.
+        token_var, timeout_s, retry_waits_s: as in `RemoteEnv`.
+
+    Raises:
+        ConfigError: sizes that cannot be; no `max_steps`; a stage that gets no block; a dataset with fewer rows than
+            a block takes from it.
+        InfraError: the server cannot be reached.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        per_device_train_batch_size: int,
+        num_generations: int,
+        gradient_accumulation_steps: int = 1,
+        steps_per_generation: int | None = None,
+        num_iterations: int = 1,
+        num_processes: int | None = None,
+        max_steps: int | None = None,
+        fetch_size: int | None = None,
+        seed: int | None = None,
+        token_var: str | None = None,
+        timeout_s: float = 90.0,
+        retry_waits_s: Sequence[float] = RETRY_WAITS_S,
+    ) -> None:
+        micro_steps = gradient_accumulation_steps if steps_per_generation is None else steps_per_generation
+        processes = int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
+        self.per_device = check_size("per_device_train_batch_size", per_device_train_batch_size, 1)
+        self.num_generations = check_size("num_generations", num_generations, 1)
+        self.accumulation = check_size("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        self.steps_per_generation = check_size("steps_per_generation", micro_steps, 1)
+        self.micro_steps_per_block = self.steps_per_generation * check_size("num_iterations", num_iterations, 1)
+        self.prompts_per_block = self._prompts(check_size("num_processes", processes, 1))
+        self._server = Dataserver(url, token_var, timeout_s, tuple(retry_waits_s))
+        meta = self._server.meta()
+        steps = meta.total_steps if max_steps is None else max_steps
+        if steps is None:
+            raise ConfigError("max_steps is not given, and the dataserver's curriculum has no end; give max_steps.")
+        self.max_steps = check_size("max_steps", steps, 1)
+        self.seed = meta.curriculum.seed if seed is None else seed
+        self.fetch_size = min(self.prompts_per_block, meta.limits.max_batch) if fetch_size is None else fetch_size
+        if not 1 <= self.fetch_size <= self.prompts_per_block:
+            raise ConfigError(
+                f"fetch_size is {fetch_size!r}, but a block holds {self.prompts_per_block} prompts: give 1 to "
+                f"{self.prompts_per_block}."
+            )
+        meta.curriculum.check(meta.sizes, self.max_steps)
+        self._updates_per_block = Fraction(self.micro_steps_per_block, self.accumulation)
+        self._curriculum = dataclasses.replace(meta.curriculum, seed=self.seed)
+        blocks = len(self) // self.prompts_per_block
+        meta.curriculum.check_blocks(meta.sizes, blocks, self.prompts_per_block, self._updates_per_block)
+        self._warn_of_rounded_stages()
+        self._kept: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        micro_steps = self.max_steps * self.accumulation
+        return -(-micro_steps // self.micro_steps_per_block) * self.prompts_per_block
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """{"prompt": messages or text, "sample_id", "dataset_id", "metadata"}, and what it was drawn for.
+
+        That is "optimizer_step", at which its block is first trained, "generation_step" and "seed"; TRL hands them to
+        reward functions.
+
+        Raises:
+            IndexError: beyond the run.
+            InfraError: the server gave no answer, also after retries.
+        """
+        place = self.place(index)
+        block = self._kept.get(place.generation_step)
+        if block is None:
+            block = self._kept[place.generation_step] = self._fetch(place.generation_step)
+            if len(self._kept) > _KEPT_BLOCKS:
+                self._kept.popitem(last=False)
+        return dict(block[place.slot])
+
+    def place(self, index: int) -> Place:
+        """Where row `index` is trained.
+
+        Raises:
+            IndexError: beyond the run.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} is asked for, but the run has {len(self)}")
+        block, slot = divmod(index, self.prompts_per_block)
+        on_device = slot * self.num_generations % (self.per_device * self.steps_per_generation)
+        return Place(block, on_device // self.per_device, slot)
+
+    def optimizer_step(self, generation_step: int) -> int:
+        """Return the optimizer step at which the first pass over a block begins."""
+        return self._block(generation_step).optimizer_step
+
+    def as_dataset(self) -> Dataset:
+        """Return the same rows as a `datasets.Dataset`, which TRL requires; each is fetched when it is read.
+
+        TRL reads the completions of one device and block at once. Another number of rows, or rows of two blocks,
+        raises ConfigError: shuffled, or with other sizes than these, a run would train stages at wrong steps. It is
+        for training: as `eval_dataset` give TRL rows with prompt and sample_id alone.
+        """
+        import datasets
+
+        table: Dataset = datasets.Dataset.from_dict({"row": range(len(self))})
+        return table.with_transform(self._columns)
+
+    def _columns(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        wanted = batch["row"]
+        at_once = self.per_device * self.steps_per_generation
+        if len(wanted) not in (1, at_once):
+            raise ConfigError(
+                f"{len(wanted)} rows were asked for at once, but a device holds {at_once} completions of a block "
+                f"(per_device_train_batch_size={self.per_device} x {self.steps_per_generation} micro-steps): give "
+                "this dataset the sizes that TRL's GRPOConfig has, and TRL's evaluations another dataset."
+            )
+        blocks = sorted({self.place(index).generation_step for index in wanted})
+        if len(blocks) > 1:
+            raise ConfigError(
+                f"rows of the generation steps {blocks[0]} and {blocks[1]} were asked for at once: set "
+                "shuffle_dataset=False in TRL's GRPOConfig, give this dataset the sizes that are set there, and "
+                "TRL's evaluations another dataset."
+            )
+        rows = [self[index] for index in wanted]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def _fetch(self, block_id: int) -> list[dict[str, Any]]:
+        block = self._block(block_id)
+        drawn_for = {"optimizer_step": block.optimizer_step, "generation_step": block_id, "seed": self.seed}
+        rows = []
+        for body in sample_requests(block, self._curriculum, self.fetch_size):
+            for sample in self._server.samples(body):
+                messages = sample.get("messages")
+                row = {"prompt": sample["prompt"] if messages is None else messages}
+                row |= {name: sample[name] for name in ("sample_id", "dataset_id", "metadata")}
+                rows.append({**row, **drawn_for})
+        return rows
+
+    def _prompts(self, processes: int) -> int:
+        completions = self.per_device * processes * self.steps_per_generation
+        prompts, rest = divmod(completions, self.num_generations)
+        if rest:
+            logger.warning(
+                "a block of %d completions (per_device_train_batch_size=%d x %d devices x %d micro-steps) does not "
+                "divide into groups of num_generations=%d: one prompt a generation step is fetched.",
+                completions,
+                self.per_device,
+                processes,
+                self.steps_per_generation,
+                self.num_generations,
+            )
+            return 1
+        return prompts
+
+    def _block(self, block_id: int) -> PlannedBlock:
+        return PlannedBlock(block_id, self.prompts_per_block, self._updates_per_block)
+
+    def _warn_of_rounded_stages(self) -> None:
+        """Log where a stage holds longer than its `until_step`: TRL shuffles a block over its updates."""
+        first_blocks = self._curriculum.first_blocks(self._updates_per_block)
+        for stage, first_block in zip(self._curriculum.stages, first_blocks, strict=False):
+            begins = self._block(first_block).optimizer_step
+            if begins != stage.until_step and begins < self.max_steps:
+                logger.warning(
+                    "stage %r of the dataserver ends at optimizer step %s, inside a block: the next stage begins "
+                    "with the next block, at step %d.",
+                    stage.name,
+                    stage.until_step,
+                    begins,
+                )

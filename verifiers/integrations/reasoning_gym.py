@@ -1,0 +1,286 @@
+"""ReasoningGymEnv: the tasks of reasoning-gym, scored by reasoning-gym's own scorers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from verifiers.envs.singleturn_env import SingleTurnEnv
+from verifiers.errors import ConfigError, GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
+from verifiers.integrations import reasoning_gym_worker
+from verifiers.integrations.reasoning_gym_rows import Entry, GymTask, draw_split, gym_tasks
+from verifiers.parsers.parser import Parser
+from verifiers.parsers.xml_parser import XMLParser
+from verifiers.rubrics.rubric import Rubric
+from verifiers.types import Info, Messages, State
+
+if TYPE_CHECKING:
+    from verifiers.sandbox.worker_pool import WorkerPool
+
+__all__ = ["COMPARING_TASKS", "DEFAULT_SYSTEM_PROMPT", "ReasoningGymEnv", "ReasoningGymRubric", "scoring_pool"]
+
+DEFAULT_SYSTEM_PROMPT = (
+    "Think about the problem step by step. Then give the final answer, and nothing but it, between <answer> and "
+    "</answer>. Where the problem shows an example, write the answer in exactly that form."
+)
+
+
+class ReasoningGymEnv(SingleTurnEnv):
+    """Single-turn questions of one reasoning-gym task or a weighted mix of them.
+
+    Questions are drawn when the environment is made; the same arguments give the same rows. All are distinct, so
+    no evaluation question is a training question, and those do not depend on `num_train_examples`.
+    Scorers that do more with an answer than compare it run in worker processes with limits of time and memory.
+
+    Args:
+        gym: the name of a task, or a list of names, of dicts {"name", "weight", "config", "curriculum"}, and of
+            reasoning-gym's DatasetSpec.
+        num_train_examples: training rows; 0 for none.
+        num_eval_examples: evaluation rows; 0 for none.
+        system_prompt: put before each question; None for none.
+        parser: finds the answer in a completion. Default: `XMLParser(["answer"])`.
+        seed: chooses the questions.
+        task_config: settings of the task, such as {"min_word_len": 3}; only where `gym` is one name.
+        curriculum: level of the task's curriculum, for all attributes (an int, at most each one's highest), or for
+            some by name (the others stay at their lowest); only where `gym` is one name. `task_config` wins.
+        question_pattern: regular expression to be found in a question, else it is left out.
+        reward: which of the metrics `score` and `exact_match` is the reward.
+        scoring_timeout_s: seconds a scorer may take in a worker process; an answer that takes longer scores 0.
+        num_samples, num_eval_samples: older names of `num_train_examples` and `num_eval_examples`.
+        **kwargs: as for `Environment`.
+
+    Raises:
+        ConfigError: an argument cannot work; the message says which and why.
+    """
+
+    def __init__(
+        self,
+        gym: str | Mapping[str, Any] | Sequence[Any],
+        num_train_examples: int = 1000,
+        num_eval_examples: int = 100,
+        system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+        parser: Parser | None = None,
+        seed: int = 0,
+        *,
+        task_config: Mapping[str, Any] | None = None,
+        curriculum: int | Mapping[str, int] | None = None,
+        question_pattern: str = "",
+        reward: Literal["score", "exact"] = "score",
+        scoring_timeout_s: float = 10.0,
+        num_samples: int | None = None,
+        num_eval_samples: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if reward not in ("score", "exact"):
+            raise ConfigError(f"reward={reward!r} is unknown: choose 'score' or 'exact'.")
+        self.gym = gym
+        self.num_train_examples = num_train_examples if num_samples is None else num_samples
+        self.num_eval_examples = num_eval_examples if num_eval_samples is None else num_eval_samples
+        self.seed = seed
+        self.gym_tasks = gym_tasks(gym, task_config=task_config, curriculum=curriculum)
+        train, evaluation = draw_split(
+            self.gym_tasks,
+            num_train=self.num_train_examples,
+            num_eval=self.num_eval_examples,
+            seed=seed,
+            question_pattern=question_pattern,
+        )
+        parser = parser if parser is not None else XMLParser(fields=["answer"])
+        super().__init__(
+            dataset=_rows(self.gym_tasks, train),
+            eval_dataset=_rows(self.gym_tasks, evaluation),
+            system_prompt=system_prompt,
+            parser=parser,
+            rubric=ReasoningGymRubric(
+                [(task.name, reasoning_gym_worker.dumps(dict(task.settings))) for task in self.gym_tasks],
+                [compares_text(task.name) for task in self.gym_tasks],
+                reward=reward,
+                parser=parser,
+                timeout_s=scoring_timeout_s,
+            ),
+            **kwargs,
+        )
+
+
+def _rows(tasks: Sequence[GymTask], entries: Sequence[tuple[int, Entry]]) -> list[dict[str, Any]] | None:
+    """Return rows of question, answer and info; None for no rows.
+
+    `info["entry"]` holds the whole entry as text, because Arrow would give every row the union of all rows'
+    metadata keys; scorers compare with the tuples and sets in it.
+    """
+    if not entries:
+        return None
+    return [
+        {
+            "question": entry["question"],
+            # some tasks have many right answers and give none
+            "answer": "" if entry["answer"] is None else str(entry["answer"]),
+            "info": {"gym": position, "task": tasks[position].name, "entry": reasoning_gym_worker.dumps(entry)},
+        }
+        for position, entry in entries
+    ]
+
+
+# -- scoring ---------------------------------------------------------------------------------------------------
+
+COMPARING_TASKS = frozenset(
+    {
+        "ab",
+        "circuit_logic",
+        "color_cube_rotation",
+        "dice",
+        "emoji_mystery",
+        "family_relationships",
+        "figlet_font",
+        "futoshiki",
+        "mini_sudoku",
+        "needle_haystack",
+        "palindrome_generation",
+        "path_star",
+        "self_reference",
+        "sentence_reordering",
+        "spell_backward",
+        "sudoku",
+        "tsumego",
+        "word_sorting",
+        "zebra_puzzles",
+    }
+)
+"""Tasks with a scorer of their own that only compares text: no eval, no parser, no simulation."""
+
+SCORING_MEMORY_BYTES = 1 << 30
+
+_SCORE = f"{reasoning_gym_worker.__name__}:score_in_worker"
+_STATE_KEY = "reasoning_gym_verdict"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The scorer's result for one answer.
+
+    Attributes:
+        answer: the scored answer; None where the completion has none.
+        score: the scorer's number; 0 where there is none.
+        killed: True where the scorer was stopped at its limit of time or memory.
+        raised: name of the exception that the scorer raised, or "".
+    """
+
+    answer: str | None
+    score: float
+    killed: bool = False
+    raised: str = ""
+
+
+def compares_text(name: str) -> bool:
+    """Return True for a task whose scorer only compares text, so that it may run in the calling process."""
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS
+
+    return name in COMPARING_TASKS or DATASETS[name][0].score_answer is ProceduralDataset.score_answer
+
+
+@functools.cache
+def scoring_pool() -> WorkerPool:
+    """Return the process's one pool of scoring processes; they start at the first score."""
+    from verifiers.sandbox.worker_pool import WorkerPool
+
+    return WorkerPool(
+        memory_bytes=SCORING_MEMORY_BYTES,
+        preload=("reasoning_gym", reasoning_gym_worker.__name__),
+        name="reasoning-gym",
+    )
+
+
+class ReasoningGymRubric(Rubric):
+    """A rubric of reasoning-gym's score of the parsed answer, and metrics about it.
+
+    Metrics: `score`, in most tasks 0 .. 1, with partial credit; `exact_match`, 1 where the score is exactly 1; and
+    where a task is scored in a worker process, `scoring_timeout`, 1 where the scorer was killed at its limit of time
+    or memory, and `scorer_raised`, 1 where this answer made it raise. Both of these score 0: the answer is the cause.
+    A worker that fails for another reason is a failed grade.
+
+    Args:
+        tasks: name and settings (as text of `dumps`) of each task; `info["gym"]` is the place of a row's task.
+        in_process: which of them are scored in the calling process.
+        reward: which of `score` and `exact_match` has weight 1; the other has weight 0.
+        parser: finds the answer in a completion.
+        timeout_s: seconds that a scorer may take in a worker.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[tuple[str, str]],
+        in_process: Sequence[bool],
+        *,
+        reward: Literal["score", "exact"],
+        parser: Parser,
+        timeout_s: float,
+    ) -> None:
+        functions: dict[str, Callable[..., Any]] = {
+            "score": self._value(lambda verdict: verdict.score),
+            "exact_match": self._value(lambda verdict: verdict.score == 1.0),
+        }
+        if not all(in_process):
+            functions["scoring_timeout"] = self._value(lambda verdict: verdict.killed)
+            functions["scorer_raised"] = self._value(lambda verdict: verdict.raised != "")
+        for name, function in functions.items():
+            function.__name__ = name
+        counts = "score" if reward == "score" else "exact_match"
+        weights = [1.0 if name == counts else 0.0 for name in functions]
+        # one after the other: the first scores, the others read its result in the state
+        super().__init__(funcs=list(functions.values()), weights=weights, parser=parser, parallelize_scoring=False)
+        self.tasks = list(tasks)
+        self.in_process = list(in_process)
+        self.timeout_s = timeout_s
+
+    def _value(self, read: Callable[[Verdict], float]) -> Callable[..., Any]:
+        async def value(completion: Messages, info: Info, state: State) -> float:
+            parsed = self.parser.parse_answer(completion)
+            answer = None if parsed is None else str(parsed).strip()
+            verdict = state.get(_STATE_KEY)
+            if not isinstance(verdict, Verdict) or verdict.answer != answer:
+                verdict = state[_STATE_KEY] = await self._verdict(answer, info)
+            return float(read(verdict))
+
+        return value
+
+    async def _verdict(self, answer: str | None, info: Info) -> Verdict:
+        position = int(info.get("gym", 0))
+        name, settings = self.tasks[position]
+        arguments = (name, settings, info["entry"], answer)
+        if self.in_process[position]:
+            result = reasoning_gym_worker.score(*arguments)
+            if result["raised"]:
+                # a scorer that only compares takes any text, so the answer is not the cause
+                raise GradingError(f"The scorer of task {name!r} raised {result['raised']}.")
+            return Verdict(answer, result["score"])
+        try:
+            result = await scoring_pool().call(_SCORE, *arguments, timeout_s=self.timeout_s)
+        except WorkerTimeoutError:
+            return Verdict(answer, 0.0, killed=True)
+        except WorkerCallError as error:
+            if error.kind != "MemoryError":
+                raise
+            return Verdict(answer, 0.0, killed=True)
+        except WorkerError as error:
+            await self._check_empty_answer(error, arguments)
+            return Verdict(answer, 0.0, killed=True)
+        return _verdict_from(answer, result)
+
+    async def _check_empty_answer(self, error: WorkerError, arguments: tuple[str, str, str, str | None]) -> None:
+        """Return where the answer ended the worker: an empty one can be scored.
+
+        Raises:
+            GradingError: the empty answer fails too.
+        """
+        try:
+            await scoring_pool().call(_SCORE, *arguments[:3], "", timeout_s=self.timeout_s)
+        except WorkerError:
+            raise GradingError(f"The scorer of task {arguments[0]!r} cannot run in a worker: {error}") from error
+
+
+def _verdict_from(answer: str | None, result: Mapping[str, Any]) -> Verdict:
+    raised = str(result["raised"])
+    return Verdict(answer, float(result["score"]), killed=raised == "MemoryError", raised=raised)

@@ -1,0 +1,238 @@
+"""LoopThread: an event loop in a thread, for the generator's rollouts and for synchronous calls."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from verifiers.errors import DeadlineError, GenerationError
+
+__all__ = ["LoopThread", "run_blocking"]
+
+logger = logging.getLogger("verifiers")
+
+T = TypeVar("T")
+
+_HEARING_S = 1.0
+_CLOSING_S = 3.0
+_LISTENS_EVERY_S = 1.0
+
+
+class LoopThread:
+    """An event loop in a daemon thread, from `start` to `close`. Thread-safe.
+
+    Args:
+        close_last: awaited on the loop once all its tasks have ended.
+        failed: called in the thread with the error, where the loop ends though nobody closed it, or cannot end well.
+        name: of the thread.
+
+    Attributes:
+        failure: the error with which the loop ended though nobody closed it.
+    """
+
+    def __init__(
+        self,
+        *,
+        close_last: Callable[[], Coroutine[Any, Any, None]],
+        failed: Callable[[BaseException], None],
+        name: str = "verifiers-generator",
+    ) -> None:
+        self._close_last, self._failed = close_last, failed
+        self.failure: GenerationError | None = None
+        self._is_closed = self._is_serving = False
+        self._heard = threading.Event()
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. To be called once."""
+        self._thread.start()
+        self._ready.wait()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of a thread that was started."""
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """True in the thread itself."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def failed(self) -> Callable[[BaseException], None]:
+        """The function that is called where the loop ends though nobody closed it."""
+        return self._failed
+
+    @failed.setter
+    def failed(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+
+    def run(
+        self, work: Coroutine[Any, Any, T], timeout_s: float, *, stall_s: float = math.inf, ending_s: float = 0.0
+    ) -> T:
+        """Run a coroutine on the loop and wait for its result in another thread.
+
+        Args:
+            work: the coroutine.
+            timeout_s: seconds that it may take.
+            stall_s: seconds for which code may block the loop meanwhile.
+            ending_s: seconds to wait for the coroutine's end where it is cancelled, by a deadline or because the
+                waiting thread is interrupted.
+
+        Raises:
+            DeadlineError: it did not end in time, or the loop is blocked.
+            concurrent.futures.CancelledError: the loop was closed meanwhile.
+            GenerationError: the loop ended meanwhile though nobody closed it.
+        """
+        ended = threading.Event()
+        began = beat = time.monotonic()
+
+        async def noted() -> T:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        def note_beat() -> None:
+            nonlocal beat
+            beat = time.monotonic()
+
+        future = asyncio.run_coroutine_threadsafe(noted(), self.loop)
+        try:
+            while not future.done():
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self.loop.call_soon_threadsafe(note_beat)
+                # an interrupt that comes just before a wait does not end that wait, only the next one
+                left_s = max(0.0, began + timeout_s - time.monotonic())
+                concurrent.futures.wait([future], min(_LISTENS_EVERY_S, stall_s / 4, left_s))
+                now = time.monotonic()
+                if not future.done() and now >= beat + stall_s:
+                    raise DeadlineError(f"code of the environment blocks the event loop, for {stall_s:.3g} s by now")
+                if not future.done() and now >= began + timeout_s:
+                    raise DeadlineError(f"work on the event loop did not end within {timeout_s:.3g} s")
+            return future.result()
+        except concurrent.futures.CancelledError:
+            if self.failure is not None:
+                raise self.failure from None
+            raise
+        finally:
+            if not future.done():
+                future.cancel()
+                ended.wait(ending_s)
+
+    def close(self) -> None:
+        """Cancel every task and end the thread; what does not end within seconds is left behind, with a warning.
+
+        May be called twice, and by several threads at once.
+        """
+        self._is_closed = True
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
+            self.loop.call_soon_threadsafe(self._stop)
+        if self._heard.wait(_HEARING_S):
+            self._thread.join(_CLOSING_S)
+        if self._thread.is_alive():
+            waited_s = _HEARING_S + _CLOSING_S * self._heard.is_set()
+            logger.warning("something blocks the generator's loop: its thread did not end in %g s", waited_s)
+
+    def _stop(self) -> None:
+        self._heard.set()
+        # a stop that came while the loop is being ended would leave its connections open
+        if self._is_serving:
+            self.loop.stop()
+
+    def _serve(self) -> None:
+        loop = self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        self._ready.set()
+        try:
+            try:
+                self._is_serving = True
+                loop.run_forever()
+                self._note_end(None)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                # the last two, in a task of the environment's own, end the loop
+                self._note_end(error)
+            finally:
+                self._is_serving = False
+                self._heard.set()
+            while tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(self._close_last())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        except Exception as error:
+            self._failed(error)
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+    def _note_end(self, cause: BaseException | None) -> None:
+        if not self._is_closed:
+            how = repr(cause) if cause is not None else "a stop of its event loop"
+            error = GenerationError(f"{how} ended the generator's thread; does code of the environment do that?")
+            error.__cause__ = cause
+            self.failure = error
+            self._failed(error)
+
+
+_synchronous_calls = threading.Lock()
+_synchronous_loop: tuple[int, LoopThread] | None = None
+
+
+def run_blocking(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine on the process's one loop of synchronous calls, and wait for it; also inside a running loop.
+
+    Connections that the work leaves open serve the next call, and are closed when the interpreter ends. A call from
+    that loop itself, which it would stop, runs on a loop of its own.
+    """
+    thread = _loop_of_synchronous_calls()
+    if thread.is_current:
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="verifiers-sync") as pool:
+            return pool.submit(lambda: asyncio.run(work())).result()
+    future = asyncio.run_coroutine_threadsafe(work(), thread.loop)
+    try:
+        return future.result()
+    finally:
+        # of a caller that was interrupted
+        future.cancel()
+
+
+def _loop_of_synchronous_calls() -> LoopThread:
+    global _synchronous_loop
+    with _synchronous_calls:
+        # a forked child has none of its parent's threads
+        if _synchronous_loop is None or _synchronous_loop[0] != os.getpid() or not _synchronous_loop[1].is_alive:
+            thread = LoopThread(close_last=_nothing, failed=_log_failure, name="verifiers-sync")
+            thread.start()
+            atexit.register(thread.close)
+            _synchronous_loop = os.getpid(), thread
+        return _synchronous_loop[1]
+
+
+async def _nothing() -> None:
+    pass
+
+
+def _log_failure(error: BaseException) -> None:
+    logger.debug("the loop of synchronous calls ended: %s", error)

@@ -1,0 +1,193 @@
+"""The numbers of a run over its steps, read from metrics.jsonl in one pass, and made few enough to draw."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, read_lines
+from verifiers.monitoring.time_metrics import RunTime
+
+__all__ = [
+    "EVAL_REWARD",
+    "ErrorCount",
+    "Evaluations",
+    "History",
+    "Points",
+    "eval_set_label",
+    "read_history",
+    "thin_points",
+]
+
+MOST_POINTS = 240
+"""Points of a drawn curve; of more, each is the mean of several, with their span beside it."""
+
+_MOST_ERRORS = 1000
+
+EVAL_REWARD = re.compile(r"eval(_[^/]+)?_reward")
+"""The metric that an evaluation's mean reward has: "eval_reward", or "eval_<set>_reward"."""
+
+_EVAL_DETAIL = re.compile(
+    r"eval_(?:(?P<set>.+?)_)??"
+    r"(?:(?P<at_k>(?:pass_at|pass_hat|best_at)_\d+)|rewards/(?P<function>.+)|tasks/(?P<task>.+)/reward)"
+)
+_MEASURES = {"pass_at": "pass@", "pass_hat": "pass^", "best_at": "best@"}
+
+
+@dataclass(slots=True)
+class ErrorCount:
+    """Rollouts that failed for one reason."""
+
+    count: int = 0
+    first_step: int = 0
+    last_step: int = 0
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """Held-out means of one set: steps, rewards, standard errors (NaN where there is none)."""
+
+    steps: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> int:
+        """Index of the first highest reward."""
+        return max(range(len(self.rewards)), key=self.rewards.__getitem__)
+
+    def estimate(self, at: int) -> dict[str, float | None]:
+        """Return step, reward and standard error of one evaluation; None for an error that is not known."""
+        error = self.errors[at]
+        return {"step": self.steps[at], "reward": self.rewards[at], "error": error if math.isfinite(error) else None}
+
+    def put(self, step: float, reward: float, error: float) -> None:
+        """Take one in by its step: one that ran beside the training is logged late, or again after a resume."""
+        at = bisect_left(self.steps, step)
+        again = at < len(self.steps) and self.steps[at] == step
+        for column, value in ((self.steps, step), (self.rewards, reward), (self.errors, error)):
+            column[at : at + again] = [value]
+
+
+@dataclass(slots=True)
+class History:
+    """The logged numbers of a run.
+
+    Attributes:
+        steps: optimizer steps of the logs.
+        columns: every metric's values at `steps`; NaN where it has none.
+        evaluations: by the metric's name, e.g. "eval_reward".
+        details: other held-out means: of "at_k", "function" and "task", by what a curve of them is called.
+        failures: by error.
+        time: sums over all of it.
+        last_at: when the last line was written, in seconds since 1970; 0.0 for none.
+    """
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    columns: dict[str, array[float]] = field(default_factory=dict)
+    evaluations: dict[str, Evaluations] = field(default_factory=dict)
+    details: dict[str, dict[str, Evaluations]] = field(default_factory=dict)
+    failures: dict[str, ErrorCount] = field(default_factory=dict)
+    time: RunTime = field(default_factory=RunTime)
+    last_at: float = 0.0
+
+    def values(self, name: str) -> Sequence[float]:
+        """Return a metric's values at `steps`; empty where it was never logged."""
+        return self.columns.get(name, ())
+
+    def names(self, prefix: str, suffix: str = "") -> list[str]:
+        """Return the metrics with such a name, sorted."""
+        return sorted(name for name in self.columns if name.startswith(prefix) and name.endswith(suffix))
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """A curve that can be drawn: x, y, and the smallest and largest value behind each point."""
+
+    x: list[float]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+    is_thinned: bool = False
+
+
+def eval_set_label(name: str) -> str:
+    """Return the label of an eval reward: "held out", with the name of its set where it has one."""
+    inner = name.removeprefix("eval").removesuffix("reward").strip("_")
+    return f"held out {inner}".strip()
+
+
+def read_history(run_dir: str | Path) -> History:
+    """Return the numbers of a run."""
+    history = History()
+    for line in read_lines(Path(run_dir) / METRICS):
+        history.last_at = max(history.last_at, float(line.get("at") or 0.0))
+        step = float(line["step"])
+        _take_evaluations(history, line, step)
+        _take_failures(history, line, int(step))
+        if not line.get("steps"):
+            continue
+        history.time.take(line)
+        history.steps.append(step)
+        for name, value in line.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                column = history.columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (len(history.steps) - 1 - len(column)))
+                column.append(value)
+    for column in history.columns.values():
+        column.extend([math.nan] * (len(history.steps) - len(column)))
+    return history
+
+
+def thin_points(x: Sequence[float], y: Sequence[float]) -> Points:
+    """Return the finite points, or `MOST_POINTS` means of neighbours with their spans where there are more."""
+    pairs = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
+    if len(pairs) <= MOST_POINTS:
+        values = [b for _, b in pairs]
+        return Points([a for a, _ in pairs], values, values, values)
+    made = Points([], [], [], [], is_thinned=True)
+    for place in range(MOST_POINTS):
+        part = pairs[place * len(pairs) // MOST_POINTS : (place + 1) * len(pairs) // MOST_POINTS]
+        values = [b for _, b in part]
+        made.x.append(part[-1][0])
+        made.y.append(math.fsum(values) / len(values))
+        made.low.append(min(values))
+        made.high.append(max(values))
+    return made
+
+
+def _take_evaluations(history: History, line: Mapping[str, Any], step: float) -> None:
+    for name, value in line.items():
+        if not name.startswith("eval_") or name.endswith("_stderr") or not isinstance(value, (int, float)):
+            continue
+        error = line.get(f"{name}_stderr")
+        spread = float(error) if isinstance(error, (int, float)) else math.nan
+        if EVAL_REWARD.fullmatch(name):
+            history.evaluations.setdefault(name, Evaluations()).put(step, float(value), spread)
+        elif found := _EVAL_DETAIL.fullmatch(name):
+            kind = next(kind for kind in ("at_k", "function", "task") if found[kind])
+            label = " ".join(filter(None, (_called(kind, found[kind]), found["set"])))
+            history.details.setdefault(kind, {}).setdefault(label, Evaluations()).put(step, float(value), spread)
+
+
+def _called(kind: str, name: str) -> str:
+    if kind != "at_k":
+        return name
+    measure, _, k = name.rpartition("_")
+    return _MEASURES[measure] + k
+
+
+def _take_failures(history: History, line: Mapping[str, Any], step: int) -> None:
+    failures = line.get("failures")
+    for text, count in failures.items() if isinstance(failures, Mapping) else ():
+        # texts that name a time or a place are never the same twice
+        known = text in history.failures or len(history.failures) < _MOST_ERRORS
+        error = history.failures.setdefault(str(text) if known else OTHER_ERRORS, ErrorCount(first_step=step))
+        error.count += int(count)
+        error.last_step = step

@@ -1,0 +1,248 @@
+"""The live table of a run on a terminal: refreshed in place, under whatever is printed meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from verifiers.monitoring.bottleneck import Bottleneck
+from verifiers.monitoring.history import EVAL_REWARD, eval_set_label
+from verifiers.monitoring.stage_timer import STAGES
+from verifiers.monitoring.time_metrics import RunTime
+
+__all__ = ["LiveTable", "can_draw", "run_table"]
+
+_REFRESH_EVERY_S = 0.5
+_LEAST_S = 0.1
+_EVAL_SETS_SHOWN = 2
+_NAME_CHARACTERS = 18
+_NAMES = {"old_logprobs": "old log-probs", "eval": "evaluation", "save": "checkpoints", "wait": "waiting"}
+
+
+def can_draw(stream: TextIO) -> bool:
+    """Return True for a terminal that a table can be refreshed on."""
+    if not stream.isatty():
+        return False
+    return not Console(file=stream).is_dumb_terminal
+
+
+class LiveTable:
+    """Draws `content()` twice a second from a thread of its own, until it is stopped; the last table stays.
+
+    What is printed, warned of or logged meanwhile appears above it.
+
+    Args:
+        content: makes what is drawn; called from another thread.
+        stream: a terminal.
+    """
+
+    def __init__(self, content: Callable[[], RenderableType], stream: TextIO) -> None:
+        self._content = content
+        self._console = Console(file=stream, highlight=False)
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._last: RenderableType = Text("")
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._refresh, name="verifiers-table", daemon=True)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._draw,
+            auto_refresh=False,
+            # what goes to a file is to stay there
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+            vertical_overflow="crop",
+        )
+
+    def start(self) -> None:
+        """Begin to draw."""
+        before = (sys.stdout, sys.stderr)
+        self._live.start()
+        # handlers keep the stream that they were made with, and would write across the table
+        for handler in _stream_handlers():
+            for old, new in zip(before, (sys.stdout, sys.stderr), strict=True):
+                if handler.stream is old and old is not new:
+                    handler.setStream(new)
+                    self._handlers.append((handler, old))
+        self._thread.start()
+
+    def print(self, text: str) -> None:
+        """Print a line above the table."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Draw once more, and leave the terminal as it was. May be called twice."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        handlers, self._handlers = self._handlers, []
+        for handler, stream in handlers:
+            handler.setStream(stream)
+        self._live.stop()
+
+    def _refresh(self) -> None:
+        while not self._stopped.wait(_REFRESH_EVERY_S):
+            self._live.refresh()
+
+    def _draw(self) -> RenderableType:
+        try:
+            self._last = self._content()
+        except Exception as error:
+            # a figure that cannot be shown ends no run
+            self._last = Text(f"the table cannot be drawn: {type(error).__name__}: {error}")
+        return self._last
+
+
+def run_table(
+    *,
+    title: str,
+    now: str,
+    latest: Mapping[str, Any],
+    total: RunTime,
+    bottleneck: Bottleneck | None,
+) -> RenderableType:
+    """Return the table, for a terminal of any width.
+
+    Args:
+        bottleneck: of the run; None where nothing was measured.
+        title: step, elapsed time, time left.
+        now: what the trainer does at the moment, and the generator.
+        latest: the newest value of each metric.
+        total: sums over the run.
+    """
+    lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan")]
+    if total.wall > 0:
+        lines.append(_SideBySide(_time_table(total), _newest_log(latest)))
+    if bottleneck is not None:
+        lines += [Text(str(bottleneck), style="yellow"), Text(f"try: {bottleneck.advice}", style="dim")]
+    return Group(*lines)
+
+
+class _SideBySide:
+    """Two tables beside one another where both fit whole, else below one another."""
+
+    def __init__(self, left: Table, right: Table) -> None:
+        self._left = left
+        self._right = right
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(width=10_000)
+        wanted = [Measurement.get(console, unbounded, table).maximum for table in (self._left, self._right)]
+        gap = min(4, options.max_width - sum(wanted))
+        if gap < 2:
+            # the newest log first: a terminal of few lines cuts off what is below
+            yield Group(self._right, self._left)
+            return
+        both = Table.grid(padding=(0, gap))
+        both.add_row(self._left, self._right)
+        yield both
+
+
+def _time_table(total: RunTime) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("whole run", "a step", "share", "peak"):
+        table.add_column(name, justify="left" if name == "whole run" else "right", no_wrap=True)
+    steps = max(1.0, total.steps)
+    for stage in STAGES:
+        if total.share(stage) < 0.0005:
+            continue
+        peak = total.peak_gib.get(stage)
+        table.add_row(
+            _NAMES.get(stage, stage),
+            _seconds(total.stages[stage] / steps),
+            f"{100 * total.share(stage):.0f} %",
+            f"{peak:.1f} G" if peak else "",
+        )
+    table.add_row("step", _seconds(total.wall / steps), "", "", style="bold")
+    return table
+
+
+def _newest_log(latest: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("newest log", style="dim", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    rows = [
+        ("reward", _joined(latest, "{:.3f}", "reward")),
+        *_eval_rewards(latest),
+        ("a step", _times(latest, "time/step_s")),
+        ("overlap ratio", _joined(latest, "{:.2f}", "overlap_ratio")),
+        ("server busy", _percent(latest, "rollouts/server_busy")),
+        ("in flight, queued", _joined(latest, "{:.0f}", "rollouts/in_flight", "rollouts/queued")),
+        ("latency p50/95/max", _times(latest, "time/rollout_p50_s", "time/rollout_p95_s", "time/rollout_max_s")),
+        ("block, its scoring", _times(latest, "time/block_generation_s", "time/scoring_mean_s")),
+        ("tokens/s, trained", _joined(latest, "{:,.0f}", "tokens/sampled_per_s", "tokens/trained_per_s")),
+        ("staleness", _joined(latest, "{:.1f}", "staleness")),
+        ("mismatch KL", _joined(latest, "{:.2g}", "mismatch_kl")),
+        ("failed a block", _joined(latest, "{:.1f}", "rollouts/failed")),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _eval_rewards(latest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Held-out rewards: the trainer's own set, or the first of those that have names."""
+    names = [name for name in latest if EVAL_REWARD.fullmatch(name) and _number(latest, name) is not None]
+    rows = []
+    for name in names[:_EVAL_SETS_SHOWN]:
+        reward, error = _number(latest, name), _number(latest, f"{name}_stderr")
+        shown = f"{reward:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+        rows.append((_cut(eval_set_label(name)), shown))
+    if more := len(names) - len(rows):
+        rows.append(("", f"and {more} more"))
+    return rows
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _NAME_CHARACTERS else name[: _NAME_CHARACTERS - 1] + "…"
+
+
+def _joined(latest: Mapping[str, Any], form: str, *names: str) -> str:
+    values = [_number(latest, name) for name in names]
+    return " / ".join("–" if value is None else form.format(value) for value in values)
+
+
+def _times(latest: Mapping[str, Any], *names: str) -> str:
+    """Return times side by side, with one unit where it suits all of them."""
+    values = [_number(latest, name) for name in names]
+    known = [value for value in values if value is not None]
+    if not known:
+        return " / ".join("–" for _ in names)
+    if min(known) < _LEAST_S:
+        return " / ".join(_seconds(value) or "–" for value in values)
+    return " / ".join("–" if value is None else _three_digits(value) for value in values) + " s"
+
+
+def _percent(latest: Mapping[str, Any], name: str) -> str:
+    value = _number(latest, name)
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def _number(latest: Mapping[str, Any], name: str) -> float | None:
+    value = latest.get(name)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{_three_digits(value)} s" if value >= _LEAST_S else f"{_three_digits(1000 * value)} ms"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
+    for one in loggers:
+        if isinstance(one, logging.Logger):
+            yield from (handler for handler in one.handlers if isinstance(handler, logging.StreamHandler))

@@ -1,0 +1,1 @@
+"""Reports of evaluations and training runs as self-contained HTML pages."""

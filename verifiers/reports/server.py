@@ -1,0 +1,284 @@
+"""A folder of runs over HTTP on loopback: a list, each run's page, two evaluations side by side; all of it read-only.
+
+The page of a run asks for what was added since, so a run can be watched while it is in progress. Runs are for the
+person at this machine: the server listens on a loopback address alone and refuses a request whose Host header names
+another server, which keeps foreign web pages from reading runs through DNS rebinding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import urllib.parse
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers.errors import ConfigError
+from verifiers.evals.store import RESULTS
+from verifiers.monitoring.run_log import is_training_run, read_run
+from verifiers.reports.evaluation import comparison_text
+from verifiers.reports.evaluation_data import ROWS_PER_BLOCK, columns_of
+from verifiers.reports.page import json_text, page_text, plain_page
+from verifiers.reports.runs import GrowingRun, find_runs, known_metadata, newest_metrics
+from verifiers.reports.training_run import run_version, started_at, training_data, training_page
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+__all__ = ["HOST", "RunServer"]
+
+HOST = "127.0.0.1"
+_CLOSING_S = 0.5
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+_Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+
+
+class RunServer:
+    """A server of the runs under a folder: `await start()`, then `url`, then `await close()`.
+
+    Routes, all of them GET: `/` (the list), `/run/<path>/` (a page), `/run/<path>/rows?from=N` and
+    `/run/<path>/block/<n>` (for the page of an evaluation), `/run/<path>/training?known=VERSION` (for that of a
+    training run), `/compare?run=<path>&run=<path>`. A path is looked up among the runs that were found under the
+    folder; no other file is ever opened.
+
+    Args:
+        root: folder of run directories, at most four levels down, or a run directory itself.
+        port: default 0 takes a free one.
+
+    Raises:
+        ConfigError: `root` is no directory.
+    """
+
+    def __init__(self, root: Path, port: int = 0) -> None:
+        self.root = Path(root)
+        if not self.root.is_dir():
+            raise ConfigError(f"{str(root)!r} is no directory; give the folder that holds the runs.")
+        self.port = port
+        self._runner: web.AppRunner | None = None
+        self._opened: dict[str, GrowingRun] = {}
+        # one reader at a time: what a run has read so far is shared between requests
+        self._reading = asyncio.Lock()
+
+    @property
+    def url(self) -> str:
+        """Address of the list."""
+        return f"http://{HOST}:{self.port}/"
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError where the port is taken."""
+        from aiohttp import web
+
+        @web.middleware
+        async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            return await self._guarded(request, handler)
+
+        app = web.Application(middlewares=[guard])
+        app.router.add_get("/", self._list)
+        app.router.add_get("/compare", self._compare)
+        app.router.add_get("/run/{run:.+}/rows", self._rows)
+        app.router.add_get(r"/run/{run:.+}/block/{number:\d{1,9}}", self._block)
+        app.router.add_get("/run/{run:.+}/training", self._training)
+        app.router.add_get("/run/{run:.+}/", self._page)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_CLOSING_S)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, HOST, self.port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(f"port {self.port} cannot be listened on ({error}); give another, or 0.") from error
+        self._runner = runner
+        self.port = runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop listening; does nothing the second time."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        from aiohttp import web
+
+        if request.headers.get("Host", "") not in (f"{HOST}:{self.port}", f"localhost:{self.port}"):
+            return web.Response(status=403, text=f"This server answers for {HOST}:{self.port} alone.\n")
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            error.headers.update(_HEADERS)
+            raise
+        except (OSError, ConfigError) as error:
+            # runs can be deleted or damaged while they are looked at
+            response = web.Response(status=404, text=f"{error}\n")
+        response.headers.update(_HEADERS)
+        return response
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        text = await asyncio.to_thread(_list_text, self.root)
+        return _html(text)
+
+    async def _compare(self, request: web.Request) -> web.StreamResponse:
+        chosen = set(request.query.getall("run", []))
+        if len(chosen) != 2:
+            return _html(_notice_text(f"Two runs are compared; {len(chosen)} were chosen."), status=400)
+        found = list(await asyncio.to_thread(find_runs, self.root))
+        # they are found newest first, and what is older is compared against
+        after, before = [await self._directory(key) for key in sorted(chosen, key=[*found, *chosen].index)]
+        return _html(await asyncio.to_thread(comparison_text, before, after))
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        directory = await self._directory(request.match_info["run"])
+        if is_training_run(directory):
+            return _html(await asyncio.to_thread(training_page, directory, live=True))
+        run = await self._run(request)
+        async with self._reading:
+            text = await asyncio.to_thread(_page_text, run)
+        return _html(text)
+
+    async def _training(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        directory = await self._directory(request.match_info["run"])
+        if not is_training_run(directory):
+            raise web.HTTPNotFound(text="This is no training run.\n")
+        if request.query.get("known") == run_version(directory):
+            return web.Response(status=204)
+        return _json(await asyncio.to_thread(training_data, directory))
+
+    async def _rows(self, request: web.Request) -> web.StreamResponse:
+        run = await self._run(request)
+        start = request.query.get("from", "0")
+        if not start.isdecimal() or len(start) > 9:
+            return _html(_notice_text("?from= takes a number of rows."), status=400)
+        async with self._reading:
+            data = await asyncio.to_thread(_news, run, int(start))
+        return _json(data)
+
+    async def _block(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        run = await self._run(request)
+        async with self._reading:
+            text = await asyncio.to_thread(run.block, int(request.match_info["number"]))
+        return web.Response(body=text.encode("utf-8", "backslashreplace"), content_type="application/json")
+
+    async def _run(self, request: web.Request) -> GrowingRun:
+        key = request.match_info["run"]
+        directory = await self._directory(key)
+        if not (directory / RESULTS).is_file():
+            raise FileNotFoundError(f"{key!r} is no evaluation")
+        return self._opened.setdefault(key, GrowingRun(directory))
+
+    async def _directory(self, key: str) -> Path:
+        from aiohttp import web
+
+        found = await asyncio.to_thread(find_runs, self.root)
+        if key not in found:
+            raise web.HTTPNotFound(text="There is no such run.\n")
+        return found[key]
+
+
+def _news(run: GrowingRun, start: int) -> dict[str, Any]:
+    run.refresh()
+    summary = run.summary()
+    return {
+        "epoch": run.epoch,
+        "rows": len(run.entries),
+        "total": summary["rollouts"],
+        "run": summary,
+        "columns": columns_of(run.entries[start:]),
+    }
+
+
+def _page_text(run: GrowingRun) -> str:
+    news = _news(run, 0)
+    summary = news.pop("run")
+    data = {**news, "live": True, "runs": [summary], "difference": None, "rowsPerBlock": ROWS_PER_BLOCK}
+    return page_text(summary["title"], data, live=True)
+
+
+def _list_text(root: Path) -> str:
+    rows = [_list_row(key, directory) for key, directory in find_runs(root).items()]
+    name = html.escape(str(root))
+    if not rows:
+        return _notice_text(f"There are no runs under {root}; `vf-eval` writes them to outputs/evals.")
+    columns = ("", "run", "kind", "environment", "model", "reward", "rollouts or steps", "started")
+    head = "".join(f'<th scope="col">{text}</th>' for text in columns)
+    return plain_page(
+        f"runs in {root}",
+        f'<main><h1>{name}</h1><form action="/compare" method="get"><div class="card"><table>'
+        f"<caption>Newest first. Tick two evaluations to see them side by side: A is the older one, B the newer."
+        f"</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<p><button>Compare</button></p></form></main>",
+    )
+
+
+def _list_row(key: str, directory: Path) -> str:
+    shown, address = html.escape(key), f"/run/{urllib.parse.quote(key)}/"
+    if is_training_run(directory):
+        choice, known = "", _training_cells(directory)
+    else:
+        choice = f'<input type="checkbox" name="run" value="{shown}" aria-label="compare {shown}">'
+        known = _evaluation_cells(directory)
+    cells = [
+        choice,
+        f'<a href="{html.escape(address)}">{shown}</a>',
+        *(html.escape(str(text)[:100]) for text in known),
+    ]
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _evaluation_cells(directory: Path) -> list[str]:
+    metadata = known_metadata(directory)
+    numbers = _mapping(metadata, "summary")
+    mean = _mapping(numbers, "rewards", "reward").get("mean")
+    done = str(numbers["rollouts"]) if isinstance(numbers.get("rollouts"), int) else "not finished"
+    return ["evaluation", *_names(metadata), _reward(mean), done, str(metadata.get("started", ""))]
+
+
+def _training_cells(directory: Path) -> list[str]:
+    run, newest = read_run(directory), newest_metrics(directory)
+    steps = f"{newest.get('step', 0)} of {run.get('max_steps', '?')}"
+    done = steps if run.get("status") == "finished" else f"{steps}, {run.get('status', 'status unknown')}"
+    return ["training", *_names(run), _reward(newest.get("reward")), done, started_at(run)]
+
+
+def _names(record: Mapping[str, Any]) -> tuple[str, str]:
+    return str(record.get("env", "")), str(record.get("model", ""))
+
+
+def _reward(mean: Any) -> str:
+    return f"{mean:.3f}" if isinstance(mean, (int, float)) else "–"
+
+
+def _mapping(record: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Return the mapping under these names; empty where one of them is missing or something else."""
+    for name in names:
+        found = record.get(name)
+        record = found if isinstance(found, dict) else {}
+    return record
+
+
+def _notice_text(text: str) -> str:
+    body = f'<main><p class="notice">{html.escape(text)}</p><p><a href="/">All runs</a></p></main>'
+    return plain_page("vf-view", body)
+
+
+def _html(text: str, status: int = 200) -> web.Response:
+    from aiohttp import web
+
+    body = text.encode("utf-8", "backslashreplace")
+    return web.Response(body=body, status=status, content_type="text/html", charset="utf-8")
+
+
+def _json(data: Any) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(body=json_text(data).encode("utf-8", "backslashreplace"), content_type="application/json")

@@ -1,0 +1,209 @@
+"""One block while it is generated: its groups are begun in plan order, scored as they end, and handed on in order.
+
+What is handed on is decided by identity and by what the rollouts became, never by the order in which they ended: a
+group that is replaced makes room for the next of a planned list of replacements, and the block is the first groups
+of that whole list which were kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verifiers.concurrency import relaxed_gc
+from verifiers.errors import ConfigError, NothingScoredError
+from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.types import RolloutKey
+
+__all__ = ["BlockRun", "GroupPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPolicy:
+    """The handling of rollouts that fail, and of groups without variance.
+
+    Attributes:
+        retries: times that a rollout which failed before it was scored is run again, each time with another seed.
+        is_zero_variance: tells whether all rewards of a scored group are equal, so that it is replaced; None replaces
+            no group.
+    """
+
+    retries: int = 0
+    is_zero_variance: Callable[[Group], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.retries < 0:
+            raise ConfigError(f"rollout_retries is {self.retries}; give 0 (never again) or more.")
+
+
+class BlockRun:
+    """Generates and scores one block; belongs to the event loop that `run` is awaited on.
+
+    Args:
+        requests: the planned rollouts; those of a prompt make a group.
+        replacements: rollouts of prompts that replace groups without variance, in the order of use.
+        on_groups: called with the groups that are settled so far, in order, whenever there are more.
+    """
+
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        block_id: int,
+        requests: Sequence[RolloutRequest],
+        *,
+        policy: GroupPolicy | None = None,
+        replacements: Sequence[RolloutRequest] = (),
+        on_groups: Callable[[list[Group]], None] | None = None,
+    ) -> None:
+        self.block_id = block_id
+        self.begun = asyncio.Event()
+        self._runner = runner
+        self._policy = policy or GroupPolicy()
+        self._candidates = [*_by_prompt(requests), *_by_prompt(replacements)]
+        self._planned = len(_by_prompt(requests))
+        self._replacements_begun = 0
+        self._groups: dict[int, Group] = {}
+        self._zero_variance: set[int] = set()
+        self._batches: list[BatchClient] = []
+        self._size = len(requests)
+        self._ended: set[RolloutKey] = set()
+        self._dropping = False
+        self._on_groups = on_groups
+
+    async def run(self, policy_version: int) -> ScoredBlock:
+        """Generate the block. `begun` is set as soon as every planned group is begun.
+
+        Raises:
+            ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
+            NothingScoredError: no rollout got a reward; the message has the commonest cause.
+        """
+        started = time.perf_counter()
+        try:
+            with relaxed_gc():
+                async with asyncio.TaskGroup() as tasks:
+                    for place in range(self._planned):
+                        await self._runner.limiter.wait_for_room()
+                        tasks.create_task(self._group(place, tasks))
+                    self.begun.set()
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+        else:
+            return self._block(policy_version, time.perf_counter() - started)
+        finally:
+            self.begun.set()
+        raise first
+
+    def _block(self, policy_version: int, seconds: float) -> ScoredBlock:
+        kept, filtered = self._result()
+        block = ScoredBlock(self.block_id, kept, policy_version, seconds, filtered=filtered)
+        if not any(rollout.is_scored for rollout in block.launched):
+            raise NothingScoredError(_nothing_scored(block), block=block)
+        return block
+
+    def drop_stragglers(self) -> None:
+        """Give up what is still running, as soon as half of the block's rollouts have ended."""
+        self._dropping = True
+        self._drop()
+
+    # -- groups ---------------------------------------------------------------------------------------------
+
+    async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
+        group = await self._runner.finish_group(await self._rollouts(self._candidates[place]))
+        self._groups[place] = group
+        if self._policy.is_zero_variance is not None and self._policy.is_zero_variance(group):
+            self._zero_variance.add(place)
+            # one replacement for each such group: what is begun is then the shortest list with enough groups in it,
+            # whatever the order in which they end
+            next_place = self._planned + self._replacements_begun
+            # where stragglers are given up the block is wanted now: a replacement would be dropped as it begins
+            if next_place < len(self._candidates) and not self._dropping:
+                self._replacements_begun += 1
+                tasks.create_task(self._group(next_place, tasks))
+        if self._on_groups is not None:
+            self._on_groups(self._settled())
+
+    def _settled(self) -> list[Group]:
+        """Return the block's first groups, as far as nothing that is still running can change them."""
+        settled = []
+        for place in range(self._planned + self._replacements_begun):
+            if place not in self._groups:
+                break
+            if place not in self._zero_variance:
+                settled.append(self._groups[place])
+        return settled
+
+    def _result(self) -> tuple[list[Group], list[Group]]:
+        kept = self._settled()
+        if not kept:
+            # a block of such groups alone is trained as it was planned: without a gradient
+            planned = range(self._planned)
+            others = range(self._planned, self._planned + self._replacements_begun)
+            return [self._groups[place] for place in planned], [self._groups[place] for place in others]
+        return kept, [self._groups[place] for place in sorted(self._zero_variance)]
+
+    # -- rollouts -------------------------------------------------------------------------------------------
+
+    async def _rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        rollouts = await self._run(requests)
+        for again in range(1, self._policy.retries + 1):
+            failed = [index for index, rollout in enumerate(rollouts) if rollout.outcome.is_failure]
+            if not failed or self._dropping:
+                break
+            others = await self._run(
+                [
+                    dataclasses.replace(requests[index], seed=_seed_again(requests[index].seed, again))
+                    for index in failed
+                ]
+            )
+            for index, rollout in zip(failed, others, strict=True):
+                rollout.attempts += rollouts[index].attempts
+                rollouts[index] = rollout
+        return rollouts
+
+    async def _run(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        begun: list[BatchClient] = []
+
+        def begin(batch: BatchClient) -> None:
+            begun.append(batch)
+            self._batches.append(batch)
+
+        try:
+            return await self._runner.run_batch(requests, on_begin=begin, on_end=self._note_end)
+        finally:
+            for batch in begun:
+                self._batches.remove(batch)
+
+    def _note_end(self, record: RolloutRecord) -> None:
+        self._ended.add(record.request.key)
+        if self._dropping:
+            self._drop()
+
+    def _drop(self) -> None:
+        if 2 * len(self._ended) >= self._size:
+            for batch in self._batches:
+                batch.limits.drop(batch.records)
+
+
+def _by_prompt(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
+    groups: dict[int, list[RolloutRequest]] = {}
+    for request in requests:
+        groups.setdefault(request.key.example_id, []).append(request)
+    return list(groups.values())
+
+
+def _seed_again(seed: int | None, attempt: int) -> int | None:
+    # the same seed would give a policy's fatal answer once more
+    return None if seed is None else random.Random(f"{seed}:again:{attempt}").getrandbits(62) + 1
+
+
+def _nothing_scored(block: ScoredBlock) -> str:
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in block.outcomes().most_common())
+    commonest = block.commonest_failure()
+    cause = f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
+    return f"block {block.block_id}: none of {len(block.launched)} rollouts got a reward ({counts}){cause}"

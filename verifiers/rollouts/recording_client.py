@@ -1,0 +1,294 @@
+"""The client handle that each rollout gets: it looks like AsyncOpenAI, and it records.
+
+Every environment must pass here, also one that overrides `rollout` or calls `client.chat.completions.create`
+itself. So this is where throttling, retries, sampling seeds and the token-exact trace live.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+from verifiers.errors import ConfigError, EmptyModelResponseError, MissingTokenIdsError, OverlongPromptError
+from verifiers.inference.endpoint import CHAT, COMPLETIONS, DERENDER, Backend
+from verifiers.inference.limits import Limiter
+from verifiers.inference.load_balancer import LoadBalancer
+from verifiers.inference.rendering import ChatCall
+from verifiers.inference.retries import RetryPolicy, call_with_retries
+from verifiers.inference.token_in import TokenIn, TokenTurns
+from verifiers.inference.wire import neutral_where_unset, plain_data, sampled_tokens
+from verifiers.rollouts.rollout import Rollout
+from verifiers.rollouts.trace import Turn, rows_from_turns
+from verifiers.types import Usage
+
+__all__ = ["RolloutClient", "turn_seed"]
+
+
+def turn_seed(rollout_seed: int, turn: int) -> int:
+    """Return the sampling seed, of 63 bits, of one call in a rollout; turns that shared one would sample alike."""
+    digest = hashlib.blake2b(f"{rollout_seed}:{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class _Create:
+    """`client.chat.completions` or `client.completions`: one method, `create`."""
+
+    def __init__(self, client: RolloutClient, path: str) -> None:
+        self._client = client
+        self._path = path
+
+    async def create(self, **arguments: Any) -> Any:
+        return await self._client._call(self._path, arguments)
+
+
+class _Chat:
+    def __init__(self, completions: _Create) -> None:
+        self.completions = completions
+
+
+class RolloutClient:
+    """A recording stand-in for `openai.AsyncOpenAI`, one for each rollout.
+
+    Args:
+        backend: how a call leaves the process.
+        limiter: shared throttle; the caller that runs the rollout holds its slot.
+        retry: the retry policy, the only one there is.
+        model: name of the trained policy; calls that name another model are not trained.
+        seed: the rollout's sampling seed; each call gets its own derived from it. Wins over a seed in the
+            call's arguments, since two rollouts of a group must never share one. None leaves the call alone.
+        require_tokens: ask for token ids and log-probs, and fail where the server sends none; sampling arguments
+            that a call leaves out are sent as those of the model's own distribution (training).
+        policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
+        token_in: how turns are sent as token ids; None sends messages.
+        group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
+
+    Attributes:
+        turns: the trained policy's answers with token ids, in the order in which they came back.
+        calls: trained calls that got an answer. usage: their tokens. retries: tries that were repeated.
+        last_error: what the newest trained call failed with, or None where it succeeded.
+        overlong: a call's prompt did not fit the context.
+        finish_reason: of the newest trained call.
+        trains: `group`, where the rollout is for training; else None.
+        batch: the `BatchClient` that the handle belongs to, if any.
+        call_slot: gives the slot of one call, for a rollout that holds none itself.
+        has_slot: the rollout holds a slot.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        limiter: Limiter | None = None,
+        retry: RetryPolicy | None = None,
+        model: str | None = None,
+        seed: int | None = None,
+        require_tokens: bool = False,
+        policy_version: Callable[[], int] | None = None,
+        token_in: TokenIn | None = None,
+        group: Hashable = None,
+    ) -> None:
+        # the turns of one rollout share a prefix, which one of several servers then holds
+        self._backend = backend.for_rollout(group) if isinstance(backend, LoadBalancer) else backend
+        self._limiter = limiter
+        self._retry = retry or RetryPolicy()
+        self._model = model
+        self._seed = seed
+        self._require_tokens = require_tokens
+        self._policy_version = policy_version
+        self._tokens: TokenTurns | None = token_in.for_rollout() if token_in is not None else None
+        self._begun = 0
+        self._trained = True
+        self.turns: list[Turn] = []
+        self.calls = 0
+        self.usage = Usage()
+        self.retries = 0
+        self.last_error: Exception | None = None
+        self.overlong = False
+        self.finish_reason: str | None = None
+        self.trains = group if require_tokens else None
+        self.batch: object = None
+        self.call_slot: Callable[[], AbstractAsyncContextManager[None]] | None = None
+        self.has_slot = False
+        self.completions = _Create(self, COMPLETIONS)
+        self.chat = _Chat(_Create(self, CHAT))
+
+    @property
+    def base_url(self) -> str:
+        return self._backend.base_url
+
+    @property
+    def api_key(self) -> str:
+        return self._backend.api_key
+
+    @property
+    def untrained(self) -> RolloutClient:
+        """A handle on the same server whose calls are not part of the trace: judges, user simulators."""
+        other = RolloutClient(self._backend, limiter=self._limiter, retry=self._retry)
+        other._trained = False
+        return other
+
+    def stop_recording(self) -> None:
+        """Leave later calls out of the trace: the rollout is over, and its rewards may still ask."""
+        self._trained = False
+
+    def tell(self, rollout: Rollout) -> None:
+        """Put what was recorded so far into a rollout."""
+        rollout.rows, rollout.forks = rows_from_turns(self.turns)
+        rollout.turns = self.calls
+        rollout.usage = self.usage
+        rollout.attempts = 1 + self.retries
+
+    def with_options(self, **_: Any) -> RolloutClient:
+        """Return the same handle: timeouts and retries are the run's, so that one rollout cannot escape them."""
+        return self
+
+    async def close(self) -> None:
+        """Nothing to close: connections belong to the run."""
+
+    async def _call(self, path: str, arguments: dict[str, Any]) -> Any:
+        trained = self._trained and (self._model is None or arguments.get("model") == self._model)
+        began = [self._version_now()]
+
+        async def send(path: str, arguments: Mapping[str, Any]) -> Any:
+            # each try sends the same: where they are token ids, the same ids and seed
+            async def attempt() -> Any:
+                if path != DERENDER:
+                    if self._limiter is not None:
+                        await self._limiter.wait_for_request()
+                    began[0] = self._version_now()
+                return await self._backend.call(path, arguments)
+
+            return await call_with_retries(attempt, self._retry, self._count_retry, self._limiter)
+
+        if not trained:
+            return await send(path, arguments)
+        async with nullcontext() if self.has_slot or self.call_slot is None else self.call_slot():
+            return await self._call_policy(path, arguments, send, began)
+
+    async def _call_policy(self, path: str, arguments: dict[str, Any], send: Any, began: list[int]) -> Any:
+        arguments = self._prepared(path, arguments)
+        call: ChatCall | None = None
+        try:
+            response = None
+            if self._tokens is not None and path == CHAT:
+                response, call = await self._tokens.ask(send, arguments)
+            if response is None:
+                response = await send(path, arguments)
+        except OverlongPromptError:
+            self.overlong = True
+            raise
+        except Exception as error:
+            self.last_error = error
+            raise
+        answer = self._record(path, response, began[0])
+        if call is not None and self._tokens is not None and answer is not None:
+            self._tokens.hold(call, answer)
+        return response
+
+    def _version_now(self) -> int:
+        return self._policy_version() if self._policy_version is not None else 0
+
+    def _count_retry(self, _: Exception) -> None:
+        self.retries += 1
+
+    def _prepared(self, path: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        turn, self._begun = self._begun, self._begun + 1
+        arguments = dict(arguments)
+        # extra_body is merged in last, so what must hold is taken out of it
+        extra = dict(arguments.get("extra_body") or {})
+        if self._seed is not None:
+            arguments["seed"] = turn_seed(self._seed, turn)
+            extra.pop("seed", None)
+        if self._require_tokens:
+            extra.pop("logprobs", None)
+            n = extra.get("n", arguments.get("n"))
+            if isinstance(n, int) and n > 1:
+                raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
+            arguments["logprobs"] = True if path == CHAT else arguments.get("logprobs") or 0
+            extra |= neutral_where_unset(arguments, extra)
+            # a keyword that the SDK does not know goes into extra_body, which every backend understands
+            extra["return_token_ids"] = True
+        if extra:
+            arguments["extra_body"] = extra
+        return arguments
+
+    def _record(self, path: str, response: Any, version_before: int) -> Mapping[str, Any] | None:
+        """Put an answer into the trace; returns it as plain data where it has a choice."""
+        if not getattr(response, "choices", None):
+            self.last_error = EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
+            raise self.last_error
+        self.last_error = None
+        # the plain JSON where it is ours: wrapping every token's entry would cost more than the call
+        answer = plain_data(response)
+        choices = answer.get("choices")
+        if not choices:
+            return None
+        self.calls += 1
+        choice = choices[0]
+        self.finish_reason = choice.get("finish_reason")
+        usage = answer.get("usage") or {}
+        self.usage.prompt_tokens += usage.get("prompt_tokens") or 0
+        self.usage.completion_tokens += usage.get("completion_tokens") or 0
+        sampled = sampled_tokens(answer)
+        prompt_ids, completion_ids, logprobs = sampled.prompt_ids, sampled.completion_ids, sampled.logprobs
+        if self._require_tokens:
+            _require(self.base_url, prompt_ids, completion_ids, logprobs)
+        if prompt_ids is None or completion_ids is None or logprobs is None:
+            return answer
+        versions, all_reported = _versions(sampled.versions, len(completion_ids), version_before)
+        version_after = version_before if all_reported else self._version_now()
+        # it is unknown before which token a push in between came, so both versions stand for all of them
+        newest = version_after if version_after != version_before else None
+        self.turns.append(Turn(prompt_ids, completion_ids, logprobs, versions, self.finish_reason, newest))
+        return answer
+
+
+def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, logprobs: list[float] | None) -> None:
+    missing = [
+        name
+        for name, value in (
+            ("prompt_token_ids", prompt_ids),
+            ("token_ids", completion_ids),
+            ("logprobs", logprobs),
+        )
+        if value is None
+    ]
+    if missing:
+        raise MissingTokenIdsError(
+            f"{base_url} answered without {' and '.join(missing)}, which training needs; use a server that honours "
+            "return_token_ids and logprobs, such as vf-serve or vf-vllm, with no proxy before it that drops fields."
+        )
+    assert completion_ids is not None
+    assert logprobs is not None
+    if len(completion_ids) != len(logprobs):
+        raise MissingTokenIdsError(
+            f"{base_url} sent {len(completion_ids)} token ids but {len(logprobs)} log-probs for one answer; "
+            "they must belong to the same tokens."
+        )
+
+
+def _versions(spans: Sequence[Mapping[str, Any]], length: int, default: int) -> tuple[list[int], bool]:
+    """Policy version of each token: the server's spans where it reports them, else the version at the start.
+
+    Returns:
+        The versions, and whether the server reported all of them.
+    """
+    versions = [default] * length
+    reported = 0
+    for span in spans:
+        version = _as_version(span["version"])
+        if version is not None:
+            start, end = int(span["start"]), min(int(span["end"]), length)
+            versions[start:end] = [version] * (end - start)
+            reported += end - start
+    return versions, reported >= length
+
+
+def _as_version(value: Any) -> int | None:
+    # a server that was never pushed to may report a name such as "default"
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None

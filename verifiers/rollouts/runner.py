@@ -1,0 +1,271 @@
+"""Rollouts that end: every request becomes exactly one `Rollout` with exactly one outcome.
+
+Training, evaluation and the classic calls all come here. The runner calls the environment's `run_rollouts`, once a
+group, and turns what can go wrong into outcomes: a failure of the machinery is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verifiers.concurrency import relaxed_gc
+from verifiers.errors import ConfigError
+from verifiers.inference.endpoint import Backend
+from verifiers.inference.limits import Limiter
+from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.token_in import TokenIn
+from verifiers.rollouts.activity import RolloutActivity
+from verifiers.rollouts.batch_client import (
+    FATAL_ERRORS,
+    BatchClient,
+    BatchLimits,
+    RolloutRecord,
+    completion_and_state,
+    failure_from,
+)
+from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
+from verifiers.rubrics.scoring import call_score_group
+from verifiers.types import Failure, Outcome, RolloutScore
+
+__all__ = ["RolloutRunner", "RunsRollouts"]
+
+
+class RunsRollouts(Protocol):
+    """The part of an Environment that the runner uses."""
+
+    rubric: Any
+    sampling_args: dict[str, Any]
+
+    async def run_rollouts(
+        self,
+        client: Any,
+        model: str,
+        prompts: Any,
+        answers: Any,
+        tasks: Any = None,
+        infos: Any = None,
+        sampling_args: Any = None,
+    ) -> Any: ...
+
+
+@dataclass(slots=True)
+class RolloutRunner:
+    """Runs and scores rollouts of one environment against one endpoint.
+
+    Attributes:
+        model: the policy's name on the server.
+        sampling_args: OpenAI sampling arguments, e.g. temperature, max_tokens.
+        limiter: what may be in flight at once; share it to bound several runners together.
+        rollout_timeout_s: deadline of one rollout from its start, in seconds.
+        grading_timeout_s: deadline for scoring one group, in seconds.
+        require_tokens: the server must return token ids and log-probs (training).
+        policy_version: policy version now on the server.
+        token_in: how turns are sent as token ids; None sends messages.
+        on_rollout: called with every finished, scored rollout, on the event loop.
+        activity: counts what waits, runs and is scored.
+    """
+
+    env: RunsRollouts
+    backend: Backend
+    model: str
+    sampling_args: dict[str, Any] = field(default_factory=dict)
+    limiter: Limiter = field(default_factory=Limiter)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    rollout_timeout_s: float = 600.0
+    grading_timeout_s: float = 120.0
+    require_tokens: bool = False
+    policy_version: Callable[[], int] | None = None
+    token_in: TokenIn | None = None
+    on_rollout: Callable[[Rollout], None] | None = None
+    activity: RolloutActivity = field(default_factory=RolloutActivity)
+
+    async def run_group(self, requests: Sequence[RolloutRequest], *, score: bool = True) -> Group:
+        """Run the rollouts of one prompt concurrently, then score them together.
+
+        Raises:
+            ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
+        """
+        return await self.finish_group(await self.run_batch(requests), score=score)
+
+    async def finish_group(self, rollouts: list[Rollout], *, score: bool = True) -> Group:
+        """Score the finished rollouts of one prompt together and let go of what they no longer need."""
+        if score:
+            await self.score(rollouts)
+        for rollout in rollouts:
+            # a finished rollout holds no connection, nor the tokens that its handle recorded
+            rollout.state.pop("client", None)
+        if self.on_rollout is not None:
+            for rollout in rollouts:
+                self.on_rollout(rollout)
+        rollouts.sort(key=lambda rollout: rollout.key)
+        return Group(rollouts[0].key.example_id, rollouts)
+
+    async def run_groups(self, groups: Iterable[Sequence[RolloutRequest]]) -> list[Group]:
+        """Run and score groups, in order; a group is begun when the ones before it have their slots.
+
+        Raises:
+            ConfigError, MissingTokenIdsError: as `run_group`; the other groups are cancelled.
+        """
+        try:
+            with relaxed_gc():
+                async with asyncio.TaskGroup() as tasks:
+                    running = []
+                    for group in groups:
+                        await self.limiter.wait_for_room()
+                        running.append(tasks.create_task(self.run_group(group)))
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+        else:
+            return [task.result() for task in running]
+        raise first
+
+    async def run_one(self, request: RolloutRequest) -> Rollout:
+        """Run one rollout to its end, without a score."""
+        return (await self.run_batch([request]))[0]
+
+    async def run_batch(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        raises: bool = False,
+        on_begin: Callable[[BatchClient], None] | None = None,
+        on_end: Callable[[RolloutRecord], None] | None = None,
+    ) -> list[Rollout]:
+        """Run rollouts to their end by one call of the environment's `run_rollouts`, without scores.
+
+        Args:
+            raises: raise the first failure; the other rollouts are cancelled.
+            on_begin: given the batch before it is played, to drop it.
+            on_end: given each rollout's record when the rollout has ended.
+
+        Raises:
+            ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
+            NoMoreSlotsError: the limiter was closed before all of them had begun.
+        """
+        batch = self.batch_client(requests, raises=raises, on_end=on_end)
+        if on_begin is not None:
+            on_begin(batch)
+        started = time.perf_counter()
+        # the rollouts of a group share a request, and environments write into what they are given
+        columns: dict[str, list[Any]] = {
+            "prompts": [_own_copy(request.prompt) for request in requests],
+            "answers": [request.answer for request in requests],
+            "tasks": [request.task for request in requests],
+            "infos": [_own_copy(request.info) for request in requests],
+        }
+        results: Sequence[Any] = [None] * len(requests)
+        try:
+            async with batch.limits.own_time():
+                results = await self.env.run_rollouts(
+                    batch, self.model, **columns, sampling_args=dict(self.sampling_args)
+                )
+        except FATAL_ERRORS:
+            raise
+        except (Exception, SystemExit) as error:
+            expired = batch.limits.failure(time.perf_counter() - started)
+            if raises and expired is not None:
+                raise TimeoutError(expired[1].text) from error
+            if raises:
+                raise
+            for record in batch.records:
+                record.fail_with_batch(error, expired)
+            results = [record.result for record in batch.records]
+        return self._finish(batch, results, time.perf_counter() - started)
+
+    def batch_client(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        raises: bool = False,
+        on_end: Callable[[RolloutRecord], None] | None = None,
+    ) -> BatchClient:
+        """Return the client with which `run_rollouts` plays these requests."""
+        limits = BatchLimits(self.limiter, self.activity, self.rollout_timeout_s, raises=raises, on_end=on_end)
+        records = [RolloutRecord(request, self._client(request)) for request in requests]
+        return BatchClient(records, limits, self.sampling_args)
+
+    def _client(self, request: RolloutRequest) -> RolloutClient:
+        return RolloutClient(
+            self.backend,
+            limiter=self.limiter,
+            retry=self.retry,
+            model=self.model,
+            seed=request.seed,
+            require_tokens=self.require_tokens,
+            policy_version=self.policy_version,
+            token_in=self.token_in,
+            group=(request.key.block_id, request.key.example_id),
+        )
+
+    def _finish(self, batch: BatchClient, results: Any, seconds: float) -> list[Rollout]:
+        if not isinstance(results, Sequence) or len(results) != len(batch.records):
+            given = f"{len(results)} results" if isinstance(results, Sequence) else f"{results!r:.100}"
+            raise ConfigError(
+                f"{type(self.env).__name__}.run_rollouts returned {given} for {len(batch)} prompts; return one "
+                "(completion, state) for each prompt, in order."
+            )
+        rollouts = []
+        for record, result in zip(batch.records, results, strict=True):
+            completion, state = None, None
+            if not record.has_ended:
+                record.timing.generation_s = seconds
+            if result is not None or record.failure is None:
+                try:
+                    completion, state = completion_and_state(result)
+                except TypeError as error:
+                    record.fail(error)
+            record.end(batch.limits, state)
+            rollouts.append(record.rollout(completion, state))
+        return rollouts
+
+    async def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`."""
+        finished = [rollout for rollout in rollouts if not rollout.outcome.is_failure]
+        if not finished:
+            return
+        started = time.perf_counter()
+        failure: Failure | None = None
+        scores: list[RolloutScore] = []
+        deadline = asyncio.timeout(self.grading_timeout_s)
+        self.activity.change(scoring=len(finished))
+        try:
+            async with deadline:
+                scores = await call_score_group(self.env.rubric, [rollout.state for rollout in finished])
+        except Exception as error:
+            failure = (
+                Failure("TimeoutError", f"scoring did not end within grading_timeout_s={self.grading_timeout_s:g}")
+                if deadline.expired()
+                else failure_from(error)
+            )
+        finally:
+            self.activity.change(scoring=-len(finished))
+        for index, rollout in enumerate(finished):
+            rollout.timing.scoring_s = time.perf_counter() - started
+            if failure is None and scores[index].errors:
+                failed = scores[index].errors[0]
+                rollout.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
+            else:
+                rollout.failure = failure
+            if rollout.failure is not None:
+                rollout.outcome = Outcome.GRADING_ERROR
+                continue
+            rollout.reward, rollout.metrics = scores[index].reward, scores[index].metrics
+            rollout.advantage = rollout.state.get("advantage")
+
+
+def _own_copy(value: Any) -> Any:
+    """Return a deep copy; of plain JSON data, which prompts nearly always are, faster than `copy.deepcopy`."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {name: _own_copy(item) for name, item in value.items()}
+    if kind is list:
+        return [_own_copy(item) for item in value]
+    return copy.deepcopy(value)

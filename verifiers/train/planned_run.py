@@ -1,0 +1,144 @@
+"""A run's curriculum: which rows of the environment make its datasets, and what it is told of scored blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from verifiers.data.adaptive_curriculum import AdaptiveRows, CurriculumPolicy
+from verifiers.data.batch_plan import BatchPlan
+from verifiers.data.curriculum import Curriculum
+from verifiers.data.row_source import HasReplacements, ObservesBlocks, RowSource, StagedRows, rows_by_name
+from verifiers.errors import CheckpointError, ConfigError
+from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.config import GRPOConfig
+
+__all__ = [
+    "curriculum_metrics",
+    "curriculum_state",
+    "datasets_of",
+    "planned_run",
+    "restore_curriculum",
+    "still_planned",
+]
+
+
+def planned_run(
+    args: GRPOConfig, env: Any, curriculum: Curriculum | CurriculumPolicy | None = None, *, warn: bool = True
+) -> BatchPlan:
+    """Return the plan of a run over an environment's training rows.
+
+    Args:
+        curriculum: stages, or a rule that adapts; None for the environment's own `row_source`, or where it has none
+            for its rows in their own or a shuffled order.
+        warn: say where the run is longer than its curriculum.
+
+    Raises:
+        ConfigError: sizes, stages and datasets that do not go together; a group of environments of which one brings
+            a curriculum that would not be followed.
+    """
+    plan = args.batch_plan(len(env.get_dataset()))
+    source: RowSource | None = getattr(env, "row_source", None)
+    if curriculum is not None:
+        if source is not None:
+            raise ConfigError(
+                "the environment brings a curriculum of its own (row_source), and the run has another; leave one out."
+            )
+        source = _source(args, env, curriculum)
+    if source is None:
+        _check_members(env)
+        return plan
+    plan = dataclasses.replace(plan, source=source)
+    if isinstance(source, StagedRows):
+        source.curriculum.check(source.sizes, plan.max_steps if warn else None)
+        source.check_blocks(plan.blocks, plan.prompts_per_block, plan.updates_per_block)
+    elif isinstance(source, AdaptiveRows):
+        source.check_blocks(plan.prompts_per_block)
+    if args.dynamic_sampling and not isinstance(source, HasReplacements):
+        raise ConfigError(
+            "dynamic_sampling replaces groups by other prompts of the same stage, and this curriculum cannot name "
+            "any; set dynamic_sampling=False."
+        )
+    return plan
+
+
+def _check_members(env: Any) -> None:
+    members: Mapping[str, Any] = getattr(env, "env_map", None) or {}
+    for name, member in members.items():
+        if getattr(member, "row_source", None) is not None:
+            raise ConfigError(
+                f"environment {name!r} of the group brings a curriculum of its own (row_source), which a run over a "
+                "group does not follow: train on that environment alone, choose its rows (a RemoteEnv takes "
+                "dataset=), or give the run a curriculum over the group's environments."
+            )
+        _check_members(member)
+
+
+def _source(args: GRPOConfig, env: Any, curriculum: Curriculum | CurriculumPolicy) -> RowSource:
+    datasets = datasets_of(env)
+    if isinstance(curriculum, Curriculum):
+        return StagedRows(curriculum, datasets)
+    return AdaptiveRows(curriculum, datasets, lag=args.num_batches_ahead)
+
+
+def datasets_of(env: Any) -> dict[str, list[int]]:
+    """Return the training rows of an environment by dataset: by member of a group, else by the `task` column."""
+    dataset = env.get_dataset()
+    if "task" not in dataset.column_names:
+        return {"default": list(range(len(dataset)))}
+    tasks = dataset["task"]
+    members: Mapping[str, Any] | None = getattr(env, "env_map", None)
+    if members is None:
+        return rows_by_name(tasks)
+    # a member's rows may have tasks of their own, which the group knows
+    names = {id(member): name for name, member in members.items()}
+    name_of = {task: names[id(env.get_env_for_task(task))] for task in set(tasks)}
+    return rows_by_name(name_of[task] for task in tasks)
+
+
+def curriculum_metrics(plan: BatchPlan, block: ScoredBlock) -> dict[str, float]:
+    """Tell an adaptive curriculum of a scored block, on rank 0 and in block order; gives where it stands."""
+    source = plan.source
+    if source is None:
+        return {}
+    if isinstance(source, ObservesBlocks):
+        rewards = {
+            group.example_id: [float(rollout.reward) for rollout in group.scored if rollout.reward is not None]
+            for group in block.groups
+        }
+        source.observe(block.block_id, rewards)
+        return source.metrics()
+    first_update = block.block_id * plan.updates_per_block
+    return {"curriculum/stage": float(sum(step <= first_update for step in source.until_steps))}
+
+
+def curriculum_state(plan: BatchPlan) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the curriculum, under its name; nothing where the plan alone decides."""
+    return {"curriculum": plan.source.state()} if isinstance(plan.source, ObservesBlocks) else {}
+
+
+def still_planned(plan: BatchPlan, blocks: Iterable[ScoredBlock]) -> list[ScoredBlock]:
+    """Blocks of a checkpoint that hold the prompts they hold now: later stages may have been given other datasets."""
+    return [
+        block
+        for block in blocks
+        if block.block_id < plan.blocks
+        and set(plan.example_ids(block.block_id)) <= {group.example_id for group in (*block.groups, *block.filtered)}
+    ]
+
+
+def restore_curriculum(plan: BatchPlan, extra: Mapping[str, Any]) -> None:
+    """Bring an adaptive curriculum to where the checkpoint stands.
+
+    Raises:
+        CheckpointError: the checkpoint has no state of a curriculum.
+    """
+    if not isinstance(plan.source, ObservesBlocks):
+        return
+    if "curriculum" not in extra:
+        raise CheckpointError(
+            "the checkpoint holds no state of an adaptive curriculum, so it is of another run; start a new "
+            "output_dir."
+        )
+    plan.source.restore(extra["curriculum"])

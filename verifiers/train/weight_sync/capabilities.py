@@ -1,0 +1,249 @@
+"""Capabilities of a rollout server, checked once before training: what is missing is named with the flag for it.
+
+Only routes that describe the server are asked; its log-probs are compared after the first push
+(`weight_sync.verification`). A server without such a route is not refused for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.errors import WeightSyncError
+from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.inference.wire import NEUTRAL_SAMPLING
+
+__all__ = [
+    "OLDEST_VLLM",
+    "Capabilities",
+    "check_capabilities",
+    "log_probs_are_raw",
+    "old_server",
+    "read_capabilities",
+    "too_old",
+]
+
+_LOOK_S = 5.0
+
+OLDEST_VLLM = (0, 28)
+"""The first minor of vLLM that can be trained against; `vf-vllm` knows the same."""
+
+SAMPLE_TEXT = "The quick brown fox: 12 + 30 = 42.\n\tNaïve?"
+"""Text that both tokenizers encode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """A server's description of itself; None where it gives none.
+
+    Attributes:
+        root: its address.
+        software: "vLLM", or None.
+        version: of the software.
+        models: names that it serves.
+        max_model_len: longest prompt and completion together, in tokens.
+        log_probs_mode: vLLM's; "processed_logprobs" is what training needs.
+        sample_ids: the ids that its tokenizer gives for `SAMPLE_TEXT`.
+        max_lora_rank: largest rank of an adapter; 0 where adapters are off.
+        dtype: of its weights, such as "bfloat16".
+        transfer_backend: of vLLM's weight transfer, such as "nccl"; "" where it is off.
+        loads_adapters: the route for adapters is there.
+    """
+
+    root: str
+    software: str | None = None
+    version: str | None = None
+    models: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    log_probs_mode: str | None = None
+    sample_ids: tuple[int, ...] | None = None
+    max_lora_rank: int | None = None
+    dtype: str | None = None
+    transfer_backend: str | None = None
+    loads_adapters: bool | None = None
+
+
+async def read_capabilities(server: ServerClient) -> Capabilities:
+    """Ask a server that is up.
+
+    Raises:
+        WeightSyncError: it does not answer.
+    """
+    models = (await _asked(server, "GET", "/v1/models") or {}).get("data") or []
+    names = tuple(str(model.get("id")) for model in models)
+    lengths = [model["max_model_len"] for model in models if model.get("max_model_len")]
+    encoded = await _asked(
+        server,
+        "POST",
+        "/tokenize",
+        {"model": names[0] if names else None, "prompt": SAMPLE_TEXT, "add_special_tokens": False},
+    )
+    ids = encoded.get("tokens") if isinstance(encoded, dict) else None
+    version = await _asked(server, "GET", "/version")
+    info = await _asked(server, "GET", "/server_info?config_format=json")
+    config = info.get("vllm_config") if isinstance(info, dict) else None
+    config = config if isinstance(config, dict) else None
+    model_config = (config or {}).get("model_config") or {}
+    lora = (config or {}).get("lora_config") or {}
+    environment = (info or {}).get("vllm_env") or {} if config is not None else {}
+    return Capabilities(
+        root=server.root,
+        software="vLLM" if config is not None else None,
+        version=str(version["version"]) if isinstance(version, dict) and "version" in version else None,
+        models=names,
+        max_model_len=int(min(lengths)) if lengths else None,
+        log_probs_mode=model_config.get("logprobs_mode"),
+        sample_ids=tuple(ids) if ids else None,
+        max_lora_rank=int(lora.get("max_lora_rank", 0)) if config is not None else None,
+        dtype=str(model_config["dtype"]).removeprefix("torch.") if "dtype" in model_config else None,
+        transfer_backend=_transfer_backend(config),
+        loads_adapters=bool(environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")) if config is not None else None,
+    )
+
+
+def check_capabilities(
+    found: Capabilities,
+    *,
+    weight_sync: str,
+    model: str | None = None,
+    encode: Callable[[str], Sequence[int]] | None = None,
+    needed_tokens: int | None = None,
+    adapter_rank: int = 0,
+) -> None:
+    """Refuse a server that cannot be trained against, before anything is sampled.
+
+    Args:
+        found: the server's capabilities.
+        weight_sync: kind that will be used: "directory", "nccl", "lora" or "in_process".
+        model: the policy's name, where the user gave one.
+        encode: the trainer's tokenizer, without special tokens.
+        needed_tokens: the longest prompt that is known, and the longest completion, together.
+        adapter_rank: of the adapter that is trained.
+
+    Raises:
+        WeightSyncError: names everything that is missing, each with what gives it.
+    """
+    missing = []
+    if (old := too_old(found.version)) is not None:
+        missing.append(old)
+    if found.log_probs_mode not in (None, "processed_logprobs"):
+        missing.append(
+            f"its log-probs are {found.log_probs_mode}, not those of the distribution it samples from; start it with "
+            "--logprobs-mode processed_logprobs"
+        )
+    if model is not None and found.models and model not in found.models and weight_sync != "lora":
+        missing.append(
+            f"it serves {', '.join(map(repr, found.models))}, not {model!r}; set server_model, or start it with "
+            f"--served-model-name {model}"
+        )
+    if encode is not None and found.sample_ids is not None:
+        ours = tuple(encode(SAMPLE_TEXT))
+        if ours != found.sample_ids:
+            missing.append(
+                f"its tokenizer encodes a sample as {len(found.sample_ids)} tokens and the trainer's as {len(ours)}, "
+                "or as other ones; serve the model that is trained, or give --tokenizer"
+            )
+    if needed_tokens is not None and found.max_model_len is not None and needed_tokens > found.max_model_len:
+        missing.append(
+            f"its context is {found.max_model_len} tokens, and the longest prompt with max_completion_length needs "
+            f"{needed_tokens}; start it with --max-model-len {needed_tokens}"
+        )
+    missing += _missing_for_sync(found, weight_sync, adapter_rank)
+    if missing:
+        raise WeightSyncError(f"the rollout server at {found.root} cannot be trained against: {'; '.join(missing)}.")
+
+
+def too_old(version: str | None) -> str | None:
+    """Return what to do about a release of vLLM that is too old; None where it is not, or is no release."""
+    release = re.match(r"(\d+)\.(\d+)\.\d", version or "")
+    if release is None or (int(release[1]), int(release[2])) >= OLDEST_VLLM:
+        return None
+    return f"it is vLLM {version}, and training needs {'.'.join(map(str, OLDEST_VLLM))} or later; upgrade vLLM there"
+
+
+async def old_server(server: ServerClient) -> str | None:
+    """Return `too_old` of a server that may not answer."""
+    try:
+        answer = await server.request("GET", "/version", timeout_s=_LOOK_S)
+    except WeightSyncError:
+        return None
+    return too_old(str(answer.get("version"))) if isinstance(answer, dict) else None
+
+
+def _missing_for_sync(found: Capabilities, weight_sync: str, adapter_rank: int) -> list[str]:
+    missing = []
+    if weight_sync == "nccl":
+        if found.software is None:
+            missing.append("weight_sync='nccl' needs vLLM; use 'directory' with this server")
+        elif found.transfer_backend != "nccl":
+            missing.append(
+                'its weight transfer is off; start it with --weight-transfer-config \'{"backend": "nccl"}\''
+            )
+    if weight_sync == "lora":
+        if found.software is None:
+            missing.append("weight_sync='lora' needs vLLM; use 'directory', which sends merged weights")
+        elif not found.max_lora_rank:
+            missing.append(f"it takes no adapters; start it with --enable-lora --max-lora-rank {adapter_rank or 8}")
+        elif adapter_rank > found.max_lora_rank:
+            missing.append(
+                f"it takes adapters up to rank {found.max_lora_rank}, and the policy's has {adapter_rank}; start it "
+                f"with --max-lora-rank {adapter_rank}"
+            )
+        elif not found.loads_adapters:
+            missing.append(
+                "it loads no adapters while it runs; start it by vf-vllm, or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+    return missing
+
+
+async def log_probs_are_raw(server: ServerClient, model: str, prompt: Any) -> bool:
+    """Return True if a server's log-probs are those before temperature, found by sampling.
+
+    The difference of two tokens' log-probs doubles at temperature 0.5 where they are processed, and stays where they
+    are raw. False where the server does not show two tokens.
+    """
+    gaps = [await _top_gap(server, model, prompt, temperature) for temperature in (1.0, 0.5)]
+    if gaps[0] is None or gaps[1] is None or gaps[0] < 0.05:
+        return False
+    return gaps[1] < 1.5 * gaps[0]
+
+
+async def _top_gap(server: ServerClient, model: str, prompt: Any, temperature: float) -> float | None:
+    chat = not isinstance(prompt, str)
+    body: dict[str, Any] = {
+        "model": model,
+        "temperature": temperature,
+        "max_tokens": 1,
+        "seed": 1,
+        **NEUTRAL_SAMPLING,
+    }
+    body |= {"messages": prompt, "logprobs": True, "top_logprobs": 3} if chat else {"prompt": prompt, "logprobs": 3}
+    try:
+        answer = await server.request("POST", "/v1/chat/completions" if chat else "/v1/completions", body)
+        shown = answer["choices"][0]["logprobs"]
+        top = (
+            [entry["logprob"] for entry in shown["content"][0]["top_logprobs"]]
+            if chat
+            else list(shown["top_logprobs"][0].values())
+        )
+    except (WeightSyncError, LookupError, TypeError):
+        return None
+    # vLLM counts the sampled token among those that were asked for
+    best = sorted(top, reverse=True)[:2]
+    return best[0] - best[1] if len(best) == 2 else None
+
+
+def _transfer_backend(config: dict[str, Any] | None) -> str | None:
+    if config is None:
+        return None
+    return str((config.get("weight_transfer_config") or {}).get("backend", ""))
+
+
+async def _asked(server: ServerClient, method: str, path: str, body: Any = None) -> Any:
+    """Return the answer, or None where the server has no such route or refuses the request."""
+    try:
+        return await server.request(method, path, body)
+    except RefusedError:
+        return None

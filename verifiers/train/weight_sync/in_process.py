@@ -1,0 +1,96 @@
+"""Weights copied into a frozen policy in this process, on another device: no file, no serialization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from verifiers.errors import ConfigError, WeightSyncError
+from verifiers.inference.server_pool import ServerPool
+from verifiers.train.weight_sync.protocol import WeightSync
+from verifiers.train.weight_sync.tensors import policy_tensors
+
+__all__ = ["InProcessSync"]
+
+
+class InProcessSync(WeightSync):
+    """The embedded server in the trainer's process, with a frozen copy of the policy on a device of its own.
+
+    The copy is made from the policy's config and tensors at `connect`, and takes new weights parameter by
+    parameter; between pushes its logits do not move.
+
+    Args:
+        policy: gives the trained model, unwrapped.
+        tokenizer: the policy's.
+        device: where the copy lives, such as "cuda:1"; best not the trainer's.
+        slots: most sequences generated at once.
+        timeout_s: deadline for one push, in seconds.
+    """
+
+    kind = "in_process"
+
+    def __init__(
+        self,
+        policy: Callable[[], Any],
+        tokenizer: Any,
+        device: str,
+        *,
+        slots: int = 64,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self._policy, self._tokenizer = policy, tokenizer
+        self._device, self._slots, self._timeout_s = device, slots, timeout_s
+        self._running: Any = None
+
+    def connect(self, deadline_s: float) -> None:
+        try:
+            from verifiers_embedded.errors import EmbeddedError
+            from verifiers_embedded.in_process_server import InProcessServer
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout_device={self._device!r} needs the embedded server, which is not installed; "
+                "install it by `pip install ./servers/embedded`."
+            ) from error
+        policy = self._policy()
+        threads = 1 if torch.device(self._device).type == "cpu" else None
+        try:
+            with policy_tensors(policy) as tensors:
+                self._running = InProcessServer.of_policy(
+                    policy.config,
+                    tensors,
+                    self._tokenizer,
+                    device=self._device,
+                    slots=self._slots,
+                    threads=threads,
+                ).start(deadline_s)
+        except (EmbeddedError, RuntimeError) as error:
+            raise WeightSyncError(f"no copy of the policy could be made on {self._device}: {error}") from error
+        self.pool = ServerPool([self._running.url], timeout_s=self._timeout_s)
+
+    def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
+        try:
+            self._running.push(dict(named_parameters), str(version), self._timeout_s)
+        except Exception as error:
+            raise WeightSyncError(
+                f"the weights of step {version} did not reach the copy on {self._device}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        running, self._running = self._running, None
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            pool.stop()
+        if running is not None:
+            running.close()
+
+    @property
+    def own_url(self) -> str | None:
+        """Base URL of the server, with /v1; None until connected."""
+        return str(self._running.url) if self._running is not None else None
+
+    def copy_of(self, version: int) -> Any:
+        """Return the frozen copy, where it has the weights of `version`, else None."""
+        running = self._running
+        return running.model if running is not None and running.version == str(version) else None

@@ -1,0 +1,335 @@
+"""The trainer's side of weight sync: rollout servers get the trained weights, and are checked to sample from them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from verifiers.envs.datasets import row_fields
+from verifiers.errors import ConfigError, WeightProbeError, WeightSyncError
+from verifiers.inference.endpoint import Backend
+from verifiers.inference.load_balancer import backend_for, each_server
+from verifiers.inference.server_pool import ServerPool
+from verifiers.train.distributed import Ranks
+from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
+from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
+from verifiers.train.weight_sync.protocol import WeightSync
+from verifiers.train.weight_sync.tensors import gathered_tensors, is_sharded
+from verifiers.train.weight_sync.verification import LogprobCheck
+
+if TYPE_CHECKING:
+    from verifiers.train.config import GRPOConfig
+
+__all__ = ["BeforeOptimizerStep", "PolicyWeights", "WeightPublisher", "default_weight_sync", "first_prompt"]
+
+logger = logging.getLogger("verifiers.train")
+
+_PROMPTS_MEASURED = 256
+_DESCRIBE_S = 600.0
+
+
+def default_weight_sync(
+    args: GRPOConfig, servers: Sequence[Backend], policy: Callable[[], Any], tokenizer: Any
+) -> WeightSync:
+    """Return the weight sync that a run's settings name.
+
+    Args:
+        args: settings of the run.
+        servers: the rollout servers.
+        policy: gives the trained model, unwrapped.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError: the servers have different API keys.
+    """
+    if args.rollout_device is not None:
+        slots, timeout_s = args.rollout_chunk_size, args.weight_sync_timeout
+        return InProcessSync(policy, tokenizer, args.rollout_device, slots=slots, timeout_s=timeout_s)
+    keys = {backend.api_key for backend in servers}
+    if len(keys) > 1:
+        raise ConfigError(
+            f"the client's {len(servers)} servers have {len(keys)} different API keys, and weights are pushed "
+            "under one; start them with the same, or give a weight_sync of your own."
+        )
+    return choose_sync(
+        args.weight_sync,
+        [backend.base_url or str(args.server_url) for backend in servers],
+        directory=args.weight_sync_dir,
+        timeout_s=args.weight_sync_timeout,
+        api_key=keys.pop() or "EMPTY",
+    )
+
+
+class PolicyWeights:
+    """The trained model's tensors, on one rank or sharded over them.
+
+    Args:
+        ranks: of the run.
+        policy: gives the trained model, unwrapped.
+    """
+
+    def __init__(self, ranks: Ranks, policy: Callable[[], Any]) -> None:
+        self._ranks, self._policy = ranks, policy
+        ranks.register("gather", self.gather)
+
+    @property
+    def model(self) -> Any:
+        """The trained model, unwrapped."""
+        return self._policy()
+
+    @property
+    def is_sharded(self) -> bool:
+        """True where the ranks hold parts of the parameters only."""
+        return is_sharded(self.model)
+
+    def gather(self, tied: bool, adapter_only: bool) -> dict[str, Tensor]:
+        """Return the tensors of a sharded model, whole, on rank 0; every rank must call it."""
+        only = (lambda name: "lora_" in name) if adapter_only else None
+        return gathered_tensors(self.model, keep=self._ranks.is_main, tied=tied, only=only)
+
+    @contextlib.contextmanager
+    def tensors(self, sync: WeightSync) -> Iterator[Mapping[str, Any]]:
+        """Hold the tensors that a weight sync pushes, by name; on rank 0, from inside `Ranks.on_rank_0`."""
+        whole = self._ranks.together("gather", sync.sends_tied, sync.sends_adapter) if self.is_sharded else None
+        with sync.tensors_of(self.model, whole) as tensors:
+            yield tensors
+
+
+class WeightPublisher:
+    """Connects to the rollout servers, pushes weights to them, and has each push checked by log-probs; on rank 0.
+
+    Args:
+        args: settings of the run.
+        client: anything that `backend_for` takes; None for the servers of the settings.
+        sync: how weights reach the servers; the kind that the settings name when left out.
+        weights: the trained tensors.
+        tokenizer: the policy's.
+        rows: the training rows.
+        check: compares the servers' log-probs with the trainer's.
+
+    Attributes:
+        sync: how weights reach the servers.
+        servers: what rollouts are sent to.
+        on_version: called with the version of a push when all servers have it, before requests in flight go on.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        client: Any,
+        sync: WeightSync | None,
+        weights: PolicyWeights,
+        tokenizer: Any,
+        rows: Any,
+        check: LogprobCheck,
+    ) -> None:
+        self._args, self._weights, self._tokenizer, self._rows = args, weights, tokenizer, rows
+        backend = backend_for(client if client is not None else _urls(args))
+        self.sync = sync or default_weight_sync(args, each_server(backend), lambda: weights.model, tokenizer)
+        self.servers: Backend = self.sync.route(backend)
+        self.on_version: Callable[[int], None] | None = None
+        self._client_given = client is not None
+        self._check = check
+        self._pool: ServerPool | None = None
+        self._pushes = 0
+        self._repeated_loads = 0
+
+    # -- before the first push ------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Wait for the servers, check what they can do, and let no rollout reach weights that were not pushed.
+
+        Raises:
+            WeightSyncError: a server did not answer in time, or cannot be trained against.
+        """
+        try:
+            self.sync.connect(self._args.server_wait)
+        except WeightSyncError as error:
+            # a vLLM that lacks the routes is most often one from before them
+            old = self.pool.run(old_server(self.pool.servers[0]), _DESCRIBE_S)
+            raise WeightSyncError(f"{error} The server is too old: {old}." if old else str(error)) from error
+        # the first pushes to servers that were just connected are always checked
+        self._pushes = 0
+        if self.sync.own_url is not None and not self._client_given:
+            self.servers = backend_for(self.sync.own_url)
+        pool = self.pool
+        pool.restart_timeout_s = pool.up_timeout_s = self._args.server_restart_timeout
+        pool.stall_timeout_s = self._args.async_generation_timeout
+        pool.on_version = self.on_version
+        if self.sync.pool is not None:
+            self._check_capabilities(pool)
+
+    @property
+    def pool(self) -> ServerPool:
+        """The servers that hold the weights, or one of them where the kind of weight sync knows of none."""
+        if self.sync.pool is not None:
+            return self.sync.pool
+        if self._pool is None:
+            self._pool = ServerPool([self.servers.base_url or self._args.server_url])
+        return self._pool
+
+    def _check_capabilities(self, pool: ServerPool) -> None:
+        needed = self._needed_tokens()
+        for server in pool.servers:
+            found = pool.run(read_capabilities(server), _DESCRIBE_S)
+            self._check.server_is_half = self._check.server_is_half or found.dtype in ("bfloat16", "float16")
+            check_capabilities(
+                found,
+                weight_sync=self.sync.kind,
+                model=self._args.server_model,
+                encode=lambda text: self._tokenizer.encode(text, add_special_tokens=False),
+                needed_tokens=needed,
+                adapter_rank=_adapter_rank(self._weights.model),
+            )
+
+    def _needed_tokens(self) -> int | None:
+        """Return the longest of the first prompts and `max_completion_length` together; later turns add to it."""
+        longest = 0
+        for index in range(min(_PROMPTS_MEASURED, len(self._rows))):
+            prompt = row_fields(self._rows[index])[0]
+            if isinstance(prompt, str):
+                longest = max(longest, len(self._tokenizer.encode(prompt)))
+            elif getattr(self._tokenizer, "chat_template", None):
+                rendered = self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+                longest = max(longest, len(self._tokenizer.encode(rendered, add_special_tokens=False)))
+        return longest + (self._args.max_completion_length or 0) if longest else None
+
+    def policy_name(self) -> str:
+        """Return the policy's name in requests; the server is asked where nothing else says it."""
+        name = self.sync.policy_name or self._args.server_model
+        return str(name or self.pool.run(self.pool.servers[0].model_name(), _DESCRIBE_S))
+
+    def drains(self) -> bool:
+        """Return True where rollouts in flight end before a push: as asked for, or because they would be lost.
+
+        Raises:
+            ConfigError: draining is switched off, and the servers cannot keep requests during a push.
+        """
+        asked, name = self._args.drain_before_sync, type(self.sync).__name__
+        if self.sync.keeps_requests:
+            return bool(asked)
+        if asked is False:
+            raise ConfigError(
+                f"drain_before_sync is False, but with {name} a request keeps the weights that it began with, "
+                "whatever the server calls them by then: its tokens would be stale unmarked; leave it out."
+            )
+        if asked is None and self._args.num_batches_ahead:
+            logger.warning(
+                "%s cannot keep requests in flight while it loads weights, so every push waits for the rollouts in "
+                "flight to end; stragglers then leave the server idle (drain_before_sync).",
+                name,
+            )
+        return True
+
+    # -- pushing --------------------------------------------------------------------------------------------------
+
+    def push(self, version: int, *, may_check_meanwhile: bool = False) -> None:
+        """Push the present weights and check by log-probs that the servers sample from them, where that is due.
+
+        Args:
+            version: the optimizer step of the weights.
+            may_check_meanwhile: the answers to a check may come while the trainer computes; `settle` judges them.
+
+        Raises:
+            WeightSyncError: a server did not take the weights.
+            WeightProbeError: a server took them and samples from others.
+        """
+        self._push_once(version)
+        # the second push is the first that changes anything: until then a head that stays old is right
+        is_doubtful = self._are_doubtful() or self._pushes < 2
+        due = is_doubtful or (self._args.probe_every > 0 and self._pushes % self._args.probe_every == 0)
+        self._pushes += 1
+        self._check.forget()
+        if due and (is_doubtful or not may_check_meanwhile or self._weights.is_sharded):
+            self.check(version)
+        elif due:
+            self._check.begin(version, self.pool)
+
+    def _push_once(self, version: int) -> None:
+        with self._weights.tensors(self.sync) as tensors:
+            self.sync.push(tensors.items(), version)
+
+    def _are_doubtful(self) -> bool:
+        """Return True where since the last push a server was restarted, or refused a load and was asked again."""
+        before, self._repeated_loads = self._repeated_loads, self.pool.repeated_loads
+        return self._repeated_loads > before
+
+    def settle(self) -> None:
+        """Judge the check that is on its way; the weights must still be those that were pushed."""
+        version = self._check.finish()
+        if version is not None:
+            # a check that waits for its answer tells a passing trouble from a lasting one
+            self.check(version)
+
+    def check(self, version: int) -> None:
+        """Check the servers' log-probs now; tied weights are pushed under each of their names where that helps.
+
+        Raises:
+            WeightProbeError: a server samples from other weights.
+        """
+        try:
+            self._check.run(version, self.pool)
+        except WeightProbeError as error:
+            if not self._may_untie():
+                raise
+            logger.warning("%s Sending tied weights under each of their names from now on.", error)
+            self.sync.sends_tied = True
+            self._push_once(version)
+            try:
+                self._check.run(version, self.pool)
+            except WeightProbeError as again:
+                raise WeightProbeError(
+                    f"{again} The model has tied embeddings, and sending the head by itself did not help; train a "
+                    "model with tie_word_embeddings=False, or use another server."
+                ) from error
+
+    def _may_untie(self) -> bool:
+        sync = self.sync
+        return sync.can_send_tied and not sync.sends_tied and has_tied_tensors(self._weights.model)
+
+    def copy_of(self, version: int) -> Any:
+        """Return the frozen copy of the policy in this process, where there is one with these weights, else None."""
+        return self.sync.copy_of(version)
+
+    def close(self) -> None:
+        """End the check that is on its way, and free what pushes used. May be called twice."""
+        # whatever one of them raises, the rest is freed
+        with contextlib.ExitStack() as stack:
+            if self._pool is not None:
+                stack.callback(self._pool.stop)
+            stack.callback(self.sync.close)
+            stack.callback(self._check.abandon)
+
+
+class BeforeOptimizerStep(TrainerCallback):
+    """Does something before each optimizer step: the last moment at which the weights are those that were pushed.
+
+    Args:
+        work: what is done.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._work()
+
+
+def first_prompt(rows: Any) -> Any:
+    """Return the prompt of the first training row, which servers are checked with."""
+    return row_fields(rows[0])[0]
+
+
+def _urls(args: GRPOConfig) -> list[str]:
+    """Return the servers of `server_urls`, or the one of `server_url`."""
+    return [url.rstrip("/") for url in args.server_urls or [args.server_url]]
+
+
+def _adapter_rank(model: Any) -> int:
+    configs = getattr(model, "peft_config", None) or {}
+    return max((int(getattr(config, "r", 0) or 0) for config in configs.values()), default=0)

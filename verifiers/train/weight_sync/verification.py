@@ -1,0 +1,267 @@
+"""Verification after a push that a server samples from the pushed weights, by the log-probs of a few tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifiers.errors import Error, WeightProbeError
+from verifiers.inference.server_client import NoAnswerError, ServerClient
+from verifiers.inference.server_pool import ServerPool
+from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
+from verifiers.train.weight_sync.capabilities import log_probs_are_raw
+
+__all__ = ["LogprobCheck", "ProbeResult", "ask_server", "compare_answer"]
+
+logger = logging.getLogger("verifiers.train")
+
+_TOKENS = 8
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """The outcome of one server's check.
+
+    Attributes:
+        largest_difference: largest |server's log-prob - trainer's| over the sampled tokens, in nats.
+        tokens: sampled tokens compared.
+    """
+
+    largest_difference: float
+    tokens: int
+
+
+async def ask_server(
+    server: ServerClient,
+    model: str,
+    prompt: Any,
+    *,
+    temperature: float,
+    version: int,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """Have a server sample a few tokens at the training temperature; return its answer.
+
+    Args:
+        server: which one.
+        model: the policy's name there.
+        prompt: messages, or a string for a completion model.
+        temperature: of the sampling.
+        version: of the weights, which makes the seed.
+        timeout_s: deadline in seconds; the server's own when left out.
+    """
+    chat = not isinstance(prompt, str)
+    body: dict[str, Any] = {
+        "model": model,
+        "temperature": temperature,
+        "max_tokens": _TOKENS,
+        "seed": version + 1,
+        "logprobs": True if chat else 0,
+        "return_token_ids": True,
+        **NEUTRAL_SAMPLING,
+        ("messages" if chat else "prompt"): prompt,
+    }
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    answer: dict[str, Any] = await server.request("POST", path, body, timeout_s=timeout_s)
+    return answer
+
+
+def compare_answer(
+    server: ServerClient,
+    answer: dict[str, Any],
+    score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
+    *,
+    version: int,
+    tolerance: float,
+) -> ProbeResult:
+    """Compare an answer of `ask_server` with the trainer's log-probs.
+
+    Args:
+        server: which one answered.
+        answer: of `ask_server`.
+        score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
+        version: of the weights that were pushed.
+        tolerance: largest difference accepted, in nats.
+
+    Raises:
+        WeightProbeError: the difference is larger, or the server names another version than was pushed.
+    """
+    sampled = sampled_tokens(answer)
+    ids = sampled.completion_ids
+    if not sampled.prompt_ids or not ids or not sampled.logprobs:
+        raise WeightProbeError(
+            f"the server at {server.root} sends no token ids or log-probs, which training needs; use a server that "
+            "honours return_token_ids and logprobs, such as vf-serve."
+        )
+    for span in sampled.versions:
+        if str(span["version"]) != str(version):
+            raise WeightProbeError(
+                f"version {version} was pushed, but the server samples from version {span['version']}."
+            )
+    ours = score(sampled.prompt_ids, ids)
+    difference = max(abs(a - b) for a, b in zip(ours, sampled.logprobs, strict=True))
+    if not difference <= tolerance:
+        raise WeightProbeError(
+            f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
+            f"{difference:.4f} (probe_tolerance is {tolerance:g}): it does not sample from these weights, or from "
+            "another distribution (temperature, log-probs before processing, tied embeddings kept old). A server "
+            "that refused a load in an earlier run may hold half of it: start it again."
+        )
+    return ProbeResult(difference, len(ids))
+
+
+class LogprobCheck:
+    """Compares the servers' log-probs of a few sampled tokens with the trainer's own; on rank 0.
+
+    Args:
+        question: gives what servers are asked: `model`, `prompt` and `temperature` of `ask_server`.
+        score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
+        tolerance: largest difference accepted, in nats; 1e-3 in float32, 0.1 in half precision when None.
+        trains_in_half: the trainer computes in half precision.
+        patience_s: seconds to wait for an answer whatever the server does meanwhile; a request queues behind every
+            rollout that is in flight there.
+        limit_s: deadline of a request to a server that is busy, in seconds.
+        on_result: called with each outcome.
+
+    Attributes:
+        server_is_half: a server computes in half precision.
+    """
+
+    def __init__(
+        self,
+        question: Callable[[], Mapping[str, Any]],
+        score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
+        *,
+        tolerance: float | None = None,
+        trains_in_half: bool = False,
+        patience_s: float = float("inf"),
+        limit_s: float | None = None,
+        on_result: Callable[[ProbeResult], None] = lambda result: None,
+    ) -> None:
+        self._question, self._score, self._on_result = question, score, on_result
+        self._tolerance, self._trains_in_half = tolerance, trains_in_half
+        self._patience_s, self._limit_s = patience_s, limit_s
+        self.server_is_half = False
+        self._version: int | None = None
+        self._requests: list[_Request] = []
+
+    @property
+    def is_pending(self) -> bool:
+        """True from `begin` to `finish`."""
+        return self._version is not None
+
+    def run(self, version: int, pool: ServerPool) -> None:
+        """Check every server and wait for the answers; one that was restarted is asked again once it is back.
+
+        Raises:
+            WeightProbeError: a server samples from other weights than were pushed.
+            NoAnswerError: a server does not answer, nor has the pushed weights.
+        """
+        for server in pool.servers:
+            try:
+                self._run_on(server, version, pool)
+            except WeightProbeError as error:
+                question = self._question()
+                raw = log_probs_are_raw(server, question["model"], question["prompt"])
+                if pool.run(raw, 4 * server.timeout_s):
+                    raise WeightProbeError(
+                        f"the log-probs of {server.root} are those before temperature, so they are not of the "
+                        "distribution it samples from; start it with --logprobs-mode processed_logprobs."
+                    ) from error
+                raise
+
+    def _run_on(self, server: ServerClient, version: int, pool: ServerPool) -> None:
+        deadline = time.monotonic() + pool.restart_timeout_s
+        while True:
+            try:
+                return self._compare(server, self._ask(server, version, pool).wait(), version)
+            except (NoAnswerError, WeightProbeError) as error:
+                if isinstance(error, NoAnswerError):
+                    restarted = not error.timed_out
+                else:
+                    restarted = not pool.holds_pushed_weights(server.url)
+                if not restarted or not pool.wait_until_restored(server.url, deadline - time.monotonic()):
+                    raise
+
+    def begin(self, version: int, pool: ServerPool) -> None:
+        """Ask the servers while the trainer computes; `finish` compares their answers."""
+        self._version = version
+        self._requests = [self._ask(server, version, pool) for server in pool.servers]
+
+    def finish(self) -> int | None:
+        """Compare the answers that `begin` asked for, with the weights that were pushed then.
+
+        Returns:
+            The version where an answer did not agree, so that `run` has to find out why; else None.
+
+        Raises:
+            NoAnswerError: a server did not answer in time.
+        """
+        version, requests = self._version, self._requests
+        self.forget()
+        if version is None:
+            return None
+        for request in requests:
+            try:
+                self._compare(request.server, request.wait(), version)
+            except NoAnswerError as error:
+                if error.timed_out:
+                    raise
+                # a server that was killed meanwhile samples nothing before it has the pushed weights again
+                root = request.server.root
+                logger.warning("%s could not be asked for the log-probs of its weights: %s", root, error)
+            except Error:
+                return version
+        return None
+
+    def forget(self) -> None:
+        """Drop the answers that `begin` asked for."""
+        self._version, self._requests = None, []
+
+    def abandon(self) -> None:
+        """Drop the answers, and cancel their requests."""
+        requests = self._requests
+        self.forget()
+        for request in requests:
+            request.answer.cancel()
+
+    def _ask(self, server: ServerClient, version: int, pool: ServerPool) -> _Request:
+        work = ask_server(server, version=version, timeout_s=self._limit_s, **self._question())
+        return _Request(pool, server, work, self._patience_s)
+
+    def _compare(self, server: ServerClient, answer: dict[str, Any], version: int) -> None:
+        half = self._trains_in_half or self.server_is_half
+        tolerance = self._tolerance if self._tolerance is not None else (0.1 if half else 1e-3)
+        self._on_result(compare_answer(server, answer, self._score, version=version, tolerance=tolerance))
+
+
+class _Request:
+    """One request to a server, which has a deadline of its own; asked on the pool's event loop."""
+
+    def __init__(
+        self, pool: ServerPool, server: ServerClient, ask: Coroutine[Any, Any, dict[str, Any]], patience_s: float
+    ) -> None:
+        self.server = server
+        self.answer = pool.begin(ask)
+        self._pool = pool
+        self._until = time.monotonic() + patience_s
+
+    def wait(self) -> dict[str, Any]:
+        """Return the answer, or raise what asking raised."""
+        while not self.answer.done():
+            patience_s = max(0.0, self._until - time.monotonic())
+            wait_s = min(patience_s, threading.TIMEOUT_MAX) or _POLL_S
+            self._pool.run(self._ended_within(wait_s), wait_s + 60.0)
+            if not self.answer.done() and not self._pool.holds_pushed_weights(self.server.url):
+                text = f"{self.server.root} did not answer a log-prob check, nor does it say that it has the weights"
+                raise NoAnswerError(text, timed_out=True)
+        return self.answer.result()
+
+    async def _ended_within(self, timeout_s: float) -> None:
+        await asyncio.wait([asyncio.wrap_future(self.answer)], timeout=timeout_s)
