@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import tiny_world
 
 import verifiers as vf
 from verifiers.errors import ConfigError, GenerationError, MissingTokenIdsError, WeightProbeError, WeightSyncError
-from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
 
 URL = "http://127.0.0.1:9/v1"
 
@@ -75,6 +76,85 @@ def test_an_environment_may_cut_the_distribution_where_nothing_is_corrected(tmp_
     args = tiny_world.config(tmp_path, URL, importance_correction=False)
     trainer = vf.GRPOTrainer(str(model_dir), tiny_world.single_turn(sampling_args={"top_p": 0.9}), args)
     assert trainer.sampling_args["top_p"] == 0.9
+
+
+class AsksItself(vf.SingleTurnEnv):
+    """An environment with arguments of its own in its own call; it swallows what goes wrong."""
+
+    def __init__(self, arguments: dict[str, Any], *, trained: bool = True) -> None:
+        super().__init__(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+        self.arguments, self.trained = arguments, trained
+
+    async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = {"model": model, "messages": prompt, "temperature": 0.6, "max_tokens": 8}
+        answer = await client.chat.completions.create(**policy)
+        with contextlib.suppress(Exception):
+            asked = client if self.trained else client.untrained
+            await asked.chat.completions.create(**{**policy, **self.arguments})
+        return [{"role": "assistant", "content": answer.choices[0].message.content}], {}
+
+
+BIASED_CALLS = {
+    "top_p": (
+        {"top_p": 0.5},
+        r"a call of the environment samples with top_p=0\.5, .*leave top_p out, ask client\.untrai",
+    ),
+    "top_k": ({"extra_body": {"top_k": 3}}, r"call of the environment samples with top_k=3"),
+    "min_p": ({"extra_body": {"min_p": 0.2}}, r"call of the environment samples with min_p=0\.2"),
+    "penalty": ({"frequency_penalty": 1.0}, r"call of the environment samples with frequency_penalty=1\.0"),
+    "logit_bias": ({"logit_bias": {"5": -100}}, r"call of the environment samples with logit_bias="),
+    "temperature": (
+        {"temperature": 0.3},
+        r"samples at temperature=0\.3, and the trainer scores it at temperature=0\.6",
+    ),
+    "forgotten": (
+        {"temperature": None},
+        r"leaves temperature out, and the trainer scores it at .*pass on the sampling",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIASED_CALLS)
+def test_a_trained_call_with_sampling_that_the_trainer_does_not_assume_ends_the_run(
+    make_fake_trainer: Callable[..., Any], name: str
+) -> None:
+    arguments, message = BIASED_CALLS[name]
+    with FakeOpenAIServer("ok") as fake:
+        trainer = make_fake_trainer(AsksItself(arguments), fake.url, temperature=0.6)
+        with pytest.raises(ConfigError, match=message) as raised:
+            trainer.train()
+    assert is_one_sentence(str(raised.value))
+    assert trainer.seen == []
+
+
+def test_calls_on_the_untrained_handle_sample_as_they_like(make_fake_trainer: Callable[..., Any]) -> None:
+    with FakeOpenAIServer("ok") as fake:
+        env = AsksItself({"top_p": 0.5, "temperature": 2.0}, trained=False)
+        trainer = make_fake_trainer(env, fake.url, temperature=0.6, max_steps=1)
+        trainer.train()
+    assert trainer.logged("rows/trained") == [8.0]
+
+
+class AsksElsewhere(vf.SingleTurnEnv):
+    """An environment with a client of its own beside the one that it is given."""
+
+    async def rollout(self, client: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+        return await super().rollout(FakeClient("an answer of mine"), model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rewards_without_recorded_calls_end_the_run_at_the_first_block(
+    make_fake_trainer: Callable[..., Any], streaming: bool
+) -> None:
+    env = AsksElsewhere(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+    with FakeOpenAIServer("ok") as fake:
+        trainer = make_fake_trainer(env, fake.url, streaming=streaming)
+        with pytest.raises(
+            ConfigError, match=r"none of 8 scored rollouts of task 'default' .*not a client of its own"
+        ) as raised:
+            trainer.train()
+    assert is_one_sentence(str(raised.value).removeprefix("block 0: "))
+    assert trainer.state.global_step == 0
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere"])

@@ -113,6 +113,15 @@ async def test_a_user_supplied_extra_body_survives_beside_what_training_asks_for
     assert server.requests[1].body["logprobs"] == 4
 
 
+async def test_a_call_without_a_temperature_asks_for_the_one_that_it_is_scored_at(
+    server: FakeOpenAIServer, backend: HttpBackend
+) -> None:
+    await ask(RolloutClient(backend, model="policy", require_tokens=True))
+    await ask(RolloutClient(backend, model="policy"))
+    # a server's own default may come from the model's generation_config.json
+    assert [request.body.get("temperature") for request in server.requests] == [1.0, None]
+
+
 @pytest.mark.parametrize("arguments", [{"n": 4}, {"extra_body": {"n": 4}}])
 async def test_several_answers_in_one_call_are_refused_in_training(
     backend: HttpBackend, arguments: dict[str, Any]

@@ -15,6 +15,7 @@ __all__ = [
     "NEUTRAL_SAMPLING",
     "SampledTokens",
     "WireObject",
+    "given_arguments",
     "neutral_where_unset",
     "overlong_response",
     "plain_data",
@@ -184,9 +185,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _is_given(value: Any) -> bool:
-    # openai's own "argument left out" markers, recognised by name because importing them costs 0.5 s
-    return type(value).__name__ not in ("NotGiven", "Omit")
+def given_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those that have openai's own markers for "left out"."""
+    # recognised by name because importing them costs 0.5 s
+    return {name: value for name, value in arguments.items() if type(value).__name__ not in ("NotGiven", "Omit")}
 
 
 def request_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def request_body(arguments: Mapping[str, Any]) -> dict[str, Any]:
     As the SDK does: `extra_body` is merged in last, arguments about the call itself stay out, and arguments that
     were left out are dropped. Messages given as objects are turned into plain dicts.
     """
-    body = {k: v for k, v in arguments.items() if k not in _CALL_ARGUMENTS and _is_given(v)}
+    body = {k: v for k, v in given_arguments(arguments).items() if k not in _CALL_ARGUMENTS}
     extra = arguments.get("extra_body")
     if extra:
         body.update(extra)

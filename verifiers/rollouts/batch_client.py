@@ -186,7 +186,7 @@ class RolloutRecord:
         """Judge the rollout by what its client recorded and by the state that it left, once.
 
         Raises:
-            NoMoreSlotsError: the environment swallowed it.
+            ConfigError, MissingTokenIdsError, NoMoreSlotsError: the environment swallowed it.
             Exception: the failure, where the limits say so.
         """
         if self.failure is None and state is not None:
@@ -283,7 +283,7 @@ class RolloutRecord:
 
     def _judge(self, state: State) -> None:
         policy_error, stored = self.client.last_error, state.get("error")
-        if isinstance(policy_error, NoMoreSlotsError):
+        if isinstance(policy_error, FATAL_ERRORS):
             raise policy_error
         if policy_error is not None:
             # the environment swallowed it and went on without the policy's answer

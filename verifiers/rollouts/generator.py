@@ -30,6 +30,7 @@ from verifiers.rollouts.batch_request import BatchRequest
 from verifiers.rollouts.block import BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
+from verifiers.types import Outcome
 
 __all__ = ["AsyncBatchGenerator"]
 
@@ -54,6 +55,7 @@ class AsyncBatchGenerator:
         require_tokens: token ids and log-probs are needed (training).
         generation: how turns are sent: "auto" as token ids from the second turn on where the server can, "tokens" as
             token ids always, "messages" never.
+        check_call: of each trained call; see `RolloutClient`.
         group_policy: the handling of rollouts that fail and of groups without variance.
         drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
             up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
@@ -77,6 +79,7 @@ class AsyncBatchGenerator:
         retry: RetryPolicy | None = None,
         require_tokens: bool = True,
         generation: str = "auto",
+        check_call: Callable[[Mapping[str, Any]], None] | None = None,
         group_policy: GroupPolicy | None = None,
         drop_stragglers_after_s: float | None = None,
     ) -> None:
@@ -94,6 +97,7 @@ class AsyncBatchGenerator:
             "rollout_timeout_s": rollout_timeout_s,
             "grading_timeout_s": grading_timeout_s,
             "require_tokens": require_tokens,
+            "check_call": check_call,
             "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
         self._group_policy = group_policy
@@ -103,6 +107,7 @@ class AsyncBatchGenerator:
         self._settled: dict[int, list[Group]] = {}
         self._newest_begun: asyncio.Event | None = None
         self._done: dict[int, ScoredBlock] = {}
+        self._recorded_tasks: set[str] = set()
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: LoopThread | None = None
@@ -320,6 +325,8 @@ class AsyncBatchGenerator:
             if before is not None:
                 await before.wait()
             block = await run.run(version)
+            if self._runner_options["require_tokens"]:
+                self._refuse_unrecorded(block)
         except Exception as error:
             self._fail(error)
             return
@@ -328,6 +335,23 @@ class AsyncBatchGenerator:
             del self._pending[block_id]
             self._done[block_id] = block
             self._changed.notify_all()
+
+    def _refuse_unrecorded(self, block: ScoredBlock) -> None:
+        """Refuse a block whose environment asks the policy past the recording client, until it has once asked that."""
+        by_task: dict[str, list[Rollout]] = {}
+        for rollout in block.launched:
+            by_task.setdefault(rollout.task, []).append(rollout)
+        for task, rollouts in by_task.items():
+            if any(rollout.rows for rollout in rollouts):
+                self._recorded_tasks.add(task)
+            # a prompt that is too long for the policy leaves no row either, and counts as truncated
+            unrecorded = sum(one.is_scored and one.outcome is Outcome.COMPLETED for one in rollouts)
+            if unrecorded and task not in self._recorded_tasks:
+                raise ConfigError(
+                    f"block {block.block_id}: none of {unrecorded} scored rollouts of task {task!r} has a recorded "
+                    "call to the policy, so there is nothing to train; the environment must ask the client and the "
+                    "model that rollout was given, not a client of its own, another model or client.untrained."
+                )
 
     def _count(self, _: Rollout) -> None:
         self.finished += 1

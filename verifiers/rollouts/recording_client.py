@@ -18,7 +18,7 @@ from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.rendering import ChatCall
 from verifiers.inference.retries import RetryPolicy, call_with_retries
 from verifiers.inference.token_in import TokenIn, TokenTurns
-from verifiers.inference.wire import neutral_where_unset, plain_data, sampled_tokens
+from verifiers.inference.wire import given_arguments, neutral_where_unset, plain_data, sampled_tokens
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.trace import Turn, rows_from_turns
 from verifiers.types import Usage
@@ -62,6 +62,8 @@ class RolloutClient:
             that a call leaves out are sent as those of the model's own distribution (training).
         policy_version: gives the policy version now on the server, for servers that do not stamp tokens.
         token_in: how turns are sent as token ids; None sends messages.
+        check_call: given the body fields of each trained call before anything is sent, where tokens are required;
+            raises ConfigError where the trainer assumes another distribution.
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
 
     Attributes:
@@ -87,6 +89,7 @@ class RolloutClient:
         require_tokens: bool = False,
         policy_version: Callable[[], int] | None = None,
         token_in: TokenIn | None = None,
+        check_call: Callable[[Mapping[str, Any]], None] | None = None,
         group: Hashable = None,
     ) -> None:
         # the turns of one rollout share a prefix, which one of several servers then holds
@@ -98,6 +101,7 @@ class RolloutClient:
         self._require_tokens = require_tokens
         self._policy_version = policy_version
         self._tokens: TokenTurns | None = token_in.for_rollout() if token_in is not None else None
+        self._check_call = check_call
         self._begun = 0
         self._trained = True
         self.turns: list[Turn] = []
@@ -124,7 +128,7 @@ class RolloutClient:
 
     @property
     def untrained(self) -> RolloutClient:
-        """A handle on the same server whose calls are not part of the trace: judges, user simulators."""
+        """A handle on the same server for calls that are not trained: judges, user simulators, other sampling."""
         other = RolloutClient(self._backend, limiter=self._limiter, retry=self._retry)
         other._trained = False
         return other
@@ -168,9 +172,9 @@ class RolloutClient:
             return await self._call_policy(path, arguments, send, began)
 
     async def _call_policy(self, path: str, arguments: dict[str, Any], send: Any, began: list[int]) -> Any:
-        arguments = self._prepared(path, arguments)
         call: ChatCall | None = None
         try:
+            arguments = self._prepared(path, arguments)
             response = None
             if self._tokens is not None and path == CHAT:
                 response, call = await self._tokens.ask(send, arguments)
@@ -195,7 +199,7 @@ class RolloutClient:
 
     def _prepared(self, path: str, arguments: dict[str, Any]) -> dict[str, Any]:
         turn, self._begun = self._begun, self._begun + 1
-        arguments = dict(arguments)
+        arguments = given_arguments(arguments)
         # extra_body is merged in last, so what must hold is taken out of it
         extra = dict(arguments.get("extra_body") or {})
         if self._seed is not None:
@@ -206,6 +210,11 @@ class RolloutClient:
             n = extra.get("n", arguments.get("n"))
             if isinstance(n, int) and n > 1:
                 raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
+            if self._check_call is not None:
+                self._check_call({**arguments, **extra})
+            if arguments.get("temperature") is None:
+                # a server may have another default, from the model's generation_config.json
+                arguments["temperature"] = 1.0
             arguments["logprobs"] = True if path == CHAT else arguments.get("logprobs") or 0
             extra |= neutral_where_unset(arguments, extra)
             # a keyword that the SDK does not know goes into extra_body, which every backend understands

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,6 +67,7 @@ class RolloutRunner:
         require_tokens: the server must return token ids and log-probs (training).
         policy_version: policy version now on the server.
         token_in: how turns are sent as token ids; None sends messages.
+        check_call: of each trained call where tokens are required; see `RolloutClient`.
         on_rollout: called with every finished, scored rollout, on the event loop.
         activity: counts what waits, runs and is scored.
     """
@@ -82,6 +83,7 @@ class RolloutRunner:
     require_tokens: bool = False
     policy_version: Callable[[], int] | None = None
     token_in: TokenIn | None = None
+    check_call: Callable[[Mapping[str, Any]], None] | None = None
     on_rollout: Callable[[Rollout], None] | None = None
     activity: RolloutActivity = field(default_factory=RolloutActivity)
 
@@ -200,6 +202,7 @@ class RolloutRunner:
             require_tokens=self.require_tokens,
             policy_version=self.policy_version,
             token_in=self.token_in,
+            check_call=self.check_call,
             group=(request.key.block_id, request.key.example_id),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from verifiers.rollouts.rollout import Group
 from verifiers.train.batching.advantages import group_is_flat
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
+from verifiers.train.sampling_args import refuse_biased_call
 from verifiers.train.weight_sync.publisher import WeightPublisher
 
 __all__ = ["RolloutSession"]
@@ -83,6 +85,7 @@ class RolloutSession:
             rollout_timeout_s=args.rollout_timeout,
             grading_timeout_s=args.grading_timeout,
             generation=args.generation,
+            check_call=functools.partial(refuse_biased_call, args),
             group_policy=_group_policy(args),
             drop_stragglers_after_s=args.drop_stragglers_after,
         ).start()

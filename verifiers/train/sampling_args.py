@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NEUTRAL",
+    "refuse_biased_call",
     "refuse_biased_sampling",
     "training_sampling_args",
     "with_template_options",
@@ -82,20 +83,44 @@ def with_template_options(extra: Mapping[str, Any], args: GRPOConfig) -> dict[st
     return {**(extra.get("chat_template_kwargs") or {}), **options}
 
 
-def refuse_biased_sampling(args: GRPOConfig, given: Mapping[str, Any] | None = None) -> None:
+def refuse_biased_call(args: GRPOConfig, sent: Mapping[str, Any]) -> None:
+    """Refuse a call of a training rollout that samples otherwise than the trainer assumes.
+
+    Args:
+        args: the run's settings.
+        sent: the fields of the call's body. Without a temperature they stand for 1.0.
+
+    Raises:
+        ConfigError: with the argument, and how to make a call that is not trained.
+    """
+    temperature = sent.get("temperature")
+    if temperature != args.temperature and (temperature is not None or args.temperature != 1.0):
+        samples = "leaves temperature out" if temperature is None else f"samples at temperature={temperature!r}"
+        raise ConfigError(
+            f"a call of the environment {samples}, and the trainer scores it at temperature={args.temperature:g}; "
+            "pass on the sampling_args that rollout was given, or ask client.untrained, whose calls are not trained."
+        )
+    refuse_biased_sampling(args, sent, whose="a call of the environment")
+
+
+def refuse_biased_sampling(
+    args: GRPOConfig, given: Mapping[str, Any] | None = None, whose: str = "the environment"
+) -> None:
     """Refuse what makes the sampler's log-probs those of another distribution, wherever they are used.
 
     Args:
         args: the run's settings.
         given: sampling arguments of an environment; those of the trainer when left out.
+        whose: arguments they are, for the message.
 
     Raises:
         ConfigError: with what to leave out or to set.
     """
     if not args.importance_correction and not args.may_be_stale:
         return
-    whose = "the trainer" if given is None else "the environment"
+    untrained = ", ask client.untrained, whose calls are not trained" if "call" in whose else ""
     if given is None:
+        whose = "the trainer"
         given = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     for name, neutral in NEUTRAL.items():
         value = given.get(name)
@@ -104,11 +129,12 @@ def refuse_biased_sampling(args: GRPOConfig, given: Mapping[str, Any] | None = N
         if args.importance_correction:
             raise ConfigError(
                 f"{whose} samples with {name}={value!r}, under which importance_correction is biased, for the "
-                f"sampler's log-probs are those of another distribution; leave {name} out, or set "
-                "importance_correction=False."
+                f"sampler's log-probs are those of another distribution; leave {name} out{untrained}, or "
+                "set importance_correction=False."
             )
         raise ConfigError(
             f"{whose} samples with {name}={value!r} with num_batches_ahead={args.num_batches_ahead} and without "
             "importance_correction: the ratio to the sampler's log-probs is then all that tells stale tokens from "
-            f"fresh ones, and they are those of another distribution; leave {name} out, or set num_batches_ahead=0."
+            f"fresh ones, and they are those of another distribution; leave {name} out{untrained}, or set "
+            "num_batches_ahead=0."
         )
