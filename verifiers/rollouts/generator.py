@@ -337,7 +337,7 @@ class AsyncBatchGenerator:
             self._changed.notify_all()
 
     def _refuse_unrecorded(self, block: ScoredBlock) -> None:
-        """Refuse a block whose environment asks the policy past the recording client, until it has once asked that."""
+        """Refuse a block whose environment has not once asked the policy by the recording client."""
         by_task: dict[str, list[Rollout]] = {}
         for rollout in block.launched:
             by_task.setdefault(rollout.task, []).append(rollout)
