@@ -48,7 +48,7 @@ class LoopThread:
     ) -> None:
         self._close_last, self._failed = close_last, failed
         self.failure: GenerationError | None = None
-        self._is_closed = self._is_serving = False
+        self._is_closed = self._is_serving = self._is_blocked = False
         self._heard = threading.Event()
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -124,6 +124,7 @@ class LoopThread:
                 concurrent.futures.wait([future], min(_LISTENS_EVERY_S, stall_s / 4, left_s))
                 now = time.monotonic()
                 if not future.done() and now >= beat + stall_s:
+                    ending_s = 0.0
                     raise DeadlineError(f"code of the environment blocks the event loop, for {stall_s:.3g} s by now")
                 if not future.done() and now >= began + timeout_s:
                     raise DeadlineError(f"work on the event loop did not end within {timeout_s:.3g} s")
@@ -147,9 +148,10 @@ class LoopThread:
             return
         with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
             self.loop.call_soon_threadsafe(self._stop)
-        if self._heard.wait(_HEARING_S):
+        if self._heard.wait(0.0 if self._is_blocked else _HEARING_S):
             self._thread.join(_CLOSING_S)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._is_blocked:
+            self._is_blocked = True
             waited_s = _HEARING_S + _CLOSING_S * self._heard.is_set()
             logger.warning("something blocks the generator's loop: its thread did not end in %g s", waited_s)
 

@@ -80,6 +80,7 @@ class ServerPool(LoadBalancer):
         if len(set(self.urls)) < len(self.replicas):
             raise ConfigError(f"the base URLs {self.urls} name a server twice; name each once.")
         self.timeout_s = timeout_s
+        self._health_s = min(HEALTH_S, timeout_s)
         self.restart_timeout_s = timeout_s
         self.stall_timeout_s = timeout_s
         self.up_timeout_s = up_timeout_s
@@ -386,8 +387,7 @@ class ServerPool(LoadBalancer):
             # the checks bring the others back and give them these weights: a host that is gone delays no push
             answers = [False] * len(down)
         else:
-            limit_s = min(HEALTH_S, self.timeout_s)
-            answers = await gather_owned(replica.server.is_healthy(limit_s) for replica in down)
+            answers = await gather_owned(replica.server.is_healthy(self._health_s) for replica in down)
         left_out = {replica.url for replica, is_healthy in zip(down, answers, strict=True) if not is_healthy}
         return [replica for replica in self.replicas if replica.url not in left_out]
 
@@ -435,10 +435,10 @@ class ServerPool(LoadBalancer):
             WeightSyncError: it refused.
         """
         update, began = self._current, self._clock()
-        if update is None or (replica.down is not None and not await replica.server.is_healthy(HEALTH_S)):
+        if update is None or (replica.down is not None and not await replica.server.is_healthy(self._health_s)):
             return
         try:
-            name = await replica.server.weight_version(HEALTH_S)
+            name = await replica.server.weight_version(self._health_s)
         except NoAnswerError as error:
             if not error.timed_out:
                 self.mark_down(replica.url, str(error))

@@ -13,6 +13,7 @@ import faulthandler
 import itertools
 import json
 import os
+import select
 import signal
 import threading
 import time
@@ -306,13 +307,20 @@ def _ended_if_stuck(ending: Ending, give_back: Callable[[BaseException], None]) 
     os.set_blocking(writable, False)
 
     def watch() -> None:
-        # 0 is no signal, and ends the thread
-        while (number := os.read(readable, 1)[0]) != 0:
-            if number not in _HANDLED_OVER:
+        deadline: float | None = None
+        while True:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([readable], [], [], left_s)[0]:
+                if not ending.has_begun:
+                    _end_process(give_back)
+                deadline = None
                 continue
-            time.sleep(_HANDLED_WITHIN_S)
-            if not ending.has_begun:
-                _end_process(give_back)
+            number = os.read(readable, 1)[0]
+            # 0 is no signal, and ends the thread
+            if number == 0:
+                return
+            if number in _HANDLED_OVER and deadline is None:
+                deadline = time.monotonic() + _HANDLED_WITHIN_S
 
     fd_before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
     thread = threading.Thread(target=watch, name="verifiers-signals", daemon=True)
@@ -322,7 +330,7 @@ def _ended_if_stuck(ending: Ending, give_back: Callable[[BaseException], None]) 
     finally:
         signal.set_wakeup_fd(fd_before)
         os.write(writable, b"\0")
-        thread.join(_HANDLED_WITHIN_S + 1.0)
+        thread.join()
         os.close(readable)
         os.close(writable)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers.errors import Error, WeightProbeError
+from verifiers.errors import DeadlineError, Error, WeightProbeError
 from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
@@ -202,6 +202,7 @@ class LogprobCheck:
 
         Raises:
             NoAnswerError: a server did not answer in time.
+            DeadlineError: code of the environment blocks the event loop.
         """
         version, requests = self._version, self._requests
         self.forget()
@@ -210,6 +211,8 @@ class LogprobCheck:
         for request in requests:
             try:
                 self._compare(request.server, request.wait(), version)
+            except DeadlineError:
+                raise  # no server is asked while code of the environment blocks the loop
             except NoAnswerError as error:
                 if error.timed_out:
                     raise
