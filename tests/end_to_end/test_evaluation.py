@@ -365,10 +365,11 @@ def test_no_push_overtakes_an_evaluation_in_flight(make_trainer: Callable[..., A
             push(parameters, version)
 
         trainer.weight_sync.push = pushing
-        trainer._begin_evaluation(trainer.eval_sets)
+        trainer.eval_schedule.begin(trainer.eval_sets, trainer.state)
         trainer.session.prefetcher.sync(1)
         assert ended == [True, True]
-        assert trainer._finish_evaluation()["eval_prompts"] == 4
+        metrics, _ = trainer.eval_schedule.finish(trainer.state)
+        assert metrics["eval_prompts"] == 4
 
 
 class BreaksLater(tiny_world.Dialogue):

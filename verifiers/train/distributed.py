@@ -148,6 +148,10 @@ class Ranks:
         """True on rank 0."""
         return bool(self._accelerator.is_main_process)
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank has come here."""
+        self._accelerator.wait_for_everyone()
+
     def register(self, name: str, work: Callable[..., Any]) -> None:
         """Name what rank 0 may have all ranks do at once, from inside `on_rank_0`."""
         self._joint_work[name] = work

@@ -23,37 +23,24 @@ from transformers import PrinterCallback, ProgressCallback
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
-from verifiers.errors import ConfigError, Error
+from verifiers.errors import ConfigError
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import refuse_unstreamable
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.block_metrics import block_metrics, block_tokens, fill_completions_table
-from verifiers.train.checkpoint.block_log import BlockLog, block_record
-from verifiers.train.checkpoint.checkpoint import (
-    extra_state,
-    mark_complete,
-    mark_incomplete,
-    model_name,
-    raises_checkpoint_error,
-    resume_step,
-    rotate_checkpoints,
-)
-from verifiers.train.checkpoint.pending_blocks import load_pending_blocks, save_pending_blocks
-from verifiers.train.checkpoint.resume import (
-    ResumePoint,
-    choose_resume_point,
-    lock_output_dir,
-    prepare_output_dir,
-    visible_checkpoint,
-)
+from verifiers.train.checkpoint.checkpoint import model_name, raises_checkpoint_error, resume_step
+from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
+from verifiers.train.checkpoint.resume import ResumePoint, visible_checkpoint
+from verifiers.train.checkpoint.run_directory import RunDirectory
 from verifiers.train.config import GRPOConfig
 from verifiers.train.console import ProgressLines
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch
 from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
+from verifiers.train.evaluation.schedule import EvaluationSchedule
 from verifiers.train.loss.grpo_loss import (
     CorrectedLoss,
     micro_step_loss,
@@ -76,7 +63,6 @@ from verifiers.train.termination import end_together
 from verifiers.train.validation import (
     check_eval_sets,
     check_output_dir,
-    needs_the_metric,
     refuse_mid_block_saves,
     refuse_short_ddp_timeout,
     refuse_unworkable_sharding,
@@ -91,10 +77,8 @@ TRL_PRIVATE_NAMES = (
     "_compute_loss",
     "_determine_best_metric",
     "_evaluate",
-    "_finalize_training",
     "_get_per_token_logps_and_entropies",
     "_logs",
-    "_maybe_log_save_evaluate",
     "_metrics",
     "_prepare_inputs",
     "_save",
@@ -129,6 +113,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         session: the generator and the prefetcher, on rank 0 while a run goes on.
         publisher: keeps the rollout servers on the trained weights.
         evaluator: evaluates the policy.
+        eval_schedule: says when.
+        directory: the run's output directory: its checkpoints and its block log.
         monitor: measures and records the run.
         last_block: the block that was trained last, on rank 0.
 
@@ -191,10 +177,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         refuse_unworkable_sharding(self.accelerator, args)
         refuse_short_ddp_timeout(args, self.accelerator.num_processes)
         self.last_block: ScoredBlock | None = None
-        self._block_log: BlockLog | None = None
-        self._lock: Any = None
         self._first_step = 0
-        self._owed_evaluation: int | None = None
         if args.streaming:
             refuse_unstreamable(experts=self.aux_loss_enabled, deepspeed=self.is_deepspeed_enabled)
         self._make_parts(client, weight_sync, eval_sets)
@@ -244,6 +227,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             servers=lambda: self.publisher.servers,
             publish=lambda settle: self.session.publish(self.state.global_step, settle=settle),
         )
+        self.eval_schedule = EvaluationSchedule(
+            self.evaluator,
+            args,
+            plan.updates_per_block,
+            report=self._report_evaluation,
+            is_best=lambda metrics: self._determine_best_metric(metrics, None),
+        )
         self.session = RolloutSession(
             args,
             self.env,
@@ -256,6 +246,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             before_push=self.evaluator.wait,
             # DeepSpeed takes its optimizer step with the last backward pass, before a check could be judged
             checks_meanwhile=not self.is_deepspeed_enabled,
+        )
+        self.directory = RunDirectory(
+            args,
+            plan,
+            self.ranks,
+            self._rows,
+            self._model_name,
+            state=lambda: self.checkpoint_extra(),
+            blocks=lambda: self.session.prefetcher.finished_blocks() if self.session.prefetcher is not None else (),
         )
         self.corrected_loss = CorrectedLoss(args)
         self.data_loop = DataLoop(
@@ -281,7 +280,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not any(isinstance(callback, ProgressLines) for callback in given):
             self.add_callback(ProgressLines(self.plan))
         self._stops = StopsBetweenBlocks(self.plan.updates_per_block)
-        self.add_callback(self._stops)
+        self._add_last_callbacks()
+
+    def _add_last_callbacks(self) -> None:
+        # after every callback that may ask for a stop, a save or an evaluation
+        for callback in (self._stops, self.eval_schedule):
+            self.pop_callback(callback)
+            self.add_callback(callback)
 
     @property
     def weight_sync(self) -> WeightSync:
@@ -316,22 +321,16 @@ class GRPOTrainer(trl.GRPOTrainer):
             GenerationError, WeightSyncError: with the cause; nothing is left running.
             RankError: another process of the run failed, was stopped or vanished.
         """
-        output_dir, rank = str(self.args.output_dir), self.accelerator.process_index
-
-        def choose() -> ResumePoint:
-            self._lock = lock_output_dir(output_dir)
-            return choose_resume_point(output_dir, resume_from_checkpoint, self.plan, self._rows, self._model_name)
 
         def run() -> Any:
             self._forget_earlier_run()
-            point = self.ranks.on_rank_0(choose)
-            checkpoint = visible_checkpoint(point, output_dir, rank)
+            point = self.ranks.on_rank_0(lambda: self.directory.choose(resume_from_checkpoint))
+            checkpoint = visible_checkpoint(point, str(self.args.output_dir), self.ranks.index)
             self._first_step = resume_step(checkpoint) if checkpoint else 0
-            self._owed_evaluation = self.ranks.on_rank_0(lambda: self._open_run(point))
-            # it must come after every callback that may ask for a stop
-            self.remove_callback(self._stops)
-            self.add_callback(self._stops)
-            return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
+            self.eval_schedule.owed = self.ranks.on_rank_0(lambda: self._open_run(point))
+            self._add_last_callbacks()
+            with self.directory.rotation():
+                return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
 
         def watched() -> contextlib.AbstractContextManager[None]:
             callbacks: list[Any] = self.callback_handler.callbacks
@@ -351,20 +350,15 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _open_run(self, point: ResumePoint) -> int | None:
         """Open what a run needs, on rank 0; return the step whose evaluation the checkpoint still owes."""
-        prefetcher = self.open()
+        prefetcher, checkpoint = self.session.open(), point.checkpoint
         assert self.session.generator is not None
-        output_dir, checkpoint, step = str(self.args.output_dir), point.checkpoint, point.step
-        prepare_output_dir(point, output_dir, self.evaluator.stored().own())
-        if self.args.save_only_model and self.args.save_strategy != "no":
-            logger.warning("with save_only_model=True no run can resume its checkpoints: they lack the optimizer.")
-        self._block_log = BlockLog(output_dir, self.plan.first_block_after(step))
-        further = extra_state(checkpoint) if checkpoint else self._curriculum_at_start
-        restore_curriculum(self.plan, further)
+        further = self.directory.begin(point, self.evaluator.stored().own())
+        restore_curriculum(self.plan, further if checkpoint else self._curriculum_at_start)
         if checkpoint:
             prefetcher.restore(still_planned(self.plan, load_pending_blocks(checkpoint)))
-        owed = self.evaluator.begin_run(step, further)
+        owed = self.evaluator.begin_run(point.step, further)
         self.monitor.begin(
-            step if checkpoint else None,
+            point.step if checkpoint else None,
             servers=self.publisher.servers,
             activity=self.session.generator.activity,
             drains=prefetcher.drains,
@@ -379,11 +373,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def close(self) -> None:
         """End the generator's thread and give back what weight pushes used. May be called twice."""
         self.evaluator.give_up()
-        self._owed_evaluation = self._block_log = None
-        lock, self._lock = self._lock, None
+        self.eval_schedule.owed = None
         with contextlib.ExitStack() as stack:
-            if lock is not None:
-                stack.callback(lock.release)
+            stack.callback(self.directory.close)
             stack.callback(self.session.close)
 
     def _give_back(self, error: BaseException) -> None:
@@ -401,15 +393,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @in_stage("prepare")
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        self._begin_owed_evaluation()
         micro_step = self._step % self.plan.gradient_accumulation_steps
         return {"micro_batches": self.data_loop.micro_batches(self.state.global_step, micro_step)}
 
     def _record_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
         """Write down what became of a block, on rank 0; return its metrics."""
         self.last_block = block
-        if self._block_log is not None:
-            self._block_log.write(block_record(block, step, trained.dropped))
+        self.directory.log_block(block, step, trained.dropped)
         self.monitor.note_block(block, trained, step)
         if self.log_completions:
             fill_completions_table(self._logs, block, trained)
@@ -421,10 +411,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _log_values(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-
-    def _check_question(self) -> dict[str, Any]:
-        model, prompt = str(self.args.server_model), first_prompt(self._rows)
-        return {"model": model, "prompt": prompt, "temperature": self.temperature}
 
     def _frozen_copy(self) -> Any:
         if not self.args.old_logprobs_on_rollout_device:
@@ -495,9 +481,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             NothingScoredError: no rollout of a set got a reward, or it ran out of time. While a run trains, that is a
                 warning instead, unless the learning rate depends on the metric.
         """
-        self._finish_evaluation_in_flight()
-        self._begin_evaluation(self.evaluator.sets_of(eval_dataset), prefix=metric_key_prefix)
-        return self._finish_evaluation()
+        schedule, in_train = self.eval_schedule, self.is_in_train
+        schedule.finish_in_flight(self.state, self.control)
+        schedule.begin(self.evaluator.sets_of(eval_dataset), self.state, in_train=in_train, prefix=metric_key_prefix)
+        return schedule.finish(self.state, in_train=in_train)[0]
 
     def evaluate_block(self, eval_dataset: Any = None) -> ScoredBlock:
         """Roll out held-out prompts under the present weights and keep the rollouts; on rank 0, nothing is logged.
@@ -511,65 +498,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         return self.evaluator.evaluate_block(eval_dataset)
 
-    def _begin_evaluation(self, sets: Sequence[Any], **options: Any) -> None:
-        step = weights_step = self.state.global_step
-        if not self.is_in_train and self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            # after a run its best weights are loaded
-            weights_step = self.state.best_global_step or step
-        self.evaluator.begin(sets, step=step, epoch=self.state.epoch, weights_step=weights_step, **options)
-
-    @in_stage("eval")
-    def _finish_evaluation(self) -> dict[str, float]:
-        """Wait for the evaluation in flight and log it under the step that it is of; every rank calls it."""
-        flight, metrics = self.evaluator.finish(required=not self.is_in_train or needs_the_metric(self.args))
-        with flight.as_now(self.state):
-            log_evaluation(self, metrics)
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def _finish_evaluation_in_flight(self) -> None:
-        """Finish the evaluation in flight, if there is one, with everything that follows from what it found."""
-        flight = self.evaluator.in_flight
-        if flight is None:
-            return
-        flags = {name: getattr(self.control, name) for name in ("should_log", "should_evaluate", "should_save")}
-        metrics = self._finish_evaluation()
-        with flight.as_now(self.state):
-            is_best = self._determine_best_metric(metrics, None)
-        checkpoint = Path(str(self.args.output_dir)) / f"checkpoint-{flight.step}"
-        if is_best and checkpoint.is_dir():
-            self.state.best_model_checkpoint = str(checkpoint)
-        # logging and evaluating take back what was asked for at the step that is now
-        for name, asked in flags.items():
-            setattr(self.control, name, asked or getattr(self.control, name))
-
-    def _begin_owed_evaluation(self) -> None:
-        """Begin the evaluation again that was in flight when the checkpoint was written that this run resumed."""
-        owed, self._owed_evaluation = self._owed_evaluation, None
-        if owed is None or owed != self.state.global_step:
-            return
-        overlaps = bool(self.args.eval_overlap)
-        self._begin_evaluation(self.eval_sets, overlaps=overlaps, resumes=True)
-        if not overlaps:
-            self._finish_evaluation_in_flight()
-
-    def _maybe_log_save_evaluate(
-        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        step, control, flight = self.state.global_step, self.control, self.evaluator.in_flight
-        ends = control.should_training_stop or control.should_epoch_stop or step >= self.state.max_steps
-        between_blocks = step % self.plan.updates_per_block == 0
-        # transformers comes here a second time where a step ends an epoch
-        begun_before = flight is not None and flight.step < step
-        if ends or control.should_evaluate or (begun_before and (between_blocks or control.should_save)):
-            self._finish_evaluation_in_flight()
-        # a callback may have stopped the run because of what was found
-        ends = ends or self.control.should_training_stop
-        # at the end nothing is left to train beside it, and a search for hyperparameters reads the result at once
-        if self.control.should_evaluate and self.args.eval_overlap and not ends and trial is None:
-            self.control.should_evaluate = False
-            self._begin_evaluation(self.eval_sets, overlaps=True)
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+    def _report_evaluation(self, metrics: dict[str, float]) -> Any:
+        log_evaluation(self, metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return self.control
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -595,33 +527,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @in_stage("save")
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        directory = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        # transformers would delete older ones before this one counts
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        with raises_checkpoint_error(directory):
-            if self.args.should_save:
-                mark_incomplete(directory)
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self.args.save_total_limit = limit
-            self.accelerator.wait_for_everyone()
-            # the last checkpoint of a run may stand inside a block; no run can resume from there
-            between_blocks = self.state.global_step % self.plan.updates_per_block == 0
-            if self.args.should_save and between_blocks and not self.args.save_only_model:
-                self._keep_blocks_in_flight(directory)
-                of = (self._rows, self._model_name)
-                mark_complete(directory, self.plan, self.state.global_step, self.checkpoint_extra(), *of)
-        if self.args.should_save:
-            rotate_checkpoints(str(self.args.output_dir), limit, self.state.best_model_checkpoint)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # transformers would delete complete ones without a word to their markers
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            return super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
+        with self.directory.saving(self.state):
+            super()._save_checkpoint(model, trial)
 
     def checkpoint_extra(self) -> dict[str, Any]:
         """Return further state for a checkpoint's marker, as JSON, by the name of what it belongs to."""
@@ -637,16 +544,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._save(str(output_dir or run_dir), state_dict=self.weights.gather(tied=True, adapter_only=False))
             if self.args.push_to_hub:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _keep_blocks_in_flight(self, directory: Path) -> None:
-        prefetcher = self.session.prefetcher
-        if prefetcher is None:
-            return
-        # a block that cannot be finished ends the run when it is wanted; the weights are worth keeping all the same
-        with contextlib.suppress(Error):
-            save_pending_blocks(directory, prefetcher.finished_blocks())
-        if self._block_log is not None:
-            self._block_log.sync()
 
 
 def _rewards_come_from_the_environment(**_: Any) -> list[float | None]:
