@@ -6,25 +6,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
 from verifiers.parsers.parser import Parser
-from verifiers.rubrics.reward_functions import (
-    PreparedCall,
-    finite_float,
-    function_of,
-    reward_name,
-    run_sequentially,
-)
 from verifiers.rubrics.scoring import (
+    PreparedCall,
     ScoringInput,
     call_score_group,
     call_score_rollout,
     call_score_rollouts,
+    finite_float,
+    first_generation_call,
     is_state_call,
+    reward_name,
+    second_generation_call,
     store_scores,
 )
 from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutScores, State
@@ -32,6 +30,9 @@ from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutSco
 __all__ = ["Rubric"]
 
 MAX_PREPARED_CALLS = 1024
+YIELD_AFTER_S = 0.005
+
+T = TypeVar("T")
 
 
 class Rubric:
@@ -170,9 +171,9 @@ class Rubric:
         """
         started = time.perf_counter()
         if not is_state_call(args, kwargs):
-            item, extra = _first_generation_call(*args, **kwargs)
+            item, extra = first_generation_call(*args, **kwargs)
             return (await self.score_inputs([item], as_group=False, extra=extra))[0]
-        state, score_sem = _second_generation_call(*args, **kwargs)
+        state, score_sem = second_generation_call(*args, **kwargs)
         item = ScoringInput.from_state(state)
         scores = await self.score_inputs([item], score_sem, as_group=False)
         store_scores([item], scores, started)
@@ -225,12 +226,7 @@ class Rubric:
             0.0 where the function raises or gives no finite number; `state["grading_errors"]` then has the failure.
         """
         item = ScoringInput(prompt, completion, answer, state, task, info if info is not None else {})
-        call = self._prepared(func)
-        try:
-            return finite_float(await call({**item.arguments(), **self.class_objects, **kwargs}))
-        except (Exception, SystemExit) as error:
-            self._record_failure(call.name, [item], error)
-            return 0.0
+        return await self._function_value(self._prepared(func), item, kwargs)
 
     async def score_inputs(
         self,
@@ -262,7 +258,7 @@ class Rubric:
         if len(inputs) > 1 and any(self._waits(call) for call in calls if not call.is_group):
             values = await gather_owned(rollouts)
         else:
-            values = await run_sequentially(rollouts)
+            values = await _one_by_one(rollouts)
         for index, call in enumerate(calls):
             if call.is_group and inputs:
                 async with gate:
@@ -329,13 +325,18 @@ class Rubric:
     ) -> list[float]:
         """Return each function's value for one rollout; those of group functions are left at 0."""
         values = [0.0] * len(calls)
+        is_overridden = self._overrides("call_reward_func")
 
         async def call(index: int) -> None:
-            values[index] = await self.call_reward_func(calls[index].func, **item.arguments(), **extra)
+            if is_overridden:
+                values[index] = await self.call_reward_func(calls[index].func, **item.arguments(), **extra)
+            else:
+                values[index] = await self._function_value(calls[index], item, extra)
 
         single = [index for index, prepared in enumerate(calls) if not prepared.is_group]
-        concurrent = [index for index in single if self._waits(calls[index])]
-        if not self.parallelize_scoring or len(concurrent) < 2:
+        many = self.parallelize_scoring and len(single) > 1
+        concurrent = [index for index in single if self._waits(calls[index])] if many else []
+        if len(concurrent) < 2:
             concurrent = []
         async with gate:
             for index in single:
@@ -344,6 +345,14 @@ class Rubric:
             if concurrent:
                 await gather_owned([call(index) for index in concurrent])
         return values
+
+    async def _function_value(self, call: PreparedCall, item: ScoringInput, extra: Mapping[str, Any]) -> float:
+        """Return one function's value for one rollout; 0.0, with the failure noted, where it gives none."""
+        try:
+            return finite_float(await call({**item.arguments(), **self.class_objects, **extra}))
+        except (Exception, SystemExit) as error:
+            self._record_failure(call.name, [item], error)
+            return 0.0
 
     async def _group_values(
         self, call: PreparedCall, inputs: Sequence[ScoringInput], extra: Mapping[str, Any]
@@ -377,7 +386,7 @@ class Rubric:
 
     def _overrides(self, method: str) -> bool:
         """Tell whether a subclass, or this instance, has a method of this name of its own."""
-        return function_of(getattr(self, method)) is not getattr(Rubric, method)
+        return getattr(getattr(self, method), "__func__", None) is not getattr(Rubric, method)
 
     def _waits(self, call: PreparedCall) -> bool:
         # an override of call_reward_func may wait for anything, whatever the function is like
@@ -409,25 +418,6 @@ class Rubric:
             item.note_failure(name, error)
 
 
-def _first_generation_call(
-    prompt: Messages,
-    completion: Messages,
-    answer: Any = "",
-    state: State | None = None,
-    task: str = "default",
-    info: Info | None = None,
-    **kwargs: Any,
-) -> tuple[ScoringInput, dict[str, Any]]:
-    """Return the rollout and the further arguments of a `score_rollout` call of the first generation."""
-    item = ScoringInput(prompt, completion, answer, state if state is not None else State(), task, info or {})
-    return item, kwargs
-
-
-def _second_generation_call(state: State, score_sem: Any = None) -> tuple[State, Any]:
-    """Return the arguments of a `score_rollout` call of the second generation."""
-    return state, score_sem
-
-
 def _refuse_group_funcs(calls: Iterable[PreparedCall]) -> None:
     for call in calls:
         if call.is_group:
@@ -435,3 +425,16 @@ def _refuse_group_funcs(calls: Iterable[PreparedCall]) -> None:
                 f"The reward function {call.name!r} compares the rollouts of a whole group, "
                 "so a single rollout cannot be scored; use score_group."
             )
+
+
+async def _one_by_one(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await coroutines one after the other, and let others have the event loop now and then."""
+    since = time.perf_counter()
+    results = []
+    for coroutine in work:
+        results.append(await coroutine)
+        # quick functions add up over a large group, and other rollouts share the loop
+        if time.perf_counter() - since > YIELD_AFTER_S:
+            await asyncio.sleep(0)
+            since = time.perf_counter()
+    return results

@@ -1,30 +1,46 @@
-"""The scoring contract: one rollout as reward functions see it, and its score as any rubric gives it.
+"""Scoring: one rollout as reward functions see it, their calls, and its score as any rubric gives it.
 
-A rubric takes `ScoringInput`s and gives a `RolloutScore` for each. Rubrics written for the classic API override
-`score_rollout`, `score_rollouts` or `score_group` with the arguments and results of their generation; the three
-`call_` functions call such an override and turn what it gives into `RolloutScore`s.
+A rubric takes `ScoringInput`s and gives a `RolloutScore` for each. Reward functions are called by argument names, on
+the event loop or in a thread, and give a finite float. Rubrics written for the classic API override `score_rollout`,
+`score_rollouts` or `score_group` with the arguments and results of their generation; the three `call_` functions call
+such an override and turn what it gives into `RolloutScore`s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import math
+import os
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.concurrency import threads_for
 from verifiers.errors import ConfigError, GradingError
-from verifiers.rubrics.reward_functions import finite_float, function_of, parameters_of
 from verifiers.types import FailedGrade, Info, Messages, RolloutScore, State
 
 __all__ = [
+    "PreparedCall",
     "ScoringInput",
     "call_score_group",
     "call_score_rollout",
     "call_score_rollouts",
+    "finite_float",
+    "first_generation_call",
     "is_state_call",
+    "reward_name",
+    "second_generation_call",
     "store_scores",
 ]
+
+QUICK_S = 0.001
+SLOW_S = 0.005
+QUICK_CALLS = 3
+PLURALS = frozenset({"prompts", "completions", "answers", "states", "tasks", "infos"})
 
 
 @dataclass(slots=True)
@@ -138,6 +154,132 @@ def store_scores(inputs: Iterable[ScoringInput], scores: Iterable[RolloutScore],
             timing["total_ms"] = timing.get("total_ms", 0.0) + elapsed_ms - before_ms
 
 
+# -- calls of reward functions --------------------------------------------------------------------------------------
+
+
+class PreparedCall:
+    """A reward function with its parameters, read once, and its speed so far.
+
+    A thread hop costs four times as much as the rest of scoring by a typical reward function (a regular expression,
+    a comparison), and many times that on a busy machine. A slow function called on the event loop, though, would
+    stall every rollout in flight. So a synchronous function starts out in threads, and moves to the loop when three
+    calls in a row each took less than 1 ms, measured inside the thread so that the hop does not count. One call on
+    the loop of more than 5 ms sends it back for good. Three in a row, not the first three: a first call often pays
+    for imports.
+
+    Attributes:
+        name: for metrics and messages.
+        is_group: the function has a parameter for whole groups (prompts, completions, answers, states, tasks, infos).
+        on_loop: the next call stays on the event loop.
+    """
+
+    __slots__ = (
+        "_is_async",
+        "_names",
+        "_quick_in_a_row",
+        "_stays_in_threads",
+        "_takes_everything",
+        "func",
+        "is_group",
+        "name",
+        "on_loop",
+    )
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+        self.name = reward_name(func)
+        try:
+            parameters = list(inspect.signature(func).parameters.values())
+        except (TypeError, ValueError):
+            # some builtins have no signature: the call itself will say what is wrong
+            parameters = []
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._names = tuple(item.name for item in parameters if item.kind in by_name)
+        self._takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+        self.is_group = not PLURALS.isdisjoint(self._names)
+        self._is_async = _is_async(func)
+        self.on_loop = self._is_async
+        self._quick_in_a_row = 0
+        self._stays_in_threads = False
+
+    @property
+    def waits(self) -> bool:
+        """Tell whether a call lets other work run meanwhile, so that concurrent calls are worth a task each."""
+        return self._is_async or not self.on_loop
+
+    async def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Call the function with those of `values` that it names, and return what it returns.
+
+        Raises:
+            Exception: what the function raises; asyncio.CancelledError passes.
+        """
+        if self._takes_everything:
+            arguments = dict(values)
+        else:
+            arguments = {name: values[name] for name in self._names if name in values}
+        if self._is_async:
+            return await self.func(**arguments)
+        if self.on_loop:
+            started = time.perf_counter()
+            try:
+                result = self.func(**arguments)
+            finally:
+                if time.perf_counter() - started > SLOW_S:
+                    self.on_loop, self._stays_in_threads = False, True
+        else:
+            result = await self._in_thread(arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _in_thread(self, arguments: dict[str, Any]) -> Any:
+        threads = threads_for("reward function", min(32, (os.cpu_count() or 1) + 4))
+        result, error, elapsed_s = await threads.run(functools.partial(_timed, self.func, arguments))
+        self._quick_in_a_row = self._quick_in_a_row + 1 if elapsed_s < QUICK_S else 0
+        if self._quick_in_a_row >= QUICK_CALLS and not self._stays_in_threads:
+            self.on_loop = True
+        if error is not None:
+            raise error
+        return result
+
+
+def reward_name(func: Callable[..., Any]) -> str:
+    """Return a function's name; of a partial that of the function inside, of other callables that of their class."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return getattr(func, "__name__", None) or type(func).__name__
+
+
+def finite_float(value: Any) -> float:
+    """Return the value as a float.
+
+    Raises:
+        GradingError: the value is no finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise GradingError(f"returned {reprlib.repr(value)}, not a finite number")
+    return number
+
+
+def _is_async(func: Callable[..., Any]) -> bool:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
+
+
+def _timed(func: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, BaseException | None, float]:
+    started = time.perf_counter()
+    try:
+        return func(**arguments), None, time.perf_counter() - started
+    except BaseException as error:  # raised by the caller, on the event loop
+        return None, error, time.perf_counter() - started
+
+
+# -- overrides of the classic methods -----------------------------------------------------------------------------
+
+
 def is_state_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True for `score_rollout(state, ...)` of the second generation; the first always passes a completion."""
     if args:
@@ -145,7 +287,23 @@ def is_state_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return "state" in kwargs and "completion" not in kwargs
 
 
-# -- overrides of the classic methods -----------------------------------------------------------------------------
+def first_generation_call(
+    prompt: Messages,
+    completion: Messages,
+    answer: Any = "",
+    state: State | None = None,
+    task: str = "default",
+    info: Info | None = None,
+    **kwargs: Any,
+) -> tuple[ScoringInput, dict[str, Any]]:
+    """Return the rollout and the further arguments of a `score_rollout` call of the first generation."""
+    item = ScoringInput(prompt, completion, answer, state if state is not None else State(), task, info or {})
+    return item, kwargs
+
+
+def second_generation_call(state: State, score_sem: Any = None) -> tuple[State, Any]:
+    """Return the arguments of a `score_rollout` call of the second generation."""
+    return state, score_sem
 
 
 async def call_score_rollout(
@@ -160,7 +318,7 @@ async def call_score_rollout(
         Exception: what the method raises.
     """
     gate = score_sem if score_sem is not None else contextlib.nullcontext()
-    names, _ = parameters_of(function_of(rubric.score_rollout))
+    names, _ = _parameters_of(rubric.score_rollout)
     if "state" in names and "completion" not in names:
         arguments: dict[str, Any] = {"state": item.state}
         if "score_sem" in names:
@@ -203,24 +361,25 @@ async def call_score_group(rubric: Any, states: Sequence[State], score_sem: Any 
     """
     gate = score_sem if score_sem is not None else contextlib.nullcontext()
     result = await rubric.score_group(states, **_accepted(rubric.score_group, {"score_sem": gate}))
-    if isinstance(result, list) and len(result) == len(states):
-        given: Sequence[Any] = result
-    else:
-        given = [None] * len(states)
-    scores = []
-    for state, one in zip(states, given, strict=True):
-        item = ScoringInput.from_state(state)
-        try:
-            scores.append(one if isinstance(one, RolloutScore) else _score_from(one, item))
-        except (GradingError, TypeError, ValueError) as error:
-            item.note_failure("score_group", error)
-            scores.append(item.score(0.0))
-    return scores
+    given: Sequence[Any] = result if isinstance(result, list) and len(result) == len(states) else [None] * len(states)
+    return [
+        score if isinstance(score, RolloutScore) else _group_member_score(score, ScoringInput.from_state(state))
+        for state, score in zip(states, given, strict=True)
+    ]
+
+
+def _group_member_score(result: Any, item: ScoringInput) -> RolloutScore:
+    """Return the score that `score_group` gave a rollout; one without a reward is a failed grade."""
+    try:
+        return _score_from(result, item)
+    except (GradingError, TypeError, ValueError) as error:
+        item.note_failure("score_group", error)
+        return item.score(0.0)
 
 
 def _accepted(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that a method takes."""
-    names, takes_everything = parameters_of(function_of(method))
+    names, takes_everything = _parameters_of(method)
     return arguments if takes_everything else {name: value for name, value in arguments.items() if name in names}
 
 
@@ -238,3 +397,16 @@ def _score_from(result: Any, item: ScoringInput) -> RolloutScore:
     else:
         reward, metrics = getattr(source, "reward", None), getattr(source, "metrics", None)
     return item.score(finite_float(reward), {name: float(value) for name, value in (metrics or {}).items()})
+
+
+def _parameters_of(method: Any) -> tuple[frozenset[str], bool]:
+    # the function under a bound method; what was put on the instance in its place is looked at as it is
+    return _parameters_of_function(getattr(method, "__func__", method))
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters_of_function(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Return the names of a function's parameters, and True where it takes any keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+    return frozenset(item.name for item in parameters), takes_everything
