@@ -60,8 +60,7 @@ def lengths(kind: str, completions: int) -> list[tuple[int, int]]:
 
 
 def make_block(kind: str, completions: int) -> Any:
-    from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-    from verifiers.rollouts.trace import TokenSequence
+    from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
     from verifiers.types import Outcome, RolloutKey
 
     draw = random.Random(1)

@@ -19,8 +19,7 @@ from accelerate.utils import DistributedType
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.batching.packing import MicroSteps, all_micro_batches, padded_tokens
 from verifiers.train.batching.training_block import build_training_block

@@ -17,8 +17,9 @@ import pytest
 from aiohttp import web
 
 import verifiers as vf
+from verifiers.inference.adaptive_limiter import AdaptiveLimiter
 from verifiers.inference.endpoint import Backend, Endpoint, HttpBackend
-from verifiers.inference.limits import AdaptiveLimiter, Limiter
+from verifiers.inference.limits import Limiter
 from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
 from verifiers.rollouts.rollout import Rollout, RolloutRequest

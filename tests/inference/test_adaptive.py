@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError, ProviderError
+from verifiers.inference.adaptive_limiter import LOCAL_MAXIMUM, AdaptiveLimiter, ResizableSlots, limiter_for
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.limits import LOCAL_MAXIMUM, AdaptiveLimiter, Limiter, ResizableSlots, limiter_for
-from verifiers.inference.retries import RetryableError, RetryPolicy, call_with_retries
+from verifiers.inference.limits import Limiter, call_with_retries
+from verifiers.inference.retries import RetryableError, RetryPolicy
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.testing import FakeOpenAIServer, Fault
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from verifiers.inference.rendering import ChatCall, Conversations, read_chat_call
+from verifiers.inference.token_in import ChatCall, TokenTurns, read_chat_call
+from verifiers.inference.wire import SampledTokens
 
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b", "reasoning_content": "hm"}
@@ -20,9 +21,13 @@ def call(messages: list[Any], **fields: Any) -> ChatCall:
     return read
 
 
-def held(answer: Any = ANSWER, **fields: Any) -> Conversations:
-    conversations = Conversations()
-    conversations.hold(call([USER], **fields), answer, [1, 2], [3])
+def sampled(prompt_ids: list[int], completion_ids: list[int]) -> SampledTokens:
+    return SampledTokens(prompt_ids, completion_ids, None, ())
+
+
+def held(answer: Any = ANSWER, **fields: Any) -> TokenTurns:
+    conversations = TokenTurns(cast(Any, None))
+    conversations.hold(call([USER], **fields), answer, sampled([1, 2], [3]))
     return conversations
 
 
@@ -73,17 +78,17 @@ def test_what_is_rendered_otherwise_is_another_conversation(fields: dict[str, An
 
 def test_a_message_that_is_changed_afterwards_is_not_what_was_held() -> None:
     message = dict(USER)
-    conversations = Conversations()
-    conversations.hold(call([message]), ANSWER, [1], [2])
+    conversations = TokenTurns(cast(Any, None))
+    conversations.hold(call([message]), ANSWER, sampled([1], [2]))
     message["content"] = "other"
     assert conversations.find(call([message, ANSWER, NEXT])) is None
     assert conversations.find(call([USER, ANSWER, NEXT])) is not None
 
 
 def test_of_several_answers_the_one_that_is_repeated_counts() -> None:
-    conversations = Conversations()
+    conversations = TokenTurns(cast(Any, None))
     for number, said in enumerate("xyz"):
-        conversations.hold(call([USER]), {"role": "assistant", "content": said}, [1], [number])
+        conversations.hold(call([USER]), {"role": "assistant", "content": said}, sampled([1], [number]))
     found = conversations.find(call([USER, {"role": "assistant", "content": "y"}, NEXT]))
     assert found is not None
     assert found.completion_ids == [1]

@@ -9,13 +9,8 @@ from email.utils import format_datetime
 import pytest
 
 from verifiers.errors import EmptyModelResponseError, ProviderError
-from verifiers.inference.retries import (
-    RetryableError,
-    RetryPolicy,
-    call_with_retries,
-    is_retryable_status,
-    retry_after_s,
-)
+from verifiers.inference.limits import Limiter, call_with_retries
+from verifiers.inference.retries import RetryableError, RetryPolicy, is_retryable_status, retry_after_s
 
 QUICK = RetryPolicy(max_attempts=4, base_s=0.0)
 
@@ -104,9 +99,10 @@ def test_retry_after_is_read_as_milliseconds_as_seconds_or_as_a_date() -> None:
     assert retry_after_s({"retry-after-ms": "x", "retry-after": "3"}) == 3.0
 
 
-async def test_whoever_watches_hears_of_every_answer_and_of_every_429_and_of_nothing_else() -> None:
-    class Watcher:
+async def test_a_limiter_learns_of_every_answer_and_of_every_429_and_of_nothing_else() -> None:
+    class Watcher(Limiter):
         def __init__(self) -> None:
+            super().__init__()
             self.heard: list[float | str | None] = []
 
         def answered(self) -> None:

@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limits import ActivityReading, Limiter, RolloutActivity, counted_slot
 from verifiers.monitoring.stage_timer import StageTimer, StageUse, in_stage, peak_memory
 from verifiers.monitoring.time_metrics import interval_metrics, run_time
-from verifiers.rollouts.activity import ActivityReading, RolloutActivity, counted_slot
 
 
 class Time:

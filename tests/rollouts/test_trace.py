@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from verifiers.rollouts.trace import TokenSequence, Turn, rows_from_turns
+from verifiers.rollouts.recording_client import Turn, rows_from_turns
+from verifiers.rollouts.rollout import TokenSequence
 
 
 def turn(prompt: list[int], answer: list[int], *, version: int = 0, finish: str = "stop") -> Turn:

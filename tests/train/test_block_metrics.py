@@ -10,8 +10,7 @@ import torch
 from verifiers.data.batch_plan import make_plan
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.summary import summarize
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.block_metrics import _timing, block_metrics, percentile, reward_summary

@@ -335,8 +335,9 @@ def open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, 
         ConfigError: an address or a limit that cannot work.
     """
     from verifiers.evals.evaluation_loop import iter_requests
+    from verifiers.inference.adaptive_limiter import limiter_for
     from verifiers.inference.endpoint_registry import open_backend
-    from verifiers.inference.limits import Limiter, limiter_for
+    from verifiers.inference.limits import Limiter
     from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint
 
     if entry.urls == (FAKE_URL,):

@@ -15,21 +15,21 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from verifiers.errors import Error
-from verifiers.inference.wire import request_body
+from verifiers.errors import Error, OverlongPromptError, ProviderError
+from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, Backend
+from verifiers.inference.limits import call_with_retries
+from verifiers.inference.retries import RetryPolicy
 
 __all__ = [
-    "CachedPrefix",
     "CannotRenderTurnError",
-    "ChatCall",
-    "Conversations",
     "IncrementalRenderer",
     "Render",
+    "TokenRoutes",
     "TurnRenderer",
-    "read_chat_call",
+    "derender_body",
 ]
 
 Message = Mapping[str, Any]
@@ -234,151 +234,82 @@ def _key(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-# fields that a chat call and vLLM's sampling parameters share
-_SAMPLING = frozenset(
-    {
-        "bad_words", "frequency_penalty", "ignore_eos", "min_p", "min_tokens", "presence_penalty",
-        "repetition_penalty", "seed", "stop", "stop_token_ids", "temperature", "top_k", "top_p",
-    }
-)  # fmt: skip
-_REQUEST = frozenset({"cache_salt", "priority"})
-# nothing in the answer depends on them
-_LEFT_OUT = frozenset({"metadata", "return_token_ids", "store", "user", "logprobs"})
-# values that ask for what is done anyway
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stream": (False,),
-    "tool_choice": ("auto",),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
+_ABSENT = {
+    TOKENIZE: "it has no /tokenize that takes messages",
+    GENERATE: "it has no /inference/v1/generate (vLLM has it with --enable-scale-out)",
+    DERENDER: "it has no /v1/chat/completions/derender (vLLM has it with --enable-scale-out)",
 }
-_MESSAGE_FIELDS = frozenset(
-    {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content"}
-)
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCall:
-    """A chat call, taken apart.
+class TokenRoutes:
+    """vLLM's routes for token ids on a model's servers."""
 
-    Attributes:
-        keys: each message as a value that cannot change, for comparison; without its reasoning, which environments
-            leave out when they repeat what the policy said.
-        sampling: vLLM's sampling parameters.
-        template_options: arguments of the chat template.
-        chat_options: what reading the answer depends on.
-        request_options: further fields of the request.
-        context: what must be equal for one call to go on with another.
-    """
-
+    backend: Backend
     model: str
-    messages: list[Mapping[str, Any]]
-    keys: list[tuple[Any, ...]]
-    tools: list[Mapping[str, Any]] | None
-    sampling: dict[str, Any]
-    template_options: dict[str, Any]
-    chat_options: dict[str, Any]
-    request_options: dict[str, Any]
-    context: str
+    retry: RetryPolicy
 
+    async def why_not(self, renderer: TurnRenderer) -> str | None:
+        """Return the reason why turns cannot be sent as token ids, or None where they can.
 
-def read_chat_call(arguments: Mapping[str, Any]) -> ChatCall | str:
-    """Return a chat call as it can be made by token ids, or a word for what in it cannot."""
-    body = request_body(arguments)
-    messages = body.pop("messages", None)
-    model = body.pop("model", "")
-    tools = body.pop("tools", None) or None
-    template_options = body.pop("chat_template_kwargs", None) or {}
-    sampling: dict[str, Any] = {"logprobs": 0}
-    chat: dict[str, Any] = {}
-    request: dict[str, Any] = {}
-    limits = [body.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
-    limit = next((value for value in limits if value is not None), None)
-    if limit is not None:
-        sampling["max_tokens"] = limit
-    for name, value in body.items():
-        if name in _LEFT_OUT or value is None:
-            continue
-        if name in _SAMPLING:
-            sampling[name] = value
-        elif name in _REQUEST:
-            request[name] = value
-        elif name == "parallel_tool_calls":
-            chat[name] = value
-        elif value not in _PLAIN.get(name, ()):
-            return f"{name}={value!r:.40}"
-    if not isinstance(messages, list):
-        return "messages that are no list"
-    keys = [message_key(message) for message in messages]
-    known = [key for key in keys if key is not None]
-    if len(known) < len(keys):
-        return "messages that are not text alone"
-    for name, item in (("tools", tools), ("stop", sampling.get("stop")), ("chat_template_kwargs", template_options)):
-        if item:
-            chat[name] = item
-    rendered_with = [tools, template_options] if tools or template_options else None
-    context = model if rendered_with is None else model + json.dumps(rendered_with, sort_keys=True, default=str)
-    return ChatCall(model, messages, known, tools, sampling, template_options, chat, request, context)
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """An answer of the policy and everything before it.
-
-    Attributes:
-        length: number of messages, the answer included.
-    """
-
-    keys: list[tuple[Any, ...]]
-    context: str
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-    answer: Mapping[str, Any]
-
-    @property
-    def length(self) -> int:
-        return len(self.keys)
-
-
-@dataclass(slots=True)
-class Conversations:
-    """The prefixes of one rollout, of several conversations where it branches or speaks in several."""
-
-    _prefixes: list[CachedPrefix] = field(default_factory=list)
-
-    def hold(
-        self, call: ChatCall, answer: Mapping[str, Any], prompt_ids: Sequence[int], completion_ids: Sequence[int]
-    ) -> None:
-        """Remember an answer to a call; an answer that cannot be compared is not kept."""
-        key = message_key(answer)
-        if key is not None:
-            self._prefixes.append(CachedPrefix([*call.keys, key], call.context, prompt_ids, completion_ids, answer))
-
-    def find(self, call: ChatCall) -> CachedPrefix | None:
-        """Return the newest answer that the call repeats, with everything before it, and continues."""
-        for prefix in reversed(self._prefixes):
-            length = prefix.length
-            if length < len(call.keys) and prefix.context == call.context and call.keys[:length] == prefix.keys:
-                return prefix
+        Raises:
+            ProviderError: the server could not be asked, or answered with errors of its own.
+        """
+        path = TOKENIZE
+        try:
+            await renderer.check()
+            ids = await renderer.first([{"role": "user", "content": "a"}], None, {})
+            path = GENERATE
+            sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+            answer = await self._ask(GENERATE, {"model": self.model, "token_ids": ids, "sampling_params": sampling})
+            choice = answer["choices"][0]
+            if not choice.get("token_ids") or not choice.get("logprobs"):
+                return f"{GENERATE} answered without token_ids or logprobs"
+            path = DERENDER
+            await self._ask(DERENDER, derender_body(self.model, ids, choice, {}))
+        except CannotRenderTurnError as error:
+            return str(error)
+        except (ProviderError, OverlongPromptError, KeyError, IndexError, TypeError) as error:
+            status = getattr(error, "status", None)
+            if isinstance(error, ProviderError) and (status is None or status >= 500):
+                raise
+            return _ABSENT[path] if status in (403, 404, 405, 501) else f"{path} cannot be used: {error}"
         return None
 
+    async def render(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> list[int]:
+        """Render a conversation by /tokenize, as `Render`.
 
-def message_key(message: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return a message as a value to compare by, or None where it holds more than text and tool calls."""
-    content = message.get("content")
-    if content is not None and not isinstance(content, str):
-        return None
-    for name, value in message.items():
-        if name not in _MESSAGE_FIELDS and value:
-            return None
-    calls = message.get("tool_calls")
-    if not calls:
-        return message.get("role"), content or "", message.get("tool_call_id"), message.get("name")
-    made = tuple(_call_key(call) for call in calls)
-    return message.get("role"), content or "", message.get("tool_call_id"), message.get("name"), made
+        Raises:
+            CannotRenderTurnError: the template refuses it.
+        """
+        body: dict[str, Any] = {"model": self.model, "messages": list(messages)}
+        if tools:
+            body["tools"] = list(tools)
+        if options:
+            body["chat_template_kwargs"] = dict(options)
+        try:
+            answer = await self._ask(TOKENIZE, body)
+        except ProviderError as error:
+            if error.status in (400, 422):
+                # a template is a program, and may refuse the stand-ins
+                raise CannotRenderTurnError(f"the template refuses to render a turn by itself: {error}") from error
+            raise
+        ids: list[int] = answer["tokens"]
+        return ids
+
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        return await call_with_retries(lambda: self.backend.call(path, body), self.retry)
 
 
-def _call_key(call: Any) -> tuple[Any, ...]:
-    function = call["function"]
-    return call["id"], function["name"], function["arguments"]
+def derender_body(
+    model: str, prompt_ids: Sequence[int], choice: Mapping[str, Any], chat_options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the body that asks for a generated choice as a chat completion; its messages play no part."""
+    generated = {"index": 0, "token_ids": choice["token_ids"], "finish_reason": choice.get("finish_reason") or "stop"}
+    return {
+        "model": model,
+        "generate_response": {"choices": [generated]},
+        "prompt_tokens": len(prompt_ids),
+        "prompt_token_ids": list(prompt_ids),
+        "chat_request": {"model": model, "messages": [{"role": "user", "content": "a"}], **chat_options},
+    }

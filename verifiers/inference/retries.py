@@ -1,4 +1,4 @@
-"""The one retry loop around a model call, and the failures that are retried.
+"""Failures of model calls: which of them are tried again, after how long a wait.
 
 Retried: no usable answer at all (refused, reset, timed out, unreadable, empty) and the statuses 408, 409, 425, 429,
 5xx and 529. Never retried: 400, 401, 403, 404, 422 and every other 4xx, for they fail in the same way again. Waits
@@ -7,25 +7,21 @@ grow by a factor of two with full jitter (Brooker, "Exponential Backoff And Jitt
 
 from __future__ import annotations
 
-import asyncio
 import email.utils
 import errno
 import json
 import math
-import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from verifiers.errors import EmptyModelResponseError, OverlongPromptError, ProviderError
+from verifiers.errors import OverlongPromptError, ProviderError
 
 __all__ = [
     "RetryPolicy",
-    "WatchesAnswers",
     "broke",
-    "call_with_retries",
     "client_error",
     "is_context_overflow",
     "is_retryable_status",
@@ -33,8 +29,6 @@ __all__ = [
     "retry_after_s",
     "status_error",
 ]
-
-T = TypeVar("T")
 
 _RETRYABLE_4XX = frozenset({408, 409, 425, 429})
 
@@ -95,14 +89,6 @@ class RetryableError(ProviderError):
         self.broke = broke
 
 
-class WatchesAnswers(Protocol):
-    """Observer of answers and 429s: a limiter that adapts to the server."""
-
-    def answered(self) -> None: ...
-
-    def rate_limited(self, retry_after_s: float | None) -> None: ...
-
-
 def is_retryable_status(status: int) -> bool:
     """Return True for HTTP statuses that may go away by themselves."""
     return status in _RETRYABLE_4XX or status >= 500
@@ -133,45 +119,6 @@ def _number(value: str | None) -> float | None:
     except ValueError:
         return None
     return max(0.0, number) if math.isfinite(number) else None
-
-
-async def call_with_retries(
-    attempt: Callable[[], Awaitable[T]],
-    policy: RetryPolicy,
-    on_retry: Callable[[RetryableError], None] | None = None,
-    watcher: WatchesAnswers | None = None,
-) -> T:
-    """Await `attempt()` until it succeeds, fails for good, or `policy.max_attempts` tries are used up.
-
-    Args:
-        attempt: makes one try.
-        policy: number of tries, and waits.
-        on_retry: called with each failure that is followed by another try.
-        watcher: told of every answer, and of every 429.
-
-    Raises:
-        ProviderError: the last failure; its message says how many tries were made.
-        EmptyModelResponseError: the last answer was empty.
-    """
-    for number in range(1, policy.max_attempts + 1):
-        try:
-            result = await attempt()
-        except RetryableError as error:
-            if watcher is not None and error.status == 429:
-                watcher.rate_limited(error.retry_after_s)
-            if number == policy.max_attempts:
-                text = f"{error} (after {number} attempts)" if number > 1 else str(error)
-                if error.empty:
-                    raise EmptyModelResponseError(text) from error
-                raise ProviderError(text, status=error.status, body=error.body) from error
-            if on_retry is not None:
-                on_retry(error)
-            await asyncio.sleep(policy.wait_s(number, error.retry_after_s, random.random()))
-        else:
-            if watcher is not None:
-                watcher.answered()
-            return result
-    raise AssertionError("max_attempts is at least 1")
 
 
 _CODES = r"context_length_exceeded|model_context_window_exceeded|exceed_context_size_error|ContextWindowExceeded"

@@ -13,27 +13,35 @@ messages.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
-from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, Backend
+from verifiers.errors import ConfigError, ProviderError
+from verifiers.inference.endpoint import DERENDER, GENERATE, Backend
 from verifiers.inference.rendering import (
     CannotRenderTurnError,
-    ChatCall,
-    Conversations,
     IncrementalRenderer,
+    TokenRoutes,
     TurnRenderer,
-    read_chat_call,
+    derender_body,
 )
-from verifiers.inference.retries import RetryPolicy, call_with_retries
-from verifiers.inference.wire import WireObject, sampled_tokens
+from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.wire import SampledTokens, WireObject, request_body
 
-__all__ = ["Generation", "TokenIn", "TokenTurns", "token_in_for"]
+__all__ = [
+    "CachedPrefix",
+    "ChatCall",
+    "Generation",
+    "TokenIn",
+    "TokenTurns",
+    "read_chat_call",
+    "token_in_for",
+]
 
 logger = logging.getLogger("verifiers.rollouts")
 
@@ -41,13 +49,6 @@ Generation = Literal["auto", "messages", "tokens"]
 """Form in which turns are sent: "auto" by token ids from the second turn on where the server can, "tokens" always."""
 
 Send = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
-
-_ABSENT = {
-    TOKENIZE: "it has no /tokenize that takes messages",
-    GENERATE: "it has no /inference/v1/generate (vLLM has it with --enable-scale-out)",
-    DERENDER: "it has no /v1/chat/completions/derender (vLLM has it with --enable-scale-out)",
-}
-
 
 # how long turns go as messages where a route of token ids keeps failing
 _FORGET_FAILURE_S = 60.0
@@ -85,18 +86,13 @@ class TokenIn:
     ) -> None:
         self.mode = mode
         self.model = model
-        self._backend = backend
-        self._retry = retry or RetryPolicy()
-        self.renderer = renderer or IncrementalRenderer(self._rendered)
+        self._routes = TokenRoutes(backend, model, retry or RetryPolicy())
+        self.renderer = renderer or IncrementalRenderer(self._routes.render)
         self._known: _Offer | None = None
         self._asking = asyncio.Lock()
         self._failure: ProviderError | None = None
         self._failures = 0
         self._logged: set[str] = set()
-
-    def for_rollout(self) -> TokenTurns:
-        """Return an empty record of one rollout's conversations."""
-        return TokenTurns(self)
 
     async def offered(self) -> bool:
         """Return True if the server takes token ids and turns can be rendered by themselves; asked once.
@@ -118,7 +114,7 @@ class TokenIn:
         reason = offer.reason
         if reason is None:
             return True
-        text = f"turns cannot be sent to {self._backend.base_url or 'this client'} as token ids: {reason}"
+        text = f"turns cannot be sent to {self._routes.backend.base_url or 'this client'} as token ids: {reason}"
         if self.mode == "tokens":
             raise ConfigError(f"{text}; set generation='messages', or use a server that can, such as vf-serve.")
         if offer.until == math.inf:
@@ -132,7 +128,7 @@ class TokenIn:
 
     async def _asked(self) -> _Offer:
         try:
-            self._known = _Offer(await self._why_not())
+            self._known = _Offer(await self._routes.why_not(self.renderer))
         except ProviderError as error:
             if not self.refuse_for_now(error):
                 self._failure, self._failures = error, self._failures + 1
@@ -150,7 +146,7 @@ class TokenIn:
             self._logged.add("fails")
             logger.warning(
                 "turns go to %s as messages, for a route of token ids fails: %s; it is asked again in %g s.",
-                self._backend.base_url,
+                self._routes.backend.base_url,
                 error,
                 _FORGET_FAILURE_S,
             )
@@ -168,57 +164,140 @@ class TokenIn:
             self._logged.add(text)
             logger.info("%s", text)
 
-    async def _why_not(self) -> str | None:
-        path = TOKENIZE
-        try:
-            await self.renderer.check()
-            ids = await self.renderer.first([{"role": "user", "content": "a"}], None, {})
-            path = GENERATE
-            sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}
-            body = {"model": self.model, "token_ids": ids, "sampling_params": sampling}
-            answer = await self._ask(GENERATE, body)
-            choice = answer["choices"][0]
-            if not choice.get("token_ids") or not choice.get("logprobs"):
-                return f"{GENERATE} answered without token_ids or logprobs"
-            path = DERENDER
-            await self._ask(DERENDER, derender_body(self.model, ids, choice, {}))
-        except CannotRenderTurnError as error:
-            return str(error)
-        except (ProviderError, OverlongPromptError, KeyError, IndexError, TypeError) as error:
-            status = getattr(error, "status", None)
-            if isinstance(error, ProviderError) and (status is None or status >= 500):
-                raise
-            return _ABSENT[path] if status in (403, 404, 405, 501) else f"{path} cannot be used: {error}"
+
+# fields that a chat call and vLLM's sampling parameters share
+_SAMPLING = frozenset(
+    {
+        "bad_words", "frequency_penalty", "ignore_eos", "min_p", "min_tokens", "presence_penalty",
+        "repetition_penalty", "seed", "stop", "stop_token_ids", "temperature", "top_k", "top_p",
+    }
+)  # fmt: skip
+_REQUEST = frozenset({"cache_salt", "priority"})
+# nothing in the answer depends on them
+_LEFT_OUT = frozenset({"metadata", "return_token_ids", "store", "user", "logprobs"})
+# values that ask for what is done anyway
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stream": (False,),
+    "tool_choice": ("auto",),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A chat call, taken apart.
+
+    Attributes:
+        keys: each message as a value that cannot change, for comparison; without its reasoning, which environments
+            leave out when they repeat what the policy said.
+        sampling: vLLM's sampling parameters.
+        template_options: arguments of the chat template.
+        chat_options: what reading the answer depends on.
+        request_options: further fields of the request.
+        context: what must be equal for one call to go on with another.
+    """
+
+    model: str
+    messages: list[Mapping[str, Any]]
+    keys: list[tuple[Any, ...]]
+    tools: list[Mapping[str, Any]] | None
+    sampling: dict[str, Any]
+    template_options: dict[str, Any]
+    chat_options: dict[str, Any]
+    request_options: dict[str, Any]
+    context: str
+
+
+def read_chat_call(arguments: Mapping[str, Any]) -> ChatCall | str:
+    """Return a chat call as it can be made by token ids, or a word for what in it cannot."""
+    body = request_body(arguments)
+    messages = body.pop("messages", None)
+    model = body.pop("model", "")
+    tools = body.pop("tools", None) or None
+    template_options = body.pop("chat_template_kwargs", None) or {}
+    sampling: dict[str, Any] = {"logprobs": 0}
+    chat: dict[str, Any] = {}
+    request: dict[str, Any] = {}
+    limits = [body.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
+    limit = next((value for value in limits if value is not None), None)
+    if limit is not None:
+        sampling["max_tokens"] = limit
+    for name, value in body.items():
+        if name in _LEFT_OUT or value is None:
+            continue
+        if name in _SAMPLING:
+            sampling[name] = value
+        elif name in _REQUEST:
+            request[name] = value
+        elif name == "parallel_tool_calls":
+            chat[name] = value
+        elif value not in _PLAIN.get(name, ()):
+            return f"{name}={value!r:.40}"
+    if not isinstance(messages, list):
+        return "messages that are no list"
+    keys = [message_key(message) for message in messages]
+    known = [key for key in keys if key is not None]
+    if len(known) < len(keys):
+        return "messages that are not text alone"
+    for name, item in (("tools", tools), ("stop", sampling.get("stop")), ("chat_template_kwargs", template_options)):
+        if item:
+            chat[name] = item
+    rendered_with = [tools, template_options] if tools or template_options else None
+    context = model if rendered_with is None else model + json.dumps(rendered_with, sort_keys=True, default=str)
+    return ChatCall(model, messages, known, tools, sampling, template_options, chat, request, context)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """An answer of the policy and everything before it.
+
+    Attributes:
+        length: number of messages, the answer included.
+    """
+
+    keys: list[tuple[Any, ...]]
+    context: str
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    answer: Mapping[str, Any]
+
+    @property
+    def length(self) -> int:
+        return len(self.keys)
+
+
+def message_key(message: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return a message as a value to compare by, or None where it holds more than text and tool calls."""
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
         return None
-
-    async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        return await call_with_retries(lambda: self._backend.call(path, body), self._retry)
-
-    async def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, options: Mapping[str, Any]
-    ) -> list[int]:
-        body: dict[str, Any] = {"model": self.model, "messages": list(messages)}
-        if tools:
-            body["tools"] = list(tools)
-        if options:
-            body["chat_template_kwargs"] = dict(options)
-        try:
-            answer = await self._ask(TOKENIZE, body)
-        except ProviderError as error:
-            if error.status in (400, 422):
-                # a template is a program, and may refuse the stand-ins
-                raise CannotRenderTurnError(f"the template refuses to render a turn by itself: {error}") from error
-            raise
-        ids: list[int] = answer["tokens"]
-        return ids
+    for name, value in message.items():
+        if name not in _MESSAGE_FIELDS and value:
+            return None
+    calls = message.get("tool_calls")
+    if not calls:
+        return message.get("role"), content or "", message.get("tool_call_id"), message.get("name")
+    made = tuple(_call_key(call) for call in calls)
+    return message.get("role"), content or "", message.get("tool_call_id"), message.get("name"), made
 
 
+def _call_key(call: Any) -> tuple[Any, ...]:
+    function = call["function"]
+    return call["id"], function["name"], function["arguments"]
+
+
+@dataclass(slots=True)
 class TokenTurns:
-    """The conversations of one rollout, as messages and as ids."""
+    """The answers of one rollout, as messages and as ids; of several conversations where it branches."""
 
-    def __init__(self, shared: TokenIn) -> None:
-        self._shared = shared
-        self._conversations = Conversations()
+    _shared: TokenIn
+    _prefixes: list[CachedPrefix] = field(default_factory=list)
 
     async def ask(self, send: Send, arguments: Mapping[str, Any]) -> tuple[Any, ChatCall | None]:
         """Answer one chat call by token ids.
@@ -245,20 +324,24 @@ class TokenTurns:
                 raise
             return None, call
 
-    def hold(self, call: ChatCall, answer: Mapping[str, Any]) -> None:
-        """Remember what was answered; the next call may go on from there.
+    def hold(self, call: ChatCall, message: Mapping[str, Any], sampled: SampledTokens) -> None:
+        """Remember the answer to a call, as `ask` returned it; one without ids, or not comparable, is not kept."""
+        key = message_key(message)
+        if key is not None and sampled.prompt_ids is not None and sampled.completion_ids is not None:
+            keys = [*call.keys, key]
+            prefix = CachedPrefix(keys, call.context, sampled.prompt_ids, sampled.completion_ids, message)
+            self._prefixes.append(prefix)
 
-        Args:
-            call: as `ask` returned it.
-            answer: a chat completion as plain data; kept only where it has the ids.
-        """
-        sampled = sampled_tokens(answer)
-        if sampled.prompt_ids is not None and sampled.completion_ids is not None:
-            message = answer["choices"][0].get("message") or {}
-            self._conversations.hold(call, message, sampled.prompt_ids, sampled.completion_ids)
+    def find(self, call: ChatCall) -> CachedPrefix | None:
+        """Return the newest answer that the call repeats, with everything before it, and continues."""
+        for prefix in reversed(self._prefixes):
+            length = prefix.length
+            if length < len(call.keys) and prefix.context == call.context and call.keys[:length] == prefix.keys:
+                return prefix
+        return None
 
     async def _prompt_ids(self, call: ChatCall) -> list[int] | None:
-        prefix = self._conversations.find(call)
+        prefix = self.find(call)
         shared = self._shared
         if prefix is None and shared.mode != "tokens":
             return None
@@ -320,20 +403,6 @@ def token_in_for(
     if generation == "messages" or (generation == "auto" and not require_tokens):
         return None
     return TokenIn(backend, model, "tokens" if generation == "tokens" else "auto", retry=retry)
-
-
-def derender_body(
-    model: str, prompt_ids: Sequence[int], choice: Mapping[str, Any], chat_options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the body that asks for a generated choice as a chat completion; its messages play no part."""
-    generated = {"index": 0, "token_ids": choice["token_ids"], "finish_reason": choice.get("finish_reason") or "stop"}
-    return {
-        "model": model,
-        "generate_response": {"choices": [generated]},
-        "prompt_tokens": len(prompt_ids),
-        "prompt_token_ids": list(prompt_ids),
-        "chat_request": {"model": model, "messages": [{"role": "user", "content": "a"}], **chat_options},
-    }
 
 
 def _cut_at_stop(message: dict[str, Any], stop: Any) -> dict[str, Any]:

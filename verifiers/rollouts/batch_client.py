@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, overload
 
 from verifiers.errors import ConfigError, MissingTokenIdsError, ModelError, OverlongPromptError
-from verifiers.inference.limits import Limiter, NoMoreSlotsError
-from verifiers.rollouts.activity import RolloutActivity, counted_slot
-from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.inference.limits import Limiter, NoMoreSlotsError, RolloutActivity, counted_slot
+from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import STRAGGLER, Rollout, RolloutRequest
 from verifiers.types import Failure, Outcome, State, Timing
 
@@ -263,8 +262,11 @@ class RolloutRecord:
             state.setdefault(name, value)
         state.setdefault("info", dict(request.info))
         truncated = self.client.finish_reason == "length" or _is_overlong(self.client, state)
+        rows, forks = rows_from_turns(self.client.turns)
+        # reward functions may ask the same server, but what it answers them is not trained on
+        self.client.stop_recording()
         # as the state has them: `setup_state` may draw the question, and the reward functions see that one
-        rollout = Rollout(
+        return Rollout(
             key=request.key,
             outcome=self.outcome or (Outcome.TRUNCATED if truncated else Outcome.COMPLETED),
             prompt=state["prompt"],
@@ -272,14 +274,15 @@ class RolloutRecord:
             answer=state["answer"],
             task=state["task"],
             info=state["info"],
+            rows=rows,
+            forks=forks,
+            turns=self.client.calls,
             failure=self.failure,
+            attempts=1 + self.client.retries,
             timing=self.timing,
+            usage=self.client.usage,
             state=state,
         )
-        self.client.tell(rollout)
-        # reward functions may ask the same server, but what it answers them is not trained on
-        self.client.stop_recording()
-        return rollout
 
     def _judge(self, state: State) -> None:
         policy_error, stored = self.client.last_error, state.get("error")

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, DeadlineError, GenerationError, GeneratorClosedError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limits import Limiter, RolloutActivity
 from verifiers.inference.load_balancer import backend_for
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.token_in import token_in_for
 from verifiers.loop_thread import LoopThread
-from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.batch_request import BatchRequest
 from verifiers.rollouts.block import BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock

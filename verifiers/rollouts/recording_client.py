@@ -6,24 +6,47 @@ itself. So this is where throttling, retries, sampling seeds and the token-exact
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from verifiers.errors import ConfigError, EmptyModelResponseError, MissingTokenIdsError, OverlongPromptError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS, DERENDER, Backend
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limits import Limiter, call_with_retries
 from verifiers.inference.load_balancer import LoadBalancer
-from verifiers.inference.rendering import ChatCall
-from verifiers.inference.retries import RetryPolicy, call_with_retries
-from verifiers.inference.token_in import TokenIn, TokenTurns
+from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns
 from verifiers.inference.wire import given_arguments, neutral_where_unset, plain_data, sampled_tokens
-from verifiers.rollouts.rollout import Rollout
-from verifiers.rollouts.trace import Turn, rows_from_turns
+from verifiers.rollouts.rollout import TokenSequence
 from verifiers.types import Usage
 
-__all__ = ["RolloutClient", "turn_seed"]
+__all__ = ["RolloutClient", "Turn", "rows_from_turns", "turn_seed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the trained policy.
+
+    Attributes:
+        prompt_ids: token ids the server computed the answer from.
+        completion_ids: every sampled token id, the end-of-sequence token included.
+        logprobs: log-probability of each sampled token under the distribution it was sampled from
+            (after temperature), in nats; same length as `completion_ids`.
+        versions: policy version of each sampled token; same length.
+        finish_reason: the server's: "stop", "length", "tool_calls", ...
+        newest_version: the version when the answer ended, where that is another than when it began and the server
+            reports no version of single tokens; `versions` then holds the one at the beginning.
+    """
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: str | None = None
+    newest_version: int | None = None
 
 
 def turn_seed(rollout_seed: int, turn: int) -> int:
@@ -100,7 +123,7 @@ class RolloutClient:
         self._seed = seed
         self._require_tokens = require_tokens
         self._policy_version = policy_version
-        self._tokens: TokenTurns | None = token_in.for_rollout() if token_in is not None else None
+        self._tokens = TokenTurns(token_in) if token_in is not None else None
         self._check_call = check_call
         self._begun = 0
         self._trained = True
@@ -137,13 +160,6 @@ class RolloutClient:
         """Leave later calls out of the trace: the rollout is over, and its rewards may still ask."""
         self._trained = False
 
-    def tell(self, rollout: Rollout) -> None:
-        """Put what was recorded so far into a rollout."""
-        rollout.rows, rollout.forks = rows_from_turns(self.turns)
-        rollout.turns = self.calls
-        rollout.usage = self.usage
-        rollout.attempts = 1 + self.retries
-
     def with_options(self, **_: Any) -> RolloutClient:
         """Return the same handle: timeouts and retries are the run's, so that one rollout cannot escape them."""
         return self
@@ -152,44 +168,41 @@ class RolloutClient:
         """Nothing to close: connections belong to the run."""
 
     async def _call(self, path: str, arguments: dict[str, Any]) -> Any:
-        trained = self._trained and (self._model is None or arguments.get("model") == self._model)
-        began = [self._version_now()]
-
-        async def send(path: str, arguments: Mapping[str, Any]) -> Any:
-            # each try sends the same: where they are token ids, the same ids and seed
-            async def attempt() -> Any:
-                if path != DERENDER:
-                    if self._limiter is not None:
-                        await self._limiter.wait_for_request()
-                    began[0] = self._version_now()
-                return await self._backend.call(path, arguments)
-
-            return await call_with_retries(attempt, self._retry, self._count_retry, self._limiter)
-
-        if not trained:
-            return await send(path, arguments)
+        if not self._trained or (self._model is not None and arguments.get("model") != self._model):
+            return await self._send(path, arguments, [0])
         async with nullcontext() if self.has_slot or self.call_slot is None else self.call_slot():
-            return await self._call_policy(path, arguments, send, began)
+            return await self._call_policy(path, arguments)
 
-    async def _call_policy(self, path: str, arguments: dict[str, Any], send: Any, began: list[int]) -> Any:
+    async def _call_policy(self, path: str, arguments: dict[str, Any]) -> Any:
+        began = [0]
         call: ChatCall | None = None
         try:
             arguments = self._prepared(path, arguments)
             response = None
             if self._tokens is not None and path == CHAT:
-                response, call = await self._tokens.ask(send, arguments)
+                response, call = await self._tokens.ask(functools.partial(self._send, began=began), arguments)
             if response is None:
-                response = await send(path, arguments)
+                response = await self._send(path, arguments, began)
         except OverlongPromptError:
             self.overlong = True
             raise
         except Exception as error:
             self.last_error = error
             raise
-        answer = self._record(path, response, began[0])
-        if call is not None and self._tokens is not None and answer is not None:
-            self._tokens.hold(call, answer)
+        self._record(response, began[0], call)
         return response
+
+    async def _send(self, path: str, arguments: Mapping[str, Any], began: list[int]) -> Any:
+        """Send a call, with retries; `began` gets the policy version at the start of the newest try that samples."""
+        samples = path != DERENDER
+
+        # each try sends the same: where they are token ids, the same ids and seed
+        def attempt() -> Awaitable[Any]:
+            if samples:
+                began[0] = self._version_now()
+            return self._backend.call(path, arguments)
+
+        return await call_with_retries(attempt, self._retry, self._count_retry, self._limiter, throttled=samples)
 
     def _version_now(self) -> int:
         return self._policy_version() if self._policy_version is not None else 0
@@ -223,8 +236,8 @@ class RolloutClient:
             arguments["extra_body"] = extra
         return arguments
 
-    def _record(self, path: str, response: Any, version_before: int) -> Mapping[str, Any] | None:
-        """Put an answer into the trace; returns it as plain data where it has a choice."""
+    def _record(self, response: Any, version_before: int, call: ChatCall | None) -> None:
+        """Put an answer into the trace, and, where it answers a `call`, into what later turns may extend."""
         if not getattr(response, "choices", None):
             self.last_error = EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
             raise self.last_error
@@ -233,7 +246,7 @@ class RolloutClient:
         answer = plain_data(response)
         choices = answer.get("choices")
         if not choices:
-            return None
+            return
         self.calls += 1
         choice = choices[0]
         self.finish_reason = choice.get("finish_reason")
@@ -244,14 +257,15 @@ class RolloutClient:
         prompt_ids, completion_ids, logprobs = sampled.prompt_ids, sampled.completion_ids, sampled.logprobs
         if self._require_tokens:
             _require(self.base_url, prompt_ids, completion_ids, logprobs)
+        if self._tokens is not None and call is not None:
+            self._tokens.hold(call, choice.get("message") or {}, sampled)
         if prompt_ids is None or completion_ids is None or logprobs is None:
-            return answer
+            return
         versions, all_reported = _versions(sampled.versions, len(completion_ids), version_before)
         version_after = version_before if all_reported else self._version_now()
         # it is unknown before which token a push in between came, so both versions stand for all of them
         newest = version_after if version_after != version_before else None
         self.turns.append(Turn(prompt_ids, completion_ids, logprobs, versions, self.finish_reason, newest))
-        return answer
 
 
 def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, logprobs: list[float] | None) -> None:
@@ -301,3 +315,54 @@ def _as_version(value: Any) -> int | None:
         return int(value)
     except (TypeError, ValueError):
         return None
+
+
+def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
+    """Join turns into training rows.
+
+    Where a turn's prompt extends, id for id, what a row already holds, the new tokens are appended to that row; where
+    it does not (a chat template that rewrites history, a tokenizer that merges differently), a new row starts and is
+    counted as a fork. Nothing is ever re-tokenized or realigned.
+
+    Returns:
+        The rows in the order in which they began, and the number of forks: turns after the first that
+        extended no row. Turns without a sampled token are left out.
+    """
+    rows: list[TokenSequence] = []
+    forks = 0
+    for turn in turns:
+        if not turn.completion_ids:
+            continue
+        added: Sequence[int] | None = None
+        for row in reversed(rows):
+            added = _added_ids(row, turn.prompt_ids)
+            if added is not None:
+                break
+        else:
+            forks += bool(rows)
+            row = TokenSequence(prompt_ids=list(turn.prompt_ids))
+            rows.append(row)
+        _append_turn(row, added or (), turn)
+    return rows, forks
+
+
+def _added_ids(row: TokenSequence, prompt_ids: Sequence[int]) -> Sequence[int] | None:
+    """Return the tokens that a prompt adds to a row, or None where the prompt does not extend the row."""
+    held_prompt, held = len(row.prompt_ids), len(row.prompt_ids) + len(row.completion_ids)
+    if len(prompt_ids) < held:
+        return None
+    if list(prompt_ids[:held_prompt]) != row.prompt_ids or list(prompt_ids[held_prompt:held]) != row.completion_ids:
+        return None
+    return prompt_ids[held:]
+
+
+def _append_turn(row: TokenSequence, environment_ids: Sequence[int], turn: Turn) -> None:
+    """Append what the environment wrote, seen by the policy and without loss, and what the policy then sampled."""
+    written, sampled = len(environment_ids), len(turn.completion_ids)
+    row.completion_ids += [*environment_ids, *turn.completion_ids]
+    row.loss_mask += [0] * written + [1] * sampled
+    row.logprobs += [0.0] * written + list(turn.logprobs)
+    row.versions += [-1] * written + list(turn.versions)
+    row.is_truncated = turn.finish_reason == "length"
+    if turn.newest_version is not None:
+        row.unreported_version = max(turn.newest_version, row.unreported_version or 0)

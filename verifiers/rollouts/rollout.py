@@ -1,4 +1,4 @@
-"""A finished rollout, the group it belongs to, and the block they were generated in."""
+"""A finished rollout and its tokens, the group it belongs to, and the block they were generated in."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.rollouts.trace import TokenSequence
 from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, State, Timing, Usage
 
-__all__ = ["STRAGGLER", "Group", "Rollout", "RolloutRequest", "ScoredBlock"]
+__all__ = ["STRAGGLER", "Group", "Rollout", "RolloutRequest", "ScoredBlock", "TokenSequence"]
 
 STRAGGLER = "Straggler"
 """`Failure.kind` of a rollout that was dropped because its block was wanted."""
@@ -35,6 +34,45 @@ class RolloutRequest:
 
 
 @dataclass(slots=True)
+class TokenSequence:
+    """One training sequence of T = len(completion_ids) positions after its prompt.
+
+    Attributes:
+        prompt_ids: ids before the first sampled token.
+        completion_ids: sampled tokens, and between turns the environment's.
+        loss_mask: 1 on sampled tokens, 0 on the environment's; length T.
+        logprobs: the sampler's log-probs; 0.0 where `loss_mask` is 0; length T.
+        versions: policy version of each sampled token; -1 where `loss_mask` is 0; length T.
+        is_truncated: the last turn ended for want of room (finish reason "length").
+        unreported_version: the newest version that may have sampled tokens which the server does not stamp (see
+            `recording_client.Turn`); None where there are none.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    is_truncated: bool = False
+    unreported_version: int | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of positions that carry loss."""
+        return sum(self.loss_mask)
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest policy version among the sampled tokens; 0 for a row without any."""
+        return min((v for v in self.versions if v >= 0), default=0)
+
+    @property
+    def newest_version(self) -> int:
+        """The largest policy version that may have sampled a token; 0 for a row without any."""
+        return max(max(self.versions, default=0), self.unreported_version or 0, 0)
+
+
+@dataclass(slots=True)
 class Rollout:
     """One attempt at one prompt, finished: it has exactly one outcome.
 
@@ -42,7 +80,7 @@ class Rollout:
         reward: weighted sum of the reward functions; None unless the outcome is `completed` or `truncated`.
         metrics: each reward function's unweighted value.
         rows: the trained policy's tokens; empty where the server gave no token ids.
-        forks: turns that did not extend what was held (see `rollouts.trace`).
+        forks: turns that did not extend what was held (see `recording_client.rows_from_turns`).
         advantage: given by the environment in place of the group's: one float, or one per sampled token.
         failure: why there is no reward.
     """

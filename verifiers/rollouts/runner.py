@@ -16,10 +16,9 @@ from typing import Any, Protocol
 from verifiers.concurrency import relaxed_gc
 from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limits import Limiter, RolloutActivity
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import TokenIn
-from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.batch_client import (
     FATAL_ERRORS,
     BatchClient,

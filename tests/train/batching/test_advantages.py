@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import group_advantages, rollout_advantages
 from verifiers.types import Outcome, RolloutKey
 

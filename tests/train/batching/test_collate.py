@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence, Turn, rows_from_turns
+from verifiers.rollouts.recording_client import Turn, rows_from_turns
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.buffers import shuffle_tensor_dict, split_tensor_dict
 from verifiers.train.batching.collate import (

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from verifiers.data.batch_plan import BatchPlan, make_plan, rollout_seed
 from verifiers.rollouts.batch_request import BatchRequest
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.types import Outcome, RolloutKey
 

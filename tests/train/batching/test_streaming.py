@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.packing import MicroSteps, all_micro_batches
 from verifiers.train.batching.streaming import BlockStream
 from verifiers.train.batching.training_block import build_training_block

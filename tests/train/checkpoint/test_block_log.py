@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from verifiers.errors import CheckpointError
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.collate import Dropped
 from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record, read_block_log
 from verifiers.types import Outcome, RolloutKey, Timing

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from verifiers.errors import CheckpointError
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS, load_pending_blocks, save_pending_blocks
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import BlockAdvantages
 from verifiers.train.batching.buffers import TensorDict
 from verifiers.types import RolloutKey

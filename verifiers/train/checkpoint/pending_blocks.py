@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import CheckpointError
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
-from verifiers.rollouts.trace import TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import plain_advantage
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
