@@ -2,18 +2,18 @@
 
     python benchmarks/padding.py [--completions 128] [--rounds 3] [--budget 4096]
 
-Three ways to cut a block into forward and backward passes, each in a process of its own, on the same rows, the same
+Three ways to split a block into micro-batches, each in a process of its own, on the same rows, the same
 model and one thread:
 
-- shuffled: rows in random order, as many to a pass as `per_device_train_batch_size`; prompts padded on the left to
-  the longest of the pass, completions on the right;
-- sorted: what the trainer does as it comes, as many passes, packed by length and padded on the right alone;
-- budget: the trainer with `max_tokens_per_pass`.
+- shuffled: rows in random order, `per_device_train_batch_size` of them in a micro-batch; prompts padded on the left
+  to the longest of the micro-batch, completions on the right;
+- sorted: what the trainer does as it comes, as many micro-batches, packed by length and padded on the right alone;
+- budget: the trainer with `max_tokens_per_micro_batch`.
 
 Two distributions of lengths: log-normal completions from 16 to 512 tokens (median 100, sigma 1) after prompts of 20
-to 60; and answers of 3 to 12 tokens after prompts of 80 to 90, as in the demo. One update a block: every pass through
-the trainer's own loss, forward and backward, and an optimizer step. Seconds are the median over rounds, in which the
-sides take turns; memory is how far the process's peak grew while it trained.
+to 60; and answers of 3 to 12 tokens after prompts of 80 to 90, as in the demo. One update a block: the trainer's own
+loss, forward and backward, of every micro-batch, and an optimizer step. Seconds are the median over rounds, in which
+the sides take turns; memory is how far the process's peak grew while it trained.
 
 Ends with one line of JSON: share of padding before (shuffled) and after (sorted), speedup and peak_memory_ratio
 against shuffled; `_budget` with the budget, `_demo` for the demo's lengths. Gradients are compared first.
@@ -107,7 +107,7 @@ def make_trainer(scratch: str, completions: int, budget: int | None) -> Any:
         gradient_accumulation_steps=completions // ROWS_PER_PASS,
         num_generations=GENERATIONS,
         max_completion_length=512,
-        max_tokens_per_pass=budget,
+        max_tokens_per_micro_batch=budget,
         use_cpu=True,
         bf16=False,
     )
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--completions", type=int, default=128, help="Completions of the block.")
     parser.add_argument("--rounds", type=int, default=3, help="Runs of each side.")
-    parser.add_argument("--budget", type=int, default=4096, help="max_tokens_per_pass of the third side.")
+    parser.add_argument("--budget", type=int, default=4096, help="max_tokens_per_micro_batch of the third side.")
     parser.add_argument("--side", choices=SIDES, help="Measure this side in this process.")
     parser.add_argument("--kind", choices=("lognormal", "demo"), default="lognormal", help="Lengths of that side.")
     args = parser.parse_args()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from verifiers.deprecated import find_former_modules
+
 if TYPE_CHECKING:
     from verifiers.data.curriculum import Curriculum, curriculum_from
     from verifiers.data.sampler import RepeatSampler
@@ -308,6 +310,9 @@ _SUBMODULES = frozenset(
         "utils",
     }
 )
+
+
+find_former_modules()
 
 
 def __getattr__(name: str) -> Any:

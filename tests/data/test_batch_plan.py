@@ -67,16 +67,16 @@ def test_the_table_tells_the_whole_run() -> None:
         "per micro-step               2             4",
         "per device                   2             4",
         "group             2 completions of each prompt",
-        "updates per block 4 (2 passes over 4 micro-batches, 2 per update)",
+        "updates per block 4 (2 passes over 4 micro-steps, 2 per update)",
         "blocks in the run 3 for 10 optimizer steps; the last serves 2 of 4 updates",
         "epochs            1 over 30 prompts; 6 left out of each, too few for a block",
         "devices           1",
     ]
 
 
-def test_the_table_says_what_passes_are_cut_by_where_that_is_tokens() -> None:
-    lines = plan_with(max_tokens_per_pass=16384).describe().splitlines()
-    assert lines[-1] == "passes            at most 16,384 tokens each on a device, padding included"
+def test_the_table_shows_a_budget_of_tokens() -> None:
+    lines = plan_with(max_tokens_per_micro_batch=16384).describe().splitlines()
+    assert lines[-1] == "micro-batches     at most 16,384 tokens each on a device, padding included"
     assert lines[:-1] == plan_with().describe().splitlines()
 
 
@@ -100,12 +100,12 @@ def test_two_passes_give_two_optimizer_steps_to_each_block() -> None:
     assert [plan.position(step).iteration for step in range(4)] == [0, 1, 0, 1]
 
 
-def test_positions_visit_every_micro_batch_of_a_block_once_a_pass() -> None:
+def test_positions_visit_every_micro_step_of_a_block_once_a_pass() -> None:
     plan = plan_with(steps_per_generation=6, gradient_accumulation_steps=3, num_iterations=2, num_generations=4)
     positions = [plan.position(step, micro) for step in range(4) for micro in range(3)]
-    assert [(at.iteration, at.micro_batch) for at in positions] == [(p, m) for p in range(2) for m in range(6)]
+    assert [(at.iteration, at.micro_step) for at in positions] == [(p, m) for p in range(2) for m in range(6)]
     assert [at.update_in_block for at in positions] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-    assert plan.position(4, 2) == Position(block_id=1, iteration=0, micro_batch=2, update_in_block=0)
+    assert plan.position(4, 2) == Position(block_id=1, iteration=0, micro_step=2, update_in_block=0)
     with pytest.raises(ConfigError, match=r"micro_step is 3, .*gradient_accumulation_steps=3"):
         plan.position(0, 3)
 

@@ -46,7 +46,7 @@ def trained_rows(plan: BatchPlan, step: int) -> list[int]:
         rows = [example_id for example_id, _ in plan.requests(at.block_id)]
         order = plan.shuffle_order(at.block_id, plan.completions_per_block)
         size = plan.completions_per_micro_step
-        found += [rows[place] for place in order[at.micro_batch * size : (at.micro_batch + 1) * size]]
+        found += [rows[place] for place in order[at.micro_step * size : (at.micro_step + 1) * size]]
     return found
 
 

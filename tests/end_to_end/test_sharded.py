@@ -124,7 +124,7 @@ def test_two_ranks_under_fsdp_train_push_and_resume_as_one_process(
     streamed, passes, whole, resumed = launch(
         [
             given("streamed", environment=fsdp, settings={"streaming": True}),
-            given("passes", environment=in_shards, settings={**two_updates, "max_tokens_per_pass": 200}),
+            given("passes", environment=in_shards, settings={**two_updates, "max_tokens_per_micro_batch": 200}),
             given("whole", environment=in_shards, settings=SAVING, save=str(saved)),
             resumed_from(tmp_path / "whole", given("resumed", environment=in_shards, settings=SAVING)),
         ]

@@ -318,13 +318,3 @@ def test_columns_are_submitted_and_taken() -> None:
         block = blocks.get_batch(9)
         assert [len(group.rollouts) for group in block.groups] == [2, 2]
         assert block.policy_version == 6
-
-
-def test_the_former_names_work_and_name_the_new_ones() -> None:
-    with FakeOpenAIServer("four") as server, generator(server) as blocks:
-        with pytest.warns(DeprecationWarning, match=r"use submit_batch\(BatchRequest"):
-            blocks.submit(9, requests(9), policy_version=6)
-        with pytest.warns(DeprecationWarning, match=r"use get_batch"):
-            block = blocks.get(9)
-        assert [rollout.key for rollout in block.rollouts] == [request.key for request in requests(9)]
-        assert block.policy_version == 6

@@ -21,7 +21,6 @@ from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox import bubblewrap, open_sandbox, opening
 from verifiers.sandbox.process import AgentSandbox
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
-from verifiers.sandbox.worker_pool import WorkerPool
 
 
 async def test_commands_give_their_output_and_exit_code(box: AgentSandbox) -> None:
@@ -389,15 +388,6 @@ async def test_bubblewrap_works_where_proc_cannot_be_mounted(contained: str, mon
         assert (await sandbox.run("ls /proc; echo $(pwd)", timeout_s=10)).stdout == "/sandbox/home\n"
         assert (await sandbox.run("sleep 60", timeout_s=0.3)).timed_out
         assert (await sandbox.run(["python3", "-c", "print(1)"])).stdout == "1\n"
-
-
-def test_former_names_work_for_one_release_and_warn() -> None:
-    with pytest.warns(DeprecationWarning, match='"bubblewrap"'):
-        assert SandboxSpec("namespaces").isolation == "bubblewrap"  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match="isolation"):
-        assert SandboxSpec(tier="process").isolation == "process"
-    with pytest.warns(DeprecationWarning, match="isolation"):
-        WorkerPool(tier="process")
 
 
 @pytest.mark.parametrize(

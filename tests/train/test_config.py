@@ -90,10 +90,10 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens_per_pass": 0}, "max_tokens_per_pass is 0; give 1 or more, or None"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch is 0; give 1 or more, or None"),
         (
-            {"max_tokens_per_pass": 512, "top_entropy_quantile": 0.2},
-            "top_entropy_quantile=0.2 is a quantile over the tokens of a pass",
+            {"max_tokens_per_micro_batch": 512, "top_entropy_quantile": 0.2},
+            "top_entropy_quantile=0.2 is a quantile over the tokens of a micro-batch",
         ),
         (
             {"entropy_coef": 0.1, "top_entropy_quantile": 0.2},
@@ -107,14 +107,14 @@ def test_it_is_known_when_tokens_may_be_older_than_the_weights_that_first_train_
         ),
     ],
 )
-def test_passes_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_token_budgets_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(str(tmp_path), use_cpu=True, **options)
 
 
 def test_the_plan_knows_the_budget_of_a_pass(tmp_path: Path) -> None:
-    config = GRPOConfig(str(tmp_path), use_cpu=True, max_tokens_per_pass=512)
-    assert config.batch_plan(100).max_tokens_per_pass == 512
+    config = GRPOConfig(str(tmp_path), use_cpu=True, max_tokens_per_micro_batch=512)
+    assert config.batch_plan(100).max_tokens_per_micro_batch == 512
 
 
 @pytest.mark.parametrize(

@@ -179,11 +179,11 @@ class Loop:
                         else:
                             taken = self.feed.take(block, step)
                             batches = self._finish(taken, build_training_block(taken, plan, self.args, PAD), step)
-                    if stream is not None and place.micro_batch == len(batches):
+                    if stream is not None and place.micro_step == len(batches):
                         batches.append(stream.next().by_rank)
                         if len(batches) == plan.steps_per_generation:
                             self._finish(*stream.finish(), block * plan.updates_per_block)
-                    self.done.rows.append((block, texts_in(batches[place.micro_batch], plan.num_processes)))
+                    self.done.rows.append((block, texts_in(batches[place.micro_step], plan.num_processes)))
 
     def _finish(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> list[Any]:
         self.done.records.append(block_record(block, step, trained.dropped))
@@ -194,7 +194,7 @@ class Loop:
 
 
 def texts_in(cells: Any, ranks: int) -> list[str]:
-    """Return what was sampled in the rows of a micro-batch, over its ranks and passes."""
+    """Return what was sampled in the rows of a micro-step, over its ranks and micro-batches."""
     assert len(cells) == ranks
     found = []
     for batch in (batch for of_rank in cells for batch in of_rank):
@@ -244,7 +244,7 @@ def arguments() -> Any:
         zero_truncated_completions=False,
         max_seq_len=None,
         max_completion_length=7,
-        max_tokens_per_pass=None,
+        max_tokens_per_micro_batch=None,
         top_entropy_quantile=1.0,
     )
 

@@ -122,7 +122,7 @@ def test_log_probs_come_before_advantages_are_read() -> None:
 
 
 def test_a_micro_step_is_one_call_of_the_loss_and_one_backward_pass() -> None:
-    """Ours runs all passes but the last by itself; transformers' own backward is the last one's."""
+    """Ours runs all micro-batches but the last by itself; transformers' own backward is the last one's."""
     from transformers import Trainer
 
     source = inspect.getsource(Trainer.training_step)

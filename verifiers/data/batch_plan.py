@@ -38,7 +38,7 @@ def plan_table(plan: BatchPlan) -> str:
 
 def _notes(plan: BatchPlan) -> list[tuple[str, str]]:
     passes = f"{_count(plan.num_iterations, 'pass', 'passes')} over "
-    passes += _count(plan.steps_per_generation, "micro-batch", "micro-batches")
+    passes += _count(plan.steps_per_generation, "micro-step", "micro-steps")
     run = f"{plan.blocks:,} for {_count(plan.max_steps, 'optimizer step', 'optimizer steps')}"
     if unused := plan.blocks * plan.updates_per_block - plan.max_steps:
         run += f"; the last serves {plan.updates_per_block - unused} of {plan.updates_per_block} updates"
@@ -51,7 +51,7 @@ def _notes(plan: BatchPlan) -> list[tuple[str, str]]:
         ("blocks in the run", run),
         *_rows(plan),
         ("devices", f"{plan.num_processes:,}"),
-        *_passes(plan),
+        *_token_budget(plan),
     ]
 
 
@@ -61,10 +61,12 @@ def _rows(plan: BatchPlan) -> list[tuple[str, str]]:
     return list(plan.source.describe(plan.max_steps, plan.updates_per_block))
 
 
-def _passes(plan: BatchPlan) -> list[tuple[str, str]]:
-    if plan.max_tokens_per_pass is None:
+def _token_budget(plan: BatchPlan) -> list[tuple[str, str]]:
+    if plan.max_tokens_per_micro_batch is None:
         return []
-    return [("passes", f"at most {plan.max_tokens_per_pass:,} tokens each on a device, padding included")]
+    return [
+        ("micro-batches", f"at most {plan.max_tokens_per_micro_batch:,} tokens each on a device, padding included")
+    ]
 
 
 def _epochs(plan: BatchPlan) -> str:
@@ -85,13 +87,13 @@ class Position:
     Attributes:
         block_id: the block being trained, from 0.
         iteration: the pass over that block, 0 .. num_iterations - 1.
-        micro_batch: the micro-batch of the block, 0 .. steps_per_generation - 1.
+        micro_step: the micro-step of the block, 0 .. steps_per_generation - 1.
         update_in_block: optimizer steps this block has served before, 0 .. updates_per_block - 1.
     """
 
     block_id: int
     iteration: int
-    micro_batch: int
+    micro_step: int
     update_in_block: int
 
 
@@ -103,7 +105,7 @@ class BatchPlan:
         per_device_train_batch_size: completions per device and micro-step.
         num_processes: devices.
         gradient_accumulation_steps: micro-steps per optimizer step.
-        steps_per_generation: K, micro-batches in a block.
+        steps_per_generation: K, micro-steps in a block.
         num_generations: G, rollouts of each prompt.
         num_iterations: mu, passes over each block.
         max_steps: optimizer steps in the run.
@@ -111,7 +113,7 @@ class BatchPlan:
         seed: orders prompts and rows, and seeds rollouts.
         shuffle: visit the dataset in a new order each epoch; otherwise in its own order.
         source: chooses the rows in place of that order, such as a curriculum.
-        max_tokens_per_pass: what passes over a micro-batch are cut by; None where they are cut by rows.
+        max_tokens_per_micro_batch: padded tokens by which a micro-step is split; None where it is split by rows.
 
     Raises:
         ConfigError: sizes that do not divide; the message names both numbers and the nearest that do.
@@ -128,11 +130,11 @@ class BatchPlan:
     seed: int = 0
     shuffle: bool = True
     source: RowSource | None = field(default=None, compare=False)
-    max_tokens_per_pass: int | None = None
+    max_tokens_per_micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         for size in dataclasses.fields(self):
-            if size.name not in ("num_generations", "seed", "shuffle", "source", "max_tokens_per_pass"):
+            if size.name not in ("num_generations", "seed", "shuffle", "source", "max_tokens_per_micro_batch"):
                 check_size(size.name, getattr(self, size.name), 1)
         if self.num_generations == 1:
             raise ConfigError(
@@ -333,7 +335,7 @@ def make_plan(
     seed: int = 0,
     shuffle: bool = True,
     source: RowSource | None = None,
-    max_tokens_per_pass: int | None = None,
+    max_tokens_per_micro_batch: int | None = None,
 ) -> BatchPlan:
     """Build the plan of a run from the trainer's settings, which keep TRL's names and meanings.
 
@@ -357,7 +359,7 @@ def make_plan(
         seed=seed,
         shuffle=shuffle,
         source=source,
-        max_tokens_per_pass=max_tokens_per_pass,
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
     )
 
 

@@ -13,10 +13,10 @@ import functools
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError, DeadlineError, GenerationError, GeneratorClosedError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limits import Limiter, RolloutActivity
@@ -192,7 +192,7 @@ class AsyncBatchGenerator:
         spares: Sequence[RolloutRequest] = (),
     ) -> None:
         """Submit a block as a list of rollouts. Deprecated: use `submit_batch`."""
-        _warn_renamed("submit(block_id, requests)", "submit_batch(BatchRequest(...))")
+        warn_renamed("AsyncBatchGenerator.submit", "submit_batch(BatchRequest(...))")
         self.submit_batch(
             BatchRequest.of_rollouts(block_id, requests, policy_version=policy_version, replacements=spares)
         )
@@ -216,7 +216,7 @@ class AsyncBatchGenerator:
 
     def get(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
         """Take a submitted block. Deprecated: use `get_batch`."""
-        _warn_renamed("get", "get_batch")
+        warn_renamed("AsyncBatchGenerator.get", "get_batch")
         return self.get_batch(block_id, timeout_s)
 
     def groups(self, block_id: int, count: int, timeout_s: float | None = None) -> list[Group]:
@@ -380,7 +380,3 @@ class AsyncBatchGenerator:
             f"{self.launched} rollouts launched so far have ended, {self._limiter.in_flight} are in flight; is the "
             "rollout server still answering?"
         )
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    warnings.warn(f"AsyncBatchGenerator.{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)

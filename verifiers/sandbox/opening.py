@@ -13,6 +13,7 @@ import sys
 import tempfile
 from typing import Any
 
+from verifiers.deprecated import former_name
 from verifiers.errors import SandboxError
 from verifiers.sandbox import bubblewrap
 from verifiers.sandbox.process import AgentSandbox, DiedEarlyError
@@ -33,6 +34,10 @@ _NOBODY = 65534
 _recipes: list[bubblewrap.Recipe] = []
 _unavailable = ""
 _announced: set[str] = set()
+
+
+def __getattr__(name: str) -> Any:
+    return former_name(__name__, name)
 
 
 async def open_agent_sandbox(spec: SandboxSpec) -> AgentSandbox:

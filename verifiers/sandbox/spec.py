@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self, get_args
 
+from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError
 
 __all__ = ["READ_BYTES", "IsolationLevel", "RunResult", "Sandbox", "SandboxBase", "SandboxProcess", "SandboxSpec"]
@@ -21,19 +21,14 @@ _LEVELS: tuple[str, ...] = get_args(IsolationLevel)
 
 
 def renamed_level(isolation: str, tier: str | None = None) -> str:
-    """Return an isolation level by its present name. Warns of the names of earlier releases, and of `tier`."""
+    """Return an isolation level by its present name, with a warning where it is a former one or given as `tier`."""
     if tier is not None:
-        _warn_renamed("tier", "isolation")
+        warn_renamed("tier", "isolation", stacklevel=3)
         isolation = tier
     if isolation == "namespaces":
-        _warn_renamed('the isolation level "namespaces"', '"bubblewrap"')
+        warn_renamed('the isolation level "namespaces"', '"bubblewrap"', stacklevel=3)
         isolation = "bubblewrap"
     return isolation
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    message = f"{old} of sandboxes was renamed to {new}, and will be gone in the next release."
-    warnings.warn(message, DeprecationWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +209,7 @@ class SandboxBase(abc.ABC):
     @property
     def tier(self) -> str:
         """The former name of `isolation`, deprecated."""
-        _warn_renamed("tier", "isolation")
+        warn_renamed("Sandbox.tier", "Sandbox.isolation")
         return self.isolation
 
     @abc.abstractmethod

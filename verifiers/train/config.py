@@ -14,6 +14,7 @@ import torch
 import trl
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
+from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError
 from verifiers.train.sampling_args import refuse_biased_sampling
 from verifiers.train.validation import (
@@ -44,7 +45,7 @@ class GRPOConfig(trl.GRPOConfig):
         drain_before_sync: every rollout in flight ends before weights are pushed, so that each block is sampled from
             one version and a run can be repeated bit for bit; stragglers then leave the server idle. Left out, only
             where the server cannot keep requests in flight during a push.
-        streaming: train a micro-batch as soon as its groups are scored, in plan order, while the rest of the block is
+        streaming: train a micro-step as soon as its groups are scored, in plan order, while the rest of the block is
             generated; otherwise a block is shuffled and trained when it is whole.
         async_generation_timeout: deadline for one block, in seconds.
         rollout_timeout: deadline for one rollout, in seconds.
@@ -67,11 +68,13 @@ class GRPOConfig(trl.GRPOConfig):
         importance_correction: weight tokens by min(pi_old / sampler, cap); takes its mode and bounds from
             TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`. Off too where TRL's own
             `vllm_importance_sampling_correction` is off.
-        max_tokens_per_pass: most tokens, padding included (rows x the longest of them), that go through the model in
-            one forward and backward pass on a device; a micro-batch is cut into as many passes as that takes, by
-            length. A row that is longer has a pass of its own, and a log line says so. Left out, there are as many
-            passes as rows make at `per_device_train_batch_size` each, and none is larger than so many of the longest.
-        old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a training pass
+        max_tokens_per_micro_batch: most tokens, padding included (rows x the longest of them), of one forward and
+            backward pass on a device; a micro-step is split by length into as many micro-batches as that takes. A row
+            that is longer has a micro-batch of its own, and a log line says so. Left out, there are as many
+            micro-batches as rows make at `per_device_train_batch_size` each, and none is larger than so many of the
+            longest.
+        max_tokens_per_pass: the former name of `max_tokens_per_micro_batch`, deprecated.
+        old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a micro-batch
             when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
             "cuda:1"; no other server is used then. For a second device: on one CPU a server of its own is faster.
@@ -130,6 +133,7 @@ class GRPOConfig(trl.GRPOConfig):
     skip_zero_advantage_rows: bool = True
     importance_correction: bool = True
     vllm_importance_sampling_mode: str = "token_truncate"
+    max_tokens_per_micro_batch: int | None = None
     max_tokens_per_pass: int | None = None
     old_logprobs_batch_size: int | None = None
     rollout_device: str | None = None
@@ -158,6 +162,9 @@ class GRPOConfig(trl.GRPOConfig):
     report_to: Any = "none"
 
     def __post_init__(self) -> None:
+        if self.max_tokens_per_pass is not None:
+            warn_renamed("max_tokens_per_pass", "max_tokens_per_micro_batch", stacklevel=2)
+            self.max_tokens_per_micro_batch, self.max_tokens_per_pass = self.max_tokens_per_pass, None
         refuse_bad_settings(self)
         # TRL would start an engine or a client of its own; ours is the rollout server's
         self.use_vllm = False
@@ -229,7 +236,7 @@ class GRPOConfig(trl.GRPOConfig):
             num_prompts=num_prompts,
             seed=self.seed if self.data_seed is None else self.data_seed,
             shuffle=bool(self.shuffle_dataset),
-            max_tokens_per_pass=self.max_tokens_per_pass,
+            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
         )
 
     def batch_plan(self, num_prompts: int) -> BatchPlan:

@@ -111,10 +111,10 @@ class DataLoop:
         self._ranks.on_rank_0(lambda: self._prefetcher().check())
         if self._block_id != position.block_id:
             self._begin_block(position.block_id, optimizer_step)
-        if position.micro_batch == len(self._micro_steps):
-            self._take(self._ranks.scatter(lambda: self._produce_streamed(position)), position.micro_batch)
-        self.rescale = self._rescales.get(position.micro_batch)
-        return self._micro_steps[position.micro_batch]
+        if position.micro_step == len(self._micro_steps):
+            self._take(self._ranks.scatter(lambda: self._produce_streamed(position)), position.micro_step)
+        self.rescale = self._rescales.get(position.micro_step)
+        return self._micro_steps[position.micro_step]
 
     def _begin_block(self, block_id: int, step: int) -> None:
         self._micro_steps, self._rescales = [], {}
@@ -163,13 +163,13 @@ class DataLoop:
         assert stream is not None
         streamed = stream.next()
         metrics: dict[str, float] = {}
-        if position.micro_batch == self._micro_steps_reached(stream.optimizer_step) - 1:
+        if position.micro_step == self._micro_steps_reached(stream.optimizer_step) - 1:
             metrics = self._finish_block(*stream.finish(), stream.optimizer_step)
         return [RankSteps([micro_batches], metrics, streamed.rescale) for micro_batches in streamed.by_rank]
 
     def _finish_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
         trained.dropped += self._not_reached(block, trained, step)
-        self._warn_over_budget(packing_metrics(trained.micro_steps)["rows/largest_pass_tokens"])
+        self._warn_over_budget(packing_metrics(trained.micro_steps)["rows/largest_micro_batch_tokens"])
         return self._record(block, trained, step)
 
     def _micro_steps_reached(self, step: int) -> int:
@@ -192,12 +192,12 @@ class DataLoop:
         ]
 
     def _warn_over_budget(self, largest: float) -> None:
-        budget = self._args.max_tokens_per_pass
+        budget = self._args.max_tokens_per_micro_batch
         if budget is None or largest <= budget or self._warned_over_budget:
             return
         self._warned_over_budget = True
         logger.warning(
-            "a row of %d tokens is over max_tokens_per_pass=%d and has a pass of its own, as any like it will; drop "
+            "a row of %d tokens is over max_tokens_per_micro_batch=%d and has a micro-batch of its own; drop "
             "such rows by max_seq_len, or lower max_completion_length.",
             largest,
             budget,

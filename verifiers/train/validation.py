@@ -55,9 +55,9 @@ UNSUPPORTED: dict[str, str] = {
         "another way"
     ),
     "max_tool_calling_iterations": "give max_turns to the environment",
-    "pad_to_multiple_of": "rows of a pass are padded to the longest of them; bound a pass by max_tokens_per_pass",
+    "pad_to_multiple_of": "rows are padded to the longest of a micro-batch; bound that by max_tokens_per_micro_batch",
     "use_liger_kernel": (
-        "its loss weighs no rows and corrects for no sampler; bound the memory of a pass by max_tokens_per_pass"
+        "its loss weighs no rows and corrects for no sampler; bound memory by max_tokens_per_micro_batch"
     ),
     "label_smoothing_factor": "there are no labels in this loss; an entropy bonus is entropy_coef",
     "train_sampling_strategy": (
@@ -69,7 +69,7 @@ UNSUPPORTED: dict[str, str] = {
     "use_transformers_continuous_batching": "rollouts come from a server; start vf-serve or vf-vllm",
     "transformers_continuous_batching_config": "rollouts come from a server; give options to vf-serve or vf-vllm",
     "use_transformers_paged": "rollouts come from a server; start vf-serve or vf-vllm",
-    "auto_find_batch_size": "sizes are those of the batch plan; bound the memory of a pass by max_tokens_per_pass",
+    "auto_find_batch_size": "sizes are those of the batch plan; bound memory by max_tokens_per_micro_batch",
 }
 """Fields of TRL's config that would change what is trained or how a run goes, with what to use instead."""
 
@@ -137,14 +137,16 @@ def _refuse_bad_passes(args: GRPOConfig) -> None:
             "of each micro-batch, which weighs micro-batches and not tokens; set entropy_coef=0.0, or leave it "
             "at 1.0."
         )
-    if args.max_tokens_per_pass is None:
+    if args.max_tokens_per_micro_batch is None:
         return
-    if args.max_tokens_per_pass < 1:
-        raise ConfigError(f"max_tokens_per_pass is {args.max_tokens_per_pass}; give 1 or more, or None.")
+    if args.max_tokens_per_micro_batch < 1:
+        raise ConfigError(
+            f"max_tokens_per_micro_batch is {args.max_tokens_per_micro_batch}; give 1 or more, or None."
+        )
     if args.top_entropy_quantile < 1.0:
         raise ConfigError(
-            f"top_entropy_quantile={args.top_entropy_quantile:g} is a quantile over the tokens of a pass, so "
-            "max_tokens_per_pass would change what is trained; leave one of them out."
+            f"top_entropy_quantile={args.top_entropy_quantile:g} is a quantile over the tokens of a micro-batch, so "
+            "max_tokens_per_micro_batch would change what is trained; leave one of them out."
         )
 
 

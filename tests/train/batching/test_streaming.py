@@ -64,7 +64,7 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "zero_truncated_completions": False,
         "max_seq_len": None,
         "max_completion_length": 7,
-        "max_tokens_per_pass": None,
+        "max_tokens_per_micro_batch": None,
         "top_entropy_quantile": 1.0,
     }
     return SimpleNamespace(**{**defaults, **values})

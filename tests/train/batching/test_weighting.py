@@ -345,8 +345,8 @@ def test_padding_rows_weigh_nothing_even_alone(loss_type: str) -> None:
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_passes_of_a_micro_batch_weigh_together_what_it_weighs_in_one(loss_type: str) -> None:
-    """TRL divides a pass by its rows, or its tokens; its rows' weights make up for that."""
+def test_the_micro_batches_of_a_micro_step_weigh_together_what_one_weighs(loss_type: str) -> None:
+    """TRL divides a micro-batch by its rows, or its tokens; its rows' weights make up for that."""
     update = make_update("micro-batches of different fill")
     rows = update.size
     places = [torch.zeros(rows).long() for _ in range(3)]

@@ -75,7 +75,7 @@ def plane(kind: type[Any], case: dict[str, Any]) -> Any:
         "use_vllm": kind is trl.GRPOTrainer,
         "vllm_importance_sampling_correction": True,
         "aux_loss_enabled": False,
-        # an entropy bonus over some tokens of a pass is refused
+        # an entropy bonus over some tokens of a micro-batch is refused
         "entropy_coef": 0.1 if case["top_entropy_quantile"] == 1.0 else 0.0,
         "_entropy_bonus_enabled": case["top_entropy_quantile"] == 1.0,
         "use_adaptive_entropy": False,

@@ -1,4 +1,4 @@
-"""What passes measure is joined into what one pass over all their rows would measure."""
+"""Metrics of several micro-batches are joined into those of one micro-batch with all their rows."""
 
 from __future__ import annotations
 

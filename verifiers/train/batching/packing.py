@@ -237,14 +237,14 @@ def padded_tokens(batch: MicroBatch) -> int:
 
 
 def packing_metrics(steps: MicroSteps) -> dict[str, float]:
-    """Return what the passes of a block cost: padding, number and size, over all ranks."""
+    """Return the padding, number and size of a block's micro-batches, over all ranks."""
     batches = list(all_micro_batches(steps))
     computed = sum(map(padded_tokens, batches))
     real = sum(int(batch[name][~batch["is_padding"]].sum()) for batch in batches for name in _MASKS)
     return {
         "rows/padding_share": 1 - real / computed if computed else 0.0,
-        "rows/passes": len(batches) / max(1, sum(map(len, steps))),
-        "rows/largest_pass_tokens": float(max(map(padded_tokens, batches), default=0)),
+        "rows/micro_batches": len(batches) / max(1, sum(map(len, steps))),
+        "rows/largest_micro_batch_tokens": float(max(map(padded_tokens, batches), default=0)),
     }
 
 

@@ -205,8 +205,8 @@ def pack_update(
 
 
 def _packing(lengths: list[int], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:
-    limit = MicroBatchLimit(tokens=args.max_tokens_per_pass)
-    if args.max_tokens_per_pass is None:
+    limit = MicroBatchLimit(tokens=args.max_tokens_per_micro_batch)
+    if args.max_tokens_per_micro_batch is None:
         limit = MicroBatchLimit(rows=plan.per_device_train_batch_size)
     if args.top_entropy_quantile < 1.0:
         # a quantile over the tokens of a micro-batch: a micro-step has to stay whole

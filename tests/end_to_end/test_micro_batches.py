@@ -1,4 +1,4 @@
-"""A micro-batch cut into passes trains what it trains in one: loss, gradient, weights and what is logged."""
+"""A micro-step of several micro-batches trains what it trains in one: loss, gradient, weights and what is logged."""
 
 from __future__ import annotations
 
@@ -126,11 +126,11 @@ def update(
 
 
 def cut(trainer: Any, block: ScoredBlock, plan: BatchPlan, budget: int | None, **options: Any) -> MicroSteps:
-    trainer.args.max_tokens_per_pass = budget
+    trainer.args.max_tokens_per_micro_batch = budget
     try:
         batches = build_training_block(block, plan, trainer.args, 0, **options).micro_steps
     finally:
-        trainer.args.max_tokens_per_pass = None
+        trainer.args.max_tokens_per_micro_batch = None
     if budget is not None:
         assert all(len(b["prompt_ids"]) == 1 or padded_tokens(b) <= budget for b in all_micro_batches(batches))
     return batches
@@ -181,7 +181,7 @@ def test_an_entropy_bonus_is_the_mean_over_the_updates_tokens(trainer: Any, monk
         assert loss == pytest.approx(logged["policy_loss"] - 0.3 * logged["entropy"], abs=1e-5)
 
 
-def test_the_router_loss_of_experts_counts_once_an_update_however_many_passes_there_are(
+def test_the_router_loss_of_experts_counts_once_an_update_however_many_micro_batches_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
@@ -239,7 +239,7 @@ def test_the_most_uncertain_tokens_are_those_of_a_whole_micro_batch_on_any_numbe
     results, held = [], []
     for ranks in (1, 2, 3):
         batches = cut(trainer, a_block(), a_plan(ranks), None)
-        assert {len(passes) for by_rank in batches for passes in by_rank} == {1}
+        assert {len(held) for by_rank in batches for held in by_rank} == {1}
         held.append([sorted(torch.cat([p["rollout_index"] for (p,) in by_rank]).tolist()) for by_rank in batches])
         noisy(trainer, batches, ("old_per_token_logps",))
         entropies.clear()
@@ -264,18 +264,18 @@ def test_flat_rows_left_out_change_no_gradient_under_a_budget(trainer: Any, monk
 def test_without_a_budget_no_pass_is_larger_than_the_device_batch_of_the_longest_row(trainer: Any) -> None:
     block, plan = a_block(forked=True), a_plan(2)
     batches = cut(trainer, block, plan, None)
-    passes = list(all_micro_batches(batches))
+    micro_batches = list(all_micro_batches(batches))
     longest = max(len(row.prompt_ids) + len(row.completion_ids) for rollout in block for row in rollout.rows)
     rows = sum(len(rollout.rows) for rollout in block)
     assert rows > 24
-    assert max(map(padded_tokens, passes)) <= plan.per_device_train_batch_size * longest
-    assert len(passes) == 2 * -(-rows // 12)
-    # without forks a micro-batch is one pass, as the plan says
+    assert max(map(padded_tokens, micro_batches)) <= plan.per_device_train_batch_size * longest
+    assert len(micro_batches) == 2 * -(-rows // 12)
+    # without forks a micro-step is one micro-batch, as the plan says
     plain = cut(trainer, a_block(forked=False, failed=False), plan, None)
-    assert [[len(passes) for passes in by_rank] for by_rank in plain] == [[1, 1], [1, 1]]
+    assert [[len(held) for held in by_rank] for by_rank in plain] == [[1, 1], [1, 1]]
 
 
-def test_passes_before_the_last_free_their_activations_and_put_off_the_end_of_the_update(
+def test_micro_batches_before_the_last_free_their_activations_and_put_off_the_end_of_the_update(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = cut(trainer, a_block(), a_plan(1), BUDGET)
@@ -284,7 +284,7 @@ def test_passes_before_the_last_free_their_activations_and_put_off_the_end_of_th
 
     def watched(model: Any, batch: Any) -> Any:
         alive = [graph for graph in graphs if graph() is not None]
-        assert not alive, "the graph of a pass outlived it"
+        assert not alive, "the graph of a micro-batch outlived it"
         synced.append(trainer.accelerator.sync_gradients)
         loss = inner(model, batch)
         graphs.append(weakref.ref(loss))
@@ -292,9 +292,9 @@ def test_passes_before_the_last_free_their_activations_and_put_off_the_end_of_th
 
     monkeypatch.setattr(trainer, "_compute_loss", watched)
     update(trainer, batches, monkeypatch)
-    passes = [len(by_rank[0]) for by_rank in batches]
-    assert max(passes) > 1
-    assert synced == [False] * (sum(passes) - 1) + [True]
+    micro_batches = [len(by_rank[0]) for by_rank in batches]
+    assert max(micro_batches) > 1
+    assert synced == [False] * (sum(micro_batches) - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_replicas_reduce_gradients_once_an_update_and_shards_after_each_pass(
         yield
 
     def backward(loss: Any, **options: Any) -> None:
-        # at a step's end DeepSpeed would step; every pass before the last must not look like one
+        # at a step's end DeepSpeed would step; every micro-batch before the last must not look like one
         assert not trainer.accelerator.sync_gradients
         scaled.append(options)
         loss.backward()
@@ -346,7 +346,7 @@ def answer(body: dict[str, Any]) -> str | Fault:
 RUNS: dict[str, dict[str, Any]] = {
     "two updates, two passes, a reference": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.1},
     "streaming": {"streaming": True, "steps_per_generation": 4},
-    "one row at a time": {"max_tokens_per_pass": 1, "old_logprobs_batch_size": 2, "loss_type": "bnpo"},
+    "one row at a time": {"max_tokens_per_micro_batch": 1, "old_logprobs_batch_size": 2, "loss_type": "bnpo"},
     "flat rows skipped": {"skip_zero_advantage_rows": True, "loss_type": "luspo"},
 }
 
@@ -359,16 +359,16 @@ def test_a_run_with_a_budget_reaches_the_weights_and_logs_of_one_without(
     steps = 4 if "num_iterations" in RUNS[name] else 2
     plain_descent = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1.0, "max_steps": steps}
     trained = []
-    for budget in (None, RUNS[name].get("max_tokens_per_pass", 60)):
+    for budget in (None, RUNS[name].get("max_tokens_per_micro_batch", 60)):
         with FakeOpenAIServer(answer) as fake:
-            options = {**plain_descent, **RUNS[name], "max_tokens_per_pass": budget}
+            options = {**plain_descent, **RUNS[name], "max_tokens_per_micro_batch": budget}
             trained.append(make_fake_trainer(tiny_world.Rewriting(), fake.url, **options))
             start = tiny_world.weights(trained[-1])
             trained[-1].train()
     without, within = trained
     assert len(within.seen) > len(without.seen)
     for batch in within.seen:
-        assert len(batch["prompt_ids"]) == 1 or padded_tokens(batch) <= within.args.max_tokens_per_pass
+        assert len(batch["prompt_ids"]) == 1 or padded_tokens(batch) <= within.args.max_tokens_per_micro_batch
     before, after = tiny_world.weights(without), tiny_world.weights(within)
     assert max(float((before[key] - tensor).abs().max()) for key, tensor in start.items()) > 1e-3
     for key, tensor in before.items():
@@ -383,14 +383,16 @@ def test_a_row_over_the_budget_is_trained_alone_and_said_once(
     make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with FakeOpenAIServer(answer) as fake:
-        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, max_tokens_per_pass=12)
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, max_tokens_per_micro_batch=12)
         with caplog.at_level("WARNING", logger="verifiers.train"):
             trainer.train()
-    said = [record.getMessage() for record in caplog.records if "max_tokens_per_pass=12" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "max_tokens_per_micro_batch=12" in record.getMessage()
+    ]
     assert len(said) == 1
-    assert "has a pass of its own" in said[0]
+    assert "has a micro-batch of its own" in said[0]
     assert all(len(batch["prompt_ids"]) == 1 for batch in trainer.seen if padded_tokens(batch) > 12)
-    assert max(trainer.logged("rows/largest_pass_tokens")) > 12
+    assert max(trainer.logged("rows/largest_micro_batch_tokens")) > 12
 
 
 @pytest.mark.slow
@@ -403,7 +405,11 @@ def test_two_ranks_with_a_budget_reach_the_weights_of_one_rank_without(
     for ranks, budget in ((1, None), (2, 80)):
         output_dir = tmp_path / str(ranks)
         settings = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 1.0, "loss_type": "dapo", "max_steps": 2}
-        settings |= {"per_device_train_batch_size": 4 // ranks, "max_tokens_per_pass": budget, "streaming": streaming}
+        settings |= {
+            "per_device_train_batch_size": 4 // ranks,
+            "max_tokens_per_micro_batch": budget,
+            "streaming": streaming,
+        }
         given = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir), "env": "forking"}
         start = [sys.executable]
         if ranks > 1:
@@ -421,5 +427,5 @@ def test_two_ranks_with_a_budget_reach_the_weights_of_one_rank_without(
     for name in ("loss", "entropy", "clip_ratio/region_mean", "mismatch_kl"):
         logged = [[entry[name] for entry in result["log"] if name in entry] for result in (one, several[0])]
         assert logged[1] == pytest.approx(logged[0], abs=1e-4), name
-    passes = [entry["rows/passes"] for entry in several[0]["log"] if "rows/passes" in entry]
-    assert max(passes) > 1
+    numbers = [entry["rows/micro_batches"] for entry in several[0]["log"] if "rows/micro_batches" in entry]
+    assert max(numbers) > 1
