@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,7 @@ from verifiers_embedded.requests import (
     TokenizeRequest,
     TokenRequest,
 )
-from verifiers_embedded.sampling import SamplingParameters, UniformStream, seed_of_choice
+from verifiers_embedded.sampling import SamplingParameters, seed_of_choice
 
 MAX_BODY_BYTES = 64 * 2**20
 _INLINE_CHARACTERS = 20_000
@@ -79,7 +80,7 @@ class Routes:
         self._loaded = loaded
         self._text = text
         self._model_name = model_name
-        self._seeds = UniformStream(seed)
+        self._seeds = random.Random(seed)
         self._created = int(time.time())
         self._rendering = asyncio.Lock()
         self._api_key = api_key
@@ -245,7 +246,7 @@ class Routes:
         `max_tokens` is clipped to the room left, and the answer then ends with "length".
         """
         room = self._checked_room(prompt_ids, param)
-        seed = int(self._seeds.next() * 2**53) if decoding.seed_64 is None else decoding.seed_64
+        seed = self._seeds.getrandbits(53) if decoding.seed_64 is None else decoding.seed_64
         limit = room if decoding.limit is None else min(room, decoding.limit)
         eos_ids = frozenset() if decoding.ignore_eos else self._loaded.eos_ids
         return [

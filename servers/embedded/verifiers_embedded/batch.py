@@ -138,7 +138,7 @@ class ActiveBatch:
         logits = self.logits()
         if self._guides:
             forbid(logits, self._guides)
-        return self._sampler.sample(logits, [item.uniforms.next() for item in self.sequences])
+        return self._sampler.sample(logits, [item.noise for item in self.sequences])
 
     def logits(self) -> torch.Tensor:
         """Return the model's logits after each sequence's last token, (rows, vocabulary); stores its keys."""

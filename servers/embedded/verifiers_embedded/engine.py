@@ -15,7 +15,7 @@ import torch
 from verifiers_embedded.batch import ActiveBatch
 from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped, GrammarFailed
 from verifiers_embedded.generation import Generation, GenerationRequest, Sequence, Watcher, WeightVersion
-from verifiers_embedded.sampling import UniformStream
+from verifiers_embedded.sampling import NoiseStream
 from verifiers_embedded.stopping import Decode, StopMatcher
 from verifiers_embedded.weights import Copies, copy_weights
 
@@ -130,10 +130,10 @@ class Engine:
         """Queues a request. Cancelling the future frees its slot at the next step."""
         matcher = StopMatcher(self._decode, request.stop) if request.stop else None
         future: Future[Generation] = Future()
-        uniforms = UniformStream(request.sampling.seed)
+        noise = NoiseStream(request.sampling.seed)
         guide = None if request.grammar is None else request.grammar.begin()
         prompt = list(request.prompt_ids)
-        sequence = Sequence(request, future, matcher, uniforms, prompt, watcher=watcher, guide=guide)
+        sequence = Sequence(request, future, matcher, noise, prompt, watcher=watcher, guide=guide)
         with self._wake:
             if self._failure is not None:
                 _settle(future, error=self._failure)

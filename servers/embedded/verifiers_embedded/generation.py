@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from verifiers_embedded.constraints import Grammar, Guide
 from verifiers_embedded.errors import BrokenLogits, GrammarFailed
-from verifiers_embedded.sampling import SamplingParameters, UniformStream
+from verifiers_embedded.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.stopping import StopMatcher
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -91,7 +91,7 @@ class Sequence:
     request: GenerationRequest
     future: Future[Generation]
     matcher: StopMatcher | None
-    uniforms: UniformStream
+    noise: NoiseStream
     tokens: list[int]
     log_probs: list[float] = field(default_factory=list)
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)

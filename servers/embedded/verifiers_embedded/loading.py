@@ -12,7 +12,7 @@ import torch
 from verifiers_embedded.batch import ActiveBatch, attention_windows
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.generation import GenerationRequest, Sequence
-from verifiers_embedded.sampling import SamplingParameters, UniformStream
+from verifiers_embedded.sampling import NoiseStream, SamplingParameters
 
 _PROBE_LENGTHS = (3, 9, 6)
 _TOLERANCE = {torch.float32: 1e-3}
@@ -141,7 +141,7 @@ def _checked_cache(model: Any, max_model_len: int) -> int:
 
 def _probe(text: tuple[int, ...]) -> Sequence:
     request = GenerationRequest(text, 4, SamplingParameters(seed=0))
-    return Sequence(request, Future(), None, UniformStream(0), list(text))
+    return Sequence(request, Future(), None, NoiseStream(0), list(text))
 
 
 def _device(name: str) -> torch.device:

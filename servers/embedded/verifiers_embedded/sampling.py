@@ -1,8 +1,9 @@
 """Drawing one token for each row of a batch, and the log-probability with which it was drawn.
 
-A token is the inverse of the cumulative distribution at a uniform number. Each request has its own stream of
-those, so what is drawn for it does not depend on which other requests share the batch. torch is imported when
-first used.
+A token is the one with the largest probability divided by its own Exp(1) number (the Gumbel-max trick, Gumbel 1954).
+The numbers depend on the seed, the position and the token id alone, so what is drawn for a request does not depend on
+which others share its batch: the rounding of another batch changes a token only where two are tied to within that
+rounding, while it moves every border of a cumulative distribution. torch is imported when first used.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
-
-_UNIFORM_MAX = 1.0 - 2.0**-40
-_DRAWN_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -83,22 +81,27 @@ def seed_of_choice(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
 
 
-class UniformStream:
-    """Uniform numbers in [0, 1) that depend on the seed and their index alone (Philox, a counter-based generator)."""
+class NoiseStream:
+    """Exp(1) numbers for the tokens of one position after another, by the seed alone.
+
+    On the CPU they are numpy's (Philox); on another device those of its own torch generator.
+    """
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._bits = np.random.Generator(np.random.Philox(key=seed))
-        self._drawn: list[float] = []
-        self._next = 0
+        self._on_device: torch.Generator | None = None
 
-    def next(self) -> float:
-        """Return the next number, a little below 1 at most so that it never points past the last token."""
-        if self._next == len(self._drawn):
-            self._drawn = self._bits.random(_DRAWN_AT_ONCE).tolist()
-            self._next = 0
-        value = self._drawn[self._next]
-        self._next += 1
-        return value if value < _UNIFORM_MAX else _UNIFORM_MAX
+    def fill(self, noise_V: torch.Tensor) -> None:
+        """Write the next position's numbers into a float64 tensor: in float32 those near 0 would be too coarse."""
+        import torch
+
+        if noise_V.device.type == "cpu":
+            self._bits.standard_exponential(out=noise_V.numpy())
+            return
+        if self._on_device is None:
+            self._on_device = torch.Generator(noise_V.device).manual_seed(self._seed)
+        noise_V.exponential_(generator=self._on_device)
 
 
 class BatchSampler:
@@ -119,20 +122,21 @@ class BatchSampler:
         self._greedy_rows = _index([i for i, row in enumerate(rows) if row.greedy], device)
         truncated = [(i, row) for i, row in enumerate(rows) if row.truncated]
         self._truncated_rows = _index([i for i, _ in truncated], device)
-        self._all_greedy = all(row.greedy for row in rows)
+        self._drawn_rows = [i for i, row in enumerate(rows) if not row.greedy]
+        self._noise: torch.Tensor | None = None
         self._tops = [row.top_logprobs for row in rows]
         self._top_rows = _index([i for i, row in enumerate(rows) if row.top_logprobs], device)
         self._limits = torch.tensor(
             [[row.top_k, row.top_p, row.min_p] for _, row in truncated], dtype=torch.float32, device=device
         )
 
-    def sample(self, logits_NV: torch.Tensor, uniforms: Sequence[float]) -> Draw:
+    def sample(self, logits_NV: torch.Tensor, noise: Sequence[NoiseStream]) -> Draw:
         """One token for every row.
 
         Args:
             logits_NV: the model's last logits, any floating dtype; the mathematics are in float32. What a
                 grammar forbids is -inf, and so has no part in temperature, truncation or log-probabilities.
-            uniforms: one number in [0, 1) for each row.
+            noise: each row's stream.
 
         A row whose logits hold NaN gets a log-probability that is not finite; the caller checks for it.
         """
@@ -144,10 +148,10 @@ class BatchSampler:
         if self._truncated_rows is not None:
             kept = truncate(log_probs[self._truncated_rows], self._limits)
             log_probs[self._truncated_rows] = torch.log_softmax(kept, dim=-1)
-        if self._all_greedy:
+        if not self._drawn_rows:
             tokens = logits.argmax(dim=-1)
         else:
-            tokens = self._invert(log_probs, uniforms)
+            tokens = self._race(log_probs, noise)
             if self._greedy_rows is not None:
                 tokens[self._greedy_rows] = logits[self._greedy_rows].argmax(dim=-1)
         chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
@@ -169,15 +173,15 @@ class BatchSampler:
             found[row] = [(int(token), value) for token, value in pairs if value > -math.inf]
         return found
 
-    def _invert(self, log_probs_NV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-        """Return the first token whose cumulative probability exceeds the uniform number."""
+    def _race(self, log_probs_NV: torch.Tensor, noise: Sequence[NoiseStream]) -> torch.Tensor:
+        """Return each row's token with the largest probability divided by its number."""
         import torch
 
-        # A float32 sum over a large vocabulary would shift the borders between tokens by up to 1e-5.
-        cumulative = log_probs_NV.exp().cumsum(dim=-1, dtype=torch.float64)
-        points = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device)[:, None]
-        tokens = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True).squeeze(1)
-        return tokens.clamp_(max=cumulative.shape[1] - 1)
+        if self._noise is None or self._noise.shape != log_probs_NV.shape:
+            self._noise = torch.ones_like(log_probs_NV, dtype=torch.float64)
+        for row in self._drawn_rows:
+            noise[row].fill(self._noise[row])
+        return (log_probs_NV.exp() / self._noise).argmax(dim=-1)
 
 
 def truncate(log_probs_NV: torch.Tensor, limits_N3: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from verifiers_embedded.generation import GenerationRequest, Sequence
-from verifiers_embedded.sampling import SamplingParameters, UniformStream
+from verifiers_embedded.sampling import NoiseStream, SamplingParameters
 
 
 def sequence(tokens: list[int]) -> Sequence:
     request = GenerationRequest(tuple(tokens), 500, SamplingParameters(seed=0))
-    return Sequence(request, Future(), None, UniformStream(0), list(tokens))
+    return Sequence(request, Future(), None, NoiseStream(0), list(tokens))

@@ -25,7 +25,7 @@ from verifiers_embedded.batch import ActiveBatch
 from verifiers_embedded.constraints import GrammarCompiler, Guide, forbid
 from verifiers_embedded.generation import GenerationRequest, Sequence
 from verifiers_embedded.grammars import Form, lark_grammar
-from verifiers_embedded.sampling import SamplingParameters, UniformStream
+from verifiers_embedded.sampling import NoiseStream, SamplingParameters
 
 pytest.importorskip("llguidance")
 
@@ -166,7 +166,7 @@ async def test_rows_without_a_grammar_keep_every_bit(start: Any) -> None:
         for row in range(3):
             request = GenerationRequest((5 + row, 9), 50, SamplingParameters(seed=row, temperature=0.9))
             guide = grammar.begin() if guided and row == 1 else None
-            rows.append(Sequence(request, Future(), None, UniformStream(row), [5 + row, 9], guide=guide))
+            rows.append(Sequence(request, Future(), None, NoiseStream(row), [5 + row, 9], guide=guide))
         with torch.inference_mode():
             batch.add(rows)
             draw = batch.step()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from verifiers_embedded.sampling import BatchSampler, SamplingParameters, UniformStream, truncate
+from verifiers_embedded.sampling import BatchSampler, NoiseStream, SamplingParameters, truncate
 
 CPU = torch.device("cpu")
 PROBABILITIES = [0.5, 0.2, 0.15, 0.1, 0.05]
@@ -38,25 +38,53 @@ def test_rows_of_different_kinds_share_a_batch() -> None:
         SamplingParameters(0),
         SamplingParameters(0, temperature=0.5),
     ]
-    draw = BatchSampler(rows, CPU).sample(logits, [0.99] * 4)
+    # its numbers are 1.83, 1.40, 1.47, 0.0203 and 0.0051
+    draw = BatchSampler(rows, CPU).sample(logits, [NoiseStream(6709) for _ in rows])
     tokens, log_probs = draw.tokens, draw.log_probs
     assert tokens == [0, 0, 4, 3]
     sharpened = [p**2 / sum(q**2 for q in PROBABILITIES) for p in PROBABILITIES]
     assert log_probs == pytest.approx([math.log(0.5), 0.0, math.log(0.05), math.log(sharpened[3])], abs=1e-6)
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.3, 1.0 - 2.0**-40])
-def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_a_token_of_probability_zero_is_never_drawn(seed: int) -> None:
     logits = torch.full((1, 1000), -math.inf)
     logits[0, 17] = 3.0
-    draw = BatchSampler([SamplingParameters(0)], CPU).sample(logits, [uniform])
+    draw = BatchSampler([SamplingParameters(seed)], CPU).sample(logits, [NoiseStream(seed)])
     assert (draw.tokens, draw.log_probs) == ([17], [0.0])
 
 
-def test_the_random_stream_depends_on_the_seed_and_stays_below_one() -> None:
-    first, again, other = UniformStream(3), UniformStream(3), UniformStream(2**64 - 1)
-    numbers = [first.next() for _ in range(200)]
-    assert numbers == [again.next() for _ in range(200)]
-    assert numbers != [other.next() for _ in range(200)]
-    assert all(0.0 <= number < 1.0 for number in numbers)
-    assert 0.4 < sum(numbers) / 200 < 0.6
+def numbers(seed: int, size: int = 500) -> torch.Tensor:
+    noise, stream = torch.empty(2, size, dtype=torch.float64), NoiseStream(seed)
+    for row in noise:
+        stream.fill(row)
+    return noise
+
+
+def test_the_numbers_depend_on_the_seed_and_the_position() -> None:
+    first, other = numbers(3), numbers(2**64 - 1)
+    assert torch.equal(first, numbers(3))
+    assert not torch.isclose(first[0], first[1]).any()
+    assert not torch.isclose(first, other).any()
+
+
+def test_tokens_come_as_often_as_their_probabilities_say() -> None:
+    draws = 20_000
+    logits = torch.tensor([PROBABILITIES]).log()
+    sampler, stream = BatchSampler([SamplingParameters(0)], CPU), NoiseStream(0)
+    counts = torch.zeros(len(PROBABILITIES))
+    for _ in range(draws):
+        counts[sampler.sample(logits, [stream]).tokens[0]] += 1
+    expected = torch.tensor(PROBABILITIES) * draws
+    # chi-squared with 4 degrees of freedom is above 23.5 once in ten thousand seeds
+    assert ((counts - expected) ** 2 / expected).sum() < 23.5
+
+
+def test_rounding_changes_no_token() -> None:
+    vocabulary, draws = 30_000, 1_000
+    rounding = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(1, vocabulary, generator=rounding)
+    sampler, stream, rounded_stream = BatchSampler([SamplingParameters(0)], CPU), NoiseStream(5), NoiseStream(5)
+    for _ in range(draws):
+        rounded = logits + 1e-5 * torch.randn(1, vocabulary, generator=rounding)
+        assert sampler.sample(logits, [stream]).tokens == sampler.sample(rounded, [rounded_stream]).tokens
