@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import tiny_world
 import torch
+from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from verifiers.errors import WeightProbeError
 from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
+from verifiers.testing import FakeOpenAIServer
 from verifiers.train.weight_sync import DirectorySync
 from verifiers.train.weight_sync.publisher import BeforeOptimizerStep
 
@@ -286,3 +289,30 @@ def test_every_metric_of_a_run_is_a_number(make_trainer: Callable[..., Any]) -> 
         json.dumps(entry)
         unusual = {name: value for name, value in entry.items() if not math.isfinite(float(value))}
         assert not unusual
+
+
+# peft 0.21 reads a property that transformers 5.23 has renamed
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_dropout_is_off_for_the_run_with_a_line_that_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, with_adapter: bool
+) -> None:
+    tokenizer = tiny_world.make_tokenizer()
+    size = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 128}
+    # dropout as GPT-2 is shipped
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, eos_token_id=0, pad_token_id=0, **size))
+    adapter = LoraConfig(r=2, lora_dropout=0.3, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    with FakeOpenAIServer(lambda body: "a long answer"[: body["seed"] % 12 + 1]) as fake:
+        # two updates a block: the first has old log-probs of the same weights
+        args = tiny_world.config(tmp_path, fake.url, num_iterations=2, probe_tolerance=1e9, epsilon=0.01)
+        peft = {"peft_config": adapter} if with_adapter else {}
+        trainer = tiny_world.ObservedTrainer(
+            model, tiny_world.single_turn(), args, tokenizer, client=fake.url, **peft
+        )
+        with tiny_world.closing(trainer):
+            trainer.train()
+    assert trainer.logged("clip_ratio/region_mean")[0] == 0.0
+    line = next(record.message for record in caplog.records if "dropout is off" in record.message)
+    assert ("default=0.3" in line) == with_adapter
+    assert "attn_dropout=0.1" in line
+    assert model.config.attn_pdrop == 0.1

@@ -29,6 +29,12 @@ BAD_SETTINGS = {
         r"steps_per_generation=3 is not a multiple of gradient_accumulation_steps=2.* 2 and 4",
     ),
     "ahead": ({"num_batches_ahead": -1}, r"num_batches_ahead is -1.*0 \(on policy\)"),
+    "cispo": (
+        {"loss_type": "cispo"},
+        r"at most epsilon_high, which is None \(epsilon=0\.2 is taken\).*above 1, such",
+    ),
+    "cispo cap": ({"loss_type": "cispo", "epsilon_high": 0.28}, r"at most epsilon_high, which is 0\.28: on policy"),
+    "dropout": ({"disable_dropout": False}, r"disable_dropout is False: the sampler .* leave it out"),
     "loss": ({"loss_type": "ppo"}, r"loss_type is 'ppo'; choose one of"),
 }
 

@@ -9,6 +9,8 @@ import pytest
 import tiny_world
 import torch
 
+from verifiers.errors import ConfigError
+
 ENVIRONMENTS = {"single": tiny_world.single_turn, "multi": tiny_world.Dialogue, "forking": tiny_world.Rewriting}
 
 
@@ -56,6 +58,29 @@ def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Calla
         assert weight > 0.0
     assert sorted(by_rollout) == list(range(8))
     assert all(len(row_sizes) == 2 for row_sizes in by_rollout.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "importance_sampling_level='sequence'"),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "luspo", "streaming": True},
+            "importance_sampling_level='sequence'",
+        ),
+        ({"loss_type": "vespo"}, "loss_type='vespo'"),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode='sequence_mask'"),
+        ({"off_policy_mask_threshold": 0.5}, r"off_policy_mask_threshold=0\.5"),
+    ],
+)
+def test_a_ratio_over_whole_rows_is_refused_where_a_rollout_forks(
+    make_trainer: Callable[..., Any], settings: dict[str, Any], named: str
+) -> None:
+    make_trainer(tiny_world.Dialogue(), max_steps=1, **settings).train()
+    trainer = make_trainer(tiny_world.Rewriting(), max_steps=1, **settings)
+    with pytest.raises(ConfigError, match=rf"became \d rows, .*{named} compares policies over each whole row"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_prompts_have_unequal_lengths_so_that_padding_is_really_exercised(make_trainer: Callable[..., Any]) -> None:

@@ -109,6 +109,7 @@ class GRPOConfig(trl.GRPOConfig):
         generation: how turns are sent: "auto" as token ids from the second turn on where the server can, so that chat
             templates that strip earlier reasoning make no forks; "tokens" as token ids always; "messages" never.
         report_to: logging integrations, as in transformers; none unless asked for.
+        disable_dropout: dropout is off in every run, that of adapters too; False is refused.
 
     Where there is no accelerator, `use_cpu` is set, and `bf16` and activation checkpointing are off unless given.
     """
@@ -160,6 +161,7 @@ class GRPOConfig(trl.GRPOConfig):
     generation: str = "auto"
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]
     report_to: Any = "none"
+    disable_dropout: bool | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_pass is not None:

@@ -13,6 +13,7 @@ from verifiers.errors import ConfigError, Error
 __all__ = [
     "check_model_exists",
     "check_model_path",
+    "disable_dropout",
     "get_model",
     "get_model_and_tokenizer",
     "get_tokenizer",
@@ -86,6 +87,25 @@ def check_model_exists(name_or_path: str, init_kwargs: Any = None) -> None:
     revision = init_kwargs.get("revision") if isinstance(init_kwargs, dict) else None
     with raises_load_error(name_or_path):
         cached_file(os.path.expanduser(name_or_path), "config.json", revision=revision)
+
+
+def disable_dropout(model: Any) -> dict[str, float]:
+    """Set every dropout rate of a model to 0, adapters' included; its config keeps what is saved with it.
+
+    Covers dropout modules, and the rates that attention layers hold as attributes and hand to a function.
+
+    Returns:
+        What was above 0: the rate by the last part of the name that it has in the model.
+    """
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        is_dropout = "dropout" in type(module).__name__.lower()
+        for name, rate in vars(module).items():
+            named = (is_dropout and name == "p") or "dropout" in name or "layerdrop" in name
+            if named and isinstance(rate, float) and rate > 0.0:
+                setattr(module, name, 0.0)
+                found[path.rpartition(".")[2] if name == "p" else name] = rate
+    return found
 
 
 def get_model(name_or_path: str, **kwargs: Any) -> Any:

@@ -48,7 +48,7 @@ from verifiers.train.loss.grpo_loss import (
     weighted_coefficients,
 )
 from verifiers.train.loss.logprobs import PolicyLogprobs
-from verifiers.train.models import check_model_path, get_tokenizer, raises_load_error
+from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.planned_run import (
     curriculum_metrics,
@@ -174,6 +174,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
+        if (rates := disable_dropout(self.model)) and self.is_world_process_zero():
+            listed = ", ".join(f"{name}={rate:g}" for name, rate in sorted(rates.items()))
+            logger.warning("dropout is off in this run (%s): the sampler and the old log-probs have none.", listed)
         refuse_unworkable_sharding(self.accelerator, args)
         refuse_short_ddp_timeout(args, self.accelerator.num_processes)
         self.last_block: ScoredBlock | None = None

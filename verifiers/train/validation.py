@@ -105,8 +105,19 @@ def refuse_bad_settings(args: GRPOConfig) -> None:
             f"num_generations is {args.num_generations}, but a group's advantage compares its rollouts with each "
             "other; give at least 2."
         )
+    if args.disable_dropout is False:
+        raise ConfigError(
+            "disable_dropout is False: the sampler and the old log-probs have no dropout, so the trained pass would "
+            "be another policy's; leave it out, and regularize by beta or weight_decay."
+        )
     if args.loss_type not in LOSS_TYPES:
         raise ConfigError(f"loss_type is {args.loss_type!r}; choose one of {', '.join(LOSS_TYPES)}.")
+    if args.loss_type == "cispo" and (args.epsilon_high is None or args.epsilon_high <= 1.0):
+        raise ConfigError(
+            f"loss_type='cispo' cuts the ratio itself to at most epsilon_high, which is {args.epsilon_high}"
+            f"{f' (epsilon={args.epsilon:g} is taken)' if args.epsilon_high is None else ''}: on policy, where the "
+            "ratio is 1, that would scale every gradient down; set epsilon_high above 1, such as 5.0."
+        )
     if args.max_completion_length is None and args.loss_type == "dr_grpo":
         raise ConfigError(
             "loss_type='dr_grpo' divides by max_completion_length, which is None; give it a number of tokens, or "

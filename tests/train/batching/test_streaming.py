@@ -23,7 +23,8 @@ from verifiers.train.batching.weighting import TOKEN_MEAN
 from verifiers.train.config import GRPOConfig
 from verifiers.types import Failure, Outcome, RolloutKey
 
-STREAMED_LOSSES = ("grpo", "sapo", "dr_grpo", "dapo", "cispo", "vespo", "luspo")
+# without vespo, which is refused where rollouts have several rows
+STREAMED_LOSSES = ("grpo", "sapo", "dr_grpo", "dapo", "cispo", "luspo")
 
 
 def a_rollout(key: RolloutKey, draw: random.Random) -> Rollout:
@@ -66,6 +67,10 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "max_completion_length": 7,
         "max_tokens_per_micro_batch": None,
         "top_entropy_quantile": 1.0,
+        "importance_sampling_level": "token",
+        "importance_correction": False,
+        "off_policy_mask_threshold": None,
+        "vllm_importance_sampling_mode": "token_truncate",
     }
     return SimpleNamespace(**{**defaults, **values})
 

@@ -19,6 +19,7 @@ from verifiers.train.batching.training_block import (
     TrainingBlock,
     block_advantages,
     pack_update,
+    refuse_forked_ratios,
     replaced_rollouts,
     rollouts_without_gradient,
     zero_advantage,
@@ -79,6 +80,7 @@ class BlockStream:
             self.args.max_seq_len,
             self.prefetcher.oldest_version(self.optimizer_step),
         )
+        refuse_forked_ratios(block, samples, self.args)
         rollouts = block.rollouts
         samples = [sample for sample in samples if rollouts[sample.rollout_index].key in here]
         self._dropped += [item for item in dropped if item.key in here]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verifiers.data.batch_plan import BatchPlan
+from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, ScoredBlock
 from verifiers.train.batching.advantages import BlockAdvantages, ScaleRewards, rollout_advantages, why_unscored
 from verifiers.train.batching.buffers import TensorDict, shuffle_tensor_dict, split_tensor_dict
@@ -39,6 +42,7 @@ __all__ = [
     "block_advantages",
     "build_training_block",
     "pack_update",
+    "refuse_forked_ratios",
     "replaced_rollouts",
     "rollouts_without_gradient",
     "zero_advantage",
@@ -89,6 +93,7 @@ def build_training_block(
     """
     advantages = block_advantages(block, args)
     samples, dropped = block_samples(block, advantages, args.max_seq_len, oldest_version)
+    refuse_forked_ratios(block, samples, args)
     skipped = rollouts_without_gradient(samples) if skip_zero_advantage else set()
     kept = [sample for sample in samples if sample.rollout_index not in skipped]
     place = {
@@ -134,6 +139,30 @@ def block_advantages(block: ScoredBlock, args: GRPOConfig) -> BlockAdvantages:
         mask_truncated_completions=args.mask_truncated_completions,
         zero_truncated_completions=args.zero_truncated_completions,
     )
+
+
+def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], args: GRPOConfig) -> None:
+    """Refuse a rollout of several rows under a loss that computes something of each whole row.
+
+    Raises:
+        ConfigError: with the setting; the rollout would weigh otherwise than the same tokens in one row.
+    """
+    per_row = {
+        f"loss_type={args.loss_type!r}": args.loss_type == "vespo",
+        f"importance_sampling_level={args.importance_sampling_level!r}": args.importance_sampling_level == "sequence",
+        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}": args.importance_correction
+        and args.vllm_importance_sampling_mode.startswith("sequence"),
+        f"off_policy_mask_threshold={args.off_policy_mask_threshold}": args.off_policy_mask_threshold is not None,
+    }
+    setting = next((name for name, is_set in per_row.items() if is_set), None)
+    index, rows = Counter(sample.rollout_index for sample in samples).most_common(1)[0] if samples else (0, 0)
+    if setting is not None and rows > 1:
+        raise ConfigError(
+            f"{block.rollouts[index].key} became {rows} rows, since a turn does not extend the one before, and "
+            f"{setting} compares policies over each whole row, so the rollout would weigh otherwise than in one row; "
+            "use loss_type='dapo' with importance_sampling_level='token', vllm_importance_sampling_mode="
+            "'token_truncate' and no off_policy_mask_threshold, or an environment that only appends messages."
+        )
 
 
 def zero_advantage(rollout: Rollout) -> Dropped:

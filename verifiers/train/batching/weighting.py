@@ -20,8 +20,8 @@ TRL's entropy bonus and its router loss of mixture-of-experts models are means o
 that no row weight reaches. Their coefficients are weighted instead, by W A T_batch/T_update: see
 `WeightedCoefficient`.
 
-Not promised here: what a loss computes from a whole sequence (sequence-level ratios, vespo's gamma weight) it
-computes per row of a rollout.
+What a loss computes from a whole sequence (sequence-level ratios, vespo's gamma weight) it computes per row, so
+`refuse_forked_ratios` refuses such a loss for a rollout of several rows.
 """
 
 from __future__ import annotations
