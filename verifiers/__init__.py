@@ -280,7 +280,7 @@ _LAZY_IMPORTS = {
     "get_tokenizer": "verifiers.train.models:get_tokenizer",
     "GRPOTrainer": "verifiers.train.trainer:GRPOTrainer",
 }
-"""Where each public name is: name -> "module:attribute"."""
+"""The place of each public name: name -> "module:attribute"."""
 
 _EXTRAS = {
     **dict.fromkeys(("accelerate", "peft", "safetensors", "torch", "transformers", "trl"), "train"),

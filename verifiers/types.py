@@ -63,7 +63,7 @@ RewardFunc = Callable[..., float | list[float] | Awaitable[float] | Awaitable[li
 
 
 class State(dict[str, Any]):
-    """What a rollout knows: a plain dict that environments read and write freely.
+    """The state of a rollout: a plain dict that environments read and write freely.
 
     Keys always present after a rollout: id, prompt, completion, answer, task, info, responses, turn, timing;
     and trajectory, input, is_completed, is_truncated, stop_condition, reward, metrics, error, model, sampling_args,
@@ -274,7 +274,7 @@ def joined(before: Any, after: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """How an endpoint is spoken to, for `verifiers.utils.client_utils.setup_client`.
+    """Address, key and limits of an endpoint, for `verifiers.utils.client_utils.setup_client`.
 
     Attributes:
         api_key_var: environment variable that holds the key.
@@ -371,7 +371,7 @@ class TrajectoryStep(TypedDict, total=False):
 
 
 class Outcome(StrEnum):
-    """How a rollout ended. Each rollout has exactly one; only the first two are scored."""
+    """The end of a rollout. Each rollout has exactly one; only the first two are scored."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"

@@ -100,7 +100,7 @@ def make_rubric(words: frozenset[str] | None) -> vf.Rubric:
         return float(any(guess.word == answer for guess in read_guesses(completion, words)))
 
     def haste(completion: vf.Messages, answer: str) -> float:
-        """Where the word was found: 1.0 at the first guess, 1/6 at the last."""
+        """Score how early the word was found: 1.0 at the first guess, 1/6 at the last."""
         guesses = read_guesses(completion, words)
         return solved(completion, answer) * (TURNS + 1 - len(guesses)) / TURNS
 

@@ -24,12 +24,12 @@ def price(shop: Shop, item: str) -> int:
 
 
 def discount(shop: Shop, item: str) -> int:
-    """How many cents each piece of an item costs less when three or more pieces of it are bought."""
+    """Return how many cents each piece of an item costs less when three or more pieces of it are bought."""
     return shop[item]["discount"]
 
 
 def stock(shop: Shop, item: str) -> int:
-    """How many pieces of an item the shop has."""
+    """Return how many pieces of an item the shop has."""
     return shop[item]["stock"]
 
 

@@ -20,7 +20,7 @@ from verifiers.evals.store import read_run
 from verifiers.testing import FakeOpenAIServer, Fault
 
 
-def test_the_same_command_goes_on_and_does_only_what_is_missing(
+def test_the_same_command_continues_and_does_only_what_is_missing(
     env_name: str, capsys: pytest.CaptureFixture[str], results: Any
 ) -> None:
     with FakeOpenAIServer("4", faults=[None, Fault(400), None, Fault(400)]) as server:

@@ -51,11 +51,11 @@ def make_trainer(
     def make(
         env: Any, *, client: Any = None, weight_sync: Any = None, **overrides: Any
     ) -> tiny_world.ObservedTrainer:
-        held_out = {name: overrides.pop(name) for name in ("eval_dataset", "eval_env") if name in overrides}
+        evaluated = {name: overrides.pop(name) for name in ("eval_dataset", "eval_env") if name in overrides}
         output_dir = overrides.pop("output_dir", tmp_path / f"run-{len(made)}")
         args = tiny_world.config(output_dir, server.url, **overrides)
         client = client if client is not None else tiny_world.RecordingBackend(server.url)
-        options = {"client": client, "weight_sync": weight_sync, **held_out}
+        options = {"client": client, "weight_sync": weight_sync, **evaluated}
         trainer = tiny_world.ObservedTrainer(str(model_dir), env, args, **options)
         made.append(trainer)
         return trainer

@@ -202,7 +202,7 @@ def start(fake: FakeOpenAIServer, model_dir: Path, output_dir: Path, ranks: int 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("adaptive", [False, True], ids=["stages", "levels"])
-def test_a_run_killed_in_its_second_stage_goes_on_with_the_same_prompts(
+def test_a_run_killed_in_its_second_stage_continues_with_the_same_prompts(
     wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path, adaptive: bool
 ) -> None:
     given = {"ends": (3, 8), "adaptive": adaptive, "resume": True, "settings": {"num_batches_ahead": 1}}

@@ -54,7 +54,7 @@ def requests(block_id: int, count: int = 4) -> list[RolloutRequest]:
     return [RolloutRequest(RolloutKey(block_id, 0, i), prompt, seed=5000 + i) for i in range(count)]
 
 
-def test_a_failure_of_the_generator_wakes_whoever_waits_with_its_own_traceback() -> None:
+def test_a_failure_of_the_generator_wakes_every_waiter_with_its_own_traceback() -> None:
     env = Breaking(good=0)
     with FakeOpenAIServer("x") as fake, AsyncBatchGenerator(env, fake.url, "fake") as generator:
         generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
@@ -146,7 +146,7 @@ def test_the_trainer_stops_at_the_deadline_of_a_block(make_fake_trainer: Callabl
         assert time.monotonic() - started < 5.0
 
 
-def test_closing_wakes_whoever_waits() -> None:
+def test_closing_wakes_every_waiter() -> None:
     env = tiny_world.single_turn()
     with FakeOpenAIServer("x", faults=[Fault.hang(times=100)]) as fake:
         generator = AsyncBatchGenerator(env, fake.url, "fake").start()

@@ -70,26 +70,26 @@ def test_an_evaluation_is_stored_as_vf_eval_stores_one(
     ],
     ids=str,
 )
-def test_an_overlapped_evaluation_is_of_one_steps_weights_while_training_goes_on(
+def test_an_overlapped_evaluation_is_of_one_steps_weights_while_training_continues(
     make_trainer: Callable[..., Any], server: tiny_world.EmbeddedServer, settings: dict[str, Any]
 ) -> None:
-    held_out, updates = Outlasting(server), settings.get("num_iterations", 1)
+    evaluated, updates = Outlasting(server), settings.get("num_iterations", 1)
     trainer = make_trainer(
         tiny_world.single_turn(),
-        eval_env=held_out,
+        eval_env=evaluated,
         max_steps=5 * updates,
         eval_strategy="steps",
         eval_steps=2 * updates,
         eval_overlap=True,
         **settings,
     )
-    held_out.watch(trainer)
+    evaluated.watch(trainer)
     trainer.train()
     steps = [updates * block for block in (2, 4, 5)]
     assert [entry["step"] for entry in logged_evaluations(trainer)] == steps
-    assert held_out.sampled == {step: {str(step)} for step in steps}
+    assert evaluated.sampled == {step: {str(step)} for step in steps}
     # at the last step nothing is left to train beside it
-    assert held_out.trained_meanwhile == {step: updates if step < steps[-1] else 0 for step in steps}
+    assert evaluated.trained_meanwhile == {step: updates if step < steps[-1] else 0 for step in steps}
     trained = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
     assert trained == list(range(1, 5 * updates + 1))
 
@@ -121,23 +121,23 @@ def test_an_epoch_is_a_pass_over_the_prompts_and_saves_and_evaluations_follow_it
         assert sorted(epoch) == [0, 1, 2, 3]
 
 
-def test_training_goes_on_beside_an_evaluation_that_begins_where_an_epoch_ends(
+def test_training_continues_beside_an_evaluation_that_begins_where_an_epoch_ends(
     make_trainer: Callable[..., Any], server: tiny_world.EmbeddedServer
 ) -> None:
-    held_out = Outlasting(server)
+    evaluated = Outlasting(server)
     trainer = make_trainer(
         tiny_world.single_turn(count=4),
-        eval_env=held_out,
+        eval_env=evaluated,
         max_steps=5,
         eval_strategy="steps",
         eval_steps=2,
         eval_overlap=True,
         save_strategy="epoch",
     )
-    held_out.watch(trainer)
+    evaluated.watch(trainer)
     trainer.train()
     assert [entry["step"] for entry in logged_evaluations(trainer)] == [2, 4, 5]
-    assert held_out.trained_meanwhile == {2: 1, 4: 1, 5: 0}
+    assert evaluated.trained_meanwhile == {2: 1, 4: 1, 5: 0}
     assert (Path(trainer.args.output_dir) / "checkpoint-2").is_dir()
 
 
@@ -176,7 +176,7 @@ def unscorable() -> vf.SingleTurnEnv:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_evaluation_in_which_nothing_was_scored_is_no_reward_of_0_and_training_goes_on(
+def test_an_evaluation_in_which_nothing_was_scored_is_no_reward_of_0_and_training_continues(
     make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, overlap: bool
 ) -> None:
     trainer = make_trainer(
@@ -296,10 +296,10 @@ def test_an_evaluation_keeps_to_its_share_and_all_rollouts_to_the_one_limit(
     make_trainer: Callable[..., Any], asked: int | None, most: int
 ) -> None:
     together = [0]
-    training, held_out = Counts(together), Counts(together, eval_dataset=tiny_world.rows(12))
+    training, evaluated = Counts(together), Counts(together, eval_dataset=tiny_world.rows(12))
     trainer = make_trainer(
         training,
-        eval_env=held_out,
+        eval_env=evaluated,
         max_steps=2,
         max_concurrent=6,
         eval_max_concurrent=asked,
@@ -311,19 +311,19 @@ def test_an_evaluation_keeps_to_its_share_and_all_rollouts_to_the_one_limit(
 
     class Notes(TrainerCallback):
         def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-            seen.append(held_out.most)
-            held_out.most = 0
+            seen.append(evaluated.most)
+            evaluated.most = 0
 
     trainer.add_callback(Notes())
     trainer.train()
     # nothing is trained beside the last one
     assert seen == [most, asked or 6]
     assert training.most == 6
-    assert max(training.most_together, held_out.most_together) == 6
+    assert max(training.most_together, evaluated.most_together) == 6
     assert [entry["eval_prompts"] for entry in logged_evaluations(trainer)] == [12, 12]
 
 
-def test_several_held_out_sets_have_metrics_and_directories_of_their_own(make_trainer: Callable[..., Any]) -> None:
+def test_several_eval_sets_have_metrics_and_directories_of_their_own(make_trainer: Callable[..., Any]) -> None:
     named = {"easy": tiny_world.rows(2), "hard": tiny_world.rows(3)}
     trainer = make_trainer(
         tiny_world.single_turn(),
@@ -446,9 +446,9 @@ def test_the_temperature_of_evaluations_is_theirs_and_not_that_of_training(
     assert len(kept.rollouts) == (4 if grouped else 2)
 
 
-def test_a_block_of_held_out_rollouts_is_of_the_held_out_set(make_trainer: Callable[..., Any]) -> None:
-    held_out = tiny_world.Dialogue(eval_dataset=tiny_world.rows(3), reward=lambda completion, **_: 0.25)
-    trainer = make_trainer(tiny_world.single_turn(), eval_env=held_out, num_eval_prompts=2)
+def test_an_evaluated_block_is_of_the_eval_set(make_trainer: Callable[..., Any]) -> None:
+    evaluated = tiny_world.Dialogue(eval_dataset=tiny_world.rows(3), reward=lambda completion, **_: 0.25)
+    trainer = make_trainer(tiny_world.single_turn(), eval_env=evaluated, num_eval_prompts=2)
     with tiny_world.closing(trainer):
         block = trainer.evaluate_block()
         assert [(rollout.turns, rollout.reward) for rollout in block] == [(3, 0.25)] * 2
@@ -459,12 +459,12 @@ def test_a_block_of_held_out_rollouts_is_of_the_held_out_set(make_trainer: Calla
         # rows that are given are played by the environment that is trained on, all of them
         given = trainer.evaluate_block(tiny_world.single_turn().get_eval_dataset())
         assert [rollout.turns for rollout in given] == [1] * 4
-    several = make_trainer(tiny_world.single_turn(), eval_env={"one": held_out, "two": held_out})
-    with pytest.raises(ConfigError, match=r"several held-out sets \(one, two\)"):
+    several = make_trainer(tiny_world.single_turn(), eval_env={"one": evaluated, "two": evaluated})
+    with pytest.raises(ConfigError, match=r"several eval sets \(one, two\)"):
         several.evaluate_block()
 
 
-def test_a_block_of_held_out_rollouts_that_does_not_end_is_given_up_too(make_trainer: Callable[..., Any]) -> None:
+def test_an_evaluated_block_that_does_not_end_is_given_up_too(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(tiny_world.single_turn(), eval_env=NeverEnds(), eval_timeout=0.3)
     with tiny_world.closing(trainer), pytest.raises(NothingScoredError, match=r"within 0\.3 s \(eval_timeout\)"):
         trainer.evaluate_block()

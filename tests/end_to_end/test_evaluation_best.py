@@ -181,20 +181,20 @@ class HalfHangs(tiny_world.Dialogue):
 def test_a_run_that_was_cut_redoes_of_an_evaluation_what_is_missing_and_logs_it_once(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    held_out = HalfHangs()
+    evaluated = HalfHangs()
     settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "eval_overlap": True}
     settings |= {"save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path / "run"}
-    first = make_trainer(tiny_world.single_turn(), eval_env=held_out, **settings)
+    first = make_trainer(tiny_world.single_turn(), eval_env=evaluated, **settings)
     results = stored(first, 2) / "results.jsonl"
     with cut(first, 3, lambda: results.is_file() and len(results.read_text().splitlines()) == 2):
         first.train()
-    assert sorted(held_out.begun) == [0, 1, 2, 3]
+    assert sorted(evaluated.begun) == [0, 1, 2, 3]
     assert logged_evaluations(first) == []
     assert read_run(stored(first, 2)).metadata["status"] == "stopped"
-    held_out.hangs, held_out.begun = False, []
-    second = make_trainer(tiny_world.single_turn(), eval_env=held_out, **settings)
+    evaluated.hangs, evaluated.begun = False, []
+    second = make_trainer(tiny_world.single_turn(), eval_env=evaluated, **settings)
     second.train(resume_from_checkpoint=True)
-    assert sorted(held_out.begun) == [0, 1, 2, 2, 3, 3]
+    assert sorted(evaluated.begun) == [0, 1, 2, 2, 3, 3]
     entries = logged_evaluations(second)
     assert [entry["step"] for entry in entries] == [2, 4]
     assert [entry["eval_prompts"] for entry in entries] == [4, 4]
@@ -206,18 +206,18 @@ def test_a_run_that_was_cut_redoes_of_an_evaluation_what_is_missing_and_logs_it_
 def test_an_evaluation_that_was_logged_after_the_checkpoint_is_logged_again_from_what_is_stored(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    held_out = HalfHangs()
-    held_out.hangs = False
+    evaluated = HalfHangs()
+    evaluated.hangs = False
     settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "eval_overlap": True}
     settings |= {"save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path}
-    first = make_trainer(tiny_world.single_turn(), eval_env=held_out, **settings)
+    first = make_trainer(tiny_world.single_turn(), eval_env=evaluated, **settings)
     with cut(first, 4):
         first.train()
     (before,) = logged_evaluations(first)
-    held_out.begun.clear()
-    second = make_trainer(tiny_world.single_turn(), eval_env=held_out, **settings)
+    evaluated.begun.clear()
+    second = make_trainer(tiny_world.single_turn(), eval_env=evaluated, **settings)
     second.train(resume_from_checkpoint=True)
-    assert sorted(held_out.begun) == [0, 1, 2, 3]
+    assert sorted(evaluated.begun) == [0, 1, 2, 3]
     entries = logged_evaluations(second)
     assert [entry["step"] for entry in entries] == [2, 4]
     assert {name: entries[0][name] for name in before if "seconds" not in name} == {

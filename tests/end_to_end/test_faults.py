@@ -47,7 +47,7 @@ def cells() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("fault", "stage", "cell"), list(cells()))
-def test_a_run_goes_on_or_ends_with_its_cause(make_world: Any, fault: str, stage: str, cell: Cell) -> None:
+def test_a_run_continues_or_ends_with_its_cause(make_world: Any, fault: str, stage: str, cell: Cell) -> None:
     assert_in_time(lambda: run_cell(make_world(fault, stage), cell))
 
 

@@ -38,7 +38,7 @@ def of_every_third_prompt(completion: Any, prompt: Any = None, **kwargs: Any) ->
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_flat_groups_are_replaced_by_other_prompts_and_recorded(
+def test_zero_variance_groups_are_replaced_by_other_prompts_and_recorded(
     make_fake_trainer: Callable[..., Any], tmp_path: Path, streaming: bool
 ) -> None:
     env = tiny_world.single_turn(count=40, reward=of_every_third_prompt)
@@ -85,7 +85,7 @@ def test_of_a_group_with_failures_the_scored_rewards_say_whether_it_is_replaced(
     assert reasons(tmp_path) == {"zero_variance": 3, "environment_error": 1}
 
 
-def test_a_block_of_flat_groups_alone_trains_as_planned(
+def test_a_block_of_zero_variance_groups_alone_trains_as_planned(
     make_fake_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     env = tiny_world.single_turn(reward=lambda completion: 1.0)

@@ -255,14 +255,16 @@ def test_the_most_uncertain_tokens_are_those_of_a_whole_micro_batch_on_any_numbe
         assert_same(results[0], other)
 
 
-def test_flat_rows_left_out_change_no_gradient_under_a_budget(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_advantage_rows_left_out_change_no_gradient_under_a_budget(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(trainer, monkeypatch, loss_type="grpo")
     whole, without = (cut(trainer, a_block(), a_plan(1), BUDGET, skip_zero_advantage=skip) for skip in (False, True))
     assert len(list(all_micro_batches(without))) < len(list(all_micro_batches(whole)))
     assert_same(*((*update(trainer, batches, monkeypatch)[:2], {}) for batches in (whole, without)))
 
 
-def test_without_a_budget_no_pass_is_larger_than_the_device_batch_of_the_longest_row(trainer: Any) -> None:
+def test_without_a_budget_no_micro_batch_is_larger_than_the_device_batch_of_the_longest_row(trainer: Any) -> None:
     block, plan = a_block(forked=True), a_plan(2)
     batches = cut(trainer, block, plan, None)
     micro_batches = list(all_micro_batches(batches))

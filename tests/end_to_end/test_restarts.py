@@ -182,7 +182,7 @@ def test_a_client_that_has_to_be_called_as_it_is_is_warned_of(caplog: pytest.Log
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_training_goes_on_after_the_server_was_killed_with_rollouts_in_flight(
+def test_training_continues_after_the_server_was_killed_with_rollouts_in_flight(
     process: Process, model_dir: Path, tmp_path: Path
 ) -> None:
     restarting: list[threading.Thread] = []

@@ -69,7 +69,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("cut", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_run_goes_on_in_the_epoch_in_which_it_was_cut(
+def test_a_run_continues_in_the_epoch_in_which_it_was_cut(
     model_dir: Path, server: Any, tmp_path: Path, cut: int
 ) -> None:
     """Two blocks an epoch: 4 is between epochs, 3 is in the middle of one."""
@@ -288,7 +288,7 @@ class Killed:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_run_killed_while_it_saves_goes_on_by_the_same_command(
+def test_a_run_killed_while_it_saves_continues_by_the_same_command(
     model_dir: Path, server: Any, forks: Forks, tmp_path: Path
 ) -> None:
     settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}

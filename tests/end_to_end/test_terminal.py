@@ -63,7 +63,7 @@ def command(model_dir: Path, url: str, output_dir: Path, **settings: object) -> 
     return [sys.executable, str(script), json.dumps({**given, "settings": settings})]
 
 
-def test_a_finished_run_leaves_its_last_table_and_the_verdict(
+def test_a_finished_run_leaves_its_last_table_and_the_bottleneck(
     model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
 ) -> None:
     written, code = run_in_terminal(command(model_dir, server.url, tmp_path / "run", max_steps=30))

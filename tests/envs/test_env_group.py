@@ -223,20 +223,20 @@ async def test_a_group_of_completion_environments_works(client: FakeClient) -> N
     assert [rollout.completion for rollout in block] == ["re: a", "re: b"]
 
 
-def test_held_out_rows_are_those_of_every_environment(caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluation_rows_are_those_of_every_environment(caplog: pytest.LogCaptureFixture) -> None:
     both = vf.SingleTurnEnv(dataset=rows("t"), eval_dataset=rows("e"))
     train = vf.SingleTurnEnv(dataset=rows("u"))
-    held_out = vf.SingleTurnEnv(eval_dataset=rows("v"))
+    evaluated = vf.SingleTurnEnv(eval_dataset=rows("v"))
     with caplog.at_level(logging.ERROR, logger="verifiers"):
-        group = vf.EnvGroup([both, train, held_out])
+        group = vf.EnvGroup([both, train, evaluated])
     assert list(group.get_dataset()["answer"]) == ["t", "u"]
     assert list(group.get_eval_dataset()["answer"]) == ["e", "u", "v"]
     assert list(group.get_eval_dataset()["task"]) == ["env_0", "env_1", "env_2"]
 
 
-@pytest.mark.parametrize("held_out", [True, False])
-def test_the_first_rows_to_evaluate_are_of_all_environments_in_turn(held_out: bool) -> None:
-    kind = "eval_dataset" if held_out else "dataset"
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_first_rows_to_evaluate_alternate_between_environments(evaluated: bool) -> None:
+    kind = "eval_dataset" if evaluated else "dataset"
     envs = [
         vf.SingleTurnEnv(**{kind: rows(*(f"{name}{n}" for n in range(count)))})
         for name, count in (("a", 5), ("b", 2), ("c", 3))
@@ -248,7 +248,7 @@ def test_the_first_rows_to_evaluate_are_of_all_environments_in_turn(held_out: bo
     everything = [f"{name}{n}" for name, count in (("a", 5), ("b", 2), ("c", 3)) for n in range(count)]
     assert list(group.get_eval_dataset()["answer"]) == everything
     assert len(group.get_eval_dataset(4, seed=1)) == 4
-    if not held_out:
+    if not evaluated:
         assert list(group.get_dataset(3)["answer"]) == everything[:3]
 
 

@@ -191,7 +191,7 @@ async def test_a_mistake_of_the_user_ends_the_run_as_itself() -> None:
         await run_units(runner_of(env, "4"), units_of(env), lambda rollout: None)
 
 
-def test_a_tally_counts_as_the_rollouts_themselves_would() -> None:
+def test_the_progress_counts_as_the_rollouts_themselves_would() -> None:
     progress = Progress(lambda text: text.replace("secret", "***"))
     for example, generation, reward in ((0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.5), (1, 1, None)):
         failed = reward is None

@@ -49,7 +49,7 @@ def test_without_data_there_is_no_p_and_without_differences_it_is_one() -> None:
     assert math.isnan(shuffle_test([], [1.0]).p)
 
 
-def test_unpaired_values_are_dealt_out_anew() -> None:
+def test_unpaired_values_are_permuted() -> None:
     before, after = [0.0, 0.1, 0.2, 0.3], [0.9, 1.0, 0.8, 0.7]
     # 2 of the 70 deals are as far apart
     assert shuffle_test(before, after).p == pytest.approx(2 / 70, abs=0.004)

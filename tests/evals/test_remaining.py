@@ -70,7 +70,7 @@ def test_another_plan_is_another_run(name: str) -> None:
     assert run_identity({**PLAN, name: "another"}) != run_identity(PLAN)
 
 
-def test_the_newest_run_of_the_same_identity_goes_on(tmp_path: Path) -> None:
+def test_the_newest_run_of_the_same_identity_continues(tmp_path: Path) -> None:
     for name, identity, started in (("a", "same", 1.0), ("b", "same", 2.0), ("c", "other", 3.0)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metadata.json").write_text(json.dumps({"identity": identity, "started_at": started}))

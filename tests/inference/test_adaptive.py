@@ -99,7 +99,7 @@ def test_after_a_cut_it_rests_and_then_grows_by_steps_and_never_below_one() -> N
     assert limiter.max_concurrent == 2
 
 
-def test_a_429_between_answers_starts_the_count_anew() -> None:
+def test_a_429_between_answers_starts_the_count_again() -> None:
     clock = Clock()
     limiter = AdaptiveLimiter(start=10, clock=clock)
     limiter.rate_limited(1.0)

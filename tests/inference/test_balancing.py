@@ -61,7 +61,7 @@ def balanced(count: int, clock: Clock | None = None) -> tuple[list[Scripted], Lo
     return servers, LoadBalancer(servers, seed=1, clock=clock or Clock())
 
 
-async def test_calls_in_flight_are_spread_evenly_and_go_first_to_whoever_has_least() -> None:
+async def test_calls_in_flight_are_spread_evenly_and_go_first_to_the_least_loaded() -> None:
     servers, backend = balanced(3)
     gate = asyncio.Event()
     for server in servers:
@@ -290,7 +290,7 @@ async def test_a_server_that_errs_and_then_goes_counts_as_lost_under_the_request
     assert sum(server.calls for server in servers) == 2
 
 
-async def test_breaks_with_an_answer_between_them_are_counted_anew() -> None:
+async def test_breaks_with_an_answer_between_them_are_counted_again() -> None:
     clock = Clock()
     servers, backend = balanced(3, clock)
     handle = backend.for_rollout()

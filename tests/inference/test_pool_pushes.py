@@ -131,7 +131,7 @@ def test_a_push_does_not_wait_for_a_host_that_is_gone(monkeypatch: pytest.Monkey
         assert servers[0].weight_version == 2
 
 
-def test_a_server_that_did_not_answer_at_the_end_of_a_push_goes_on_when_it_is_back() -> None:
+def test_a_server_that_did_not_answer_at_the_end_of_a_push_continues_when_it_is_back() -> None:
     with pool_of(2, route_faults={"/resume": [Fault.disconnect()]}) as (pool, servers):
         pool.push(update(1))
         until(lambda: not servers[1].paused and not pool.down())

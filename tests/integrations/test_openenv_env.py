@@ -109,7 +109,7 @@ async def test_the_answer_of_the_last_turn_is_played_too() -> None:
         assert rollout.turns == 2
 
 
-async def test_a_refused_action_is_told_to_the_policy_and_the_episode_goes_on() -> None:
+async def test_a_refused_action_is_told_to_the_policy_and_the_episode_continues() -> None:
     with OpenEnvServer() as server:
         answers = ['{"guess": "x"}', "no idea", '{"guess": 13}', '{"guess": 4}']
         rollout = await play(environment(server, max_action_errors=4), answers, seed=4)

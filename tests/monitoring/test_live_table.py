@@ -147,7 +147,7 @@ def test_what_is_of_the_whole_run_and_what_of_the_newest_log_stand_apart() -> No
     assert step.endswith("1.16 s")
 
 
-def test_named_held_out_sets_are_shown_the_first_two_of_many() -> None:
+def test_named_eval_sets_are_shown_the_first_two_of_many() -> None:
     total = RunTime(10.0, {"wait": 71.0, "train": 29.0})
     latest = {"reward": 0.5, "eval_easy_reward": 0.9, "eval_easy_reward_stderr": 0.01, "eval_tasks/a/reward": 0.7}
     latest |= {"eval_rewards/exact_reward": 0.3, "eval_of_a_very_long_name_reward": 0.25, "eval_third_reward": 0.1}

@@ -55,7 +55,7 @@ def test_a_resumed_run_shows_each_step_once_and_nothing_of_what_was_lost(tmp_pat
     assert history.time.wall == 16.0
 
 
-def test_a_run_that_begins_anew_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
+def test_a_run_that_starts_again_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
     old = RunRecord(tmp_path, resume_step=None)
     old.describe(status="finished", stopped_by="the old one")
     old.write_metrics(0, 0, {"eval_reward": 0.5}, {})
@@ -88,7 +88,7 @@ def test_numbers_that_are_not_finite_are_gaps_and_the_files_stay_strict_json(tmp
     assert (history.failures["E: x"].count, history.failures["E: x"].last_step) == (3, 2)
 
 
-def test_causes_that_are_never_the_same_twice_do_not_pile_up(tmp_path: Path) -> None:
+def test_errors_that_are_never_the_same_twice_do_not_pile_up(tmp_path: Path) -> None:
     record = RunRecord(tmp_path, resume_step=None)
     record.write_metrics(1, 1, logged(1, 0.5), {f"E: at {n}": 1 for n in range(1500)})
     failures = read_history(tmp_path).failures
@@ -147,7 +147,7 @@ def failing(block_id: int, text: str) -> ScoredBlock:
 NOTHING_TRAINED: Any = types.SimpleNamespace(micro_steps=[], advantages={})
 
 
-def test_a_run_that_dies_of_failures_has_all_their_causes(tmp_path: Path) -> None:
+def test_a_run_that_dies_of_failures_has_all_their_errors(tmp_path: Path) -> None:
     watch = watched(tmp_path)
     watch.note_block(failing(0, "the first"), NOTHING_TRAINED, 0)
     watch.note_block(failing(1, "the second"), NOTHING_TRAINED, 1)

@@ -30,9 +30,9 @@ def test_the_page_has_the_bottleneck_the_time_the_memory_and_the_errors(tmp_path
     assert data["bottleneck"]["kind"] == "rollout-bound"
     assert data["bottleneck"]["text"] == "the trainer waited 71 % of the time"
     assert "max_concurrent above 64" in data["bottleneck"]["advice"]
-    (held_out,) = data["head"].pop("evaluations")
-    assert held_out["last"] == {"step": 20, "reward": 0.625, "error": 0.05}
-    assert held_out["best"]["step"] == 10
+    (evaluated,) = data["head"].pop("evaluations")
+    assert evaluated["last"] == {"step": 20, "reward": 0.625, "error": 0.05}
+    assert evaluated["best"]["step"] == 10
     assert (data["head"]["steps"], data["head"]["maxSteps"], data["head"]["failed"]) == (30, 100, 2)
     (train,) = (stage for stage in data["time"]["stages"] if stage["name"] == "train")
     assert (train["peakGib"], round(train["share"], 2), data["time"]["overlap"]) == (11.5, 0.29, 1.0)
@@ -76,7 +76,7 @@ def test_a_key_that_stands_in_the_environment_is_redacted(tmp_path: Path, monkey
     assert "the key is ***" in text
 
 
-def test_the_same_prompts_are_shown_over_time_held_out_and_trained(tmp_path: Path) -> None:
+def test_the_same_prompts_are_shown_over_time_evaluated_and_trained(tmp_path: Path) -> None:
     samples = [sample(step, 7, f"said at {step}", followed=True) for step in (1, 11, 21)] + [sample(11, 99)]
     run = write_run(tmp_path, [line(step) for step in range(1, 31)], samples)
     for step in (10, 20):
@@ -92,8 +92,8 @@ def test_the_same_prompts_are_shown_over_time_held_out_and_trained(tmp_path: Pat
         }
         (stored / "results.jsonl").write_text(json.dumps(row) + "\n")
         (stored / "metadata.json").write_text("{}")
-    held_out, trained, others = training_data(run)["samples"]
-    (card,) = held_out["cards"]
+    evaluated, trained, others = training_data(run)["samples"]
+    (card,) = evaluated["cards"]
     assert card["prompt"] == [{"role": "user", "text": "held-out question"}]
     assert [(step["step"], step["mean"]) for step in card["steps"]] == [(10, 0.5), (20, 1.0)]
     said = [step["groups"][0]["rollouts"][0]["completion"][0]["text"] for step in card["steps"]]
@@ -102,7 +102,7 @@ def test_the_same_prompts_are_shown_over_time_held_out_and_trained(tmp_path: Pat
     assert others["cards"][0]["steps"][0]["groups"][0]["example"] == 99
 
 
-def test_every_curve_that_was_logged_is_on_the_page_and_held_out_ones_by_set(tmp_path: Path) -> None:
+def test_every_curve_that_was_logged_is_on_the_page_and_evaluated_ones_by_set(tmp_path: Path) -> None:
     logged = {f"sampling/importance_sampling_ratio/{name}": 1.0 for name in ("mean", "min", "max")}
     logged |= {"rows/dropped_tokens/too_long": 900.0, "time/straggler_mean_s": 30.0}
     logged |= {"time/block_generation_s": 4.0, "time/scoring_mean_s": 0.1}

@@ -153,7 +153,7 @@ def test_of_a_straggler_the_turns_that_had_ended_are_counted() -> None:
     assert straggler.reward is None
 
 
-def test_no_spare_is_begun_once_stragglers_are_given_up() -> None:
+def test_no_replacement_is_begun_once_stragglers_are_given_up() -> None:
     async def forever() -> float:
         await asyncio.get_running_loop().create_future()
         return 0.0
@@ -283,7 +283,7 @@ def test_groups_without_variance_are_replaced_in_their_order(max_concurrent: int
     assert 23 not in {key[1] for key in env.begun}
 
 
-def test_a_block_of_flat_groups_alone_is_what_was_planned() -> None:
+def test_a_block_of_zero_variance_groups_alone_is_what_was_planned() -> None:
     env = Scripted(lambda key, _: 1.0)
     with generator(env, group_policy=GroupPolicy(is_zero_variance=flat)) as blocks:
         blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, range(2), 2), replacements=requests(0, [20], 2)))

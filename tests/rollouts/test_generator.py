@@ -244,7 +244,7 @@ def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gate
         assert blocks.get_batch(0).block_id == 0
 
 
-def test_close_wakes_whoever_waits_for_a_block(gates: Gates) -> None:
+def test_close_wakes_every_waiter_for_a_block(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates:
         blocks = generator(server).start()
         blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
@@ -257,7 +257,7 @@ def test_close_wakes_whoever_waits_for_a_block(gates: Gates) -> None:
         server.wait_until(lambda s: s.in_flight == 0)
 
 
-def test_close_wakes_whoever_waits_for_work_on_its_loop(gates: Gates) -> None:
+def test_close_wakes_every_waiter_for_work_on_its_loop(gates: Gates) -> None:
     with FakeOpenAIServer("4") as server:
         blocks = generator(server).start()
         begun = threading.Event()

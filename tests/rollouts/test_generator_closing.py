@@ -70,7 +70,7 @@ def stop() -> None:
 @pytest.mark.parametrize(
     ("end", "how"), [(sys.exit, "SystemExit"), (interrupt, "KeyboardInterrupt"), (stop, "a stop of its event loop")]
 )
-def test_whoever_waits_hears_at_once_that_the_generators_thread_has_ended(end: Callable[[], None], how: str) -> None:
+def test_every_waiter_is_told_at_once_that_the_generators_thread_has_ended(end: Callable[[], None], how: str) -> None:
     class Ending(vf.SingleTurnEnv):
         async def rollout(self, *args: object, **kwargs: object) -> object:
             asyncio.get_running_loop().call_soon(end)

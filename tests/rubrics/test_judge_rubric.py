@@ -222,7 +222,7 @@ async def test_cancelling_passes_through_the_judge() -> None:
     assert "grading_errors" not in scored
 
 
-async def test_an_unreadable_verdict_is_asked_for_anew() -> None:
+async def test_an_unreadable_verdict_is_asked_for_again() -> None:
     client = FakeClient(["perhaps", "I cannot say", "no"])
     scored = state()
     await vf.JudgeRubric(judge_client=client, funcs=[judge_yes_no]).score_group([scored])

@@ -92,7 +92,7 @@ async def test_rounds_show_other_orders_and_are_averaged() -> None:
     assert all(0.1 < reward < 0.9 for reward in rewards), "a judge that looks at places only prefers nobody"
 
 
-async def test_a_ranking_that_leaves_some_out_is_asked_for_anew() -> None:
+async def test_a_ranking_that_leaves_some_out_is_asked_for_again() -> None:
     client = FakeClient(["A > B", "A > B > B", "A > B > C"])
     rewards = await rewards_by(vf.RankingRubric(judge_client=client), "1", "2", "3")
     assert sorted(rewards) == [0.0, 0.5, 1.0]

@@ -106,7 +106,7 @@ async def test_a_gigabyte_of_output_costs_neither_memory_nor_time(box: AgentSand
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 64 << 10
 
 
-async def test_output_a_little_over_the_limit_is_counted_and_the_command_goes_on(box: AgentSandbox) -> None:
+async def test_output_a_little_over_the_limit_is_counted_and_the_command_continues(box: AgentSandbox) -> None:
     result = await box.run("head -c 3000000 /dev/zero; echo done >&2; exit 5")
     assert (len(result.stdout), result.stderr, result.exit_code) == (1 << 20, "done\n", 5)
     assert result.dropped_bytes == 3_000_000 - (1 << 20)

@@ -129,7 +129,7 @@ async def test_a_plain_provider_reports_no_token_ids() -> None:
     assert "prompt_token_ids" not in (answer.model_extra or {})
 
 
-async def test_answers_come_from_a_list_in_turn_or_from_a_function() -> None:
+async def test_answers_come_from_a_list_one_by_one_or_from_a_function() -> None:
     async def double(body: dict[str, Any]) -> str:
         await asyncio.sleep(0)
         return body["messages"][-1]["content"] * 2

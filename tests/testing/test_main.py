@@ -57,7 +57,7 @@ def test_it_answers_with_a_text_or_a_script_and_ends_by_either_signal(tmp_path: 
         assert process.wait(30) == 130
 
 
-def test_a_list_is_given_in_turn_and_from_the_start_again(tmp_path: Path) -> None:
+def test_a_list_is_given_one_by_one_and_from_the_start_again(tmp_path: Path) -> None:
     script = tmp_path / "answers.json"
     script.write_text(json.dumps(["one", {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]}]))
     with FakeOpenAIServer(_script(script)) as server:

@@ -1,6 +1,6 @@
 """From the plan to the micro-batches: every planned rollout ends once, in order, whatever arrives when.
 
-Plan, feed, generator, block building, streaming, block log and a checkpoint's blocks, as the trainer puts
+Plan, prefetcher, generator, block building, streaming, block log and a checkpoint's blocks, as the trainer puts
 them together; only the policy is a script, and nothing is computed on what arrives.
 """
 
@@ -28,7 +28,7 @@ from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeClient
 from verifiers.testing.script import END_ID
-from verifiers.train.batching.advantages import group_is_flat
+from verifiers.train.batching.advantages import has_zero_variance
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import BlockStream
 from verifiers.train.batching.training_block import TrainingBlock, build_training_block
@@ -52,7 +52,7 @@ class Sizes:
     ahead: int
     blocks: int
     streaming: bool
-    spares: int
+    extra: int
 
     def plan(self) -> BatchPlan:
         updates_per_block = self.updates * self.passes
@@ -80,7 +80,7 @@ SIZES = st.builds(
     ahead=st.integers(0, 3),
     blocks=st.integers(1, 3),
     streaming=st.booleans(),
-    spares=st.sampled_from([0, 0, 3]),
+    extra=st.sampled_from([0, 0, 3]),
 ).filter(lambda sizes: sizes.per_device * sizes.ranks * sizes.accumulated * sizes.updates <= PROMPTS // 2)
 
 
@@ -136,8 +136,8 @@ class Trained:
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
-def is_flat(group: Group) -> bool:
-    return group_is_flat(group, zero_truncated_completions=False)
+def is_zero_variance(group: Group) -> bool:
+    return has_zero_variance(group, zero_truncated_completions=False)
 
 
 class Loop:
@@ -154,13 +154,13 @@ class Loop:
             max_concurrent=limit,
             generation_timeout_s=15.0,
             generation="messages",
-            group_policy=GroupPolicy(is_zero_variance=is_flat if sizes.spares else None),
+            group_policy=GroupPolicy(is_zero_variance=is_zero_variance if sizes.extra else None),
         )
 
         def push(step: int) -> None:
             client.weight_version = step
 
-        self.feed = RolloutPrefetcher(ROWS, self.plan, self.generator, push, replacement_groups=sizes.spares)
+        self.prefetcher = RolloutPrefetcher(ROWS, self.plan, self.generator, push, replacement_groups=sizes.extra)
         self.done = Trained()
 
     def run(self, first: int, stop: int) -> None:
@@ -173,11 +173,11 @@ class Loop:
                     place = plan.position(step, micro)
                     assert place.block_id == block
                     if stream is None and not batches:
-                        self.feed.begin(block, step)
+                        self.prefetcher.begin(block, step)
                         if self.sizes.streaming:
-                            stream = BlockStream(self.feed, plan, self.args, PAD, block, step)
+                            stream = BlockStream(self.prefetcher, plan, self.args, PAD, block, step)
                         else:
-                            taken = self.feed.take(block, step)
+                            taken = self.prefetcher.take(block, step)
                             batches = self._finish(taken, build_training_block(taken, plan, self.args, PAD), step)
                     if stream is not None and place.micro_step == len(batches):
                         batches.append(stream.next().by_rank)
@@ -224,11 +224,11 @@ def whole_run(sizes: Sizes, args: Any, fates: int, arrival: int, limit: int, cut
     first = Loop(sizes, args, fates, arrival, limit)
     with first.generator, TemporaryDirectory() as scratch:
         first.run(0, cut)
-        save_pending_blocks(Path(scratch), first.feed.finished_blocks() if cut else [])
+        save_pending_blocks(Path(scratch), first.prefetcher.finished_blocks() if cut else [])
         kept = load_pending_blocks(scratch)
     second = Loop(sizes, args, fates, arrival + 1, limit)
     with second.generator:
-        second.feed.restore(kept)
+        second.prefetcher.restore(kept)
         second.run(cut, sizes.blocks)
     one, other = first.done, second.done
     return Trained(one.rows + other.rows, {**one.texts, **other.texts}, one.records + other.records)
@@ -278,13 +278,13 @@ def test_every_planned_rollout_is_trained_or_dropped_with_a_reason_once_and_in_o
         assert [record["block_id"] for record in run.records] == list(range(plan.blocks))
         assert len(set(run.texts.values())) == len(run.texts)
         for record in run.records:
-            check_block(record, run, plan, spares=sizes.spares)
+            check_block(record, run, plan, replacements=sizes.extra)
     assert [without_clock(record) for record in one.records] == [without_clock(record) for record in other.records]
     assert one.rows == other.rows
     assert one.texts == other.texts
 
 
-def check_block(record: dict[str, Any], run: Trained, plan: BatchPlan, spares: int) -> None:
+def check_block(record: dict[str, Any], run: Trained, plan: BatchPlan, replacements: int) -> None:
     block = record["block_id"]
     trained = [tuple(pair) for pair in record["trained"]]
     dropped = [(item["example_id"], item["generation"]) for item in record["dropped"]]
@@ -293,7 +293,7 @@ def check_block(record: dict[str, Any], run: Trained, plan: BatchPlan, spares: i
     assert len(set(ended)) == len(ended)
     planned = plan.requests(block)
     assert set(planned) <= set(ended)
-    assert spares or len(ended) == len(planned)
+    assert replacements or len(ended) == len(planned)
     # each row as often as the block is passed over, and nothing else, in blocks that follow one another
     texts = Counter(text for of_block, texts in run.rows if of_block == block for text in texts)
     assert texts == {run.texts[RolloutKey(block, *pair)]: plan.num_iterations for pair in trained}

@@ -70,7 +70,7 @@ class Witness:
         return tokens
 
 
-def test_training_goes_on_after_kill_dash_nine_and_no_row_is_of_other_weights(
+def test_training_continues_after_kill_dash_nine_and_no_row_is_of_other_weights(
     mortal: vllm_world.Server, make_trainer: Callable[..., Any], models: dict[str, Path]
 ) -> None:
     """Killed while rollouts are in flight, and once more while nothing is asked of it."""

@@ -180,7 +180,7 @@ def test_a_push_in_mid_answer_is_stamped_and_no_token_comes_from_old_keys_and_va
         assert gap(by_version["6"], by_version["7"]) > 0.1
 
 
-def test_a_shared_prompt_prefix_is_computed_anew_after_a_push(
+def test_a_shared_prompt_prefix_is_computed_again_after_a_push(
     server: vllm_world.Server, sync: DirectorySync, models: dict[str, Path], weights: dict[str, Weights]
 ) -> None:
     shared = [3 + place % 30 for place in range(300)]

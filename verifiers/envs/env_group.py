@@ -31,7 +31,7 @@ __all__ = ["EnvGroup", "EnvGroupRubric", "Route", "group_datasets", "in_turn"]
 
 
 class Route(NamedTuple):
-    """Where a task belongs: the name of the environment, and the task's name inside it."""
+    """The home of a task: the name of the environment, and the task's name inside it."""
 
     name: str
     task: str
@@ -54,11 +54,11 @@ def group_datasets(
         routes[name] = Route(name, name)
     renamed: dict[Route, str] = {}
     train = {name: env.get_dataset() for name, env in env_map.items() if env.dataset is not None}
-    held_out: dict[str, Dataset] = {}
+    evaluation: dict[str, Dataset] = {}
     if any(env.eval_dataset is not None for env in env_map.values()):
-        held_out = {name: env.get_eval_dataset() for name, env in env_map.items()}
+        evaluation = {name: env.get_eval_dataset() for name, env in env_map.items()}
     tables = []
-    for of_env in (train, held_out):
+    for of_env in (train, evaluation):
         parts = {name: _with_tasks(dataset, name, routes, renamed) for name, dataset in of_env.items()}
         tables.append(_concatenated(parts) if parts else None)
     return tables[0], tables[1], routes

@@ -39,7 +39,7 @@ MAX_TOOL_THREADS = 64
 Bind = Callable[[Mapping[str, Any]], tuple[list[Any], dict[str, Any]]]
 
 NOT_FOR_THE_MODEL = (InfraError, ModelError, ConfigError)
-"""What the model cannot have caused: it ends the rollout, and is never shown as a tool's answer."""
+"""Errors that the model cannot have caused: each ends the rollout, and is never shown as a tool's answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ _KEPT_BLOCKS = 4
 
 
 class Place(NamedTuple):
-    """Where a row of the dataset is trained.
+    """The place in training of a row of the dataset.
 
     Attributes:
         generation_step: its block.
@@ -233,7 +233,7 @@ class RemoteRLDataset:
         return dict(block[place.slot])
 
     def place(self, index: int) -> Place:
-        """Where row `index` is trained.
+        """Return the place in training of row `index`.
 
         Raises:
             IndexError: beyond the run.

@@ -36,7 +36,7 @@ def chart_sections(run: Mapping[str, Any], history: History) -> list[dict[str, A
     """
     sections = {
         "Learning": _learning(history),
-        "Held out": _held_out(history),
+        "Held out": _evaluated(history),
         "Speed": _speed(history),
         "Off-policy": _off_policy(history),
         "Data": _data(run, history),
@@ -61,10 +61,10 @@ def _learning(history: History) -> list[_Chart]:
     functions = _named(history, "rewards/", "/mean")
     rates = [value for value in history.values("learning_rate") if math.isfinite(value)]
     is_constant = not rates or min(rates) == max(rates)
-    held_out = {eval_set_label(name): found for name, found in history.evaluations.items()}
+    eval_sets = {eval_set_label(name): found for name, found in history.evaluations.items()}
     lengths = {"mean": "completions/mean_length", "longest": "completions/max_length"}
-    reward = _chart(history, "Reward", {"training": "reward"}, "held out with 95 % intervals" if held_out else "")
-    reward["series"] += _evaluations(held_out, first_colour=len(reward["series"]))
+    reward = _chart(history, "Reward", {"training": "reward"}, "held out with 95 % intervals" if eval_sets else "")
+    reward["series"] += _evaluations(eval_sets, first_colour=len(reward["series"]))
     return [
         reward,
         _chart(history, "Reward functions", functions if len(functions) > 1 else {}, "means"),
@@ -78,7 +78,7 @@ def _learning(history: History) -> list[_Chart]:
     ]
 
 
-def _held_out(history: History) -> list[_Chart]:
+def _evaluated(history: History) -> list[_Chart]:
     at_k, functions = history.details.get("at_k", {}), history.details.get("function", {})
     shown = {
         f"{measure}k": {label: found for label, found in at_k.items() if label.startswith(measure)}

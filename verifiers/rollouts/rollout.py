@@ -155,7 +155,7 @@ class ScoredBlock:
         return iter(self.rollouts)
 
     def outcomes(self) -> Counter[Outcome]:
-        """How many rollouts ended in each outcome; the sum is the number launched."""
+        """Count rollouts by outcome; the sum is the number launched."""
         return Counter(rollout.outcome for rollout in self.launched)
 
     def commonest_failure(self) -> tuple[str, int] | None:

@@ -13,7 +13,7 @@ from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.block import GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group
-from verifiers.train.batching.advantages import group_is_flat
+from verifiers.train.batching.advantages import has_zero_variance
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
 from verifiers.train.sampling_args import refuse_biased_call
@@ -137,7 +137,9 @@ class RolloutSession:
 
 
 def _group_policy(args: GRPOConfig) -> GroupPolicy:
-    def is_flat(group: Group) -> bool:
-        return group_is_flat(group, zero_truncated_completions=args.zero_truncated_completions)
+    def is_zero_variance(group: Group) -> bool:
+        return has_zero_variance(group, zero_truncated_completions=args.zero_truncated_completions)
 
-    return GroupPolicy(retries=args.rollout_retries, is_zero_variance=is_flat if args.dynamic_sampling else None)
+    return GroupPolicy(
+        retries=args.rollout_retries, is_zero_variance=is_zero_variance if args.dynamic_sampling else None
+    )

@@ -96,7 +96,7 @@ class RunFile(_Table):
 
     @property
     def name(self) -> str:
-        """What is trained on, for the name of the output directory."""
+        """The name of what is trained on, for the output directory."""
         return self.environment.id if self.environment is not None else "-".join(self.environments)
 
     def curriculum_of(self, seed: int) -> Curriculum | CurriculumPolicy | None:

@@ -226,7 +226,7 @@ class Ending:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run is being ended."""
+        """True while the run is being ended."""
         return self._since is not None
 
     def begin(self) -> None:

@@ -86,7 +86,7 @@ TRL_PRIVATE_NAMES = (
     "_step",
     "_tokenizer",
 )
-"""What we override or read of `trl.GRPOTrainer` beyond its documented surface."""
+"""Members of `trl.GRPOTrainer` that we override or read beyond its documented surface."""
 
 logger = logging.getLogger("verifiers.train")
 
@@ -293,7 +293,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @property
     def weight_sync(self) -> WeightSync:
-        """How weights reach the rollout servers."""
+        """The way that weights reach the rollout servers."""
         return self.publisher.sync
 
     @property

@@ -275,17 +275,17 @@ def check_eval_sets(args: GRPOConfig, sets: Sequence[EvalSet]) -> None:
     """
     if _name(args.eval_strategy) == "no":
         return
-    for held_out in sets:
-        if held_out.rows is None and getattr(held_out.env, "eval_dataset", None) is None:
+    for eval_set in sets:
+        if eval_set.rows is None and getattr(eval_set.env, "eval_dataset", None) is None:
             raise ConfigError(
-                f"eval_strategy is {_name(args.eval_strategy)!r}, but {held_out.env_name} has no eval set; give "
+                f"eval_strategy is {_name(args.eval_strategy)!r}, but {eval_set.env_name} has no eval set; give "
                 "it an eval_dataset, give the trainer eval_dataset or eval_env, or set eval_strategy='no'."
             )
     metric = args.metric_for_best_model
     if metric is None:
         return
     full = metric if metric.startswith("eval_") else f"eval_{metric}"
-    prefixes = [held_out.metric_prefix("eval") + "_" for held_out in sets]
+    prefixes = [eval_set.metric_prefix("eval") + "_" for eval_set in sets]
     if full == "eval_wait_seconds" or any(_is_measure(full, prefix) for prefix in prefixes):
         return
     known = [prefix + measure for prefix in prefixes for measure in _MEASURES]

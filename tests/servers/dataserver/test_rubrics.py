@@ -101,7 +101,7 @@ async def test_completions_of_one_sample_in_a_request_are_a_group(serve: Any, en
 # with a stand-in for the process, which loads in no time, test_rubric_processes.py has the same and more
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hang", "spin", "die"])
-async def test_a_rubric_that_fails_is_an_error_of_that_completion_and_goes_on_after(
+async def test_a_rubric_that_fails_is_an_error_of_that_completion_and_continues_after(
     serve: Any, environment: Any, how: str
 ) -> None:
     server = await serve({"datasets": {"env": environment(timeout_s=0.5)}})

@@ -46,7 +46,7 @@ async def test_turns_that_go_on_sample_from_the_models_own_distribution(
     assert reused["tokens_reused"] > 12 * 4 * 12
 
 
-async def test_a_group_that_goes_on_from_one_sequence_is_computed_once_and_sampled_apart(
+async def test_a_group_that_continues_one_sequence_is_computed_once_and_sampled_apart(
     start: Any, model_dir: Any, reference: Any
 ) -> None:
     server = await start()
@@ -106,7 +106,7 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
     assert [store.find(prompt) is not None for prompt in prompts] == [True, False, True, True]
 
 
-def test_a_longer_sequence_takes_the_place_of_the_one_it_goes_on_from() -> None:
+def test_a_longer_sequence_takes_the_place_of_the_one_it_continues() -> None:
     store = PrefixStore(10**6)
     tokens = list(range(100))
     store.keep(tokens[:40], states(40))

@@ -29,7 +29,7 @@ def test_a_mean_over_tokens_counts_each_token_once() -> None:
     assert found == {"entropy": pytest.approx(1.75), "kl": pytest.approx(0.375)}
 
 
-def test_a_pass_without_a_sampled_token_counts_nothing() -> None:
+def test_a_micro_batch_without_a_sampled_token_counts_nothing() -> None:
     assert joined(({"entropy": 2.0}, call(5, 1)), ({"entropy": 0.0}, call(0, 3, 3))) == {"entropy": 2.0}
 
 
@@ -59,7 +59,7 @@ def test_the_gamma_weight_of_a_padding_row_is_taken_out() -> None:
     assert joined(*phi) == {"vespo/phi_seq_mean": pytest.approx(0.4)}
 
 
-def test_extremes_are_those_of_all_passes_and_what_is_not_a_number_is_left_out() -> None:
+def test_extremes_are_those_of_all_micro_batches_and_what_is_not_a_number_is_left_out() -> None:
     found = joined(
         ({"clip_ratio/low_min": 0.3, "clip_ratio/high_max": math.nan}, call(5, 1)),
         ({"clip_ratio/low_min": 0.1, "clip_ratio/high_max": 0.2}, call(1, 1)),
@@ -68,7 +68,7 @@ def test_extremes_are_those_of_all_passes_and_what_is_not_a_number_is_left_out()
     assert found == {"clip_ratio/low_min": 0.1, "clip_ratio/high_max": 0.2}
 
 
-def test_losses_of_passes_add_up_to_that_of_their_micro_step() -> None:
+def test_losses_of_micro_batches_add_up_to_that_of_their_micro_step() -> None:
     metrics = LossMetrics()
     for loss, tokens, last in ((0.5, 10, False), (0.25, 90, True), (1.25, 5, True)):
         metrics.add({"policy_loss": [loss], "entropy_coef": [0.1]}, call(tokens, 1), per_row=False)

@@ -14,7 +14,7 @@ __all__ = ["load_example_dataset"]
 
 
 class _Source(NamedTuple):
-    """Where an example dataset is, and which of its columns hold what."""
+    """The source of an example dataset, and the meaning of its columns."""
 
     path: str
     config: str | None

@@ -144,7 +144,7 @@ def _is_overlong(response: ModelResponse) -> bool:
 
 @dataclass(slots=True)
 class _Tokens:
-    """What is held of a rollout so far."""
+    """The tokens of a rollout so far."""
 
     prompt_ids: list[int]
     mask_environment: bool

@@ -23,7 +23,7 @@ __all__ = [
     "BlockAdvantages",
     "ScaleRewards",
     "group_advantages",
-    "group_is_flat",
+    "has_zero_variance",
     "plain_advantage",
     "rollout_advantages",
     "why_unscored",
@@ -118,8 +118,7 @@ def group_advantages(
     advantages: list[list[float | None]] = []
     for group, mean, std in zip(groups, means, stds, strict=True):
         scale = {"group": (std or 0.0) + eps, "batch": batch_std + eps, "none": 1.0}[scale_rewards]
-        flat = not std
-        advantages.append([None if r is None or mean is None else 0.0 if flat else (r - mean) / scale for r in group])
+        advantages.append([None if r is None or mean is None else (r - mean) / scale if std else 0.0 for r in group])
     with_baseline = [std for std in stds if std is not None]
     return AdvantageResult(
         advantages=advantages,
@@ -225,11 +224,11 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
     return values
 
 
-def group_is_flat(group: Group, *, zero_truncated_completions: bool = False) -> bool:
+def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False) -> bool:
     """Return true for a scored group without gradient: its rewards are all equal, and no advantage was given.
 
-    Failed rollouts take no part. A group with fewer than two scored ones is not flat: failures of the machinery are
-    no reason to ask for other prompts, which would fail as well.
+    Failed rollouts take no part. A group with fewer than two scored ones does not count: failures of the machinery
+    are no reason to ask for other prompts, which would fail as well.
     """
     if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
         return False
@@ -237,7 +236,7 @@ def group_is_flat(group: Group, *, zero_truncated_completions: bool = False) -> 
         0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward or 0.0)
         for rollout in group.scored
     ]
-    return _is_flat(rewards)
+    return _are_equal(rewards)
 
 
 def _floats(group: Sequence[float | None]) -> list[float | None]:
@@ -252,17 +251,17 @@ def _floats(group: Sequence[float | None]) -> list[float | None]:
 
 
 def _mean(values: list[float]) -> float:
-    return values[0] if _is_flat(values) else fmean(values)
+    return values[0] if _are_equal(values) else fmean(values)
 
 
 def _deviation(values: list[float]) -> float:
     """Sample standard deviation (ddof = 1), exactly 0.0 for equal values; needs at least two."""
-    if _is_flat(values):
+    if _are_equal(values):
         return 0.0
     mean = fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def _is_flat(values: list[float]) -> bool:
+def _are_equal(values: list[float]) -> bool:
     low, high = min(values), max(values)
     return high - low <= ROUNDING * max(abs(low), abs(high))

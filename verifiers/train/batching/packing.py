@@ -83,7 +83,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLimit:
-    """What bounds micro-batches: tokens, or rows, or nothing.
+    """A bound of micro-batches: in tokens, in rows, or none.
 
     Attributes:
         tokens: rows times the longest of them, prompt and completion, are at most this; a row that is longer has a

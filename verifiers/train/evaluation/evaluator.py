@@ -221,7 +221,7 @@ class Evaluator:
             sets = choose_eval_sets(self._env, eval_dataset, most=-1)
         if len(sets) > 1:
             names = ", ".join(one.name for one in sets)
-            raise ConfigError(f"there are several held-out sets ({names}); give rows of one, or call evaluate().")
+            raise ConfigError(f"there are several eval sets ({names}); give rows of one, or call evaluate().")
         (one,) = sets
         generator = self._publish(True)
         limiter = share_of(generator, self._args.eval_max_concurrent)

@@ -31,7 +31,7 @@ __all__ = ["CorrectedLoss", "micro_step_loss", "only_advantages_matter", "weight
 
 
 class CorrectedLoss:
-    """What surrounds each call of TRL's loss: the inputs before, the importance weights within, the metrics after.
+    """Everything around each call of TRL's loss: the inputs before, the importance weights within, the metrics after.
 
     Args:
         args: mode and bounds of the importance sampling.

@@ -1,4 +1,4 @@
-"""Which kind of weight sync a run uses."""
+"""Choice of the kind of weight sync of a run."""
 
 from __future__ import annotations
 

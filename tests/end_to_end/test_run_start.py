@@ -1,4 +1,4 @@
-"""Where a run begins: anew beside an older one, on the same trainer again, and from what rank 0 chooses."""
+"""The start of a run: beside an older one, on the same trainer again, and from the checkpoint that rank 0 chooses."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def assert_block_log_is_whole(directory: Path, trainer: tiny_world.ObservedTrain
         assert sorted(ended) == sorted(trainer.plan.requests(record["block_id"]))
 
 
-def test_a_run_begun_anew_keeps_its_checkpoints_and_goes_on_from_them(
+def test_a_run_started_again_keeps_its_checkpoints_and_continues_from_them(
     trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer_in(tmp_path, save_total_limit=1).train()
@@ -129,7 +129,7 @@ def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in:
 
 
 @pytest.mark.parametrize(("streaming", "after_step"), [(False, 3), pytest.param(True, 2, marks=pytest.mark.slow)])
-def test_a_trainer_that_was_stopped_goes_on_as_a_new_one_would(
+def test_a_trainer_that_was_stopped_continues_as_a_new_one_would(
     trainer_in: Make, tmp_path: Path, streaming: bool, after_step: int
 ) -> None:
     settings = {"streaming": streaming, "max_steps": 4}
@@ -351,7 +351,7 @@ use_cpu = true
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_the_same_command_after_a_kill_goes_on_and_after_the_end_says_that_it_is_done(
+def test_the_same_command_after_a_kill_continues_and_after_the_end_says_that_it_is_done(
     model_dir: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"

@@ -41,7 +41,7 @@ def test_training_needs_no_other_server_and_stays_on_policy(make: Callable[..., 
     assert max(trainer.logged("sampling/probe_difference")) < 1e-4
 
 
-def test_the_held_copy_follows_pushes_and_nothing_else(make: Callable[..., Any]) -> None:
+def test_the_in_process_copy_follows_pushes_and_nothing_else(make: Callable[..., Any]) -> None:
     trainer = make(tiny_world.single_turn())
     with tiny_world.closing(trainer):
         trainer.open()
