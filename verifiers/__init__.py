@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from verifiers.data.curriculum import Curriculum, curriculum_from
     from verifiers.data.sampler import RepeatSampler
     from verifiers.envs.classic.example_datasets import load_example_dataset
+    from verifiers.envs.classic.tool_defs import ToolDef as Tool
     from verifiers.envs.env_group import EnvGroup
     from verifiers.envs.environment import Environment
     from verifiers.envs.lifecycle import cleanup, stop, teardown
@@ -161,6 +162,7 @@ __all__ = [
     "StatefulToolEnv",
     "SystemMessage",
     "ThinkParser",
+    "Tool",
     "ToolCallError",
     "ToolEnv",
     "ToolError",
@@ -205,6 +207,7 @@ _LAZY_IMPORTS = {
     "extract_boxed_answer": "verifiers.parsers.parser:extract_boxed_answer",
     "extract_hash_answer": "verifiers.parsers.parser:extract_hash_answer",
     "load_example_dataset": "verifiers.envs.classic.example_datasets:load_example_dataset",
+    "Tool": "verifiers.envs.classic.tool_defs:ToolDef",
     "setup_logging": "verifiers.log:setup_logging",
     "AsyncBatchGenerator": "verifiers.rollouts.generator:AsyncBatchGenerator",
     "BatchRequest": "verifiers.rollouts.batch_request:BatchRequest",

@@ -55,7 +55,7 @@ async def test_the_state_has_the_keys_of_both_generations(client: FakeClient, ro
     first = {"id", "prompt", "completion", "answer", "task", "info", "responses", "turn", "timing"}
     second = {
         "input", "trajectory", "is_completed", "is_truncated", "stop_condition", "reward", "metrics", "error",
-        "client", "model", "sampling_args", "oai_tools", "example_id", "final_env_response",
+        "client", "model", "sampling_args", "oai_tools", "tool_defs", "example_id", "final_env_response",
     }  # fmt: skip
     assert set(state) == first | second
     assert set(state["timing"]) == {"generation_ms", "scoring_ms", "total_ms"}
@@ -291,7 +291,7 @@ async def test_the_base_classes_answer_both_ways(client: FakeClient, rows: Rows)
     state["enough"] = True
     assert (await env.is_completed(ASK, state), await env.is_completed(state)) == (False, True)
     assert state["stop_condition"] == "enough"
-    state["turn"] = 2
+    state["trajectory"] = [{}, {}]
     assert await env.is_completed(messages=ASK, state=state)
     assert env.max_turns_reached(state)
     assert await env.max_turns_reached(state) is True

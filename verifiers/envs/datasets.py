@@ -13,7 +13,23 @@ from verifiers.types import ChatMessage, Info, Messages, MessageType, SamplingAr
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["format_dataset", "format_prompt", "new_state", "row_fields"]
+__all__ = [
+    "OfferedTools",
+    "TurnCount",
+    "format_dataset",
+    "format_prompt",
+    "new_state",
+    "row_fields",
+    "tools_of_info",
+]
+
+
+class OfferedTools(list[Any]):
+    """The tools that a state begins with, under both names; another list there is the environment's own."""
+
+
+class TurnCount(int):
+    """The loop's own `state["turn"]`; an environment that counts there itself makes it a plain int."""
 
 
 def format_prompt(
@@ -73,7 +89,7 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
     """(prompt, answer, task, info) of a row.
 
     Absent or None: answer "", task "default", info {}. Info may be JSON text. Arrow tables give every message the
-    fields of all others, as None; those are dropped from prompts and from `info["oai_tools"]`.
+    fields of all others, as None; those are dropped from prompts and from the tools in `info`.
 
     Raises:
         ConfigError: a row without prompt, or an info that is no object.
@@ -109,8 +125,9 @@ def _info(value: Any) -> Info:
     if not isinstance(info, Mapping):
         raise ConfigError(f"A row's info must be a dict or the JSON text of one, not {type(info).__name__}.")
     info = dict(info)
-    if isinstance(info.get("oai_tools"), list):
-        info["oai_tools"] = drop_none(info["oai_tools"])
+    for name in ("oai_tools", "tool_defs"):
+        if isinstance(info.get(name), list):
+            info[name] = drop_none(info[name])
     return info
 
 
@@ -160,6 +177,11 @@ def _map(table: Dataset, function: Any) -> Dataset:
             datasets.enable_progress_bars()
 
 
+def tools_of_info(info: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a row brings, by the name of either generation."""
+    return info.get("oai_tools") or info.get("tool_defs")
+
+
 def new_state(
     row: Mapping[str, Any],
     client: Any,
@@ -176,6 +198,7 @@ def new_state(
     prompt = as_messages(row["prompt"])
     info: Info = row.get("info") or {}
     example_id = row.get("example_id", 0)
+    tools = OfferedTools(tools_of_info(info) or oai_tools or ())
     fields = {
         "prompt": prompt,
         "answer": row.get("answer", ""),
@@ -190,7 +213,7 @@ def new_state(
         completion="" if isinstance(prompt, str) else [],
         responses=[],
         trajectory=[],
-        turn=0,
+        turn=TurnCount(0),
         timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
         is_completed=False,
         is_truncated=False,
@@ -202,5 +225,6 @@ def new_state(
         client=client,
         model=model,
         sampling_args=dict(sampling_args or {}),
-        oai_tools=info.get("oai_tools") or oai_tools,
+        oai_tools=tools or None,
+        tool_defs=tools,
     )

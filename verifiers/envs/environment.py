@@ -10,6 +10,7 @@ from verifiers.concurrency import gather_owned
 from verifiers.envs import datasets
 from verifiers.envs.classic import batch_api, token_processing
 from verifiers.envs.classic.signatures import call_rollout, default_step, either_generation
+from verifiers.envs.classic.tool_defs import openai_tools, tool_defs_of
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.envs.model_call import asks_by_state, call_model, call_model_by_state
 from verifiers.errors import ConfigError
@@ -52,6 +53,7 @@ class Environment:
         message_type: "chat" or "completion".
         oai_tools: tool definitions offered to the policy in every rollout.
         max_workers: kept for the classic signature.
+        tool_defs: the second generation's name of `oai_tools`; `vf.Tool`s, or dicts of name, description, parameters.
         **kwargs: every further keyword becomes an attribute.
 
     Raises:
@@ -70,11 +72,14 @@ class Environment:
         message_type: MessageType = "chat",
         oai_tools: list[dict[str, Any]] | None = None,
         max_workers: int = 512,
+        tool_defs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         self.message_type: MessageType = message_type
         self.oai_tools = oai_tools
+        if tool_defs is not None:
+            self.tool_defs = tool_defs
         self.system_prompt = system_prompt
         self.few_shot = few_shot
         self.parser = parser or Parser()
@@ -99,6 +104,17 @@ class Environment:
         )
         for name, value in kwargs.items():
             setattr(self, name, value)
+
+    @property
+    def tool_defs(self) -> list[Any] | None:
+        """The second generation's name of `oai_tools`: the same list, its items `vf.Tool`s."""
+        if self.oai_tools is not None:
+            self.oai_tools = tool_defs_of(self.oai_tools)
+        return self.oai_tools
+
+    @tool_defs.setter
+    def tool_defs(self, tools: Sequence[Any] | None) -> None:
+        self.oai_tools = None if tools is None else tool_defs_of(tools)
 
     # -- data -----------------------------------------------------------------------------------------------
 
@@ -357,7 +373,7 @@ class Environment:
         mask_env_responses: bool = False,
     ) -> token_processing.TokenLists:
         """Token lists of a chat rollout; see `verifiers.envs.classic.token_processing.process_chat`."""
-        tools = (state.get("info") or {}).get("oai_tools") or self.oai_tools
+        tools = openai_tools(datasets.tools_of_info(state.get("info") or {}) or self.oai_tools or ())
         return token_processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)
 
     def process_completion_format_vllm(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verifiers.envs.classic.token_processing import object_tokens
+from verifiers.envs.classic.tool_defs import offered_tools, openai_tools
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
 from verifiers.inference.endpoint import is_context_overflow
 from verifiers.inference.wire import WireObject, overlong_response, plain_data
@@ -56,7 +57,7 @@ async def call_model(
             arguments.setdefault("max_completion_tokens", arguments["max_tokens"])
             del arguments["max_tokens"]
         if oai_tools:
-            arguments["tools"] = oai_tools
+            arguments["tools"] = openai_tools(oai_tools)
         if isinstance(prompt, list) and _has_audio(prompt):
             arguments.setdefault("modalities", ["text"])
         create, content = client.chat.completions.create, {"messages": prompt}
@@ -94,16 +95,18 @@ async def call_model_by_state(
     oai_tools: list[dict[str, Any]] | None = None,
     sampling_args: SamplingArgs | None = None,
     message_type: MessageType | None = None,
+    tool_defs: list[Any] | None = None,
     **_: Any,
 ) -> ModelResponse:
     """`call_model` for an environment and a state, which has whatever is not given."""
-    tools = oai_tools if oai_tools is not None else state.get("oai_tools")
+    given = tool_defs if oai_tools is None else oai_tools
+    tools = offered_tools(state, env.oai_tools) if given is None else given
     return await call_model(
         client if client is not None else state["client"],
         model if model is not None else state["model"],
         prompt,
         message_type=message_type or env.message_type,
-        oai_tools=tools if tools is not None else getattr(env, "oai_tools", None),
+        oai_tools=tools,
         sampling_args=sampling_args if sampling_args is not None else state.get("sampling_args"),
         logger=getattr(env, "logger", None),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ from verifiers.envs.classic.signatures import (
     takes_rollout_input,
     takes_state_first,
 )
-from verifiers.envs.datasets import new_state
+from verifiers.envs.classic.tool_defs import offered_tools
+from verifiers.envs.datasets import TurnCount, new_state
 from verifiers.envs.environment import Environment
 from verifiers.envs.lifecycle import FUNCTION_TYPES, AwaitableBool, marked_methods, marked_names, maybe_await
 from verifiers.envs.model_call import call_model, step_of
@@ -100,9 +102,8 @@ class Conversation:
     async def ask_model(self, messages: Any) -> ModelResponse:
         """Return the policy's answer, by `get_model_response` in the generation that it is written for."""
         env, state = self.env, self.state
-        tools = state.get("oai_tools")
         arguments: dict[str, Any] = {
-            "oai_tools": env.oai_tools if tools is None else tools,
+            "oai_tools": offered_tools(state, env.oai_tools),
             "sampling_args": state["sampling_args"],
             "message_type": env.message_type,
         }
@@ -123,7 +124,8 @@ class Conversation:
         if isinstance(prompt, str):
             # where in the completion's text the policy's words begin
             state.setdefault("responses_start_idx", []).append(len(prompt) - len(state["prompt"]))
-        state["turn"] += 1
+        if isinstance(state.get("turn"), TurnCount):
+            state["turn"] = TurnCount(state["turn"] + 1)
         step = step_of(prompt, response, self.env.message_type)
         if "add_trajectory_step" in self.own:
             await maybe_await(self.env.add_trajectory_step, state, step)
@@ -216,7 +218,11 @@ def conversation_of(state: State) -> Any:
 
 
 def _turns_are_over(env: MultiTurnEnv, state: State) -> bool:
-    return 0 < env.max_turns <= state["turn"]
+    if env.max_turns <= 0:
+        return False
+    # state["turn"] may be the environment's own
+    counts = [len(state[name]) for name in ("responses", "trajectory") if state.get(name) is not None]
+    return env.max_turns <= max(counts, default=state.get("turn", 0))
 
 
 def _marked(env: MultiTurnEnv, kind: str) -> list[Callable[..., Any]]:
@@ -261,11 +267,14 @@ class MultiTurnEnv(Environment):
 
     Args:
         max_turns: answers of the policy in one rollout; -1 for no bound.
+        timeout_seconds: seconds after which a rollout ends with what was said so far, and is scored by that; None
+            for no bound.
     """
 
-    def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
+    def __init__(self, max_turns: int = -1, timeout_seconds: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.max_turns = max_turns
+        self.timeout_seconds = timeout_seconds
 
     # -- what environments override ---------------------------------------------------------------------------
 
@@ -375,10 +384,17 @@ class MultiTurnEnv(Environment):
         async with contextlib.AsyncExitStack() as afterwards:
             for cleanup in reversed(_marked(self, "cleanup")):
                 afterwards.push_async_callback(clean_up, cleanup)
+            deadline = asyncio.timeout(self.timeout_seconds)
             try:
-                if "setup_state" in own:
-                    state = await maybe_await(self.setup_state, state, **kwargs) or state
-                await Conversation(self, state, own, kwargs).play()
+                async with deadline:
+                    if "setup_state" in own:
+                        state = await maybe_await(self.setup_state, state, **kwargs) or state
+                    await Conversation(self, state, own, kwargs).play()
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                state["timed_out"], state["stop_condition"] = True, "timeout_reached"
+                await Conversation(self, state, own, kwargs).render()
             except Error as error:
                 if not keeps_errors:
                     raise

@@ -90,15 +90,15 @@ THINK_BOXED_SYSTEM_PROMPT = (
 _BOXED = re.compile(r"\\boxed\s*\{")
 
 
-def extract_boxed_answer(text: str) -> str:
+def extract_boxed_answer(text: str, strict: bool = False) -> str:
     r"""Return the inside of the last `\boxed{...}` of a text, with the braces in it.
 
     Returns:
-        The text unchanged where there is no `\boxed`, or the last one is never closed.
+        The text unchanged, or "" with `strict`, where there is no `\boxed`, or the last one is never closed.
     """
     starts = [opening.end() for opening in _BOXED.finditer(text)]
     if not starts:
-        return text
+        return "" if strict else text
     depth, position = 1, starts[-1]
     while position < len(text):
         character = text[position]
@@ -112,9 +112,9 @@ def extract_boxed_answer(text: str) -> str:
             if depth == 0:
                 return text[starts[-1] : position]
         position += 1
-    return text
+    return "" if strict else text
 
 
-def extract_hash_answer(text: str) -> str | None:
-    """Return the answer after "####", as GSM8K writes it; None where there is none."""
-    return text.split("####")[1].strip() if "####" in text else None
+def extract_hash_answer(text: str) -> str:
+    """Return the answer after "####", as GSM8K writes it; the text unchanged where there is no "####"."""
+    return text.split("####")[1].strip() if "####" in text else text

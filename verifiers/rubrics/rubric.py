@@ -129,8 +129,8 @@ class Rubric:
 
     @property
     def has_group_funcs(self) -> bool:
-        """Tell whether some function needs a prompt's whole group, which `score_group` alone can score."""
-        return any(self._prepared(func).is_group for func in self.reward_funcs)
+        """Tell whether `score_group` alone can score: for a group function, or a subclass's own `score_group`."""
+        return self._overrides("score_group") or any(self._prepared(func).is_group for func in self.reward_funcs)
 
     @property
     def overrides_scoring(self) -> bool:

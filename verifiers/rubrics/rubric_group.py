@@ -89,7 +89,7 @@ class RubricGroup(Rubric):
     @property
     def has_group_funcs(self) -> bool:
         """Tell whether some rubric needs a prompt's whole group, which `score_group` alone can score."""
-        return any(rubric.has_group_funcs for rubric in self.rubrics)
+        return self._overrides("score_group") or any(rubric.has_group_funcs for rubric in self.rubrics)
 
     # -- scoring ----------------------------------------------------------------------------------------------
 

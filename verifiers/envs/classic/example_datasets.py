@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers.errors import ConfigError
@@ -12,23 +14,98 @@ if TYPE_CHECKING:
 
 __all__ = ["load_example_dataset"]
 
+Row = Mapping[str, Any]
+
 
 class _Source(NamedTuple):
-    """The source of an example dataset, and the meaning of its columns."""
+    """The source of an example dataset, and how its rows are read.
+
+    Attributes:
+        configs: the rows of all of them, one after the other.
+        split: read unless the caller names one.
+        keep: which rows are taken.
+    """
 
     path: str
-    config: str | None
     split: str
-    question: str = "problem"
-    answer: str = "answer"
+    question: str | Callable[[Row], str] = "problem"
+    answer: str | Callable[[Row], str] = "answer"
+    configs: tuple[str | None, ...] = (None,)
+    keep: Callable[[Row], bool] | None = None
+
+
+def _lettered(options: list[str], separator: str = ": ") -> list[str]:
+    return [f"{chr(ord('A') + place)}{separator}{option}" for place, option in enumerate(options)]
+
+
+def _choices_question(question: str, options: str) -> Callable[[Row], str]:
+    return lambda row: "\n".join([f"Question: {row[question]}\n", *_lettered(row[options])])
+
+
+_GPQA_OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+def _gpqa_order(row: Row) -> list[str]:
+    """Return the options in an order that is drawn by the question, so that every load gives the same rows."""
+    return random.Random(row["Question"]).sample(_GPQA_OPTIONS, len(_GPQA_OPTIONS))
+
+
+def _gpqa_question(row: Row) -> str:
+    return "\n".join([f"Question: {row['Question']}\n", *_lettered([row[name] for name in _gpqa_order(row)])])
+
+
+def _gpqa_answer(row: Row) -> str:
+    return "ABCD"[_gpqa_order(row).index("Correct Answer")]
+
+
+def _openbookqa_question(row: Row) -> str:
+    choices = zip(row["choices"]["label"], row["choices"]["text"], strict=True)
+    return "\n".join(
+        [f"Question: {row['question_stem']}\n\nChoices:", *(f"{label}. {text}" for label, text in choices)]
+    )
+
+
+def _gpqa(config: str) -> _Source:
+    return _Source("Idavidrein/gpqa", "train", _gpqa_question, _gpqa_answer, (config,))
+
+
+def _open_rs(level: str | None = None) -> _Source:
+    return _Source("knoveleng/open-rs", "train", keep=None if level is None else lambda row: row["level"] == level)
+
+
+def _is_python_problem(row: Row) -> bool:
+    opening = "Solve the following coding problem using the programming language python:"
+    return bool(row["prompt"].startswith(opening))
 
 
 _SOURCES = {
-    "gsm8k": _Source("openai/gsm8k", "main", "train", question="question"),
-    "math": _Source("DigitalLearningGmbH/MATH-lighteval", "default", "train", answer="solution"),
-    "math500": _Source("HuggingFaceH4/MATH-500", None, "test"),
-    "aime2024": _Source("HuggingFaceH4/aime_2024", None, "train"),
-    "aime2025": _Source("yentinglin/aime_2025", None, "train"),
+    "gsm8k": _Source(
+        "openai/gsm8k", "test", "question", lambda row: extract_hash_answer(row["answer"]), configs=("main",)
+    ),
+    "math": _Source("chiayewken/competition_math", "train", answer=lambda row: extract_boxed_answer(row["solution"])),
+    "math500": _Source("HuggingFaceH4/MATH-500", "test"),
+    "aime2024": _Source("HuggingFaceH4/aime_2024", "train", answer=lambda row: str(int(row["answer"]))),
+    "aime2025": _Source(
+        "opencompass/AIME2025",
+        "test",
+        "question",
+        lambda row: "".join(character for character in row["answer"] if character.isdigit() or character == "."),
+        configs=("AIME2025-I", "AIME2025-II"),
+    ),
+    "amc2023": _Source("knoveleng/AMC-23", "train"),
+    "gpqa_diamond": _gpqa("gpqa_diamond"),
+    "gpqa_main": _gpqa("gpqa_main"),
+    "mmlu": _Source(
+        "cais/mmlu", "dev", _choices_question("question", "choices"), lambda row: "ABCD"[row["answer"]], ("all",)
+    ),
+    "mmlu_pro": _Source("TIGER-Lab/MMLU-Pro", "validation", _choices_question("question", "options")),
+    "openbookqa": _Source("allenai/openbookqa", "train", _openbookqa_question, "answerKey", ("main",)),
+    "openrs": _open_rs(),
+    "openrs_easy": _open_rs("Easy"),
+    "openrs_hard": _open_rs("Hard"),
+    "prime_code": _Source(
+        "PrimeIntellect/verifiable-coding-problems", "train", "prompt", "verification_info", keep=_is_python_problem
+    ),
 }
 
 
@@ -38,9 +115,11 @@ def load_example_dataset(
     """Return a well-known dataset as columns `question` and `answer`, from the Hugging Face hub.
 
     Args:
-        name: gsm8k, math, math500, aime2024 or aime2025.
-        split: the dataset's main split when left out.
-        n: this many rows of a shuffle by `seed`; all rows, in order, when left out.
+        name: gsm8k, math, math500, aime2024, aime2025, amc2023, gpqa_diamond, gpqa_main, mmlu, mmlu_pro, openbookqa,
+            openrs, openrs_easy, openrs_hard or prime_code.
+        split: the split that the classic package chose when left out: test for gsm8k, math500 and aime2025, dev for
+            mmlu, validation for mmlu_pro, and train for the others.
+        n: this many rows of a shuffle by `seed`; all rows, in order, when left out or not positive.
 
     Raises:
         ConfigError: an unknown name.
@@ -53,13 +132,19 @@ def load_example_dataset(
         )
     import datasets
 
-    dataset: Any = datasets.load_dataset(source.path, source.config, split=split or source.split)
-    if n is not None:
+    parts = [datasets.load_dataset(source.path, config, split=split or source.split) for config in source.configs]
+    dataset: Any = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    if source.keep is not None:
+        dataset = dataset.filter(source.keep)
+    if n is not None and n > 0:
         dataset = dataset.shuffle(seed=seed).select(range(min(n, len(dataset))))
-    extract = {"gsm8k": extract_hash_answer, "math": extract_boxed_answer}.get(name, str)
 
-    def to_question(row: dict[str, Any]) -> dict[str, Any]:
-        return {"question": row[source.question], "answer": extract(row[source.answer])}
+    def to_question(row: Row) -> dict[str, Any]:
+        return {"question": _read(row, source.question), "answer": _read(row, source.answer)}
 
     formatted: Dataset = dataset.map(to_question, remove_columns=dataset.column_names)
     return formatted
+
+
+def _read(row: Row, field: str | Callable[[Row], str]) -> Any:
+    return row[field] if isinstance(field, str) else field(row)

@@ -1,0 +1,149 @@
+"""Releases 0.1.10 to 0.1.14: what packages written for them rely on beside what the second generation has."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from verifiers.testing import FakeClient
+
+Rows = list[dict[str, Any]]
+
+
+class SevenForEach(vf.Rubric):
+    """Scores groups in its own way, as the second generation's packages do."""
+
+    async def score_group(self, states: Any, score_sem: Any = None) -> Any:
+        for state in states:
+            state["reward"], state["metrics"] = 7.0, {"of_group": float(len(states))}
+
+
+@pytest.mark.parametrize("wrap", ["alone", "in a rubric group", "in an environment group"])
+async def test_a_rubric_that_scores_groups_itself_scores_the_classic_calls(
+    wrap: str, rows: Rows, client: FakeClient
+) -> None:
+    rubric: vf.Rubric = SevenForEach()
+    env: vf.Environment = vf.SingleTurnEnv(
+        dataset=rows, rubric=vf.RubricGroup([vf.Rubric(), rubric]) if wrap == "in a rubric group" else rubric
+    )
+    if wrap == "in an environment group":
+        env = vf.EnvGroup([env])
+    for interleaved in (True, False):
+        results = await env.evaluate(client, "m", rollouts_per_example=2, interleave_scoring=interleaved)
+        assert results.reward == [7.0] * 6
+        assert results.metrics["of_group"] == [2.0] * 6
+
+
+# -- tools ------------------------------------------------------------------------------------------------------
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SHOUT = {"name": "shout", "description": "Say it loudly.", "parameters": PARAMETERS}
+SENT = {"type": "function", "function": SHOUT}
+
+
+async def first_request(env: vf.Environment, client: FakeClient) -> dict[str, Any]:
+    await env.evaluate(client, "m", num_examples=1)
+    return client.requests[0].body
+
+
+@pytest.mark.parametrize("form", ["object", "fields", "openai"])
+async def test_tool_defs_are_offered_to_the_policy(form: str, rows: Rows, client: FakeClient) -> None:
+    tool: Any = {"object": vf.Tool(**SHOUT), "fields": SHOUT, "openai": SENT}[form]
+    env = vf.SingleTurnEnv(dataset=rows, tool_defs=[tool])
+    assert [(item.name, item["name"], item.parameters) for item in env.tool_defs or ()] == [
+        ("shout", "shout", PARAMETERS)
+    ]
+    assert isinstance((env.tool_defs or [])[0], vf.Tool)
+    assert (await first_request(env, client))["tools"] == [SENT]
+
+
+async def test_tool_defs_of_a_row_win_over_those_of_the_environment(rows: Rows, client: FakeClient) -> None:
+    env = vf.SingleTurnEnv(dataset=[{**row, "info": {"tool_defs": [SHOUT]}} for row in rows], tool_defs=[])
+    assert (await first_request(env, client))["tools"] == [SENT]
+
+
+@pytest.mark.parametrize("how", ["assigned", "appended", "the first generation's name"])
+async def test_tool_defs_set_in_the_state_are_those_of_the_next_call(
+    how: str, rows: Rows, client: FakeClient
+) -> None:
+    class OwnTools(vf.SingleTurnEnv):
+        async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
+            if how == "appended":
+                state["tool_defs"].append(vf.Tool(**SHOUT))
+            else:
+                state["tool_defs" if how == "assigned" else "oai_tools"] = [vf.Tool(**SHOUT)]
+            return state
+
+    assert (await first_request(OwnTools(dataset=rows), client))["tools"] == [SENT]
+
+
+async def test_a_tool_added_to_tool_defs_by_hand_is_offered_beside_the_functions(
+    rows: Rows, client: FakeClient
+) -> None:
+    def add(a: int) -> int:
+        """Add."""
+        return a
+
+    env = vf.ToolEnv(tools=[add], dataset=rows)
+    assert [tool.name for tool in env.tool_defs or ()] == ["add"]
+    assert env.oai_tools == env.tool_defs
+    (env.tool_defs or []).append(vf.Tool(**SHOUT))
+    sent = (await first_request(env, client))["tools"]
+    assert [tool["function"]["name"] for tool in sent] == ["add", "shout"]
+    assert (env.tool_defs or [])[1].model_dump() == {**SHOUT, "strict": None}
+
+
+async def test_tool_defs_given_to_the_model_call_are_sent(rows: Rows, client: FakeClient) -> None:
+    class Asks(vf.SingleTurnEnv):
+        async def get_model_response(self, state: vf.State, prompt: vf.Messages, **kwargs: Any) -> Any:  # type: ignore[override]
+            return await super().get_model_response(state, prompt, tool_defs=[vf.Tool(**SHOUT)], **kwargs)
+
+    assert (await first_request(Asks(dataset=rows), client))["tools"] == [SENT]
+
+
+# -- turns and time ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begins", [True, False])
+async def test_an_environment_that_counts_turns_itself_still_gets_all_of_them(
+    begins: bool, rows: Rows, client: FakeClient
+) -> None:
+    class Counts(vf.MultiTurnEnv):
+        async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
+            if begins:
+                state["turn"] = 0
+            return state
+
+        async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+            state["turn"] += 1
+            return [{"role": "user", "content": "more"}]
+
+    results = await Counts(dataset=rows, max_turns=8).evaluate(client, "m", num_examples=1)
+    (state,) = results.state
+    assert len(state["trajectory"]) == 8
+    assert (type(state["turn"]), state["turn"]) == (int, 7 if begins else 8)
+
+
+async def test_timeout_seconds_ends_a_rollout_with_what_was_said_and_it_is_scored(rows: Rows) -> None:
+    class Slow(vf.MultiTurnEnv):
+        async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+            await asyncio.sleep(3600)
+            return []
+
+    env = Slow(dataset=rows, timeout_seconds=0.05, rubric=vf.Rubric([lambda completion: float(len(completion))]))
+    results = await env.evaluate(FakeClient("hello"), "m", num_examples=1)
+    (state,) = results.state
+    assert (state["timed_out"], state["stop_condition"], results.reward) == (True, "timeout_reached", [1.0])
+    assert results.completion[0][0]["content"] == "hello"
+
+
+async def test_a_timeout_of_the_environments_own_is_no_end_by_timeout_seconds(rows: Rows, client: FakeClient) -> None:
+    class Fails(vf.SingleTurnEnv):
+        async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
+            raise TimeoutError("the game server")
+
+    with pytest.raises(TimeoutError, match="the game server"):
+        await Fails(dataset=rows, timeout_seconds=60).evaluate(client, "m", num_examples=1)

@@ -1,0 +1,107 @@
+"""Tools as the late second generation of the classic API writes them: `vf.Tool(name, description, parameters)`.
+
+Inside, a tool is OpenAI's dict, `{"type": "function", "function": {...}}`. A `ToolDef` is that dict, whose fields are
+found where the second generation looks for them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from verifiers.envs.datasets import OfferedTools
+from verifiers.envs.tools import convert_func_to_oai_tool
+from verifiers.types import Record
+
+__all__ = [
+    "ToolDef",
+    "convert_func_to_tool_def",
+    "offered_tools",
+    "openai_tools",
+    "tool_defs_of",
+]
+
+_FIELDS = ("name", "description", "parameters", "strict")
+
+
+class ToolDef(Record):
+    """A tool's definition: OpenAI's dict, with `name`, `description`, `parameters` and `strict` as fields of its own.
+
+    Args:
+        name: what the model calls it.
+        description: what the model is told of it.
+        parameters: JSON schema of the arguments.
+        strict: asks the server to keep to the schema; left out where it is None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        strict: bool | None = None,
+    ) -> None:
+        function: dict[str, Any] = {"name": name, "description": description, "parameters": dict(parameters or {})}
+        if strict is not None:
+            function["strict"] = strict
+        dict.__init__(self, type="function", function=function)
+
+    @classmethod
+    def model_validate(cls, tool: Any) -> ToolDef:
+        """Return a tool given in any form: a `ToolDef`, OpenAI's dict, or fields as a dict or an object."""
+        if isinstance(tool, cls):
+            return tool
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if function is not None:
+            made = cls.__new__(cls)
+            dict.update(made, tool)
+            return made
+        given = tool if isinstance(tool, Mapping) else vars(tool)
+        return cls(**{name: given[name] for name in _FIELDS if name in given})
+
+    def __missing__(self, name: str) -> Any:
+        function = dict.get(self, "function") or {}
+        if name in function or name not in _FIELDS:
+            return function[name]
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        (self["function"] if name in _FIELDS else self)[name] = value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field, of either form."""
+        return self[name] if name in self or name in _FIELDS else default
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """Return name, description, parameters and strict."""
+        return {name: self[name] for name in _FIELDS}
+
+
+def convert_func_to_tool_def(func: Callable[..., Any]) -> ToolDef:
+    """Return a function's definition out of its signature and docstring; as `convert_func_to_oai_tool`."""
+    return ToolDef.model_validate(convert_func_to_oai_tool(func))
+
+
+def tool_defs_of(tools: Iterable[Any]) -> list[Any]:
+    """Return the tools as `ToolDef`s; a list that holds nothing else is returned itself."""
+    if isinstance(tools, list) and all(isinstance(tool, ToolDef) for tool in tools):
+        return tools
+    return [ToolDef.model_validate(tool) for tool in tools]
+
+
+def openai_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the tools as plain dicts in OpenAI's form."""
+    return [
+        tool if type(tool) is dict and "function" in tool else dict(ToolDef.model_validate(tool)) for tool in tools
+    ]
+
+
+def offered_tools(state: Mapping[str, Any], default: list[Any] | None) -> list[Any] | None:
+    """Return the tools of the next model call: what the environment has set in the state, else those it began with.
+
+    Args:
+        default: the environment's, for a state that names none.
+    """
+    named = [tools for name in ("tool_defs", "oai_tools") if (tools := state.get(name)) is not None]
+    own = [tools for tools in named if type(tools) is not OfferedTools]
+    return own[0] if own else next((tools for tools in named if tools), default)
