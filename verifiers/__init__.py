@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from verifiers.deprecated import find_former_modules
 
 if TYPE_CHECKING:
-    from verifiers.data.curriculum import Curriculum, curriculum_from
+    from verifiers.data.curriculum import Curriculum
+    from verifiers.data.curriculum_policies import curriculum_from
     from verifiers.data.sampler import RepeatSampler
     from verifiers.envs.classic.example_datasets import load_example_dataset
     from verifiers.envs.classic.tool_defs import ToolDef as Tool
@@ -270,7 +271,7 @@ _LAZY_IMPORTS = {
     "RemoteRLDataset": "verifiers.integrations.dataserver_trl:RemoteRLDataset",
     "remote_reward": "verifiers.integrations.dataserver_trl:remote_reward",
     "Curriculum": "verifiers.data.curriculum:Curriculum",
-    "curriculum_from": "verifiers.data.curriculum:curriculum_from",
+    "curriculum_from": "verifiers.data.curriculum_policies:curriculum_from",
     "OpenEnvEnv": "verifiers.integrations.openenv:OpenEnvEnv",
     "WorkerError": "verifiers.errors:WorkerError",
     "WorkerTimeoutError": "verifiers.errors:WorkerTimeoutError",

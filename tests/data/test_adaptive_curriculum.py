@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import verifiers
 from verifiers.data.adaptive_curriculum import AdaptiveRows, CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
-from verifiers.data.curriculum_policies import LevelsPolicy, Pool, PoolsPolicy, curriculum_or_policy_from
+from verifiers.data.curriculum_policies import LevelsPolicy, Pool, PoolsPolicy, curriculum_from
 from verifiers.data.row_source import ObservesBlocks, PlannedBlock
 from verifiers.errors import CheckpointError, ConfigError, GenerationError
 
@@ -229,13 +230,14 @@ def test_the_name_of_a_step_is_that_of_the_block_trained_and_not_of_one_in_fligh
 
 
 def test_a_table_gives_stages_levels_or_pools() -> None:
-    staged = curriculum_or_policy_from({"stages": [{"name": "all", "datasets": ["easy"]}]}, seed=4)
+    staged = curriculum_from({"stages": [{"name": "all", "datasets": ["easy"]}]}, seed=4)
     assert isinstance(staged, Curriculum)
+    assert verifiers.curriculum_from is curriculum_from
     assert staged.seed == 4
     given = {"levels": {"datasets": ["easy", "hard"], "window": 8}, "seed": 2}
-    assert curriculum_or_policy_from(given, seed=4) == LevelsPolicy(("easy", "hard"), window=8, seed=2)
+    assert curriculum_from(given, seed=4) == LevelsPolicy(("easy", "hard"), window=8, seed=2)
     pools = [{"name": "low", "up_to": 0.5}, {"name": "high", "up_to": 1, "weight": 3}]
-    rule = curriculum_or_policy_from({"pools": {"pools": pools, "unseen": "low"}}, seed=4)
+    rule = curriculum_from({"pools": {"pools": pools, "unseen": "low"}}, seed=4)
     assert rule == PoolsPolicy((), (Pool("low", 0.5), Pool("high", 1, 3)), "low", seed=4)
 
 
@@ -271,7 +273,7 @@ def test_a_table_gives_stages_levels_or_pools() -> None:
 )
 def test_what_cannot_adapt_is_refused_in_one_sentence(mapping: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        curriculum_or_policy_from(mapping)
+        curriculum_from(mapping)
 
 
 def test_a_dataset_that_is_not_there_is_refused_when_the_run_is_planned() -> None:

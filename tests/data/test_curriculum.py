@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifiers.data.curriculum import Curriculum, Stage, WeightedDataset, curriculum_from
+from verifiers.data.curriculum import Curriculum, Stage, WeightedDataset, staged_curriculum_from
 from verifiers.errors import ConfigError
 
 SIZES = {"a": 40, "b": 100, "c": 7}
 
 
 def two_stages(**options: Any) -> Curriculum:
-    return curriculum_from(
+    return staged_curriculum_from(
         {
             "stages": [
                 {"name": "warm", "until_step": 2, "datasets": ["a"]},
@@ -119,7 +119,7 @@ def test_a_stage_keeps_to_its_weights_from_its_own_beginning(run: tuple[Curricul
 
 
 def test_with_replacement_rows_come_again_before_all_were_drawn() -> None:
-    curriculum = curriculum_from({"stages": [{"name": "all", "datasets": ["b"]}], "replacement": True})
+    curriculum = staged_curriculum_from({"stages": [{"name": "all", "datasets": ["b"]}], "replacement": True})
     blocks = [curriculum.draw(SIZES, block, block, 10) for block in range(10)]
     assert all(len(set(block)) == 10 for block in blocks)
     assert len({prompt for block in blocks for prompt in block}) < 100
@@ -179,7 +179,7 @@ def stage(name: str = "one", until_step: Any = None, datasets: Any = ("a",)) -> 
 )
 def test_what_cannot_be_a_curriculum_is_refused_in_one_sentence(mapping: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        curriculum_from(mapping)
+        staged_curriculum_from(mapping)
 
 
 def test_a_dataset_that_is_not_there_is_named_with_its_stage() -> None:
@@ -201,6 +201,6 @@ def test_a_horizon_shorter_than_the_run_is_a_warning_that_names_both(caplog: pyt
 
 
 def test_a_block_that_wants_more_rows_than_there_are_is_refused_with_both_numbers() -> None:
-    curriculum = curriculum_from(stages(stage(datasets=["c", "b"])))
+    curriculum = staged_curriculum_from(stages(stage(datasets=["c", "b"])))
     with pytest.raises(ConfigError, match="takes 10 different rows of dataset 'c', which has 7"):
         curriculum.draw(SIZES, 0, 0, 20)

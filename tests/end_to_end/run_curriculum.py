@@ -23,7 +23,7 @@ import tiny_world
 import torch.distributed
 
 import verifiers as vf
-from verifiers.data.curriculum import Curriculum, curriculum_from
+from verifiers.data.curriculum import Curriculum, staged_curriculum_from
 from verifiers.data.curriculum_policies import LevelsPolicy
 from verifiers.testing import Fault
 
@@ -43,7 +43,7 @@ def environment() -> vf.SingleTurnEnv:
 
 def three_stages(first: int, second: int) -> Curriculum:
     """d0, then d0 and d1 with weights 1 and 3, then d2."""
-    return curriculum_from(
+    return staged_curriculum_from(
         {
             "stages": [
                 {"name": "warm", "until_step": first, "datasets": ["d0"]},

@@ -18,7 +18,7 @@ import run_curriculum
 import tiny_world
 
 import verifiers as vf
-from verifiers.data.curriculum import curriculum_from
+from verifiers.data.curriculum import staged_curriculum_from
 from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.testing import FakeOpenAIServer
@@ -117,7 +117,9 @@ def test_a_file_that_cannot_be_followed_is_refused_before_anything_starts(
 
 def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_path: Path) -> None:
     class Staged(vf.SingleTurnEnv):
-        row_source = StagedRows(curriculum_from({"stages": [{"name": "a", "datasets": ["d"]}]}), {"d": range(8)})
+        row_source = StagedRows(
+            staged_curriculum_from({"stages": [{"name": "a", "datasets": ["d"]}]}), {"d": range(8)}
+        )
 
     def member(kind: type[vf.SingleTurnEnv]) -> vf.SingleTurnEnv:
         return kind(dataset=[{"question": f"q{number}", "answer": "a"} for number in range(8)])
@@ -127,7 +129,7 @@ def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_pat
     group = vf.EnvGroup([plain, vf.EnvGroup([member(Staged), plain], ["staged", "other"])], ["plain", "inner"])
     with pytest.raises(ConfigError, match=r"environment 'staged' of the group brings a curriculum of its own"):
         planned_run(args, group)
-    given = curriculum_from({"stages": [{"name": "a", "datasets": ["plain", "inner"]}]})
+    given = staged_curriculum_from({"stages": [{"name": "a", "datasets": ["plain", "inner"]}]})
     assert isinstance(planned_run(args, group, given).source, StagedRows)
     assert planned_run(args, member(Staged)).source is Staged.row_source
     assert planned_run(args, vf.EnvGroup([plain, plain], ["a", "b"])).source is None

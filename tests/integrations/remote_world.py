@@ -16,7 +16,7 @@ from verifiers_dataserver.http import RequestError
 from verifiers_dataserver.sampling import Sampler
 from verifiers_dataserver.wire import SampleRequest2
 
-from verifiers.data.curriculum import curriculum_from
+from verifiers.data.curriculum import staged_curriculum_from
 
 STAGES = [
     {"name": "warm", "until_step": 2, "datasets": ["easy"]},
@@ -129,7 +129,7 @@ class RecordingServer:
             rows = range(body["offset"], min(size, body["offset"] + body["limit"]))
             return {"samples": [sample(f"{body['dataset']}:{row}") for row in rows], "total": size}
         if path == "/v2/sample":
-            curriculum = curriculum_from({"stages": self.stages})
+            curriculum = staged_curriculum_from({"stages": self.stages})
             drawn = asyncio.run(Sampler(curriculum, self.sizes).by_block(SampleRequest2(**body)))
             return {"samples": [sample(f"{name}:{row}") for name, row in drawn]}
         return {"results": self.grade(body["items"])}

@@ -18,7 +18,7 @@ from remote_world import STAGES, RecordingServer, dataserver
 
 from verifiers.cli.evaluate import main as evaluate
 from verifiers.data.batch_plan import BatchPlan, make_plan
-from verifiers.data.curriculum import curriculum_from
+from verifiers.data.curriculum import staged_curriculum_from
 from verifiers.data.row_source import StagedRows
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.singleturn_env import SingleTurnEnv
@@ -117,7 +117,9 @@ def plan_of(env: RemoteEnv, **sizes: Any) -> BatchPlan:
 def test_a_plan_gets_the_rows_that_the_same_curriculum_gives_locally(world: str, sizes: Any) -> None:
     env = RemoteEnv(world)
     plan = plan_of(env, **sizes)
-    local = StagedRows(curriculum_from({"seed": 3, "stages": STAGES}), {"easy": range(24), "hard": range(24, 48)})
+    local = StagedRows(
+        staged_curriculum_from({"seed": 3, "stages": STAGES}), {"easy": range(24), "hard": range(24, 48)}
+    )
     import dataclasses
 
     expected = dataclasses.replace(plan, source=local)

@@ -288,3 +288,26 @@ async def test_a_copy_scores_by_its_own_functions(copied: Any) -> None:
     scored = state()
     await copied(rubric).score_group([scored])
     assert scored["reward"] == 1.5
+
+
+async def test_a_metric_that_raises_leaves_reward_and_outcome_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def right(completion: Any) -> float:
+        return 1.0
+
+    def broken(completion: Any) -> float:
+        raise ZeroDivisionError("no words")
+
+    def broken_of_group(completions: Any) -> list[float]:
+        return [float("nan"), 2.0]
+
+    rubric = Rubric([right])
+    rubric.add_metric(broken)
+    rubric.add_metric(broken_of_group)
+    states = [State(prompt="p", completion="c", answer="", task="t", info={}) for _ in range(2)]
+    scores = await rubric.score_group(states)
+    assert [(score.reward, score.errors) for score in scores] == [(1.0, []), (1.0, [])]
+    assert [score.metrics for score in scores] == [{"right": 1.0}, {"right": 1.0, "broken_of_group": 2.0}]
+    assert "broken failed: ZeroDivisionError: no words" in caplog.text
+    # with a weight it is a reward, and a failed one is a failed grade
+    rubric.reward_weights[1] = 0.5
+    assert [score.errors[0]["func"] for score in await rubric.score_group(states)] == ["broken", "broken"]

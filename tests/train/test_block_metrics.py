@@ -12,8 +12,9 @@ from verifiers.evals.results import RolloutResults
 from verifiers.evals.summary import summarize
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import rollout_advantages
-from verifiers.train.batching.training_block import TrainingBlock
+from verifiers.train.batching.training_block import TrainingBlock, build_training_block
 from verifiers.train.block_metrics import _timing, block_metrics, percentile, reward_summary
+from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.policy_evaluation import evaluation_metrics
 from verifiers.types import Failure, Outcome, RolloutKey
 
@@ -46,11 +47,16 @@ def block_of(groups: list[list[Rollout]]) -> ScoredBlock:
 
 def metrics_of(block: ScoredBlock, generations: int, ranks: int = 1, rank: int = 0) -> dict[str, float]:
     advantages = rollout_advantages(block)
-    sampled = torch.tensor([sum(r.sampled_tokens for r in one.rows) for one in block if one.key in advantages] + [0])
-    ones = torch.ones(len(sampled), 1)
-    one_pass = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones, "completion_mask": ones}
-    one_pass |= {"sampled_tokens": sampled, "is_padding": sampled == 0}
-    trained = TrainingBlock(0, [[[one_pass]]], advantages, [])
+    size = len(block.rollouts) // ranks
+    by_rank = []
+    for first in range(0, len(block.rollouts), size):
+        on = [index for index in range(first, first + size) if block.rollouts[index].key in advantages]
+        sampled = torch.tensor([sum(r.sampled_tokens for r in block.rollouts[index].rows) for index in on] + [0])
+        ones = torch.ones(len(sampled), 1)
+        one_pass = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones, "completion_mask": ones}
+        one_pass |= {"sampled_tokens": sampled, "is_padding": sampled == 0}
+        by_rank.append([one_pass | {"rollout_index": torch.tensor([*on, -1])}])
+    trained = TrainingBlock(0, [by_rank], advantages, [])
     plan = make_plan(
         per_device_train_batch_size=len(block.rollouts) // ranks,
         num_processes=ranks,
@@ -58,12 +64,12 @@ def metrics_of(block: ScoredBlock, generations: int, ranks: int = 1, rank: int =
         max_steps=1,
         num_prompts=99,
     )
-    return block_metrics(block, trained, plan, rank)
+    return block_metrics(block, trained, plan, rank, chunk_size=64)
 
 
 def test_example_16_means_are_over_completions_not_over_ranks() -> None:
     by_rank = [RANK_0, RANK_1]
-    zero, one = (reward_summary(by_rank, rank) for rank in (0, 1))
+    zero, one = (reward_summary(by_rank, rank, RANK_0 + RANK_1) for rank in (0, 1))
     assert zero["reward/mean_per_completion"] == pytest.approx(0.5875)
     assert one["reward/mean_per_completion"] == pytest.approx(0.75)
     for summary in (zero, one):
@@ -73,7 +79,7 @@ def test_example_16_means_are_over_completions_not_over_ranks() -> None:
 
 
 def test_example_16_unequal_ranks_do_not_weigh_the_same() -> None:
-    summary = reward_summary([[1, 1, 1, 0], [0, 0]], 0)
+    summary = reward_summary([[1, 1, 1, 0], [0, 0]], 0, [1, 1, 1, 0, 0, 0])
     assert summary["reward/mean_per_completion_global"] == pytest.approx(0.5)
     assert summary["reward/mean_per_completion_global"] != pytest.approx(0.375)
 
@@ -84,6 +90,26 @@ def test_example_16_through_a_block_of_two_ranks() -> None:
     assert metrics["reward/mean_per_completion"] == pytest.approx(0.75)
     assert metrics["reward"] == metrics["reward/mean_per_completion_global"] == pytest.approx(0.66875)
     assert metrics["rollouts/total_per_process"] == 8
+    assert metrics["rollouts/chunk_size"] == 64
+
+
+def test_the_mean_of_a_rank_is_over_what_it_trains() -> None:
+    plan = make_plan(
+        per_device_train_batch_size=4, num_processes=2, num_generations=4, max_steps=1, num_prompts=9, seed=3
+    )
+    rewards = [0.0, 0.7, 0.3, 1.0, 0.1, 0.9, 0.4, 0.2]
+    block = block_of(
+        [[rollout(i, g, rewards[4 * i + g], tokens=1 + (5 * i + 3 * g) % 7) for g in range(4)] for i in range(2)]
+    )
+    trained = build_training_block(block, plan, GRPOConfig("unused", use_cpu=True, bf16=False), 0)
+    means = []
+    for rank in range(2):
+        indices = {i for step in trained.micro_steps for batch in step[rank] for i in batch["rollout_index"].tolist()}
+        means.append(sum(rewards[i] for i in indices - {-1}) / len(indices - {-1}))
+        metrics = block_metrics(block, trained, plan, rank)
+        assert metrics["reward/mean_per_completion"] == pytest.approx(means[-1])
+        assert metrics["reward/mean_per_completion_global"] == pytest.approx(0.45)
+    assert means[0] != pytest.approx(sum(rewards[:4]) / 4), "a rank that trains the first half proves nothing"
 
 
 def test_example_17_each_reward_function_has_its_own_mean() -> None:

@@ -9,7 +9,7 @@ import pytest
 import verifiers as vf
 from verifiers.data.adaptive_curriculum import AdaptiveRows
 from verifiers.data.batch_plan import make_plan
-from verifiers.data.curriculum import curriculum_from
+from verifiers.data.curriculum import staged_curriculum_from
 from verifiers.data.curriculum_policies import LevelsPolicy
 from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
@@ -17,7 +17,7 @@ from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.train.config import GRPOConfig
 from verifiers.train.planned_run import datasets_of, planned_run, restore_curriculum, still_planned
 
-STAGES = curriculum_from({"stages": [{"name": "all", "datasets": ["a", {"id": "b", "weight": 2}]}]})
+STAGES = staged_curriculum_from({"stages": [{"name": "all", "datasets": ["a", {"id": "b", "weight": 2}]}]})
 
 
 def env_with(tasks: list[str] | None, count: int = 6) -> vf.SingleTurnEnv:

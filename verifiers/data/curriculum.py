@@ -25,7 +25,7 @@ from verifiers.data.weighted_sampling import (
 )
 from verifiers.errors import ConfigError
 
-__all__ = ["Curriculum", "Stage", "WeightedDataset", "curriculum_from"]
+__all__ = ["Curriculum", "Stage", "WeightedDataset", "staged_curriculum_from"]
 
 logger = logging.getLogger("verifiers.data")
 
@@ -271,7 +271,7 @@ def _check_rows(block_id: int, name: str, wanted: int, size: int, prompts_per_bl
         )
 
 
-def curriculum_from(mapping: Any) -> Curriculum:
+def staged_curriculum_from(mapping: Any) -> Curriculum:
     """Return the curriculum that a table of a file describes.
 
     Args:

@@ -16,12 +16,12 @@ from statistics import fmean
 from typing import Any
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy, Prompt, number_between
-from verifiers.data.curriculum import Curriculum, curriculum_from
+from verifiers.data.curriculum import Curriculum, staged_curriculum_from
 from verifiers.data.order import check_size
 from verifiers.data.weighted_sampling import interleave, row_without_replacement, whole_weights
 from verifiers.errors import ConfigError
 
-__all__ = ["LevelsPolicy", "Pool", "PoolsPolicy", "curriculum_or_policy_from"]
+__all__ = ["LevelsPolicy", "Pool", "PoolsPolicy", "curriculum_from"]
 
 
 @dataclass
@@ -289,12 +289,12 @@ def _weights(weights: Sequence[float], free: Sequence[int]) -> tuple[int, ...]:
 POLICIES: Mapping[str, type[LevelsPolicy] | type[PoolsPolicy]] = {"levels": LevelsPolicy, "pools": PoolsPolicy}
 
 
-def curriculum_or_policy_from(mapping: Mapping[str, Any], seed: int = 0) -> Curriculum | CurriculumPolicy:
+def curriculum_from(mapping: Mapping[str, Any], seed: int = 0) -> Curriculum | CurriculumPolicy:
     """Return the curriculum, or the curriculum policy, that a table describes.
 
     Args:
-        mapping: {"stages": ...} as for `curriculum_from`, or {"levels": {...}} with the arguments of `LevelsPolicy`,
-            or {"pools": {...}} with those of `PoolsPolicy`, whose pools are a list of {"name", "up_to", "weight"}.
+        mapping: {"stages": ...} as for `staged_curriculum_from`, or {"levels": {...}} with the arguments of
+            `LevelsPolicy`, or {"pools": {...}} with those of `PoolsPolicy`, whose pools are a list of {"name", "up_to", "weight"}.
         seed: where the table has none.
 
     Raises:
@@ -308,7 +308,7 @@ def curriculum_or_policy_from(mapping: Mapping[str, Any], seed: int = 0) -> Curr
         )
     kind = kinds[0]
     if kind == "stages":
-        return curriculum_from({"seed": seed, **mapping})
+        return staged_curriculum_from({"seed": seed, **mapping})
     for key in mapping:
         if key not in (kind, "seed"):
             raise ConfigError(f"the curriculum has an unknown key {key!r} beside {kind!r}; it takes {kind} and seed.")

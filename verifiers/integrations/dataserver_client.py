@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.data.curriculum import Curriculum, curriculum_from
+from verifiers.data.curriculum import Curriculum, staged_curriculum_from
 from verifiers.errors import ConfigError, InfraError
 from verifiers.inference.endpoint import proxy_for
 from verifiers.inference.retries import is_retryable_status
@@ -109,7 +109,7 @@ class Dataserver:
             raise InfraError(
                 f"the answer of {self.url} to /v2/meta is not a dataserver's ({type(error).__name__}: {error})."
             ) from error
-        return ServerMeta(curriculum_from(stages), sizes, total_steps, limits)
+        return ServerMeta(staged_curriculum_from(stages), sizes, total_steps, limits)
 
     def rows(self, dataset: str, page: int) -> Iterable[dict[str, Any]]:
         """Fetch all samples of one dataset, in order; `page` of them a request."""

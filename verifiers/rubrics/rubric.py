@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -224,6 +225,7 @@ class Rubric:
 
         Returns:
             0.0 where the function raises or gives no finite number; `state["grading_errors"]` then has the failure.
+            nan, and no failure in the state, where the function has weight 0: the rollout has no such metric.
         """
         item = ScoringInput(prompt, completion, answer, state, task, info if info is not None else {})
         return await self._function_value(self._prepared(func), item, kwargs)
@@ -351,8 +353,7 @@ class Rubric:
         try:
             return finite_float(await call({**item.arguments(), **self.class_objects, **extra}))
         except (Exception, SystemExit) as error:
-            self._record_failure(call.name, [item], error)
-            return 0.0
+            return self._failed_value(call, [item], error)
 
     async def _group_values(
         self, call: PreparedCall, inputs: Sequence[ScoringInput], extra: Mapping[str, Any]
@@ -363,15 +364,13 @@ class Rubric:
             if len(results) != len(inputs):
                 raise GradingError(f"returned {len(results)} rewards for {len(inputs)} rollouts")
         except (Exception, SystemExit) as error:
-            self._record_failure(call.name, inputs, error)
-            return [0.0] * len(inputs)
+            return [self._failed_value(call, inputs, error)] * len(inputs)
         values = []
         for item, result in zip(inputs, results, strict=True):
             try:
                 values.append(finite_float(result))
             except GradingError as error:
-                self._record_failure(call.name, [item], error)
-                values.append(0.0)
+                values.append(self._failed_value(call, [item], error))
         return values
 
     def _weighted_sum(
@@ -380,6 +379,8 @@ class Rubric:
         reward = 0.0
         metrics: dict[str, float] = {}
         for call, weight, value in zip(calls, self.reward_weights, values, strict=True):
+            if not weight and math.isnan(value):
+                continue
             reward += weight * value
             metrics[call.name] = metrics.get(call.name, 0.0) + value
         return item.score(reward, metrics)
@@ -407,6 +408,14 @@ class Rubric:
                 f"The rubric has {len(self.reward_funcs)} reward functions but {len(self.reward_weights)} weights; "
                 "give each function one weight."
             )
+
+    def _failed_value(self, call: PreparedCall, inputs: Iterable[ScoringInput], error: BaseException) -> float:
+        """Return the value of a function that gave none: nan where it has no weight, so that the grade stands."""
+        pairs = zip(self.reward_funcs, self.reward_weights, strict=True)
+        weights = [weight for func, weight in pairs if func is call.func]
+        is_metric = bool(weights) and not any(weights)
+        self._record_failure(call.name, () if is_metric else inputs, error)
+        return math.nan if is_metric else 0.0
 
     def _record_failure(self, name: str, inputs: Iterable[ScoringInput], error: BaseException) -> None:
         """Log a failure, and note it for each rollout."""

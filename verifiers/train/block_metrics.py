@@ -20,16 +20,22 @@ from verifiers.types import Outcome
 __all__ = ["block_metrics", "block_tokens", "fill_completions_table", "reward_summary"]
 
 
-def reward_summary(rewards_by_rank: Sequence[Sequence[float]], rank: int) -> dict[str, float]:
-    """Return the mean reward per completion on one rank and over all of them, with both denominators.
+def reward_summary(
+    rewards_by_rank: Sequence[Sequence[float]], rank: int, everything: Sequence[float]
+) -> dict[str, float]:
+    """Return the mean reward per completion on one rank and over all of the block, with both denominators.
 
-    The global mean is the sum over ranks divided by the count over ranks: the mean of the ranks' means is wrong
-    as soon as they hold different numbers of completions.
+    The global mean is not that of the ranks' means, which is wrong as soon as they hold different numbers of
+    completions, and some completions may be trained on no rank.
+
+    Args:
+        rewards_by_rank: of the completions that each rank trains.
+        rank: whose mean is given; none where it trains no completion.
+        everything: every reward of the block.
     """
     local = rewards_by_rank[rank]
-    everything = [reward for rewards in rewards_by_rank for reward in rewards]
     return {
-        "reward/mean_per_completion": fmean(local) if local else math.nan,
+        **({"reward/mean_per_completion": fmean(local)} if local else {}),
         "reward/mean_per_completion_global": fmean(everything) if everything else math.nan,
         "reward/denominator/completions_local": float(len(local)),
         "reward/denominator/completions_global": float(len(everything)),
@@ -37,7 +43,13 @@ def reward_summary(rewards_by_rank: Sequence[Sequence[float]], rank: int) -> dic
 
 
 def block_metrics(
-    block: ScoredBlock, trained: TrainingBlock, plan: BatchPlan, rank: int = 0, *, optimizer_step: int | None = None
+    block: ScoredBlock,
+    trained: TrainingBlock,
+    plan: BatchPlan,
+    rank: int = 0,
+    *,
+    optimizer_step: int | None = None,
+    chunk_size: int | None = None,
 ) -> dict[str, float]:
     """Return every metric of one block, from its rollouts and what is trained of them.
 
@@ -47,12 +59,13 @@ def block_metrics(
         plan: of the run.
         rank: whose local means are given.
         optimizer_step: steps before its first update, for its staleness.
+        chunk_size: sequences that a server in this process generates at once.
     """
     # those of filtered groups too: a mean over what is kept would show the filter, not the policy
     rollouts = list(block.launched)
     scored = [rollout for rollout in rollouts if rollout.is_scored]
-    by_rank = _rewards_by_rank(rollouts, plan.num_processes)
-    metrics = reward_summary(by_rank, rank)
+    everything = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    metrics = reward_summary(_rewards_by_rank(block, trained, plan.num_processes), rank, everything)
     metrics["reward"] = metrics["reward/mean_per_completion_global"]
     deviations = _deviations(block, trained)
     metrics.update(_spread([std for _, std in deviations]))
@@ -68,7 +81,8 @@ def block_metrics(
         metrics["staleness"] = float(optimizer_step - oldest)
     metrics["rollouts/groups_replaced"] = float(len(block.filtered))
     metrics["rollouts/completions_per_prompt"] = float(plan.num_generations)
-    metrics["rollouts/chunk_size"] = float(plan.completions_per_block)
+    if chunk_size is not None:
+        metrics["rollouts/chunk_size"] = float(chunk_size)
     metrics["rollouts/total_per_process"] = plan.completions_per_block / plan.num_processes
     return metrics
 
@@ -86,10 +100,14 @@ def _spread(deviations: Iterable[float | None]) -> dict[str, float]:
     return {"reward_std": fmean(stds), "frac_reward_zero_std": stds.count(0.0) / len(stds)}
 
 
-def _rewards_by_rank(rollouts: Sequence[Rollout], ranks: int) -> list[list[float]]:
-    size = -(-len(rollouts) // ranks)
-    parts = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
-    return [[r.reward for r in part if r.reward is not None] for part in parts] + [[]] * (ranks - len(parts))
+def _rewards_by_rank(block: ScoredBlock, trained: TrainingBlock, ranks: int) -> list[list[float]]:
+    """Return the rewards of the rollouts that each rank trains a row of."""
+    found: list[set[int]] = [set() for _ in range(ranks)]
+    for by_rank in trained.micro_steps:
+        for rank, batches in enumerate(by_rank):
+            found[rank].update(index for batch in batches for index in batch["rollout_index"].tolist() if index >= 0)
+    rewards = [rollout.reward for rollout in block.rollouts]
+    return [[reward for index in sorted(on) if (reward := rewards[index]) is not None] for on in found]
 
 
 def _reward_functions(scored: Sequence[Rollout]) -> dict[str, float]:

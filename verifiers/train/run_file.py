@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
-from verifiers.data.curriculum_policies import curriculum_or_policy_from
+from verifiers.data.curriculum_policies import curriculum_from
 from verifiers.errors import ConfigError
 
 __all__ = ["EnvironmentTable", "LoraTable", "ModelTable", "RunFile", "ServerTable", "load_run_file"]
@@ -105,7 +105,7 @@ class RunFile(_Table):
         Raises:
             ConfigError: it cannot be; one sentence.
         """
-        return None if self.curriculum is None else curriculum_or_policy_from(self.curriculum, seed)
+        return None if self.curriculum is None else curriculum_from(self.curriculum, seed)
 
 
 def load_run_file(path: str | Path) -> RunFile:

@@ -407,7 +407,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.log_completions:
             fill_completions_table(self._logs, block, trained)
         self.state.num_input_tokens_seen += block_tokens(block)
-        metrics = block_metrics(block, trained, self.plan, optimizer_step=step)
+        metrics = block_metrics(
+            block, trained, self.plan, optimizer_step=step, chunk_size=self.args.rollout_chunk_size
+        )
         metrics.update(curriculum_metrics(self.plan, block), num_tokens=float(self.state.num_input_tokens_seen))
         return metrics
 

@@ -185,3 +185,11 @@ def test_an_environments_advantages_must_match_the_sampled_tokens() -> None:
 def test_an_environments_advantage_must_be_finite() -> None:
     with pytest.raises(ConfigError, match="not finite"):
         rollout_advantages(block([rollout(0, 1.0, advantage=float("nan")), rollout(1, 0.0)]))
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_a_reward_that_is_the_groups_mean_has_an_advantage_of_exactly_zero(scale_rewards: Any) -> None:
+    # 0.1 + 0.2 + 0.3 is not 0.6 in binary, so that the mean is off by a rounding
+    advantages = group_advantages([[0.1, 0.2, 0.3], [0.0, 0.7, 1.4]], scale_rewards).advantages
+    assert [group[1] for group in advantages] == [0.0, 0.0]
+    assert all(group[0] < -0.01 and group[2] > 0.01 for group in advantages)

@@ -99,7 +99,8 @@ def group_advantages(
 
     Returns:
         The advantages in the layout of `rewards`. The only reward of a group gets 0.0, since there is nothing
-        to compare it with. Equal rewards get exactly 0.0.
+        to compare it with. Equal rewards get exactly 0.0, as does a reward that is the group's mean up to
+        rounding.
 
     Raises:
         ConfigError: for an unknown `scale_rewards`, or a reward that is infinite or not a number.
@@ -118,7 +119,14 @@ def group_advantages(
     advantages: list[list[float | None]] = []
     for group, mean, std in zip(groups, means, stds, strict=True):
         scale = {"group": (std or 0.0) + eps, "batch": batch_std + eps, "none": 1.0}[scale_rewards]
-        advantages.append([None if r is None or mean is None else (r - mean) / scale if std else 0.0 for r in group])
+        largest = max((abs(r) for r in group if r is not None), default=0.0)
+        least = ROUNDING * largest if std else math.inf
+        advantages.append(
+            [
+                None if r is None or mean is None else 0.0 if abs(r - mean) <= least else (r - mean) / scale
+                for r in group
+            ]
+        )
     with_baseline = [std for std in stds if std is not None]
     return AdvantageResult(
         advantages=advantages,
