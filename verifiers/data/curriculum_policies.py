@@ -294,7 +294,8 @@ def curriculum_from(mapping: Mapping[str, Any], seed: int = 0) -> Curriculum | C
 
     Args:
         mapping: {"stages": ...} as for `staged_curriculum_from`, or {"levels": {...}} with the arguments of
-            `LevelsPolicy`, or {"pools": {...}} with those of `PoolsPolicy`, whose pools are a list of {"name", "up_to", "weight"}.
+            `LevelsPolicy`, or {"pools": {...}} with those of `PoolsPolicy`, whose pools are a list of
+            {"name", "up_to", "weight"}.
         seed: where the table has none.
 
     Raises:
