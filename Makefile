@@ -13,6 +13,8 @@ ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
 PACKAGES := -e .[train,gym,mcp,rg,sandbox,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
+# each worker and each command that a test starts would compile every module again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed check docs docs-test bench bench-vllm clean
 

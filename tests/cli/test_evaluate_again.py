@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -72,8 +73,10 @@ def test_an_environment_whose_code_changed_is_another_run(server: FakeOpenAIServ
     assert server.request_count == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("number", "twice"), [(signal.SIGINT, False), (signal.SIGTERM, True)], ids=["Ctrl-C", "SIGTERM twice"]
+)
 def test_an_interrupt_saves_what_is_finished(
     env_name: str, number: signal.Signals, twice: bool, results: Any
 ) -> None:
@@ -81,14 +84,15 @@ def test_an_interrupt_saves_what_is_finished(
 
     async def answer(body: dict[str, Any]) -> str:
         if server.request_count > 4:
-            await asyncio.to_thread(gate.wait, 10)
+            await asyncio.to_thread(gate.wait, 120)
         return "4"
 
-    with FakeOpenAIServer(answer) as server:
+    with FakeOpenAIServer(answer) as server, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(gate.set)
         command = [sys.executable, "-m", "verifiers.cli.evaluate", env_name, "-b", server.url, "-n", "-1", "-c", "2"]
         env = {**os.environ, "PYTHONPATH": "modules"}
         process = subprocess.Popen([*command, "-r", "5"], stdout=-1, stderr=-1, text=True, env=env)
-        server.wait_until(lambda s: s.request_count == 6 and s.in_flight == 2)
+        server.wait_until(lambda s: s.request_count == 6 and s.in_flight == 2, 60.0)
         process.send_signal(number)
         assert process.stderr is not None
         assert "finishing the work in flight, for at most 30 s" in process.stderr.readline()
@@ -100,7 +104,7 @@ def test_an_interrupt_saves_what_is_finished(
             process.send_signal(number)
         else:
             gate.set()
-        out, err = process.communicate(timeout=15)
+        out, err = process.communicate(timeout=60)
         gate.set()
         done = len(results.rows)
         assert process.returncode == 130

@@ -82,18 +82,24 @@ def test_the_next_block_is_begun_while_stragglers_of_the_one_before_still_run(
 
 @pytest.mark.parametrize("drains", [True, False])
 def test_rollouts_in_flight_end_before_a_push_only_where_pushes_drain(
-    make_fake_trainer: Callable[..., Any], drains: bool
+    make_fake_trainer: Callable[..., Any], holding: Holding, drains: bool
 ) -> None:
-    latency = random.Random(3)
-    with FakeOpenAIServer(letters, latency_s=lambda _: 0.2 + latency.random()) as fake:
+    with FakeOpenAIServer(holding, latency_s=0.02) as fake:
         trainer = make_fake_trainer(
             tiny_world.single_turn(), fake.url, num_batches_ahead=2, max_steps=5, drain_before_sync=drains
         )
+        if not drains:
+            # block 2 is asked for before the first push after a step, and answered after it
+            holding.held = {texts_of_blocks(trainer)[2][0]}
         in_flight: list[int] = []
         push = trainer.session.push
 
         def watched(version: int) -> None:
+            if version and not drains:
+                fake.wait_until(lambda server: server.in_flight > 0 or holding.let_go.is_set(), 30.0)
             in_flight.append(fake.in_flight)
+            if version:
+                holding.let_go.set()
             push(version)
 
         trainer.session.push = watched
@@ -138,8 +144,10 @@ def test_a_streamed_micro_batch_trains_while_the_rest_of_its_block_is_generated(
     assert [batch["step"] for batch in trainer.seen] == [0, 0]
 
 
-@pytest.mark.parametrize("make_env", [tiny_world.single_turn, tiny_world.Rewriting])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize(
+    ("make_env", "loss_type"),
+    [(tiny_world.Rewriting, "grpo"), (tiny_world.single_turn, "dapo"), (tiny_world.Rewriting, "dr_grpo")],
+)
 def test_streaming_reaches_the_weights_and_the_loss_of_whole_blocks(
     make_fake_trainer: Callable[..., Any], make_env: Any, loss_type: str
 ) -> None:
@@ -168,7 +176,7 @@ def test_streaming_reaches_the_weights_and_the_loss_of_whole_blocks(
 # -- how stale ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("max_staleness", "expected"), [(None, 3), (2, 2), (1, 1), (0, 0)])
+@pytest.mark.parametrize(("max_staleness", "expected"), [(None, 3), (1, 1)])
 def test_nothing_is_begun_that_would_be_too_stale_when_it_is_wanted(
     make_fake_trainer: Callable[..., Any], max_staleness: int | None, expected: int
 ) -> None:
@@ -289,7 +297,7 @@ def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
     assert min(trainer.logged("mismatch_kl")) > 0
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["two passes", "streaming, two updates"])
 def test_without_the_correction_stale_tokens_are_clipped_against_the_samplers_log_probs(
     make_fake_trainer: Callable[..., Any], path: str
 ) -> None:
@@ -311,7 +319,7 @@ def test_a_cut_distribution_cannot_be_trained_stale_without_the_correction(tmp_p
     tiny_world.config(tmp_path, "http://x/v1", importance_correction=False, top_p=0.9, num_batches_ahead=0)
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_the_share_that_the_correction_clips_is_measured_as_its_mode_sees_it(
     make_fake_trainer: Callable[..., Any], mode: str
 ) -> None:

@@ -29,15 +29,12 @@ def by_weights(server: tiny_world.EmbeddedServer, scores: dict[int, float]) -> v
     return scripted(scores, lambda: int(server.engine.weight_version))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(
-    make_trainer: Callable[..., Any], server: Any, overlap: bool
-) -> None:
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(make_trainer: Callable[..., Any], server: Any) -> None:
     trainer = make_trainer(
         tiny_world.single_turn(),
         eval_env=by_weights(server, {1: 0.2, 2: 0.9, 3: 0.4, 4: 0.1}),
         **EVERY_STEP,
-        eval_overlap=overlap,
+        eval_overlap=True,
         save_strategy="steps",
         save_steps=1,
         save_total_limit=2,

@@ -37,14 +37,13 @@ def of_every_third_prompt(completion: Any, prompt: Any = None, **kwargs: Any) ->
     return tiny_world.vowels(completion) if index % 3 == 0 else 1.0
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 def test_zero_variance_groups_are_replaced_by_other_prompts_and_recorded(
-    make_fake_trainer: Callable[..., Any], tmp_path: Path, streaming: bool
+    make_fake_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     env = tiny_world.single_turn(count=40, reward=of_every_third_prompt)
     with FakeOpenAIServer(letters) as fake:
         options = {"dynamic_sampling": True, "dynamic_sampling_max_groups": 30, "max_steps": 3, "beta": 0.01}
-        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, streaming=streaming, **options)
+        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, streaming=True, **options)
         trainer.train()
     assert trainer.logged("rows/trained") == [8.0, 8.0, 8.0]
     replaced = trainer.logged("rollouts/groups_replaced")
@@ -109,7 +108,7 @@ def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
 
     with FakeOpenAIServer(answer) as fake:
         trainer = make_fake_trainer(
-            tiny_world.single_turn(), fake.url, output_dir=tmp_path, drop_stragglers_after=0.2, max_steps=2
+            tiny_world.single_turn(), fake.url, output_dir=tmp_path, drop_stragglers_after=1.0, max_steps=1
         )
         try:
             trainer.train()
@@ -121,9 +120,9 @@ def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
     assert set(dropped) <= {"straggler", "no_baseline"}
     assert sum(trainer.logged("rows/dropped/straggler")) == dropped["straggler"]
     assert sum(trainer.logged("outcomes/cancelled")) == dropped["straggler"]
-    assert min(trainer.logged("time/straggler_mean_s")) >= 0.19
+    assert min(trainer.logged("time/straggler_mean_s")) >= 0.9
     items = [item for record in read_block_log(tmp_path) for item in record["dropped"]]
-    assert min(item["seconds"] for item in items if item["reason"] == "straggler") >= 0.19
+    assert min(item["seconds"] for item in items if item["reason"] == "straggler") >= 0.9
 
 
 @pytest.mark.parametrize(("retries", "failed"), [(0, 2.0), (2, 0.0)])
@@ -172,8 +171,7 @@ def test_a_group_with_a_failure_is_dropped_whole_only_where_full_groups_are_requ
     assert trainer.logged("rows/trained") == [4.0 if full else 7.0]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("per_token", "streaming"), [(False, False), (True, True)])
 def test_an_environments_own_advantages_reach_the_loss(
     make_fake_trainer: Callable[..., Any], per_token: bool, streaming: bool
 ) -> None:
@@ -216,13 +214,10 @@ def test_each_environment_of_a_mixture_has_metrics_of_its_own(make_fake_trainer:
     assert prompts == 16
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_what_the_run_ends_before_is_recorded_too(
-    make_fake_trainer: Callable[..., Any], tmp_path: Path, streaming: bool
-) -> None:
+def test_what_the_run_ends_before_is_recorded_too(make_fake_trainer: Callable[..., Any], tmp_path: Path) -> None:
     """The last block has two updates, and the run one."""
     with FakeOpenAIServer(letters) as fake:
-        options = {"max_steps": 3, "steps_per_generation": 4, "streaming": streaming}
+        options = {"max_steps": 3, "steps_per_generation": 4, "streaming": True}
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, output_dir=tmp_path, **options)
         trainer.train()
     whole, half = read_block_log(tmp_path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,19 @@ from verifiers.train.batching.weighting import LOSS_TYPES
 Batch = dict[str, Any]
 
 
-@pytest.fixture
-def trainer(make_trainer: Callable[..., Any]) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def trainer(
+    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tiny_world.ObservedTrainer]:
     """Has trained one step on three-turn rollouts; its batches are in `seen`."""
-    trainer = make_trainer(tiny_world.Dialogue(), max_steps=1, learning_rate=0.0)
-    trainer.train()
-    trainer.model.train()
-    return trainer
+    args = tiny_world.config(tmp_path_factory.mktemp("run"), server.url, max_steps=1, learning_rate=0.0)
+    client = tiny_world.RecordingBackend(server.url)
+    with tiny_world.closing(
+        tiny_world.ObservedTrainer(str(model_dir), tiny_world.Dialogue(), args, client=client)
+    ) as trainer:
+        trainer.train()
+        trainer.model.train()
+        yield trainer
 
 
 def loss_inputs(batch: Batch) -> Batch:
@@ -80,11 +87,13 @@ def test_the_policy_sees_what_the_environment_said(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(trainer: Any, loss_type: str) -> None:
-    trainer.loss_type = loss_type
+def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(
+    trainer: Any, loss_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "loss_type", loss_type)
     batch = loss_inputs(trainer.seen[0])
     if loss_type == "luspo":
-        trainer.importance_sampling_level = "sequence"
+        monkeypatch.setattr(trainer, "importance_sampling_level", "sequence")
     loss, gradient = loss_and_gradient(trainer, batch)
     assert gradient.abs().max() > 0
     said = environment_tokens(batch)
@@ -106,8 +115,10 @@ def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(tr
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_the_policys_own_log_prob_of_an_environment_token_carries_no_loss(trainer: Any, beta: float) -> None:
-    trainer.beta = beta
+def test_the_policys_own_log_prob_of_an_environment_token_carries_no_loss(
+    trainer: Any, beta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "beta", beta)
     batch = loss_inputs(trainer.seen[0])
     batch["ref_per_token_logps"] = batch["sampling_per_token_logps"] - 0.1
     said = environment_tokens(batch)
@@ -118,7 +129,7 @@ def test_the_policys_own_log_prob_of_an_environment_token_carries_no_loss(traine
         logps, *rest = score(trainer, *args, **kwargs)
         return (torch.where(said, logps * 3.0 - 1.0, logps), *rest)
 
-    trainer._get_per_token_logps_and_entropies = shifted
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", shifted)
     shifted_loss, shifted_gradient = loss_and_gradient(trainer, batch)
     assert shifted_loss == pytest.approx(loss, abs=1e-7)
     assert torch.allclose(shifted_gradient, gradient, atol=1e-7)

@@ -114,8 +114,7 @@ class AfterEachStep(TrainerCallback):
         self._call()
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize(("ahead", "updates"), [(1, 2), (2, 1)])
 def test_every_trained_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
     make_trainer: Callable[..., Any], model_dir: Path, ahead: int, updates: int
 ) -> None:

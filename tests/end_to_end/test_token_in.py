@@ -61,11 +61,10 @@ def largest_difference(trainer: tiny_world.ObservedTrainer) -> float:
     return worst
 
 
-@pytest.mark.parametrize("template", [tool_world.TEMPLATE, tool_world.FORGETFUL_TEMPLATE])
 def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets(
-    train: Callable[..., Any], tmp_path: Path, template: str
+    train: Callable[..., Any], tmp_path: Path
 ) -> None:
-    directory = tool_world.make_model(tmp_path / "policy", template)
+    directory = tool_world.make_model(tmp_path / "policy", tool_world.FORGETFUL_TEMPLATE)
     trainer = train(directory, tool_world.environment(TURNS), max_steps=1)
     said = sorted(trainer.client.sampled())
     assert len(said) == 8 * TURNS
@@ -79,7 +78,7 @@ def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets
     assert len(sent) == 8 * (TURNS - 1)
 
 
-@pytest.mark.parametrize("generation", ["messages", "auto", "tokens"])
+@pytest.mark.parametrize("generation", ["messages", "auto"])
 def test_a_template_that_strips_thoughts_forks_with_messages_alone(
     train: Callable[..., Any], tmp_path: Path, generation: str
 ) -> None:
@@ -98,11 +97,8 @@ def test_a_template_that_strips_thoughts_forks_with_messages_alone(
     assert largest_difference(trainer) < 1e-4
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_seeds_give_the_same_tokens_by_messages_and_by_ids(
-    server: tiny_world.EmbeddedServer, temperature: float
-) -> None:
-    by_way = {way: asyncio.run(_rollouts(server.url, way, temperature)) for way in ("messages", "auto", "tokens")}
+def test_the_same_seeds_give_the_same_tokens_by_messages_and_by_ids(server: tiny_world.EmbeddedServer) -> None:
+    by_way = {way: asyncio.run(_rollouts(server.url, way)) for way in ("messages", "auto", "tokens")}
     for one, two, three in zip(*by_way.values(), strict=True):
         assert one.failure is None
         assert [row.completion_ids for row in one.rows] == [row.completion_ids for row in two.rows]
@@ -113,14 +109,14 @@ def test_the_same_seeds_give_the_same_tokens_by_messages_and_by_ids(
         assert three.rows[0].versions == one.rows[0].versions
 
 
-async def _rollouts(url: str, way: str, temperature: float) -> list[Rollout]:
+async def _rollouts(url: str, way: str) -> list[Rollout]:
     backend = tiny_world.RecordingBackend(url)
     token_in = token_in_for(way, backend, "policy", require_tokens=True)
     runner = RolloutRunner(
         tiny_world.Dialogue(),
         backend,
         "policy",
-        {"temperature": temperature, "max_tokens": 12},
+        {"temperature": 1.0, "max_tokens": 12},
         require_tokens=True,
         token_in=token_in,
     )

@@ -21,7 +21,7 @@ def train(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]
     def run(template: str, turns: int, **overrides: Any) -> tiny_world.ObservedTrainer:
         directory = tool_world.make_model(tmp_path / "policy", template)
         with tiny_world.EmbeddedServer(directory) as server:
-            args = tiny_world.config(tmp_path / "run", server.url, **{"max_steps": 2, **overrides})
+            args = tiny_world.config(tmp_path / "run", server.url, max_steps=1, **overrides)
             client = tiny_world.RecordingBackend(server.url)
             env = tool_world.environment(turns)
             trainer = tiny_world.ObservedTrainer(str(directory), env, args, client=client)
@@ -54,12 +54,12 @@ def largest_difference(trainer: tiny_world.ObservedTrainer) -> float:
 def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(train: Callable[..., Any]) -> None:
     trainer = train(tool_world.TEMPLATE, TURNS, generation="messages")
     answers = sorted(trainer.client.sampled())
-    assert len(answers) == 2 * 8 * TURNS
+    assert len(answers) == 8 * TURNS
     assert sampled_spans(trainer) == [(prompt, ids, logps) for prompt, ids, logps in answers]
     rows = list(trainer.rows())
-    assert len(rows) == 2 * 8
-    assert trainer.logged("rollouts/fork_rate") == [0.0, 0.0]
-    assert trainer.logged("rollouts/turns") == [float(TURNS)] * 2
+    assert len(rows) == 8
+    assert trainer.logged("rollouts/fork_rate") == [0.0]
+    assert trainer.logged("rollouts/turns") == [float(TURNS)]
     # the tool's words between the calls are seen and carry no loss
     assert all(0 < sum(row[2]) < len(row[2]) for row in rows)
     assert largest_difference(trainer) < 1e-4
@@ -69,9 +69,9 @@ def test_a_template_that_forgets_makes_forks_and_no_crash(train: Callable[..., A
     turns = 12
     trainer = train(tool_world.FORGETFUL_TEMPLATE, turns, generation="messages")
     answers = sorted(trainer.client.sampled())
-    assert len(answers) == 2 * 8 * turns
+    assert len(answers) == 8 * turns
     assert sampled_spans(trainer) == [(prompt, ids, logps) for prompt, ids, logps in answers]
     # turn two extends turn one, every later turn begins a row
-    assert trainer.logged("rollouts/fork_rate") == [pytest.approx((turns - 2) / turns)] * 2
-    assert len(list(trainer.rows())) == 2 * 8 * (turns - 1)
+    assert trainer.logged("rollouts/fork_rate") == [pytest.approx((turns - 2) / turns)]
+    assert len(list(trainer.rows())) == 8 * (turns - 1)
     assert largest_difference(trainer) < 1e-4

@@ -94,7 +94,7 @@ def test_a_push_waits_for_a_single_server_that_is_restarted() -> None:
         pool.push(update(1))
         server.stop()
         restarted(server)
-        starting = threading.Timer(0.4, server.start)
+        starting = threading.Timer(0.2, server.start)
         starting.start()
         pool.push(update(2))
         starting.join()
@@ -180,11 +180,12 @@ def test_a_check_never_overtakes_a_push() -> None:
         told: list[tuple[int, list[Any]]] = []
         pool.on_version = lambda version: told.append((version, [server.weight_version for server in servers]))
         pool.push(update(1))
-        asked, go_on = threading.Event(), threading.Event()
+        watched, asked, go_on = threading.Event(), threading.Event(), threading.Event()
         server = pool.replicas[0].server
         ask = server.weight_version
 
         async def slow(timeout_s: float | None = None) -> str:
+            watched.set()
             name = await ask(timeout_s)
             if name == NEVER_PUSHED and not asked.is_set():
                 asked.set()
@@ -192,6 +193,8 @@ def test_a_check_never_overtakes_a_push() -> None:
             return name
 
         server.weight_version = slow
+        # a check that began before may not be the one that finds the restart
+        assert watched.wait(30)
         restarted(servers[0])
         assert asked.wait(30)
         pool.push(update(2))

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -298,6 +302,25 @@ async def test_an_instant_server_answers_the_sdk_with_token_ids() -> None:
     assert (chat.choices[0].message.content, text.choices[0].text, models) == ("42", "42", ["fake"])
     assert decode_ids((chat.choices[0].model_extra or {})["token_ids"]) == "42\x03"
     assert server.request_count == 2
+
+
+def test_a_connection_that_is_accepted_while_the_server_stops_is_closed(recwarn: pytest.WarningsRecorder) -> None:
+    connections = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError):
+            connections.extend(socket.create_connection(("127.0.0.1", server.port)) for _ in range(40))
+
+    for _ in range(10):
+        server = FakeOpenAIServer().start()
+        connecting = threading.Thread(target=connect)
+        connecting.start()
+        server.stop()
+        connecting.join()
+    for connection in connections:
+        connection.close()
+    gc.collect()
+    assert [warning.message for warning in recwarn] == []
 
 
 def test_the_command_serves_until_its_parent_is_gone(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -83,6 +84,7 @@ _WEIGHT_ROUTES = (
 )
 _MAX_BODY_BYTES = 2**28
 _CLOSING_S = 0.2
+_BACKLOG = 4096
 
 
 class FakeOpenAIServer:
@@ -239,18 +241,16 @@ class FakeOpenAIServer:
         runner = self._runner()
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=4096)
-            await site.start()
-            host_and_port: Any = runner.addresses[0]
-            ready.set_result(host_and_port[1])
+            listening = socket.create_server(("127.0.0.1", self._port), backlog=_BACKLOG)
+            await web.SockSite(runner, listening, backlog=_BACKLOG).start()
+            ready.set_result(listening.getsockname()[1])
             await self._stopping.wait()
+            # asyncio leaks a connection whose listening socket is closed in the round in which it was accepted
+            self._loop.remove_reader(listening)
+            for _ in range(3):
+                await asyncio.sleep(0)
         finally:
-            server = runner.server
             await runner.cleanup()
-            # a connection that was accepted just before joins the server in the loop's next rounds
-            await asyncio.sleep(0.01)
-            if server is not None:
-                await server.shutdown(_CLOSING_S)
 
     def _runner(self) -> web.BaseRunner:
         if self._instant_text is not None:
