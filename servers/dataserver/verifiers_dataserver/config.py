@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from verifiers.data.curriculum import Curriculum, curriculum_from
+from verifiers.data.curriculum import Curriculum, staged_curriculum_from
 from verifiers.errors import ConfigError
 from verifiers_dataserver.scores import BUILTIN
 from verifiers_dataserver.tasks import is_answer_from
@@ -225,7 +225,7 @@ def load_configuration(path: str | Path) -> Configuration:
     except ValidationError as error:
         raise ConfigError(f"{place}: {_sentence(error)}") from None
     try:
-        curriculum = curriculum_from(
+        curriculum = staged_curriculum_from(
             file.curriculum or {"stages": [{"name": "all", "datasets": list(file.datasets)}]}
         )
         _check_datasets(file)
