@@ -358,7 +358,7 @@ def test_no_push_overtakes_an_evaluation_in_flight(make_trainer: Callable[..., A
             push(parameters, version)
 
         trainer.weight_sync.push = pushing
-        trainer.eval_schedule.begin(trainer.eval_sets, trainer.state)
+        trainer.eval_schedule.begin(trainer.evaluator.sets, trainer.state)
         trainer.session.prefetcher.sync(1)
         assert ended == [True, True]
         metrics, _ = trainer.eval_schedule.finish(trainer.state)

@@ -123,7 +123,7 @@ def test_the_newest_complete_checkpoint_is_there_until_the_next_one_is_complete(
         return {}
 
     # the last thing that is asked for before a checkpoint is marked
-    monkeypatch.setattr(trainer, "checkpoint_extra", look)
+    monkeypatch.setattr(trainer.evaluator, "state", look)
     trainer.train()
     output_dir = Path(trainer.args.output_dir)
     assert seen == [None, output_dir / "checkpoint-1", output_dir / "checkpoint-2"]

@@ -76,7 +76,7 @@ def test_every_step_adds_up_and_one_record_survives_an_interrupt(
         saved_in.append(first.timer.current)
         mark_complete(*args)
 
-    monkeypatch.setattr("verifiers.train.trainer.mark_complete", mark)
+    monkeypatch.setattr("verifiers.train.checkpoint.run_directory.mark_complete", mark)
     with pytest.raises(KeyboardInterrupt):
         first.train()
     said = (run_dir / "report.html").read_text()

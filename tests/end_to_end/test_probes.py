@@ -22,10 +22,11 @@ PROBE_SEEDS = range(1000)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait 0.1 s for a check's answer whatever the server says; requests keep their own deadlines."""
 
-    def check(*args: Any, **options: Any) -> verification.LogprobCheck:
-        return verification.LogprobCheck(*args, **{**options, "patience_s": 0.1})
+    class Impatient(verification.LogprobCheck):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "patience_s": 0.1})
 
-    monkeypatch.setattr("verifiers.train.trainer.LogprobCheck", check)
+    monkeypatch.setattr("verifiers.train.trainer.LogprobCheck", Impatient)
     monkeypatch.setattr(verification, "_POLL_S", 0.02)
 
 

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
-from verifiers.monitoring.live_table import LiveTable, can_draw, run_table
+from verifiers.monitoring.live_table import LiveTable, run_table
 from verifiers.monitoring.time_metrics import RunTime
-from verifiers.train.console import ProgressLines
+from verifiers.train.console import ProgressLines, can_draw
 from verifiers.train.monitor import RunMonitor
 
 LATEST = {

@@ -20,8 +20,13 @@ from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES, RunRecord, error
 from verifiers.monitoring.samples import SampleChoice, shown_messages
 from verifiers.reports.training_run import training_data
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.train.batching.advantages import rollout_advantages
+from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.types import Failure, Outcome, RolloutKey
+
+
+ARGS: Any = types.SimpleNamespace(rollout_chunk_size=64)
 
 
 def logged(step: int, reward: float) -> dict[str, float]:
@@ -100,7 +105,7 @@ def test_every_failed_rollout_is_counted_and_texts_that_differ_in_an_id_are_one_
     plan = make_plan(
         per_device_train_batch_size=64, steps_per_generation=1, num_generations=64, max_steps=2, num_prompts=1
     )
-    watch = RunMonitor(None, plan, None, None, None)
+    watch = RunMonitor(ARGS, plan, None, None, None)
     watch.record = RunRecord(tmp_path, resume_step=None, redact=Redactor(["key-0123456789-secret"]))
     texts = [f"request {n:08x} at 0x7f{n:06x} was lost" for n in range(14)]
     texts += [f"session_{n:x}aB3dE9xY for {uuid.UUID(int=n)}" for n in range(10)]
@@ -109,8 +114,7 @@ def test_every_failed_rollout_is_counted_and_texts_that_differ_in_an_id_are_one_
         Rollout(RolloutKey(0, 0, n), Outcome.ENVIRONMENT_ERROR, prompt=[], completion=[], failure=Failure("E", text))
         for n, text in enumerate(texts)
     ]
-    trained = types.SimpleNamespace(micro_steps=[], advantages={})
-    watch.note_block(ScoredBlock(0, [Group(0, rollouts)]), trained, 0)
+    note_failed(watch, ScoredBlock(0, [Group(0, rollouts)]), 0)
     watch.write(1, {**watch.interval(1), "rollouts/failed": 64.0})
     history = read_history(tmp_path)
     counts = {text: error.count for text, error in history.failures.items()}
@@ -123,12 +127,16 @@ def test_every_failed_rollout_is_counted_and_texts_that_differ_in_an_id_are_one_
     assert training_data(tmp_path)["head"]["failed"] == 64
 
 
+def note_failed(watch: RunMonitor, block: ScoredBlock, step: int) -> None:
+    watch.note_block(block, TrainingBlock(block.block_id, [], rollout_advantages(block), []), step)
+
+
 def watched(directory: Path, resume_step: int | None = None) -> RunMonitor:
     """Four steps, each of a block."""
     plan = make_plan(
         per_device_train_batch_size=4, steps_per_generation=1, num_generations=4, max_steps=4, num_prompts=1
     )
-    watch = RunMonitor(None, plan, None, None, None)
+    watch = RunMonitor(ARGS, plan, None, None, None)
     watch.record = RunRecord(directory, resume_step=resume_step)
     watch.record.describe(status="running")
     return watch
@@ -144,13 +152,10 @@ def failing(block_id: int, text: str) -> ScoredBlock:
     return ScoredBlock(block_id, [Group(0, rollouts)])
 
 
-NOTHING_TRAINED: Any = types.SimpleNamespace(micro_steps=[], advantages={})
-
-
 def test_a_run_that_dies_of_failures_has_all_their_errors(tmp_path: Path) -> None:
     watch = watched(tmp_path)
-    watch.note_block(failing(0, "the first"), NOTHING_TRAINED, 0)
-    watch.note_block(failing(1, "the second"), NOTHING_TRAINED, 1)
+    note_failed(watch, failing(0, "the first"), 0)
+    note_failed(watch, failing(1, "the second"), 1)
     # two blocks after the last log, of which the newest came to nobody
     report = watch.end(NothingScoredError("none", block=failing(2, "the last")))
     errors = read_history(tmp_path).failures
@@ -165,14 +170,14 @@ def test_a_run_that_dies_of_failures_has_all_their_errors(tmp_path: Path) -> Non
 
 def test_a_checkpoint_tells_failures_of_before_it_and_a_resume_counts_none_twice(tmp_path: Path) -> None:
     first = watched(tmp_path)
-    first.note_block(failing(0, "before"), NOTHING_TRAINED, 0)
+    note_failed(first, failing(0, "before"), 0)
     state = types.SimpleNamespace(is_world_process_zero=True, global_step=1)
     MonitorCallback(first, None).on_save(None, state, None)
-    first.note_block(failing(1, "after"), NOTHING_TRAINED, 1)
+    note_failed(first, failing(1, "after"), 1)
     first.write_failures()
     # killed, and resumed from step 1
     again = watched(tmp_path, resume_step=1)
-    again.note_block(failing(1, "after"), NOTHING_TRAINED, 1)
+    note_failed(again, failing(1, "after"), 1)
     again.end(None)
     counts = {text: error.count for text, error in read_history(tmp_path).failures.items()}
     assert counts == {"E: before": 4, "E: after": 4}
@@ -193,7 +198,7 @@ def test_what_is_logged_once_at_the_end_is_in_the_record(tmp_path: Path) -> None
     plan = make_plan(
         per_device_train_batch_size=4, steps_per_generation=1, num_generations=4, max_steps=2, num_prompts=1
     )
-    watch = RunMonitor(None, plan, None, None, None)
+    watch = RunMonitor(ARGS, plan, None, None, None)
     watch.record = RunRecord(tmp_path, resume_step=None)
     watch.write(2, {"time/step_s": 1.0, "reward": 0.5})
     watch.write(2, {"train_runtime": 12.5, "train_loss": 0.25, "total_flos": 1e9})

@@ -13,6 +13,7 @@ import trl
 
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig, grpo_defaults
+from verifiers.train.rollout_session import replacement_groups
 from verifiers.train.sampling_args import training_sampling_args
 from verifiers.train.validation import UNSUPPORTED
 
@@ -65,9 +66,9 @@ def test_replacement_groups_are_bounded_and_off_unless_asked_for(tmp_path: Path)
     def config(**options: Any) -> GRPOConfig:
         return GRPOConfig(str(tmp_path), use_cpu=True, **options)
 
-    assert config().replacement_groups(8) == 0
-    assert config(dynamic_sampling=True).replacement_groups(8) == 16
-    assert config(dynamic_sampling=True, dynamic_sampling_max_groups=3).replacement_groups(8) == 3
+    assert replacement_groups(config(), 8) == 0
+    assert replacement_groups(config(dynamic_sampling=True), 8) == 16
+    assert replacement_groups(config(dynamic_sampling=True, dynamic_sampling_max_groups=3), 8) == 3
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.train.config import GRPOConfig
-from verifiers.train.planned_run import datasets_of, planned_run, restore_curriculum, still_planned
+from verifiers.train.planned_run import datasets_of, planned_run
+from verifiers.train.run_lifecycle import restore_curriculum, still_planned
 
 STAGES = staged_curriculum_from({"stages": [{"name": "all", "datasets": ["a", {"id": "b", "weight": 2}]}]})
 

@@ -118,7 +118,7 @@ def test_a_run_that_does_not_end_is_ended_by_a_later_signal(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("broken", ["generator", "check"])
-def test_closing_a_trainer_gives_back_the_weights_whatever_else_fails(broken: str) -> None:
+def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -> None:
     did = []
 
     def closes(name: str) -> Callable[[], None]:
@@ -130,7 +130,7 @@ def test_closing_a_trainer_gives_back_the_weights_whatever_else_fails(broken: st
         return close
 
     from verifiers.train.rollout_session import RolloutSession
-    from verifiers.train.trainer import GRPOTrainer
+    from verifiers.train.run_lifecycle import RunLifecycle
     from verifiers.train.weight_sync.publisher import WeightPublisher
 
     publisher = SimpleNamespace(
@@ -138,13 +138,18 @@ def test_closing_a_trainer_gives_back_the_weights_whatever_else_fails(broken: st
     )
     session = SimpleNamespace(generator=SimpleNamespace(close=closes("generator")), prefetcher=None)
     session._publisher = SimpleNamespace(close=lambda: WeightPublisher.close(publisher))
-    trainer = SimpleNamespace(
-        session=SimpleNamespace(close=lambda: RolloutSession.close(session)),
-        evaluator=SimpleNamespace(give_up=lambda: None),
-        _lock=SimpleNamespace(release=closes("lock")),
-    )
+    evaluator = SimpleNamespace(give_up=lambda: None, state=dict)
+    parts: Any = {
+        "plan": SimpleNamespace(source=None),
+        "ranks": None,
+        "directory": SimpleNamespace(close=closes("lock")),
+        "session": SimpleNamespace(close=lambda: RolloutSession.close(session)),
+        "evaluator": evaluator,
+        "schedule": SimpleNamespace(),
+        "monitor": None,
+    }
     with pytest.raises(KeyboardInterrupt):
-        GRPOTrainer.close(trainer)
+        RunLifecycle(**parts).close()
     assert did == ["generator", "check", "weights", "lock"]
 
 

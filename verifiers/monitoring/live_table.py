@@ -19,20 +19,13 @@ from verifiers.monitoring.history import EVAL_REWARD, eval_set_label
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.monitoring.time_metrics import RunTime
 
-__all__ = ["LiveTable", "can_draw", "run_table"]
+__all__ = ["LiveTable", "run_table"]
 
 _REFRESH_EVERY_S = 0.5
 _LEAST_S = 0.1
 _EVAL_SETS_SHOWN = 2
 _NAME_CHARACTERS = 18
 _NAMES = {"old_logprobs": "old log-probs", "eval": "evaluation", "save": "checkpoints", "wait": "waiting"}
-
-
-def can_draw(stream: TextIO) -> bool:
-    """Return True for a terminal that a table can be refreshed on."""
-    if not stream.isatty():
-        return False
-    return not Console(file=stream).is_dumb_terminal
 
 
 class LiveTable:

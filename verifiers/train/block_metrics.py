@@ -12,12 +12,13 @@ from statistics import fmean, pstdev, stdev
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
+from verifiers.data.row_source import ObservesBlocks
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
 from verifiers.train.batching.packing import all_micro_batches, packing_metrics
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.types import Outcome
 
-__all__ = ["block_metrics", "block_tokens", "fill_completions_table", "reward_summary"]
+__all__ = ["block_metrics", "block_tokens", "curriculum_metrics", "fill_completions_table", "reward_summary"]
 
 
 def reward_summary(
@@ -234,6 +235,25 @@ def _timing(block: ScoredBlock) -> dict[str, float]:
 def percentile(ordered: Sequence[float], share: float) -> float:
     """Return the value that `share` of the sorted values, of which there are some, do not exceed (nearest rank)."""
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+def curriculum_metrics(plan: BatchPlan, block: ScoredBlock) -> dict[str, float]:
+    """Report a scored block to an adaptive curriculum and return where the curriculum stands.
+
+    To be called on rank 0, in the order of the blocks.
+    """
+    source = plan.source
+    if source is None:
+        return {}
+    if isinstance(source, ObservesBlocks):
+        rewards = {
+            group.example_id: [float(rollout.reward) for rollout in group.scored if rollout.reward is not None]
+            for group in block.groups
+        }
+        source.observe(block.block_id, rewards)
+        return source.metrics()
+    first_update = block.block_id * plan.updates_per_block
+    return {"curriculum/stage": float(sum(step <= first_update for step in source.until_steps))}
 
 
 def block_tokens(block: ScoredBlock) -> int:

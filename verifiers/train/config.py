@@ -210,13 +210,6 @@ class GRPOConfig(trl.GRPOConfig):
         several = (self.steps_per_generation or 1) > self.gradient_accumulation_steps
         return self.num_batches_ahead > 0 or (self.streaming and several)
 
-    def replacement_groups(self, prompts_per_block: int) -> int:
-        """Return how many prompts may replace the zero-variance groups of a block."""
-        if not self.dynamic_sampling:
-            return 0
-        most = self.dynamic_sampling_max_groups
-        return 2 * prompts_per_block if most is None else most
-
     def _refuse_indivisible_sizes(self) -> None:
         """Check sizes before TRL does: the plan's message names the nearest sizes that divide."""
         processes = int(os.environ.get("WORLD_SIZE", "1"))

@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import Console
 from transformers import TrainerCallback
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.monitoring.history import EVAL_REWARD
-from verifiers.monitoring.live_table import LiveTable, can_draw, run_table
+from verifiers.monitoring.live_table import LiveTable, run_table
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.train.monitor import RunMonitor
 
-__all__ = ["ProgressLines", "format_seconds"]
+__all__ = ["ProgressLines", "can_draw", "format_seconds"]
 
 
 def format_seconds(seconds: float) -> str:
@@ -25,6 +26,13 @@ def format_seconds(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def can_draw(stream: TextIO) -> bool:
+    """Return True for a terminal that a table can be refreshed on."""
+    if not stream.isatty():
+        return False
+    return not Console(file=stream).is_dumb_terminal
 
 
 class ProgressLines(TrainerCallback):

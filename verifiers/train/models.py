@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError, Error
+
+if TYPE_CHECKING:
+    from verifiers.train.config import GRPOConfig
 
 __all__ = [
     "check_model_exists",
@@ -17,8 +21,11 @@ __all__ = [
     "get_model",
     "get_model_and_tokenizer",
     "get_tokenizer",
+    "hub_options",
     "raises_load_error",
 ]
+
+logger = logging.getLogger("verifiers.train")
 
 
 def check_model_path(name_or_path: str) -> None:
@@ -89,13 +96,14 @@ def check_model_exists(name_or_path: str, init_kwargs: Any = None) -> None:
         cached_file(os.path.expanduser(name_or_path), "config.json", revision=revision)
 
 
-def disable_dropout(model: Any) -> dict[str, float]:
+def disable_dropout(model: Any, *, warns: bool = True) -> None:
     """Set every dropout rate of a model to 0, adapters' included; its config keeps what is saved with it.
 
     Covers dropout modules, and the rates that attention layers hold as attributes and hand to a function.
 
-    Returns:
-        What was above 0: the rate by the last part of the name that it has in the model.
+    Args:
+        model: changed in place.
+        warns: log the rates that were above 0, each by the last part of the name that it has in the model.
     """
     found: dict[str, float] = {}
     for path, module in model.named_modules():
@@ -105,7 +113,9 @@ def disable_dropout(model: Any) -> dict[str, float]:
             if named and isinstance(rate, float) and rate > 0.0:
                 setattr(module, name, 0.0)
                 found[path.rpartition(".")[2] if name == "p" else name] = rate
-    return found
+    if found and warns:
+        listed = ", ".join(f"{name}={rate:g}" for name, rate in sorted(found.items()))
+        logger.warning("dropout is off in this run (%s): the sampler and the old log-probs have none.", listed)
 
 
 def get_model(name_or_path: str, **kwargs: Any) -> Any:
@@ -124,6 +134,12 @@ def get_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
     with raises_load_error(name_or_path):
         return AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+
+
+def hub_options(args: GRPOConfig) -> dict[str, Any]:
+    """Return what a run's settings say about its model on the hub: trust in its code, and the revision."""
+    given: Any = args.model_init_kwargs or {}
+    return {"trust_remote_code": args.trust_remote_code, "revision": given.get("revision") or "main"}
 
 
 def get_model_and_tokenizer(name_or_path: str, **kwargs: Any) -> tuple[Any, Any]:

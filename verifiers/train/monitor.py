@@ -27,6 +27,7 @@ from verifiers.monitoring.time_metrics import RunTime, interval_metrics
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.packing import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
+from verifiers.train.block_metrics import block_metrics, curriculum_metrics
 from verifiers.train.config import GRPOConfig
 
 __all__ = ["MonitorCallback", "RunMonitor", "run_description"]
@@ -165,8 +166,8 @@ class RunMonitor:
         self._logged_step = resume_step or 0
         self.timer.start()
 
-    def note_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> None:
-        """Take in a block whose first update begins after `step` optimizer steps."""
+    def note_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
+        """Take in a block whose first update begins after `step` optimizer steps; return its metrics."""
         updates = self.plan.updates_per_block
         sampled = sum(row.sampled_tokens for rollout in block.launched for row in rollout.rows)
         rows = sum(int(batch["sampled_tokens"].sum()) for batch in all_micro_batches(trained.micro_steps))
@@ -175,6 +176,9 @@ class RunMonitor:
         if self.record is not None:
             is_last = step + updates >= self.plan.max_steps
             self.record.write_samples(self._samples.of_block(block, trained.advantages, step + 1, is_last=is_last))
+        chunk_size = self._args.rollout_chunk_size
+        metrics = block_metrics(block, trained, self.plan, optimizer_step=step, chunk_size=chunk_size)
+        return {**metrics, **curriculum_metrics(self.plan, block)}
 
     def _note_failures(self, block: ScoredBlock, step: int) -> None:
         # half a secret is none that could be recognized
@@ -248,12 +252,13 @@ class RunMonitor:
         return report
 
     @contextlib.contextmanager
-    def running(self, consoles: Sequence[Any]) -> Iterator[None]:
+    def running(self, callbacks: Sequence[Any]) -> Iterator[None]:
         """Show a run while it goes on, and close its record, however it ends.
 
         Args:
-            consoles: what shows it.
+            callbacks: of the trainer; those with `end_table` show the run.
         """
+        consoles = [callback for callback in callbacks if hasattr(callback, "end_table")]
         for console in consoles:
             console.monitor = self
         failure: BaseException | None = None

@@ -1,27 +1,19 @@
-"""A run's curriculum: which rows of the environment make its datasets, and what it is told of scored blocks."""
+"""The plan of a run: its batch plan, over the rows of the environment or the datasets of a curriculum."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from verifiers.data.adaptive_curriculum import AdaptiveRows, CurriculumPolicy
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.curriculum import Curriculum
-from verifiers.data.row_source import HasReplacements, ObservesBlocks, RowSource, StagedRows, rows_by_name
-from verifiers.errors import CheckpointError, ConfigError
-from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.data.row_source import HasReplacements, RowSource, StagedRows, rows_by_name
+from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
 
-__all__ = [
-    "curriculum_metrics",
-    "curriculum_state",
-    "datasets_of",
-    "planned_run",
-    "restore_curriculum",
-    "still_planned",
-]
+__all__ = ["datasets_of", "planned_run"]
 
 
 def planned_run(
@@ -95,50 +87,3 @@ def datasets_of(env: Any) -> dict[str, list[int]]:
     names = {id(member): name for name, member in members.items()}
     name_of = {task: names[id(env.get_env_for_task(task))] for task in set(tasks)}
     return rows_by_name(name_of[task] for task in tasks)
-
-
-def curriculum_metrics(plan: BatchPlan, block: ScoredBlock) -> dict[str, float]:
-    """Tell an adaptive curriculum of a scored block, on rank 0 and in block order; gives where it stands."""
-    source = plan.source
-    if source is None:
-        return {}
-    if isinstance(source, ObservesBlocks):
-        rewards = {
-            group.example_id: [float(rollout.reward) for rollout in group.scored if rollout.reward is not None]
-            for group in block.groups
-        }
-        source.observe(block.block_id, rewards)
-        return source.metrics()
-    first_update = block.block_id * plan.updates_per_block
-    return {"curriculum/stage": float(sum(step <= first_update for step in source.until_steps))}
-
-
-def curriculum_state(plan: BatchPlan) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the curriculum, under its name; nothing where the plan alone decides."""
-    return {"curriculum": plan.source.state()} if isinstance(plan.source, ObservesBlocks) else {}
-
-
-def still_planned(plan: BatchPlan, blocks: Iterable[ScoredBlock]) -> list[ScoredBlock]:
-    """Blocks of a checkpoint that hold the prompts they hold now: later stages may have been given other datasets."""
-    return [
-        block
-        for block in blocks
-        if block.block_id < plan.blocks
-        and set(plan.example_ids(block.block_id)) <= {group.example_id for group in (*block.groups, *block.filtered)}
-    ]
-
-
-def restore_curriculum(plan: BatchPlan, extra: Mapping[str, Any]) -> None:
-    """Bring an adaptive curriculum to where the checkpoint stands.
-
-    Raises:
-        CheckpointError: the checkpoint has no state of a curriculum.
-    """
-    if not isinstance(plan.source, ObservesBlocks):
-        return
-    if "curriculum" not in extra:
-        raise CheckpointError(
-            "the checkpoint holds no state of an adaptive curriculum, so it is of another run; start a new "
-            "output_dir."
-        )
-    plan.source.restore(extra["curriculum"])

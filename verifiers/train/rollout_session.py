@@ -9,17 +9,19 @@ from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.envs.lifecycle import teardown_at_exit
+from verifiers.inference.endpoint import Backend
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.block import GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import Group
+from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.train.batching.advantages import has_zero_variance
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.config import GRPOConfig
 from verifiers.train.sampling_args import refuse_biased_call
+from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import WeightPublisher
 
-__all__ = ["RolloutSession"]
+__all__ = ["RolloutSession", "replacement_groups"]
 
 
 class RolloutSession:
@@ -63,6 +65,16 @@ class RolloutSession:
         self.prefetcher: RolloutPrefetcher | None = None
         publisher.on_version = self._note_version
 
+    @property
+    def weight_sync(self) -> WeightSync:
+        """How weights reach the rollout servers."""
+        return self._publisher.sync
+
+    @property
+    def servers(self) -> Backend:
+        """The rollout servers."""
+        return self._publisher.servers
+
     def open(self) -> RolloutPrefetcher:
         """Wait for the rollout servers and start the generator, where that was not done."""
         if self.prefetcher is not None:
@@ -96,10 +108,14 @@ class RolloutSession:
             self.push,
             drains=publisher.drains(),
             max_staleness=args.max_staleness,
-            replacement_groups=args.replacement_groups(self._plan.prompts_per_block),
+            replacement_groups=replacement_groups(args, self._plan.prompts_per_block),
             timer=self._timer,
         )
         return self.prefetcher
+
+    def finished_blocks(self) -> list[ScoredBlock]:
+        """Return the blocks in flight that are whole; none while closed."""
+        return self.prefetcher.finished_blocks() if self.prefetcher is not None else []
 
     def close(self) -> None:
         """End the generator's thread and give back what weight pushes used. May be called twice."""
@@ -134,6 +150,14 @@ class RolloutSession:
         """Stamp requests that go on after a push with the weights they go on under."""
         if self.generator is not None:
             self.generator.policy_version = version
+
+
+def replacement_groups(args: GRPOConfig, prompts_per_block: int) -> int:
+    """Return how many prompts may replace the zero-variance groups of a block."""
+    if not args.dynamic_sampling:
+        return 0
+    most = args.dynamic_sampling_max_groups
+    return 2 * prompts_per_block if most is None else most
 
 
 def _group_policy(args: GRPOConfig) -> GroupPolicy:

@@ -2,15 +2,13 @@
 
 Inherited from `trl.GRPOTrainer`: `_compute_loss` with all loss types, log-probs, the reference model, PEFT, FSDP,
 DeepSpeed, logging and callbacks. The parts: the batch plan, the rollout prefetcher, the data loop, the weight
-publisher, the evaluator, checkpoints and the monitor. The private names of TRL that are used are listed in
-`TRL_PRIVATE_NAMES` and guarded by a test.
+publisher, the evaluator, checkpoints and the monitor. tests/train/test_trl_contract.py lists and guards the private
+names of TRL that are used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,8 @@ from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import refuse_unstreamable
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.train.block_metrics import block_metrics, block_tokens, fill_completions_table
-from verifiers.train.checkpoint.checkpoint import model_name, raises_checkpoint_error, resume_step
-from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
-from verifiers.train.checkpoint.resume import ResumePoint, visible_checkpoint
+from verifiers.train.block_metrics import block_tokens, fill_completions_table
+from verifiers.train.checkpoint.checkpoint import model_name, raises_checkpoint_error
 from verifiers.train.checkpoint.run_directory import RunDirectory
 from verifiers.train.config import GRPOConfig
 from verifiers.train.console import ProgressLines
@@ -41,54 +37,27 @@ from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
-from verifiers.train.loss.grpo_loss import (
-    CorrectedLoss,
-    micro_step_loss,
-    only_advantages_matter,
-    weighted_coefficients,
-)
+from verifiers.train.loss.grpo_loss import CorrectedLoss, micro_step_loss, only_advantages_matter
 from verifiers.train.loss.logprobs import PolicyLogprobs
-from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, raises_load_error
-from verifiers.train.monitor import MonitorCallback, RunMonitor
-from verifiers.train.planned_run import (
-    curriculum_metrics,
-    curriculum_state,
-    planned_run,
-    restore_curriculum,
-    still_planned,
+from verifiers.train.models import (
+    check_model_path,
+    disable_dropout,
+    get_tokenizer,
+    hub_options,
+    raises_load_error,
 )
+from verifiers.train.monitor import MonitorCallback, RunMonitor
+from verifiers.train.planned_run import planned_run
 from verifiers.train.rollout_session import RolloutSession
+from verifiers.train.run_lifecycle import RunLifecycle
 from verifiers.train.sampling_args import training_sampling_args
 from verifiers.train.termination import end_together
-from verifiers.train.validation import (
-    check_eval_sets,
-    check_output_dir,
-    refuse_mid_block_saves,
-    refuse_short_ddp_timeout,
-    refuse_unworkable_sharding,
-)
+from verifiers.train.validation import check_eval_sets, check_output_dir, check_processes, refuse_mid_block_saves
 from verifiers.train.weight_sync.protocol import WeightSync
-from verifiers.train.weight_sync.publisher import BeforeOptimizerStep, PolicyWeights, WeightPublisher, first_prompt
+from verifiers.train.weight_sync.publisher import BeforeOptimizerStep, PolicyWeights, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck
 
-__all__ = ["TRL_PRIVATE_NAMES", "GRPOTrainer"]
-
-TRL_PRIVATE_NAMES = (
-    "_compute_loss",
-    "_determine_best_metric",
-    "_evaluate",
-    "_get_per_token_logps_and_entropies",
-    "_logs",
-    "_metrics",
-    "_prepare_inputs",
-    "_save",
-    "_save_checkpoint",
-    "_step",
-    "_tokenizer",
-)
-"""Members of `trl.GRPOTrainer` that we override or read beyond its documented surface."""
-
-logger = logging.getLogger("verifiers.train")
+__all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -114,6 +83,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         publisher: keeps the rollout servers on the trained weights.
         evaluator: evaluates the policy.
         eval_schedule: says when.
+        lifecycle: opens a run, at step 0 or from a checkpoint, and closes it.
         directory: the run's output directory: its checkpoints and its block log.
         monitor: measures and records the run.
         last_block: the block that was trained last, on rank 0.
@@ -146,22 +116,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_output_dir(str(args.output_dir))
         if isinstance(model, str):
             check_model_path(model)
-            given: Any = args.model_init_kwargs or {}
-            options = {"trust_remote_code": args.trust_remote_code, "revision": given.get("revision") or "main"}
-            processing_class = processing_class or get_tokenizer(model, padding_side="left", **options)
+            processing_class = processing_class or get_tokenizer(model, padding_side="left", **hub_options(args))
         self.env, self._rows = env, env.get_dataset()
         self._model_name = model_name(model)
         self.plan = planned_run(args, env, curriculum)
-        self._curriculum_at_start = curriculum_state(self.plan)
         args.max_steps = self.plan.max_steps
         refuse_mid_block_saves(args, self.plan.updates_per_block)
         self.sampling_args = training_sampling_args(env, args)
         eval_sets = choose_eval_sets(env, eval_dataset, eval_env, most=args.num_eval_prompts)
         check_eval_sets(args, eval_sets)
-        with contextlib.ExitStack() as loading:
-            if isinstance(model, str):
-                # a hub that refuses a push raises subclasses
-                loading.enter_context(raises_load_error(model, (OSError,), exact=True))
+        # a hub that refuses a push raises subclasses
+        by_name = raises_load_error(model, (OSError,), exact=True) if isinstance(model, str) else None
+        with by_name or contextlib.nullcontext():
             super().__init__(
                 model=model,
                 reward_funcs=_rewards_come_from_the_environment,
@@ -174,18 +140,12 @@ class GRPOTrainer(trl.GRPOTrainer):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
-        if (rates := disable_dropout(self.model)) and self.is_world_process_zero():
-            listed = ", ".join(f"{name}={rate:g}" for name, rate in sorted(rates.items()))
-            logger.warning("dropout is off in this run (%s): the sampler and the old log-probs have none.", listed)
-        refuse_unworkable_sharding(self.accelerator, args)
-        refuse_short_ddp_timeout(args, self.accelerator.num_processes)
+        disable_dropout(self.model, warns=self.is_world_process_zero())
+        check_processes(self.accelerator, args)
         self.last_block: ScoredBlock | None = None
-        self._first_step = 0
         if args.streaming:
             refuse_unstreamable(experts=self.aux_loss_enabled, deepspeed=self.is_deepspeed_enabled)
         self._make_parts(client, weight_sync, eval_sets)
-        if args.drain_before_sync is False:
-            self.publisher.drains()
         self._set_callbacks(callbacks or [])
 
     def _make_parts(self, client: Any, weight_sync: WeightSync | None, eval_sets: Sequence[Any]) -> None:
@@ -200,21 +160,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.ranks,
             policy=lambda: self.model,
             reference=lambda: self.ref_model,
-            copy=self._frozen_copy,
+            copy=lambda: self.publisher.copy_of(self.state.global_step),
             batch_size=args.old_logprobs_batch_size,
             temperature=self.temperature,
         )
-        self.check = LogprobCheck(
-            lambda: {
-                "model": str(args.server_model),
-                "prompt": first_prompt(self._rows),
-                "temperature": self.temperature,
-            },
+        self.check = LogprobCheck.of_run(
+            args,
+            self._rows,
             lambda prompt_ids, ids: self.logprobs.of_tokens(prompt_ids, ids, together=self.weights.is_sharded),
-            tolerance=args.probe_tolerance,
             trains_in_half=self.model.dtype in (torch.bfloat16, torch.float16) or args.bf16 or args.fp16,
-            patience_s=float(max(args.weight_sync_timeout, args.rollout_timeout)),
-            limit_s=float(max(args.weight_sync_timeout, args.rollout_timeout, args.async_generation_timeout)),
             on_result=lambda result: self._log_values({"sampling/probe_difference": result.largest_difference}),
         )
         tokenizer = self.processing_class
@@ -256,8 +210,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.ranks,
             self._rows,
             self._model_name,
-            state=lambda: self.checkpoint_extra(),
-            blocks=lambda: self.session.prefetcher.finished_blocks() if self.session.prefetcher is not None else (),
+            state=lambda: self.lifecycle.state(),
+            blocks=self.session.finished_blocks,
+        )
+        self.lifecycle = RunLifecycle(
+            plan, self.ranks, self.directory, self.session, self.evaluator, self.eval_schedule, self.monitor
         )
         self.corrected_loss = CorrectedLoss(args)
         self.data_loop = DataLoop(
@@ -296,11 +253,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         """The way that weights reach the rollout servers."""
         return self.publisher.sync
 
-    @property
-    def eval_sets(self) -> tuple[Any, ...]:
-        """The sets of prompts that `evaluate` goes through."""
-        return self.evaluator.sets
-
     # -- a run --------------------------------------------------------------------------------------------
 
     def train(
@@ -327,19 +279,18 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         def run() -> Any:
             self._forget_earlier_run()
-            point = self.ranks.on_rank_0(lambda: self.directory.choose(resume_from_checkpoint))
-            checkpoint = visible_checkpoint(point, str(self.args.output_dir), self.ranks.index)
-            self._first_step = resume_step(checkpoint) if checkpoint else 0
-            self.eval_schedule.owed = self.ranks.on_rank_0(lambda: self._open_run(point))
+            checkpoint = self.lifecycle.open(resume_from_checkpoint)
             self._add_last_callbacks()
             with self.directory.rotation():
                 return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
 
-        def watched() -> contextlib.AbstractContextManager[None]:
-            callbacks: list[Any] = self.callback_handler.callbacks
-            return self.monitor.running([callback for callback in callbacks if hasattr(callback, "end_table")])
-
-        return end_together(self.accelerator, run, self.close, watched=watched, give_back=self._give_back)
+        return end_together(
+            self.accelerator,
+            run,
+            self.close,
+            watched=lambda: self.monitor.running(self.callback_handler.callbacks),
+            give_back=self.lifecycle.abandon,
+        )
 
     def _forget_earlier_run(self) -> None:
         self.data_loop.reset()
@@ -351,48 +302,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         for values in kept:
             values.clear()
 
-    def _open_run(self, point: ResumePoint) -> int | None:
-        """Open what a run needs, on rank 0; return the step whose evaluation the checkpoint still owes."""
-        prefetcher, checkpoint = self.session.open(), point.checkpoint
-        assert self.session.generator is not None
-        further = self.directory.begin(point, self.evaluator.stored().own())
-        restore_curriculum(self.plan, further if checkpoint else self._curriculum_at_start)
-        if checkpoint:
-            prefetcher.restore(still_planned(self.plan, load_pending_blocks(checkpoint)))
-        owed = self.evaluator.begin_run(point.step, further)
-        self.monitor.begin(
-            point.step if checkpoint else None,
-            servers=self.publisher.servers,
-            activity=self.session.generator.activity,
-            drains=prefetcher.drains,
-            owes_evaluation=owed is not None,
-        )
-        return owed
-
     def open(self) -> RolloutPrefetcher:
         """Wait for the rollout server and start the generator (rank 0); `train` and `evaluate` do it."""
         return self.session.open()
 
     def close(self) -> None:
         """End the generator's thread and give back what weight pushes used. May be called twice."""
-        self.evaluator.give_up()
-        self.eval_schedule.owed = None
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.directory.close)
-            stack.callback(self.session.close)
-
-    def _give_back(self, error: BaseException) -> None:
-        """Give back what an end cannot leave out, where there is no time for more."""
-        try:
-            self.weight_sync.close()
-        finally:
-            self.monitor.end(error)
+        self.lifecycle.close()
 
     # -- data ---------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of empty items: the data loop gives what is trained."""
-        return empty_epoch(self.plan, self._first_step)
+        return empty_epoch(self.plan, self.lifecycle.first_step)
 
     @in_stage("prepare")
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -403,24 +325,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Write down what became of a block, on rank 0; return its metrics."""
         self.last_block = block
         self.directory.log_block(block, step, trained.dropped)
-        self.monitor.note_block(block, trained, step)
         if self.log_completions:
             fill_completions_table(self._logs, block, trained)
         self.state.num_input_tokens_seen += block_tokens(block)
-        metrics = block_metrics(
-            block, trained, self.plan, optimizer_step=step, chunk_size=self.args.rollout_chunk_size
-        )
-        metrics.update(curriculum_metrics(self.plan, block), num_tokens=float(self.state.num_input_tokens_seen))
-        return metrics
+        tokens_seen = float(self.state.num_input_tokens_seen)
+        return {**self.monitor.note_block(block, trained, step), "num_tokens": tokens_seen}
 
     def _log_values(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-
-    def _frozen_copy(self) -> Any:
-        if not self.args.old_logprobs_on_rollout_device:
-            return None
-        return self.publisher.copy_of(self.state.global_step)
 
     # -- loss ---------------------------------------------------------------------------------------------
 
@@ -438,17 +351,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        mode = "train" if self.model.training else "eval"
-        prepared = self.corrected_loss.prepare(inputs)
-        logged, self._metrics[mode] = self._metrics[mode], defaultdict(list)
-        try:
-            with weighted_coefficients(self, inputs):
-                loss: Tensor = super()._compute_loss(model, prepared)
-        finally:
-            self.corrected_loss.end()
-            measured, self._metrics[mode] = self._metrics[mode], logged
-        per_row = self.importance_sampling_level == "sequence"
-        self.corrected_loss.metrics.add(measured, prepared, per_row=per_row)
+        with self.corrected_loss.call(self, inputs, self._metrics) as prepared:
+            loss: Tensor = super()._compute_loss(model, prepared)
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -534,10 +438,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self.directory.saving(self.state):
             super()._save_checkpoint(model, trial)
-
-    def checkpoint_extra(self) -> dict[str, Any]:
-        """Return further state for a checkpoint's marker, as JSON, by the name of what it belongs to."""
-        return {**curriculum_state(self.plan), **self.evaluator.state()}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as transformers does; a sharded policy is saved whole, and a disk that refuses is one sentence."""

@@ -26,6 +26,7 @@ __all__ = [
     "adjust_evaluation",
     "check_eval_sets",
     "check_output_dir",
+    "check_processes",
     "check_report_to",
     "check_start",
     "needs_the_metric",
@@ -364,6 +365,16 @@ def _waits_of_rank_0(args: GRPOConfig) -> list[list[tuple[str, float]]]:
     ]
     found = [block, [evaluation]] if evaluates else [block]
     return [[(name, float(getattr(args, name))) for name in names] for names in found]
+
+
+def check_processes(accelerator: Any, args: GRPOConfig) -> None:
+    """Refuse settings that do not go together with the processes of a run.
+
+    Raises:
+        ConfigError: with what to set instead.
+    """
+    refuse_unworkable_sharding(accelerator, args)
+    refuse_short_ddp_timeout(args, accelerator.num_processes)
 
 
 def refuse_unworkable_sharding(accelerator: Any, args: GRPOConfig) -> None:

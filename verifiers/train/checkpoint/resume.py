@@ -25,7 +25,7 @@ from verifiers.train.checkpoint.checkpoint import (
     newest_complete,
     resume_step,
 )
-from verifiers.train.evaluation.storage import EVALUATIONS
+from verifiers.train.evaluation.storage import EVALUATIONS, remove_later_evaluations
 
 __all__ = [
     "LOCK",
@@ -162,6 +162,7 @@ def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Pa
         archive = archive_later_checkpoints(output_dir, point.step)
         if archive is not None:
             logger.warning("the checkpoints in %s after step %d are now in %s", output_dir, point.step, archive)
+        remove_later_evaluations(output_dir, point.step)
         return
     archive = archive_previous_run(output_dir, keeps)
     if point.checkpoint:

@@ -88,6 +88,7 @@ class Evaluator:
 
     Attributes:
         sets: the prompts.
+        stored: the evaluations of the run on the disk.
         in_flight: the evaluation that has begun and not ended.
         nothing_scored: the last one gave no reward.
     """
@@ -112,7 +113,7 @@ class Evaluator:
         self.in_flight: EvaluationInFlight | None = None
         self.nothing_scored = False
         self._evaluation: PolicyEvaluation | None = None
-        self._stored: StoredEvaluations | None = None
+        self.stored = StoredEvaluations(str(args.output_dir), self._redactor, writes=bool(args.save_evaluations))
 
     def sets_of(self, eval_dataset: Any = None) -> tuple[EvalSet, ...]:
         """Return the sets of the run, or those of the rows that are given instead."""
@@ -162,15 +163,14 @@ class Evaluator:
         for one in sets:
             sampling = self._sampling(one)
             metadata = self._metadata(one, sampling, weights_step)
-            stored = self.stored()
-            run = stored.run(weights_step, prefix, one.name, metadata, one.env.rubric, resumes=resumes)
+            run = self.stored.run(weights_step, prefix, one.name, metadata, one.env.rubric, resumes=resumes)
             part = SetEvaluation(
                 _runner_of(generator, one, sampling, limiter),
                 one.dataset,
                 run,
                 prefix=one.metric_prefix(prefix),
                 right_from=self._args.eval_right_from,
-                stores=stored.writes,
+                stores=self.stored.writes,
             )
             parts.append(part)
         evaluation = PolicyEvaluation(generator, parts, self._deadline_s())
@@ -243,17 +243,16 @@ class Evaluator:
     # -- over a run -----------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Forget the evaluation in flight; it ends with the generator that it runs on."""
-        self._evaluation = self.in_flight = self._stored = None
+        """Forget the evaluation in flight, which ends with the generator that it runs on, and those of the run."""
+        self._evaluation = self.in_flight = None
+        self.stored.own.clear()
 
-    def begin_run(self, first_step: int, further_state: dict[str, Any]) -> int | None:
-        """Keep the stored evaluations of this lineage, on rank 0; return the step whose evaluation is still owed.
+    def owed(self, further_state: dict[str, Any]) -> int | None:
+        """Return the step whose evaluation was in flight when the checkpoint was written that a run resumes.
 
         Args:
-            first_step: the step that the run begins at.
-            further_state: of the checkpoint that it resumes.
+            further_state: of the checkpoint.
         """
-        self.stored().begin_run(first_step)
         owed = further_state.get(EVALUATION_IN_FLIGHT)
         return owed if isinstance(owed, int) and self._args.eval_strategy != "no" else None
 
@@ -261,17 +260,13 @@ class Evaluator:
         """Return what a checkpoint keeps of the evaluations."""
         return {EVALUATION_IN_FLIGHT: self.in_flight.step} if self.in_flight is not None else {}
 
-    def stored(self) -> StoredEvaluations:
-        """Return the stored evaluations of the run."""
-        if self._stored is None:
-            args, (key, headers) = self._args, credentials(self._servers())
-            given = {str(place): part.env_args for place, part in enumerate(self.sets)}
-            urls = list(args.server_urls or [args.server_url])
-            redact = Redactor([secret for url in urls for secret in secrets_of_run(url, key, headers, given)])
-            self._stored = StoredEvaluations(str(args.output_dir), redact, writes=bool(args.save_evaluations))
-        return self._stored
-
     # -- one evaluation -------------------------------------------------------------------------------------------
+
+    def _redactor(self) -> Redactor:
+        args, (key, headers) = self._args, credentials(self._servers())
+        given = {str(place): part.env_args for place, part in enumerate(self.sets)}
+        urls = list(args.server_urls or [args.server_url])
+        return Redactor([secret for url in urls for secret in secrets_of_run(url, key, headers, given)])
 
     def _deadline_s(self) -> float:
         return float(self._args.eval_timeout or self._args.async_generation_timeout)

@@ -23,7 +23,15 @@ from verifiers.evals.store import ResultStore
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 
-__all__ = ["EVALUATIONS", "BestEffortStore", "StoredEvaluations", "best_effort", "evaluation_lines", "provenance"]
+__all__ = [
+    "EVALUATIONS",
+    "BestEffortStore",
+    "StoredEvaluations",
+    "best_effort",
+    "evaluation_lines",
+    "provenance",
+    "remove_later_evaluations",
+]
 
 EVALUATIONS = "evals"
 """In a run's directory."""
@@ -42,29 +50,18 @@ class StoredEvaluations:
 
     Args:
         output_dir: of the run.
-        redact: takes secrets out of what is written.
+        redact: gives what takes secrets out of what is written.
         writes: False keeps nothing.
+
+    Attributes:
+        own: directories that this process has made; before the training they belong to the run that begins.
     """
 
-    def __init__(self, output_dir: str | Path, redact: Redactor | None = None, *, writes: bool = True) -> None:
+    def __init__(self, output_dir: str | Path, redact: Callable[[], Redactor], *, writes: bool = True) -> None:
         self.root = Path(output_dir) / EVALUATIONS
-        self.redact = redact or Redactor(())
         self.writes = writes
-        self._ours: set[str] = set()
-
-    def begin_run(self, first_step: int) -> None:
-        """Remove the evaluations of steps after `first_step`; step 0 begins in an empty directory."""
-        if not self.writes or first_step == 0:
-            return
-        with best_effort("evaluations of later steps stay where they are"):
-            for path in self.root.glob("step-*"):
-                number = path.name.split("-")[1]
-                if number.isdigit() and int(number) > first_step:
-                    shutil.rmtree(path)
-
-    def own(self) -> set[Path]:
-        """Return what this process has stored, which before the training belongs to the run that begins."""
-        return {self.root / name for name in self._ours}
+        self.own: set[Path] = set()
+        self._redact = redact
 
     def run(
         self, step: int, prefix: str, name: str, metadata: Mapping[str, Any], rubric: Any, *, resumes: bool
@@ -84,17 +81,27 @@ class StoredEvaluations:
             directory /= name
         if directory.exists() and not resumes:
             directory = _fresh(directory)
-        self._ours.add(directory.relative_to(self.root).parts[0])
+        self.own.add(self.root / directory.relative_to(self.root).parts[0])
+        redact = self._redact()
         if self.writes and directory.is_dir():
             try:
-                found = run_in(directory, metadata, rubric, redact=self.redact)
+                found = run_in(directory, metadata, rubric, redact=redact)
                 if found.finished.count:
                     return found
             except (OSError, ConfigError) as error:
                 logger.warning("cannot resume %s (%s); running it again.", directory, error)
             with best_effort(f"{directory} is written over"):
                 shutil.rmtree(directory)
-        return run_in(directory, metadata, rubric, fresh=True, redact=self.redact)
+        return run_in(directory, metadata, rubric, fresh=True, redact=redact)
+
+
+def remove_later_evaluations(output_dir: str | Path, step: int) -> None:
+    """Remove the evaluations of steps after `step`, at which a run is resumed."""
+    with best_effort("evaluations of later steps stay where they are"):
+        for path in (Path(output_dir) / EVALUATIONS).glob("step-*"):
+            number = path.name.split("-")[1]
+            if number.isdigit() and int(number) > step:
+                shutil.rmtree(path)
 
 
 class BestEffortStore:

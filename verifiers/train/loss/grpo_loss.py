@@ -7,6 +7,7 @@ of other terms are weighted for the call, and the weight pi_old / mu is multipli
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,26 @@ class CorrectedLoss:
         self._inputs: dict[str, Any] | None = None
         self._mismatches: list[Mismatch] = []
         self.metrics = LossMetrics()
+
+    @contextlib.contextmanager
+    def call(self, trainer: Any, inputs: Mapping[str, Any], logged: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Surround one call of TRL's loss; gives the inputs for it.
+
+        Args:
+            trainer: TRL's, whose loss it is.
+            inputs: the micro-batch.
+            logged: TRL's metrics by mode. They do not get what the call measures, which is joined over micro-batches.
+        """
+        mode = "train" if trainer.model.training else "eval"
+        prepared = self.prepare(inputs)
+        before, logged[mode] = logged[mode], defaultdict(list)
+        try:
+            with weighted_coefficients(trainer, inputs):
+                yield prepared
+        finally:
+            self.end()
+            measured, logged[mode] = logged[mode], before
+        self.metrics.add(measured, prepared, per_row=trainer.importance_sampling_level == "sequence")
 
     def prepare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs for TRL's loss; the next log-probs that are computed are corrected against them."""

@@ -25,7 +25,7 @@ from verifiers.train.weight_sync.verification import LogprobCheck
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
 
-__all__ = ["BeforeOptimizerStep", "PolicyWeights", "WeightPublisher", "default_weight_sync", "first_prompt"]
+__all__ = ["BeforeOptimizerStep", "PolicyWeights", "WeightPublisher", "default_weight_sync"]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -116,6 +116,9 @@ class WeightPublisher:
         sync: how weights reach the servers.
         servers: what rollouts are sent to.
         on_version: called with the version of a push when all servers have it, before requests in flight go on.
+
+    Raises:
+        ConfigError: draining is switched off, and the servers cannot keep requests during a push.
     """
 
     def __init__(
@@ -138,6 +141,8 @@ class WeightPublisher:
         self._pool: ServerPool | None = None
         self._pushes = 0
         self._repeated_loads = 0
+        if args.drain_before_sync is False:
+            self.drains()
 
     # -- before the first push ------------------------------------------------------------------------------------
 
@@ -293,8 +298,8 @@ class WeightPublisher:
         return sync.can_send_tied and not sync.sends_tied and has_tied_tensors(self._weights.model)
 
     def copy_of(self, version: int) -> Any:
-        """Return the frozen copy of the policy in this process, where there is one with these weights, else None."""
-        return self.sync.copy_of(version)
+        """Return the frozen copy of the policy for old log-probs, where one is asked for and has these weights."""
+        return self.sync.copy_of(version) if self._args.old_logprobs_on_rollout_device else None
 
     def close(self) -> None:
         """End the check that is on its way, and free what pushes used. May be called twice."""
@@ -318,11 +323,6 @@ class BeforeOptimizerStep(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._work()
-
-
-def first_prompt(rows: Any) -> Any:
-    """Return the prompt of the first training row, which servers are checked with."""
-    return row_fields(rows[0])[0]
 
 
 def _urls(args: GRPOConfig) -> list[str]:

@@ -8,13 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verifiers.envs.datasets import row_fields
 from verifiers.errors import DeadlineError, Error, WeightProbeError
 from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
 from verifiers.train.weight_sync.capabilities import log_probs_are_raw
+
+if TYPE_CHECKING:
+    from verifiers.train.config import GRPOConfig
 
 __all__ = ["LogprobCheck", "ProbeResult", "ask_server", "compare_answer"]
 
@@ -150,6 +154,36 @@ class LogprobCheck:
         self.server_is_half = False
         self._version: int | None = None
         self._requests: list[_Request] = []
+
+    @classmethod
+    def of_run(
+        cls,
+        args: GRPOConfig,
+        rows: Any,
+        score: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
+        *,
+        trains_in_half: bool,
+        on_result: Callable[[ProbeResult], None],
+    ) -> LogprobCheck:
+        """Return the check under a run's settings, with the prompt of its first training row."""
+
+        def question() -> dict[str, Any]:
+            return {
+                "model": str(args.server_model),
+                "prompt": row_fields(rows[0])[0],
+                "temperature": args.temperature,
+            }
+
+        patience_s = max(args.weight_sync_timeout, args.rollout_timeout)
+        return cls(
+            question,
+            score,
+            tolerance=args.probe_tolerance,
+            trains_in_half=trains_in_half,
+            patience_s=float(patience_s),
+            limit_s=float(max(patience_s, args.async_generation_timeout)),
+            on_result=on_result,
+        )
 
     @property
     def is_pending(self) -> bool:
