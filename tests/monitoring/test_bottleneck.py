@@ -53,10 +53,8 @@ def test_a_bound_on_staleness_is_named_where_it_would_undo_the_advice() -> None:
     assert bottleneck.advice.startswith("num_batches_ahead=2 (and a max_staleness that allows it)")
 
 
-class Asks:
+class Asks(Environment):
     """Asks the policy once."""
-
-    run_rollouts = Environment.run_rollouts
 
     def __init__(self) -> None:
         self.rubric = Rubric([lambda completion: 1.0])

@@ -26,10 +26,8 @@ from verifiers.types import Outcome, RolloutKey, State
 PROMPT = [{"role": "user", "content": "go"}]
 
 
-class Scripted:
+class Scripted(Environment):
     """No server: `play(request info, attempt)` is the rollout, and gives its reward."""
-
-    run_rollouts = Environment.run_rollouts
 
     def __init__(self, play: Callable[[tuple[int, int, int], int], Any]) -> None:
         self.rubric = Rubric([lambda completion: float(completion)])

@@ -28,10 +28,8 @@ from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
 from verifiers.types import RolloutKey, State
 
 
-class Asks:
+class Asks(Environment):
     """Asks the policy once; the reward is the length of its answer."""
-
-    run_rollouts = Environment.run_rollouts
 
     def __init__(self) -> None:
         self.rubric = Rubric([lambda completion: float(len(completion[0]["content"]))])

@@ -29,10 +29,8 @@ def says_4(completion: Any) -> float:
     return float(completion[-1]["content"] == "4")
 
 
-class Asks:
+class Asks(Environment):
     """An environment of the first generation that calls the client itself, once."""
-
-    run_rollouts = Environment.run_rollouts
 
     def __init__(self, rubric: Any = None) -> None:
         self.rubric = rubric or Rubric([says_4])

@@ -84,10 +84,8 @@ SIZES = st.builds(
 ).filter(lambda sizes: sizes.per_device * sizes.ranks * sizes.accumulated * sizes.updates <= PROMPTS // 2)
 
 
-class Fated:
+class Fated(Environment):
     """Asks the policy once; what becomes of a rollout is drawn from its identity."""
-
-    run_rollouts = Environment.run_rollouts
 
     def __init__(self, fates: int) -> None:
         self.fates = fates

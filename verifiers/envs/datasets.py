@@ -8,28 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
 from verifiers.parsers.messages import drop_none
-from verifiers.types import ChatMessage, Info, Messages, MessageType, SamplingArgs, State, as_messages
+from verifiers.types import ChatMessage, Info, Messages, MessageType
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "OfferedTools",
-    "TurnCount",
-    "format_dataset",
-    "format_prompt",
-    "new_state",
-    "row_fields",
-    "tools_of_info",
-]
-
-
-class OfferedTools(list[Any]):
-    """The tools that a state begins with, under both names; another list there is the environment's own."""
-
-
-class TurnCount(int):
-    """The loop's own `state["turn"]`; an environment that counts there itself makes it a plain int."""
+__all__ = ["format_dataset", "format_prompt", "row_fields"]
 
 
 def format_prompt(
@@ -175,56 +159,3 @@ def _map(table: Dataset, function: Any) -> Dataset:
     finally:
         if shown:
             datasets.enable_progress_bars()
-
-
-def tools_of_info(info: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools that a row brings, by the name of either generation."""
-    return info.get("oai_tools") or info.get("tool_defs")
-
-
-def new_state(
-    row: Mapping[str, Any],
-    client: Any,
-    model: str,
-    sampling_args: SamplingArgs | None,
-    oai_tools: list[dict[str, Any]] | None,
-) -> State:
-    """Return the state of a rollout that begins.
-
-    Args:
-        row: `prompt`, and where given `answer`, `task`, `info`, `example_id`.
-        oai_tools: offered unless the row's info has its own.
-    """
-    prompt = as_messages(row["prompt"])
-    info: Info = row.get("info") or {}
-    example_id = row.get("example_id", 0)
-    tools = OfferedTools(tools_of_info(info) or oai_tools or ())
-    fields = {
-        "prompt": prompt,
-        "answer": row.get("answer", ""),
-        "task": row.get("task") or "default",
-        "info": info,
-    }
-    return State(
-        id=example_id,
-        **fields,
-        input={**fields, "example_id": example_id},
-        example_id=example_id,
-        completion="" if isinstance(prompt, str) else [],
-        responses=[],
-        trajectory=[],
-        turn=TurnCount(0),
-        timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
-        is_completed=False,
-        is_truncated=False,
-        stop_condition=None,
-        final_env_response=None,
-        reward=None,
-        metrics=None,
-        error=None,
-        client=client,
-        model=model,
-        sampling_args=dict(sampling_args or {}),
-        oai_tools=tools or None,
-        tool_defs=tools,
-    )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.concurrency import gather_owned
 from verifiers.envs import datasets
 from verifiers.envs.classic import batch_api, token_processing
-from verifiers.envs.classic.signatures import call_rollout, default_step, either_generation
+from verifiers.envs.classic.signatures import asks_by_state, call_model_by_state, call_rollout, either_generation
 from verifiers.envs.classic.tool_defs import openai_tools, tool_defs_of
+from verifiers.envs.conversation import call_model, default_step, new_state, tools_of_info
 from verifiers.envs.lifecycle import run_teardown
-from verifiers.envs.model_call import asks_by_state, call_model, call_model_by_state
 from verifiers.errors import ConfigError
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser
@@ -180,7 +179,7 @@ class Environment:
         sampling_args: SamplingArgs | None = None,
     ) -> State:
         """Return the state that a rollout of this row begins with, before `setup_state`."""
-        return datasets.new_state(input, client, model, sampling_args, self.oai_tools)
+        return new_state(input, client, model, sampling_args, self.oai_tools)
 
     @default_step
     @either_generation(asks_by_state, call_model_by_state)
@@ -194,7 +193,7 @@ class Environment:
         message_type: MessageType | None = None,
         **kwargs: Any,
     ) -> ModelResponse:
-        """Return the policy's answer to `prompt`; see `verifiers.envs.model_call.call_model`.
+        """Return the policy's answer to `prompt`; see `verifiers.envs.conversation.call_model`.
 
         Second generation: `get_model_response(state, prompt, client=None, model=None, oai_tools=None,
         sampling_args=None, message_type=None)`; what is left out is taken from the state.
@@ -217,6 +216,9 @@ class Environment:
         raise NotImplementedError(
             f"{type(self).__name__} must override rollout, or subclass SingleTurnEnv or MultiTurnEnv."
         )
+
+    def _play_row(self, row: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs) -> Awaitable[Any]:
+        return call_rollout(self, row, client, model, sampling_args)
 
     async def teardown(self) -> None:
         """Run the methods marked `@vf.teardown`, once; see `verifiers.envs.lifecycle.run_teardown`."""
@@ -254,7 +256,7 @@ class Environment:
             ConfigError: another number of prompts than the client was made for.
             Exception: with a client of the caller's own, the first rollout's failure; the others are cancelled.
         """
-        rows: list[dict[str, Any]] = [
+        rows: list[RolloutInput] = [
             {
                 "prompt": prompt,
                 "answer": answer,
@@ -265,9 +267,9 @@ class Environment:
         ]
         batch = BatchClient.of(client, len(rows))
         if batch is not None:
-            return await play_rows(self, batch, model, rows, sampling_args)
+            return await batch.play_rows(rows, self._play_row, model, sampling_args)
         async with batch_api.own_batch(self, client, model, rows, sampling_args, max_concurrent) as batch:
-            results = await play_rows(self, batch, model, rows, batch.sampling_args)
+            results = await batch.play_rows(rows, self._play_row, model)
         for _, state in results:
             # results are stored and copied, and connections are neither
             state.pop("client", None)
@@ -373,7 +375,7 @@ class Environment:
         mask_env_responses: bool = False,
     ) -> token_processing.TokenLists:
         """Token lists of a chat rollout; see `verifiers.envs.classic.token_processing.process_chat`."""
-        tools = openai_tools(datasets.tools_of_info(state.get("info") or {}) or self.oai_tools or ())
+        tools = openai_tools(tools_of_info(state.get("info") or {}) or self.oai_tools or ())
         return token_processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)
 
     def process_completion_format_vllm(
@@ -416,22 +418,6 @@ class Environment:
         )
 
     process_env_results = process_env_results_vllm
-
-
-async def play_rows(
-    env: Any, batch: BatchClient, model: str, rows: Sequence[dict[str, Any]], sampling_args: SamplingArgs | None
-) -> list[tuple[Messages, State]]:
-    """Play each row with its client of the batch, side by side."""
-    given = batch.sampling_args if sampling_args is None else sampling_args
-
-    async def play(index: int) -> tuple[Messages, State]:
-        row = {**rows[index], "example_id": batch.records[index].request.key.example_id}
-        return await batch.play(index, lambda client: call_rollout(env, row, client, model, dict(given)))
-
-    if len(rows) == 1:
-        # nothing to run beside it: a task of its own would only cost
-        return [await play(0)]
-    return await gather_owned([play(index) for index in range(len(rows))])
 
 
 def _selected(dataset: Dataset, n: int, seed: int | None) -> Dataset:

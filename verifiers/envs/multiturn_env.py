@@ -1,186 +1,35 @@
-"""MultiTurnEnv: the loop of model and environment; SingleTurnEnv is its shortest case."""
+"""MultiTurnEnv: what an environment of several turns may override; SingleTurnEnv is its shortest case."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from verifiers.envs.classic.signatures import (
-    default_step,
+    call_rollout,
     either_generation,
     gives_rollout_input,
-    overridden_steps,
     takes_rollout_input,
-    takes_state_first,
 )
-from verifiers.envs.classic.tool_defs import offered_tools
-from verifiers.envs.datasets import TurnCount, new_state
+from verifiers.envs.conversation import (
+    Conversation,
+    conversation_of,
+    default_step,
+    marked_methods_of,
+    new_state,
+    next_prompt,
+    overridden_steps,
+    turns_are_over,
+)
 from verifiers.envs.environment import Environment
-from verifiers.envs.lifecycle import FUNCTION_TYPES, AwaitableBool, marked_methods, marked_names, maybe_await
-from verifiers.envs.model_call import call_model, step_of
+from verifiers.envs.lifecycle import AwaitableBool, maybe_await
 from verifiers.errors import ConfigError, Error, MissingTokenIdsError, OverlongPromptError
-from verifiers.types import (
-    Info,
-    Messages,
-    ModelResponse,
-    RolloutInput,
-    SamplingArgs,
-    State,
-    TrajectoryStep,
-    as_messages,
-    joined,
-)
+from verifiers.types import Info, Messages, ModelResponse, RolloutInput, SamplingArgs, State, TrajectoryStep
 
-__all__ = ["Conversation", "MultiTurnEnv", "conversation_of", "note_error"]
-
-STEPS = (
-    "add_model_response",
-    "add_trajectory_step",
-    "get_model_response",
-    "get_prompt_messages",
-    "init_state",
-    "is_completed",
-    "max_turns_reached",
-    "prompt_too_long",
-    "render_completion",
-    "setup_state",
-)
-"""Steps of a rollout that subclasses may override, each sync or async, and of either generation."""
-
-
-class Conversation:
-    """The loop of model and environment over one state.
-
-    A step that the environment does not override is done here; an override is called as its generation expects.
-
-    Args:
-        kwargs: passed on to the overrides of the first generation.
-    """
-
-    __slots__ = ("env", "kwargs", "own", "state", "stops")
-
-    def __init__(self, env: MultiTurnEnv, state: State, own: frozenset[str], kwargs: Mapping[str, Any]) -> None:
-        self.env = env
-        self.state = state
-        self.kwargs = kwargs
-        self.own = own
-        self.stops = _marked(env, "stop")
-
-    async def play(self) -> None:
-        """Play the rollout out in its state."""
-        env, state = self.env, self.state
-        messages: Any = state["prompt"]
-        own_prompts = "get_prompt_messages" in self.own
-        said: Any = messages
-        while not await self.is_over(messages):
-            if own_prompts and not state["trajectory"]:
-                messages = as_messages(await maybe_await(env.get_prompt_messages, state))
-            response = await self.ask_model(messages)
-            if "add_model_response" in self.own:
-                await maybe_await(env.add_model_response, state, messages, response)
-            else:
-                await self.add_response(messages, response)
-            said = messages = conversation_of(state)
-            state["completion"] = messages[len(state["prompt"]) :]
-            if await self.is_over(messages):
-                break
-            if own_prompts:
-                prompt = as_messages(await maybe_await(env.get_prompt_messages, state))
-            else:
-                prompt = await next_prompt(env, messages, state, self.kwargs)
-            if state.get("final_env_response") is None:
-                messages = prompt
-                state["completion"] = messages[len(state["prompt"]) :]
-        if len(messages) > len(said) and not own_prompts:
-            # the rollout ended on the environment's reply, which no step has seen
-            state["final_env_response"] = messages[len(said) :]
-        await self.render()
-
-    async def ask_model(self, messages: Any) -> ModelResponse:
-        """Return the policy's answer, by `get_model_response` in the generation that it is written for."""
-        env, state = self.env, self.state
-        arguments: dict[str, Any] = {
-            "oai_tools": offered_tools(state, env.oai_tools),
-            "sampling_args": state["sampling_args"],
-            "message_type": env.message_type,
-        }
-        if "get_model_response" not in self.own:
-            return await call_model(
-                state["client"], state["model"], messages, **arguments, logger=getattr(env, "logger", None)
-            )
-        if takes_state_first(env.get_model_response):
-            return await maybe_await(env.get_model_response, state, messages)
-        return await maybe_await(env.get_model_response, state["client"], state["model"], messages, **arguments)
-
-    async def add_response(self, prompt: Messages, response: ModelResponse) -> None:
-        """Note an answer of the policy in the state: `responses`, `turn`, and a step of the trajectory."""
-        state = self.state
-        state["responses"].append(response)
-        if getattr(response, "id", None) == "overlong-prompt":
-            state["prompt_too_long"] = state["is_truncated"] = True
-        if isinstance(prompt, str):
-            # where in the completion's text the policy's words begin
-            state.setdefault("responses_start_idx", []).append(len(prompt) - len(state["prompt"]))
-        if isinstance(state.get("turn"), TurnCount):
-            state["turn"] = TurnCount(state["turn"] + 1)
-        step = step_of(prompt, response, self.env.message_type)
-        if "add_trajectory_step" in self.own:
-            await maybe_await(self.env.add_trajectory_step, state, step)
-        else:
-            state["trajectory"].append(step)
-
-    async def render(self) -> None:
-        """Set `state["completion"]` to all that was said after the prompt."""
-        if "render_completion" in self.own:
-            await maybe_await(self.env.render_completion, self.state)
-        else:
-            self.state["completion"] = conversation_of(self.state)[len(self.state["prompt"]) :]
-
-    async def is_over(self, messages: Any) -> bool:
-        """Return True where the rollout ends here; `stop_condition` then has the reason."""
-        env, state = self.env, self.state
-        completed, asks_marked = False, True
-        # asked first, whatever else holds: overrides note in the state what they find
-        if "is_completed" in self.own:
-            if takes_state_first(env.is_completed):
-                completed, asks_marked = await maybe_await(env.is_completed, state), False
-            else:
-                completed = await maybe_await(env.is_completed, messages, state, **self.kwargs)
-        # an override need not repeat these
-        reason = await self.stop_reason(asks_marked=asks_marked and not completed)
-        if completed or reason:
-            state["stop_condition"] = state.get("stop_condition") or reason or "is_completed"
-            return True
-        return False
-
-    async def stop_reason(self, *, asks_marked: bool = True) -> str | None:
-        """Return the condition that ends the rollout, or None.
-
-        Args:
-            asks_marked: ask the methods marked `@vf.stop` too.
-        """
-        env, state = self.env, self.state
-        if isinstance(state.get("error"), BaseException):
-            return "has_error"
-        overlong: Any = bool(state.get("prompt_too_long"))
-        if "prompt_too_long" in self.own:
-            overlong = await maybe_await(env.prompt_too_long, state)
-        if overlong:
-            return "prompt_too_long"
-        if state.get("final_env_response") is not None:
-            return "final_env_response"
-        at_end: Any = _turns_are_over(env, state)
-        if "max_turns_reached" in self.own:
-            at_end = await maybe_await(env.max_turns_reached, state)
-        if at_end:
-            return "max_turns_reached"
-        for stop in self.stops if asks_marked else ():
-            if await maybe_await(stop, state):
-                return stop.__name__
-        return None
+__all__ = ["MultiTurnEnv", "note_error"]
 
 
 def note_error(state: State, error: Error) -> None:
@@ -199,40 +48,6 @@ def note_error(state: State, error: Error) -> None:
         state["stop_condition"] = "has_error"
 
 
-async def next_prompt(env: MultiTurnEnv, messages: Any, state: State, kwargs: Mapping[str, Any]) -> Any:
-    """Return the conversation with the environment's reply, given as messages, or as (messages, state)."""
-    reply = await maybe_await(env.env_response, messages, state, **kwargs)
-    if isinstance(reply, tuple):
-        reply, state_after = reply
-        if state_after is not state and state_after is not None:
-            state.update(state_after)
-    return joined(messages, reply) if reply else messages
-
-
-def conversation_of(state: State) -> Any:
-    """Return the whole conversation so far: what the newest step saw and said, and the environment's last word."""
-    final = state.get("final_env_response")
-    trajectory = state["trajectory"]
-    said = joined(trajectory[-1]["prompt"], trajectory[-1]["completion"]) if trajectory else state["prompt"]
-    return joined(said, final) if final else said
-
-
-def _turns_are_over(env: MultiTurnEnv, state: State) -> bool:
-    if env.max_turns <= 0:
-        return False
-    # state["turn"] may be the environment's own
-    counts = [len(state[name]) for name in ("responses", "trajectory") if state.get(name) is not None]
-    return env.max_turns <= max(counts, default=state.get("turn", 0))
-
-
-def _marked(env: MultiTurnEnv, kind: str) -> list[Callable[..., Any]]:
-    # nearly no environment has marked methods, and every rollout asks
-    cls: Any = type(env)
-    if marked_names(cls, kind) or any(type(value) in FUNCTION_TYPES for value in vars(env).values()):
-        return marked_methods(env, kind)
-    return []
-
-
 def gives_state_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True for `is_completed(state)`; the first generation gives the messages before it."""
     return "messages" not in kwargs and len(args) + ("state" in kwargs) == 1
@@ -240,7 +55,7 @@ def gives_state_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 async def is_completed_by_state(self: MultiTurnEnv, state: State, **_: Any) -> bool:
     """Ask every condition there is, as `is_completed` of the second generation, and note which one held."""
-    reason = await Conversation(self, state, overridden_steps(self, STEPS), {}).stop_reason()
+    reason = await Conversation(self, state, overridden_steps(self), {}).stop_reason()
     if reason is not None:
         state["stop_condition"] = state.get("stop_condition") or reason
     return reason is not None
@@ -299,7 +114,7 @@ class MultiTurnEnv(Environment):
     @default_step
     def max_turns_reached(self, state: State) -> Any:
         """Return True when `max_turns` is a bound and is reached; may be awaited or not."""
-        return AwaitableBool(_turns_are_over(self, state))
+        return AwaitableBool(turns_are_over(self, state))
 
     @default_step
     def prompt_too_long(self, state: State) -> Any:
@@ -317,7 +132,7 @@ class MultiTurnEnv(Environment):
     @default_step
     async def add_model_response(self, state: State, prompt_messages: Messages, response: ModelResponse) -> None:
         """Note an answer of the policy in the state: `responses`, `turn`, and a step of the trajectory."""
-        await Conversation(self, state, overridden_steps(self, STEPS), {}).add_response(prompt_messages, response)
+        await Conversation(self, state, overridden_steps(self), {}).add_response(prompt_messages, response)
 
     @default_step
     async def add_trajectory_step(self, state: State, trajectory_step: TrajectoryStep) -> None:
@@ -360,6 +175,11 @@ class MultiTurnEnv(Environment):
         state = await self._play(row, client, model, sampling_args, kwargs, keeps_errors=False)
         return state["completion"], state
 
+    def _play_row(self, row: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs) -> Awaitable[Any]:
+        if type(self).rollout is MultiTurnEnv.rollout and "rollout" not in vars(self):
+            return self._play(row, client, model, sampling_args, {}, keeps_errors=True)
+        return call_rollout(self, row, client, model, sampling_args)
+
     async def _play(
         self,
         row: RolloutInput,
@@ -370,7 +190,7 @@ class MultiTurnEnv(Environment):
         *,
         keeps_errors: bool,
     ) -> State:
-        own = overridden_steps(self, STEPS)
+        own = overridden_steps(self)
         if "init_state" in own:
             state = await maybe_await(self.init_state, row, client, model, sampling_args)
         else:
@@ -382,7 +202,7 @@ class MultiTurnEnv(Environment):
 
         # each runs, in order, whatever the others and the rollout raise
         async with contextlib.AsyncExitStack() as afterwards:
-            for cleanup in reversed(_marked(self, "cleanup")):
+            for cleanup in reversed(marked_methods_of(self, "cleanup")):
                 afterwards.push_async_callback(clean_up, cleanup)
             deadline = asyncio.timeout(self.timeout_seconds)
             try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verifiers.envs.classic.signatures import default_step, either_generation
+from verifiers.envs.classic.signatures import either_generation
+from verifiers.envs.conversation import default_step
 from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
 from verifiers.types import Messages, State
 

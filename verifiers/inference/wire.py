@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.types import AssistantMessage, MessageRecord
+
 __all__ = [
     "NEUTRAL_SAMPLING",
     "SampledTokens",
     "WireObject",
+    "assistant_message",
     "given_arguments",
     "neutral_where_unset",
     "overlong_response",
@@ -230,3 +233,29 @@ def overlong_response(model: str, message_type: str) -> WireObject:
             "usage": None,
         }
     )
+
+
+def assistant_message(message: Any) -> MessageRecord:
+    """Return the chat message of a response as plain data; tool calls and reasoning are kept."""
+    content, tool_calls = getattr(message, "content", None), getattr(message, "tool_calls", None)
+    reasoning = getattr(message, "reasoning_content", None)
+    plain = AssistantMessage(role="assistant", content=content or "")
+    if isinstance(tool_calls, list) and tool_calls:
+        plain["tool_calls"] = [_plain_tool_call(call) for call in tool_calls]
+        # read once, they answer to attributes also where they are then reached through items
+        for call in plain.tool_calls:
+            _ = call.function
+    if isinstance(reasoning, str) and reasoning:
+        plain["reasoning_content"] = reasoning
+    return plain
+
+
+def _plain_tool_call(call: Any) -> dict[str, Any]:
+    if isinstance(call, dict):
+        return call
+    function = call.function
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": function.name, "arguments": function.arguments},
+    }

@@ -8,13 +8,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
+from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, MissingTokenIdsError, ModelError, OverlongPromptError
 from verifiers.inference.limits import Limiter, NoMoreSlotsError, RolloutActivity, counted_slot
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import STRAGGLER, Rollout, RolloutRequest
-from verifiers.types import Failure, Outcome, State, Timing
+from verifiers.types import Failure, Outcome, RolloutInput, SamplingArgs, State, Timing
 
 __all__ = [
     "FATAL_ERRORS",
@@ -28,17 +29,18 @@ __all__ = [
 
 logger = logging.getLogger("verifiers.rollouts")
 
-PlaysRollout = Callable[[RolloutClient], Awaitable[Any]]
-"""A rollout of the environment, given its client; returns (completion, state), or the state."""
+PlaysRow = Callable[[RolloutInput, RolloutClient, str, SamplingArgs], Awaitable[Any]]
+"""A rollout by row, client, model and sampling arguments; it gives (completion, state), or the state."""
 
 FATAL_ERRORS = (ConfigError, MissingTokenIdsError, NoMoreSlotsError)
 """Errors that every other rollout would repeat: they end the run instead of one rollout."""
 
 
+@dataclass(slots=True)
 class BatchLimits:
     """The limits that all rollouts of one call of `run_rollouts` share.
 
-    Args:
+    Attributes:
         limiter: the semaphore of everything in flight.
         activity: counts what waits and runs.
         rollout_timeout_s: deadline of one rollout from its slot on, and of what the environment does beside its
@@ -47,23 +49,14 @@ class BatchLimits:
         on_end: called with each rollout's record when the rollout has ended.
     """
 
-    def __init__(
-        self,
-        limiter: Limiter,
-        activity: RolloutActivity,
-        rollout_timeout_s: float,
-        *,
-        raises: bool = False,
-        on_end: Callable[[RolloutRecord], None] | None = None,
-    ) -> None:
-        self.limiter = limiter
-        self.activity = activity
-        self.rollout_timeout_s = rollout_timeout_s
-        self.raises = raises
-        self.on_end = on_end
-        self._suspended = 0
-        self._is_dropped = False
-        self._own_time: asyncio.Timeout | None = None
+    limiter: Limiter
+    activity: RolloutActivity
+    rollout_timeout_s: float
+    raises: bool = False
+    on_end: Callable[[RolloutRecord], None] | None = None
+    _suspended: int = 0
+    _is_dropped: bool = False
+    _own_time: asyncio.Timeout | None = None
 
     def own_time(self) -> asyncio.Timeout:
         """Return a deadline, to be entered, of what the environment does while none of its rollouts waits or runs.
@@ -351,9 +344,19 @@ class BatchClient(Sequence[RolloutClient]):
         """Return the batch of the prompts at these places."""
         return self.only([self.records[index] for index in indices])
 
-    async def play(self, index: int, rollout: PlaysRollout) -> tuple[Any, State]:
-        """Run the rollout of prompt `index`; see `RolloutRecord.play`."""
-        return await self.records[index].play(self.limits, rollout)
+    async def play_rows(
+        self, rows: Sequence[RolloutInput], play: PlaysRow, model: str, sampling_args: SamplingArgs | None = None
+    ) -> list[tuple[Any, State]]:
+        """Play each row with its client, side by side; see `RolloutRecord.play`."""
+        given = self.sampling_args if sampling_args is None else sampling_args
+
+        async def play_row(row: RolloutInput, record: RolloutRecord) -> tuple[Any, State]:
+            row = {**row, "example_id": record.request.key.example_id}
+            return await record.play(self.limits, lambda client: play(row, client, model, dict(given)))
+
+        work = [play_row(row, record) for row, record in zip(rows, self.records, strict=True)]
+        # nothing runs beside a single one: a task of its own would only cost
+        return [await work[0]] if len(work) == 1 else await gather_owned(work)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -399,15 +402,11 @@ class BatchClient(Sequence[RolloutClient]):
 
     def _single(self) -> RolloutClient:
         if len(self.records) != 1:
-            _refuse_call(len(self.records))
+            raise ConfigError(
+                f"run_rollouts was given a client for {len(self.records)} prompts, and it was called as if it "
+                "belonged to one; call client[i] for prompt i, so that each rollout's tokens are recorded as its own."
+            )
         return self.records[0].client
-
-
-def _refuse_call(count: int) -> NoReturn:
-    raise ConfigError(
-        f"run_rollouts was given a client for {count} prompts, and it was called as if it belonged to one; call "
-        "client[i] for prompt i, so that each rollout's tokens are recorded as its own."
-    )
 
 
 def completion_and_state(result: Any) -> tuple[Any, State]:

@@ -22,7 +22,7 @@ async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, An
     Args:
         request: {"row": ..., "items": [{"text", "tokens", "messages"}], "timeout_s"}.
     """
-    from verifiers.envs.datasets import new_state
+    from verifiers.envs.conversation import new_state
     from verifiers.rubrics.scoring import call_score_group
 
     row, states = request["row"], []

@@ -7,16 +7,16 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from verifiers.types import SamplingArgs
+from verifiers.envs.conversation import call_model, offered_tools
+from verifiers.types import Messages, MessageType, ModelResponse, SamplingArgs, State
 
 __all__ = [
+    "asks_by_state",
+    "call_model_by_state",
     "call_rollout",
-    "default_step",
     "either_generation",
     "gives_rollout_input",
-    "overridden_steps",
     "takes_rollout_input",
-    "takes_state_first",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,18 +45,38 @@ def either_generation(
     return decorate
 
 
-def takes_state_first(method: Callable[..., Any]) -> bool:
-    """Return True where a method is written for the second generation: its first argument is the state."""
-    return _takes_state_first(getattr(method, "__func__", method))
+# -- get_model_response(client, model, prompt, ...) and get_model_response(state, prompt, ...) ---------------------
 
 
-@functools.lru_cache(maxsize=512)
-def _takes_state_first(function: Callable[..., Any]) -> bool:
-    try:
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
-    except (TypeError, ValueError):
-        return False
-    return names[:1] == ["state"]
+def asks_by_state(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True for `get_model_response(state, prompt, ...)`; the first generation gives the client first."""
+    return "state" in kwargs or bool(args and isinstance(args[0], Mapping))
+
+
+async def call_model_by_state(
+    env: Any,
+    state: State,
+    prompt: Messages,
+    client: Any = None,
+    model: str | None = None,
+    oai_tools: list[dict[str, Any]] | None = None,
+    sampling_args: SamplingArgs | None = None,
+    message_type: MessageType | None = None,
+    tool_defs: list[Any] | None = None,
+    **_: Any,
+) -> ModelResponse:
+    """`call_model` for an environment and a state, which has whatever is not given."""
+    given = tool_defs if oai_tools is None else oai_tools
+    tools = offered_tools(state, env.oai_tools) if given is None else given
+    return await call_model(
+        client if client is not None else state["client"],
+        model if model is not None else state["model"],
+        prompt,
+        message_type=message_type or env.message_type,
+        oai_tools=tools,
+        sampling_args=sampling_args if sampling_args is not None else state.get("sampling_args"),
+        logger=getattr(env, "logger", None),
+    )
 
 
 # -- rollout(client, model, prompt, ...) and rollout(input, client, model, ...) -----------------------------------
@@ -104,25 +124,3 @@ def _takes_rollout_input(function: Callable[..., Any]) -> bool:
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     input_first = names[:1] in (["input"], ["rollout_input"]) or names[1:2] == ["client"]
     return input_first or bool(getattr(function, "takes_rollout_input", False))
-
-
-# -- overrides of a method's default ---------------------------------------------------------------------------
-
-
-def default_step(method: F) -> F:
-    """Mark a method as a default step of the rollout loop, which then need not call it."""
-    method.__dict__["_is_default_step"] = True
-    return method
-
-
-def overridden_steps(env: Any, names: tuple[str, ...]) -> frozenset[str]:
-    """Return the steps that the environment's class, or the environment itself, has methods of its own for."""
-    kind: Any = type(env)
-    own = _class_overrides(kind, names)
-    set_on_env = vars(env).keys() & names
-    return own | set_on_env if set_on_env else own
-
-
-@functools.lru_cache(maxsize=512)
-def _class_overrides(kind: Any, names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(name for name in names if not getattr(getattr(kind, name), "_is_default_step", False))

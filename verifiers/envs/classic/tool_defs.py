@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from verifiers.envs.datasets import OfferedTools
 from verifiers.envs.tools import convert_func_to_oai_tool
 from verifiers.types import Record
 
 __all__ = [
     "ToolDef",
     "convert_func_to_tool_def",
-    "offered_tools",
     "openai_tools",
     "tool_defs_of",
 ]
@@ -94,14 +92,3 @@ def openai_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
     return [
         tool if type(tool) is dict and "function" in tool else dict(ToolDef.model_validate(tool)) for tool in tools
     ]
-
-
-def offered_tools(state: Mapping[str, Any], default: list[Any] | None) -> list[Any] | None:
-    """Return the tools of the next model call: what the environment has set in the state, else those it began with.
-
-    Args:
-        default: the environment's, for a state that names none.
-    """
-    named = [tools for name in ("tool_defs", "oai_tools") if (tools := state.get(name)) is not None]
-    own = [tools for tools in named if type(tools) is not OfferedTools]
-    return own[0] if own else next((tools for tools in named if tools), default)
