@@ -49,7 +49,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS)
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --ignore tests/clients --ignore tests/vllm
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --ignore tests/clients --ignore tests/vllm
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed
 	$(BIN)/python -m pytest tests/clients
