@@ -6,12 +6,14 @@ import os
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from verifiers.errors import ConfigError, WeightSyncError
-from verifiers.train.launch import launched_server
+from verifiers.train.launch import launched_server, share_cores
 
 SERVER = """
 import argparse, http.server, os, pathlib, signal, subprocess, threading, time
@@ -121,3 +123,38 @@ def is_running(pid: int) -> bool:
         return bool(Path(f"/proc/{pid}/cmdline").read_text())
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_trainer_leaves_cores_to_a_server_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    said = share_cores("http://127.0.0.1:8000/v1", torch.device("cpu"))
+    assert said is not None
+    assert "4 of 8 cores" in said
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("url", "device", "chosen"),
+    [
+        ("http://127.0.0.1:8000/v1", "cpu", "3"),
+        ("http://127.0.0.1:8000/v1", "cuda", None),
+        ("http://gpu-7:8000/v1", "cpu", None),
+    ],
+)
+def test_threads_are_left_alone(monkeypatch: pytest.MonkeyPatch, url: str, device: str, chosen: str | None) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    torch.set_num_threads(2)
+    assert share_cores(url, torch.device(device)) is None
+    assert torch.get_num_threads() == 2

@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--resume", action="store_true", help="resume from the newest complete checkpoint (the default)"
     )
     args = parser.parse_args(argv)
+    # read once, when torch is imported: idle threads must not spin on the server's cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
     from verifiers.train.termination import recorded
 
     return run_command(
@@ -94,7 +97,7 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
     check_model_exists(run.model.path, config.model_init_kwargs)
 
     from verifiers.train.evaluation.storage import evaluation_lines
-    from verifiers.train.launch import launched_server
+    from verifiers.train.launch import launched_server, share_cores
     from verifiers.train.trainer import GRPOTrainer
 
     _quiet_bars()
@@ -112,6 +115,8 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
             )
         elif run.server.url is not None:
             config.server_url = run.server.url
+        if config.server_url is not None and (line := share_cores(config.server_url, state.device)) and is_rank_0:
+            print(line, flush=True)
         peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None
         trainer = GRPOTrainer(
             run.model.path, env, config, peft_config=peft_config, curriculum=curriculum, eval_env=eval_env

@@ -12,11 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from verifiers.errors import ConfigError, WeightSyncError
 
-__all__ = ["installed_servers", "launched_server"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["installed_servers", "launched_server", "share_cores"]
 
 _END_S = 15.0
 """Longer than a server takes to end what it started itself."""
@@ -38,6 +42,32 @@ sys.exit(found[0].load()())
 def installed_servers() -> dict[str, str]:
     """Installed rollout servers by name, with what starts them ("module:function")."""
     return {point.name: point.value for point in entry_points(group="verifiers.servers")}
+
+
+def share_cores(server_url: str, device: torch.device) -> str | None:
+    """Compute with half of the CPU's cores, where the trainer and its rollout server share a machine without a GPU.
+
+    Two teams of threads that each take every core make a small model's steps several times slower.
+
+    Args:
+        server_url: of the rollout server; one on another machine leaves all cores to the trainer.
+        device: that the trainer computes on.
+
+    Returns:
+        A line for the user, or None where nothing was set: OMP_NUM_THREADS is set, which torchrun does for several
+        ranks, the trainer computes on a GPU, or the server is on another machine.
+    """
+    import torch
+
+    host = urlsplit(server_url).hostname
+    if "OMP_NUM_THREADS" in os.environ or device.type != "cpu" or host not in ("localhost", "127.0.0.1", "::1"):
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // 2)
+    torch.set_num_threads(threads)
+    return (
+        f"the trainer computes with {threads} of {cores} cores beside the server; OMP_NUM_THREADS sets another number"
+    )
 
 
 @contextlib.contextmanager
