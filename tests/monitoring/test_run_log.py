@@ -25,7 +25,6 @@ from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.types import Failure, Outcome, RolloutKey
 
-
 ARGS: Any = types.SimpleNamespace(rollout_chunk_size=64)
 
 
