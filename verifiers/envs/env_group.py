@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers.concurrency import gather_owned
-from verifiers.envs.classic.signatures import (
+from verifiers.envs.classic.token_processing import TokenLists
+from verifiers.envs.environment import Environment
+from verifiers.envs.signatures import (
     call_rollout,
     either_generation,
     gives_rollout_input,
     takes_rollout_input,
 )
-from verifiers.envs.classic.token_processing import TokenLists
-from verifiers.envs.environment import Environment
 from verifiers.errors import ConfigError
 from verifiers.rollouts.batch_client import BatchClient, completion_and_state
 from verifiers.rubrics.rubric import Rubric

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.envs import datasets
 from verifiers.envs.classic import batch_api, token_processing
-from verifiers.envs.classic.signatures import asks_by_state, call_model_by_state, call_rollout, either_generation
 from verifiers.envs.classic.tool_defs import openai_tools, tool_defs_of
 from verifiers.envs.conversation import call_model, default_step, new_state, tools_of_info
 from verifiers.envs.lifecycle import run_teardown
+from verifiers.envs.signatures import asks_by_state, call_model_by_state, call_rollout, either_generation
 from verifiers.errors import ConfigError
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser

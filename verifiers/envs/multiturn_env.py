@@ -8,12 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from verifiers.envs.classic.signatures import (
-    call_rollout,
-    either_generation,
-    gives_rollout_input,
-    takes_rollout_input,
-)
 from verifiers.envs.conversation import (
     Conversation,
     conversation_of,
@@ -26,6 +20,12 @@ from verifiers.envs.conversation import (
 )
 from verifiers.envs.environment import Environment
 from verifiers.envs.lifecycle import AwaitableBool, maybe_await
+from verifiers.envs.signatures import (
+    call_rollout,
+    either_generation,
+    gives_rollout_input,
+    takes_rollout_input,
+)
 from verifiers.errors import ConfigError, Error, MissingTokenIdsError, OverlongPromptError
 from verifiers.types import Info, Messages, ModelResponse, RolloutInput, SamplingArgs, State, TrajectoryStep
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from verifiers.envs.classic.signatures import either_generation
 from verifiers.envs.conversation import default_step
 from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
+from verifiers.envs.signatures import either_generation
 from verifiers.types import Messages, State
 
 __all__ = ["SingleTurnEnv"]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.concurrency import gather_owned
-from verifiers.envs.classic.signatures import either_generation
 from verifiers.envs.lifecycle import maybe_await
 from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
+from verifiers.envs.signatures import either_generation
 from verifiers.envs.tools import (
     NOT_FOR_THE_MODEL,
     RequestedCall,
