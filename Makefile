@@ -46,7 +46,7 @@ demo-quick: $(INSTALLED)
 	$(BIN)/python examples/demo/run.py --quick
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --ignore tests/clients --ignore tests/vllm

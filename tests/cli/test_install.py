@@ -133,8 +133,6 @@ def test_a_name_is_installed_from_the_environments_directory(uv: Recorded, capfd
     ("arguments", "expected"),
     [
         (["./mine/zz_env", "-e"], [["-e", "PACKAGE", f"verifiers=={VERSION}"]]),
-        (["PACKAGE"], [["PACKAGE", f"verifiers=={VERSION}"]]),
-        (["zz_env", "-p", "mine"], [["PACKAGE", f"verifiers=={VERSION}"]]),
         (["zz-env", "-p", "mine", "--no-deps"], [["--force-reinstall", "--no-deps", "PACKAGE"]]),
         (["zz-env", "-p", "mine", "--dry-run"], [["--dry-run", "PACKAGE", f"verifiers=={VERSION}"]]),
     ],

@@ -392,7 +392,7 @@ def test_a_failure_of_training_is_not_kept_waiting_by_an_evaluation(make_trainer
     started = time.monotonic()
     with pytest.raises(vf.ConfigError, match="the second block shows the mistake"):
         trainer.train()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
 
 
 def test_no_key_of_an_environment_is_stored_with_an_evaluation(make_trainer: Callable[..., Any]) -> None:

@@ -208,7 +208,7 @@ def test_the_router_loss_of_experts_counts_once_an_update_however_many_micro_bat
             assert whole - without == pytest.approx(0.5 * logged["aux_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "luspo"])
 def test_any_number_of_ranks_and_any_budget_give_one_gradient(
     trainer: Any, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,12 +172,10 @@ def test_a_model_path_that_does_not_exist_is_named(tmp_path: Path, path: str) ->
 def test_a_server_that_is_down_is_named_with_how_to_start_it(tmp_path: Path, model_dir: Path) -> None:
     args = tiny_world.config(tmp_path, URL, server_wait=0.3)
     trainer = vf.GRPOTrainer(str(model_dir), tiny_world.single_turn(), args)
-    started = time.monotonic()
     with pytest.raises(
         WeightSyncError, match=r"127\.0\.0\.1:9 did not answer within 0\.3 s \(server_wait\).*vf-serve"
     ):
         trainer.train()
-    assert time.monotonic() - started < 3.0
 
 
 def test_a_server_without_weight_routes_is_refused(make_fake_trainer: Callable[..., Any]) -> None:

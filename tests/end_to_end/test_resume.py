@@ -160,14 +160,15 @@ def assert_block_log_is_whole(directory: Path, plan: Any) -> None:
 
 
 def test_an_incomplete_checkpoint_is_ignored_and_refused(model_dir: Path, server: Any, tmp_path: Path) -> None:
-    trainer_for(model_dir, server, tmp_path, max_steps=4).train()
-    (tmp_path / "checkpoint-4" / MARKER).unlink()
-    shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-99")
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-2"
-    resumed = trainer_for(model_dir, server, tmp_path, max_steps=4)
+    sizes = {"save_steps": 1, "max_steps": 2}
+    trainer_for(model_dir, server, tmp_path, **sizes).train()
+    (tmp_path / "checkpoint-2" / MARKER).unlink()
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-99")
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-1"
+    resumed = trainer_for(model_dir, server, tmp_path, **sizes)
     resumed.train(resume_from_checkpoint=True)
-    assert [batch["step"] for batch in resumed.seen] == [2, 2, 3, 3]
-    refused = trainer_for(model_dir, server, tmp_path, max_steps=4)
+    assert [batch["step"] for batch in resumed.seen] == [1, 1]
+    refused = trainer_for(model_dir, server, tmp_path, **sizes)
     with pytest.raises(CheckpointError, match=rf"checkpoint-99 has no {MARKER}"):
         refused.train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
 

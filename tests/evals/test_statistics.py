@@ -136,10 +136,10 @@ def test_both_ways_to_a_quantile_of_t_agree_where_they_meet() -> None:
 
 
 def test_a_quantile_of_t_takes_milliseconds() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     for degrees in range(300, 320):
         t_quantile(0.973, degrees)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_paired_difference_sees_what_separate_intervals_hide() -> None:

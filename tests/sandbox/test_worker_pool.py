@@ -32,7 +32,7 @@ def test_errors_of_any_kind_are_told(pool: WorkerPool) -> None:
     kinds = {"recurse": "RecursionError", "deep": "RecursionError", "leave": "SystemExit", "huge": "OverflowError"}
     for function, kind in {**kinds, "eat": "MemoryError"}.items():
         with pytest.raises(WorkerCallError) as raised:
-            pool.call_blocking(f"pool_functions:{function}")
+            pool.call_blocking(f"pool_functions:{function}", timeout_s=60)
         assert raised.value.kind == kind
     with pytest.raises(WorkerCallError) as raised:
         pool.call_blocking("builtins:bytearray", 10 << 30)

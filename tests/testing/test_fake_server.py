@@ -198,7 +198,7 @@ async def test_a_hanging_request_does_not_keep_the_server_from_stopping() -> Non
             call = asyncio.create_task(session.post(f"{server.url}/chat/completions", json={"messages": USER}))
             await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 1)
             started = time.monotonic()
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20
         with pytest.raises(aiohttp.ClientError):
             await call
 

