@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
-from verifiers.train.validation import refuse_short_ddp_timeout, refuse_unworkable_sharding
+from verifiers.train.validation import check_processes, refuse_short_ddp_timeout
 
 
 def settings(tmp_path: Path, **given: Any) -> GRPOConfig:
@@ -20,22 +20,23 @@ def settings(tmp_path: Path, **given: Any) -> GRPOConfig:
 
 def ranks(kind: DistributedType, *, is_fsdp2: bool = True, zero_stage: int = 2) -> Any:
     plugin = SimpleNamespace(zero_stage=zero_stage)
-    return SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2, state=SimpleNamespace(deepspeed_plugin=plugin))
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    return SimpleNamespace(num_processes=1, distributed_type=kind, is_fsdp2=is_fsdp2, state=state)
 
 
 def test_the_first_version_of_fsdp_is_refused_with_the_setting_of_the_second(tmp_path: Path) -> None:
-    refuse_unworkable_sharding(ranks(DistributedType.FSDP), settings(tmp_path))
+    check_processes(ranks(DistributedType.FSDP), settings(tmp_path))
     with pytest.raises(ConfigError, match="fsdp_version: 2"):
-        refuse_unworkable_sharding(ranks(DistributedType.FSDP, is_fsdp2=False), settings(tmp_path))
+        check_processes(ranks(DistributedType.FSDP, is_fsdp2=False), settings(tmp_path))
 
 
 def test_a_copy_of_the_policy_in_this_process_is_refused_where_no_process_holds_all_of_it(tmp_path: Path) -> None:
     copying = settings(tmp_path, rollout_device="cpu")
-    refuse_unworkable_sharding(ranks(DistributedType.MULTI_CPU), copying)
-    refuse_unworkable_sharding(ranks(DistributedType.DEEPSPEED, zero_stage=2), copying)
+    check_processes(ranks(DistributedType.MULTI_CPU), copying)
+    check_processes(ranks(DistributedType.DEEPSPEED, zero_stage=2), copying)
     for sharded in (ranks(DistributedType.FSDP), ranks(DistributedType.DEEPSPEED, zero_stage=3)):
         with pytest.raises(ConfigError, match="rollout_device='cpu'"):
-            refuse_unworkable_sharding(sharded, copying)
+            check_processes(sharded, copying)
 
 
 def test_deadlines_that_outlast_the_other_ranks_wait_are_refused_with_their_sum(tmp_path: Path) -> None:

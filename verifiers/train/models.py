@@ -54,12 +54,12 @@ def check_model_path(name_or_path: str) -> None:
 
 @contextlib.contextmanager
 def raises_load_error(
-    name_or_path: str, of: tuple[type[Exception], ...] = (OSError, ValueError), *, exact: bool = False
+    model: Any, of: tuple[type[Exception], ...] = (OSError, ValueError), *, exact: bool = False
 ) -> Iterator[None]:
     """Raise ConfigError for what the hub or the files raise while a model or a tokenizer is loaded.
 
     Args:
-        name_or_path: the model.
+        model: its path or hub name; for a model that is loaded, nothing is converted.
         of: the types of exceptions to convert.
         exact: convert only these types themselves, where subclasses are raised for other reasons.
 
@@ -69,11 +69,11 @@ def raises_load_error(
     try:
         yield
     except of as error:
-        if isinstance(error, Error) or (exact and type(error) not in of):
+        if not isinstance(model, str) or isinstance(error, Error) or (exact and type(error) not in of):
             raise
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"the model {name_or_path!r} cannot be loaded ({said[0].rstrip('. ')}); give a directory written by "
+            f"the model {model!r} cannot be loaded ({said[0].rstrip('. ')}); give a directory written by "
             "save_pretrained, or a hub name such as 'Qwen/Qwen3-0.6B'."
         ) from error
 

@@ -8,7 +8,6 @@ names of TRL that are used.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,7 @@ from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
 from verifiers.train.loss.grpo_loss import CorrectedLoss, micro_step_loss, only_advantages_matter
 from verifiers.train.loss.logprobs import PolicyLogprobs
-from verifiers.train.models import (
-    check_model_path,
-    disable_dropout,
-    get_tokenizer,
-    hub_options,
-    raises_load_error,
-)
+from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.planned_run import planned_run
 from verifiers.train.rollout_session import RolloutSession
@@ -126,8 +119,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         eval_sets = choose_eval_sets(env, eval_dataset, eval_env, most=args.num_eval_prompts)
         check_eval_sets(args, eval_sets)
         # a hub that refuses a push raises subclasses
-        by_name = raises_load_error(model, (OSError,), exact=True) if isinstance(model, str) else None
-        with by_name or contextlib.nullcontext():
+        with raises_load_error(model, (OSError,), exact=True):
             super().__init__(
                 model=model,
                 reward_funcs=_rewards_come_from_the_environment,

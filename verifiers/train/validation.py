@@ -34,7 +34,6 @@ __all__ = [
     "refuse_mid_block_saves",
     "refuse_short_ddp_timeout",
     "refuse_unsupported_fields",
-    "refuse_unworkable_sharding",
 ]
 
 LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo")
@@ -368,23 +367,14 @@ def _waits_of_rank_0(args: GRPOConfig) -> list[list[tuple[str, float]]]:
 
 
 def check_processes(accelerator: Any, args: GRPOConfig) -> None:
-    """Refuse settings that do not go together with the processes of a run.
-
-    Raises:
-        ConfigError: with what to set instead.
-    """
-    refuse_unworkable_sharding(accelerator, args)
-    refuse_short_ddp_timeout(args, accelerator.num_processes)
-
-
-def refuse_unworkable_sharding(accelerator: Any, args: GRPOConfig) -> None:
-    """Refuse what needs whole weights on one rank, or another kind of sharding than is known here.
+    """Refuse deadlines and sharding under which the processes of a run cannot work together.
 
     Raises:
         ConfigError: with what to set instead.
     """
     from accelerate.utils import DistributedType
 
+    refuse_short_ddp_timeout(args, accelerator.num_processes)
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ConfigError(
