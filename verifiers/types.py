@@ -35,6 +35,7 @@ __all__ = [
     "SamplingArgs",
     "State",
     "SystemMessage",
+    "ToolCall",
     "ToolMessage",
     "TrajectoryStep",
     "UserMessage",
@@ -139,14 +140,28 @@ class _Part(Record):
         raise AttributeError(f"this part of a message has no field {name!r}; it has {sorted(self)}")
 
 
+class ToolCall(_Part):
+    """A tool call of an assistant message, in OpenAI's form; `ToolCall(id="...", name="...", arguments="{}")`."""
+
+    def __init__(self, id: str = "", name: str = "", arguments: str = "{}") -> None:  # noqa: A002
+        super().__init__(id=id, type="function", function={"name": name, "arguments": arguments})
+
+
 def _readable(owner: dict[str, Any], name: str) -> Any:
     """Return a field whose dicts answer to attributes; they are put back, so that what is written to them stays."""
     value = owner[name]
     if type(value) is dict:
         value = owner[name] = _Part(value)
     elif type(value) is list:
-        value[:] = [_Part(item) if type(item) is dict else item for item in value]
+        value[:] = [_part(item) if type(item) is dict else item for item in value]
     return value
+
+
+def _part(fields: dict[str, Any]) -> _Part:
+    kind = ToolCall if "function" in fields else _Part
+    part = kind.__new__(kind)
+    part.update(fields)
+    return part
 
 
 def _dumped(value: Any) -> Any:

@@ -147,3 +147,71 @@ async def test_a_timeout_of_the_environments_own_is_no_end_by_timeout_seconds(ro
 
     with pytest.raises(TimeoutError, match="the game server"):
         await Fails(dataset=rows, timeout_seconds=60).evaluate(client, "m", num_examples=1)
+
+
+# -- datasets that are built when they are first used -----------------------------------------------------------
+
+
+async def test_a_dataset_given_as_a_function_is_built_once_when_it_is_first_used(
+    rows: Rows, client: FakeClient
+) -> None:
+    built: list[str] = []
+
+    def train() -> Rows:
+        built.append("train")
+        return rows
+
+    def held_out() -> Rows:
+        built.append("eval")
+        return rows[:1]
+
+    env = vf.SingleTurnEnv(dataset=train, eval_dataset=held_out, system_prompt="Be brief.")
+    assert built == []
+    results = await env.evaluate(client, "m")
+    assert (built, len(results.prompt), results.prompt[0][0]["content"]) == (["eval"], 1, "Be brief.")
+    assert len(env.get_dataset(n=2)) == 2
+    assert env.build_dataset() is env.dataset
+    assert built == ["eval", "train"]
+
+
+def test_groups_and_late_assignments_take_datasets_as_functions(rows: Rows) -> None:
+    env = vf.SingleTurnEnv(dataset=lambda: rows)
+    group = vf.EnvGroup([env, vf.SingleTurnEnv(eval_dataset=lambda: rows)], env_names=["a", "b"])
+    assert list(group.get_dataset()["task"]) == ["a"] * 3
+    assert list(group.get_eval_dataset()["task"]) == ["a"] * 3 + ["b"] * 3
+    env.dataset = lambda: rows[:1]
+    assert len(env.get_dataset()) == 1
+
+
+# -- tool calls -------------------------------------------------------------------------------------------------
+
+
+def test_a_tool_call_is_made_of_its_fields_and_is_openais_dict() -> None:
+    call = vf.ToolCall(id="c1", name="add", arguments='{"a": 1}')
+    assert (call.id, call.name, call.arguments) == ("c1", "add", '{"a": 1}')
+    assert call == {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    message = vf.AssistantMessage(content="", tool_calls=[call])
+    assert message.tool_calls[0].function.name == "add"
+    read = vf.AssistantMessage(content=[{"type": "text", "text": "t"}], tool_calls=[dict(call)])
+    assert isinstance(read.tool_calls[0], vf.ToolCall)
+    assert not isinstance(read.content[0], vf.ToolCall)
+
+
+def test_a_functions_definition_is_a_tool() -> None:
+    from verifiers.utils.tool_utils import convert_func_to_oai_tool, convert_func_to_tool_def
+
+    def add(a: int) -> int:
+        """Add one.
+
+        Args:
+            a: what to add to.
+        """
+        return a + 1
+
+    tool = convert_func_to_tool_def(add)
+    assert isinstance(tool, vf.Tool)
+    assert (tool.name, tool.description, tool.strict) == ("add", "Add one.", True)
+    assert tool == convert_func_to_oai_tool(add)
+    tool.parameters["properties"].pop("a")
+    tool.name = "plus"
+    assert (tool["function"]["name"], tool["function"]["parameters"]["properties"]) == ("plus", {})

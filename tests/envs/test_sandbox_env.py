@@ -201,10 +201,10 @@ async def test_a_post_rollout_that_fails_still_closes_the_sandbox(opened: Any) -
     assert opened[0].closed == 1
 
 
-async def test_states_hold_the_sandboxes_id_alone(opened: Any) -> None:
+async def test_states_hold_the_sandboxes_id_and_times_alone(opened: Any) -> None:
     plain = await vf.ToolEnv(eval_dataset=ROWS).rollout({"prompt": ASK}, FakeClient("done"), "m")
     rollout = await run_one(vf.SandboxEnv(eval_dataset=ROWS), bash("a"), "done")
-    assert set(rollout.state) - set(plain) <= {"sandbox_id"}
+    assert set(rollout.state) - set(plain) == {"sandbox_id", "sandbox_state"}
     assert isinstance(rollout.state["sandbox_id"], str)
 
 

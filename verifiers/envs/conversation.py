@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.envs.classic.token_processing import object_tokens
-from verifiers.envs.classic.tool_defs import openai_tools
 from verifiers.envs.lifecycle import FUNCTION_TYPES, marked_methods, marked_names, maybe_await
+from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
 from verifiers.inference.endpoint import is_context_overflow
 from verifiers.inference.wire import WireObject, assistant_message, overlong_response, plain_data, sampled_tokens

@@ -13,7 +13,7 @@ from verifiers.types import ChatMessage, Info, Messages, MessageType
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["format_dataset", "format_prompt", "row_fields"]
+__all__ = ["LazyDataset", "format_dataset", "format_prompt", "formatted", "row_fields"]
 
 
 def format_prompt(
@@ -159,3 +159,30 @@ def _map(table: Dataset, function: Any) -> Dataset:
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+def formatted(env: Any, dataset: Any) -> Any:
+    """Return the dataset as the environment formats it; a function that will return one is left for `LazyDataset`."""
+    return (
+        dataset
+        if dataset is None or callable(dataset)
+        else env.format_dataset(dataset, env.system_prompt, env.few_shot)
+    )
+
+
+class LazyDataset:
+    """A dataset as an attribute of an environment; a function in its place is called at the first reading."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, env: Any, owner: type | None = None) -> Any:
+        if env is None:
+            return self
+        dataset = env.__dict__.get(self._name)
+        if callable(dataset):
+            dataset = env.__dict__[self._name] = formatted(env, dataset())
+        return dataset
+
+    def __set__(self, env: Any, dataset: Any) -> None:
+        env.__dict__[self._name] = dataset

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.envs import datasets
 from verifiers.envs.classic import batch_api, token_processing
-from verifiers.envs.classic.tool_defs import openai_tools, tool_defs_of
+from verifiers.envs.classic.tool_defs import ToolDefs
 from verifiers.envs.conversation import call_model, default_step, new_state, tools_of_info
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.envs.signatures import asks_by_state, call_model_by_state, call_rollout, either_generation
+from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser
@@ -42,7 +43,8 @@ class Environment:
 
     Args:
         dataset: training rows, a `datasets.Dataset` or a list of dicts with `prompt` (messages or a string) or
-            `question`, and optionally `answer`, `info` (a dict or JSON text), `task`.
+            `question`, and optionally `answer`, `info` (a dict or JSON text), `task`; or a function that returns
+            them, called when they are first needed.
         eval_dataset: held-out rows of the same form.
         system_prompt: put before every question, in chat mode.
         few_shot: example messages put between the system prompt and the question.
@@ -61,8 +63,8 @@ class Environment:
 
     def __init__(
         self,
-        dataset: Dataset | Sequence[Mapping[str, Any]] | None = None,
-        eval_dataset: Dataset | Sequence[Mapping[str, Any]] | None = None,
+        dataset: Dataset | Sequence[Mapping[str, Any]] | Callable[[], Any] | None = None,
+        eval_dataset: Dataset | Sequence[Mapping[str, Any]] | Callable[[], Any] | None = None,
         system_prompt: str | None = None,
         few_shot: list[ChatMessage] | None = None,
         parser: Parser | None = None,
@@ -97,23 +99,14 @@ class Environment:
             raise ConfigError(
                 'system_prompt and few_shot are not supported for completion tasks; use message_type="chat".'
             )
-        self.dataset = None if dataset is None else self.format_dataset(dataset, system_prompt, few_shot)
-        self.eval_dataset = (
-            None if eval_dataset is None else self.format_dataset(eval_dataset, system_prompt, few_shot)
-        )
+        self.dataset = datasets.formatted(self, dataset)
+        self.eval_dataset = datasets.formatted(self, eval_dataset)
         for name, value in kwargs.items():
             setattr(self, name, value)
 
-    @property
-    def tool_defs(self) -> list[Any] | None:
-        """The second generation's name of `oai_tools`: the same list, its items `vf.Tool`s."""
-        if self.oai_tools is not None:
-            self.oai_tools = tool_defs_of(self.oai_tools)
-        return self.oai_tools
-
-    @tool_defs.setter
-    def tool_defs(self, tools: Sequence[Any] | None) -> None:
-        self.oai_tools = None if tools is None else tool_defs_of(tools)
+    dataset = datasets.LazyDataset()
+    eval_dataset = datasets.LazyDataset()
+    tool_defs = ToolDefs()
 
     # -- data -----------------------------------------------------------------------------------------------
 
@@ -135,6 +128,14 @@ class Environment:
         return datasets.format_dataset(
             dataset, system_prompt, few_shot, question_key, answer_key, message_type=self.message_type
         )
+
+    def build_dataset(self) -> Dataset | None:
+        """Return the training rows, all of them; None where there are none."""
+        return self.dataset
+
+    def build_eval_dataset(self) -> Dataset | None:
+        """Return the held-out rows, all of them; None where there are none."""
+        return self.eval_dataset
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
         """Return the training rows; the first `n` of them, after a shuffle where `seed` is given.

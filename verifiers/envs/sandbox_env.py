@@ -6,13 +6,22 @@ import asyncio
 import dataclasses
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.envs.lifecycle import cleanup, teardown
+from verifiers.envs.classic.sandboxes import (
+    SandboxClient,
+    SandboxRequest,
+    SandboxState,
+    new_sandbox_state,
+)
+from verifiers.envs.conversation import takes_state_first
+from verifiers.envs.lifecycle import cleanup, maybe_await, teardown
 from verifiers.envs.python_repl import PythonInterpreter, python_command
+from verifiers.envs.signatures import AwaitableDict
 from verifiers.envs.tool_env import StatefulToolEnv, result_text
 from verifiers.envs.tools import NOT_FOR_THE_MODEL
 from verifiers.errors import ConfigError, SandboxError
@@ -28,6 +37,9 @@ _IDLE_COMMAND = "tail -f /dev/null"
 class _Slot:
     """A rollout's place for its sandbox, which is opened when it is first needed."""
 
+    spec: SandboxSpec
+    classic_state: SandboxState
+    start_command: str
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     sandbox: Sandbox | None = None
 
@@ -37,7 +49,8 @@ class SandboxEnv(StatefulToolEnv):
 
     The sandbox is opened when it is first needed and closed when the rollout ends, however it ends. A command that
     fails or runs too long is told to the policy; a sandbox that dies ends the rollout as `environment_error`.
-    States and stored rows hold the sandbox's id alone, in `state["sandbox_id"]`.
+    States and stored rows hold the sandbox's id in `state["sandbox_id"]` and, for packages of the classic API, its
+    times in `state["sandbox_state"]`.
 
     Args:
         spec: isolation level and limits of the sandboxes; see `verifiers.sandbox`.
@@ -95,33 +108,60 @@ class SandboxEnv(StatefulToolEnv):
         self.timeout_minutes = timeout_minutes
         self.labels = list(labels or ())
         self._slots: dict[str, _Slot] = {}
+        self.sandbox_client = SandboxClient(self._opened, self._close)
+        self.sandbox_request = SandboxRequest(
+            name=sandbox_name,
+            docker_image=docker_image,
+            start_command=start_command,
+            cpu_cores=cpu_cores,
+            memory_gb=memory_gb,
+            disk_size_gb=disk_size_gb,
+            timeout_minutes=timeout_minutes,
+            environment_vars=dict(environment_vars or {}),
+            labels=self.labels,
+        )
         super().__init__(**kwargs)
-        self._add_bounded_tool(self.bash)
+        self._add_bounded_tool(self.bash, ("sandbox_id", "sandbox_state", "working_dir"))
 
     # -- the tool -------------------------------------------------------------------------------------------
 
-    async def bash(self, command: str, sandbox_id: str) -> str:
+    async def bash(
+        self,
+        command: str,
+        sandbox_id: str,
+        sandbox_state: dict[str, Any] | None = None,
+        working_dir: str | None = None,
+    ) -> str:
         """Run a command with bash and get its output.
 
         Args:
             command: the command line; each call is a new shell in the same directory.
             sandbox_id: the rollout's sandbox, supplied by the environment.
+            sandbox_state: its times, supplied by the environment.
+            working_dir: the directory, supplied by the environment.
         """
-        sandbox = await self._opened(sandbox_id)
-        result = await sandbox.run(command, timeout_s=self.timeout_per_command_s)
-        return result_text(result, self.max_output_chars, self.timeout_per_command_s)
+        timed = await self.sandbox_client.run(sandbox_id, command, working_dir, self.timeout_per_command_s)
+        if sandbox_state is not None:
+            sandbox_state["command_execution_times"].append(timed.duration_s)
+        return result_text(timed.result, self.max_output_chars, self.timeout_per_command_s)
 
-    async def update_tool_args(
+    # overrides of either kind, sync and async, call this one
+    def update_tool_args(  # type: ignore[override]
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Supply `sandbox_id` to the tools that hide it."""
-        if "sandbox_id" in self.skipped_args.get(tool_name, ()):
-            return {**tool_args, "sandbox_id": self._sandbox_id(state)}
-        return tool_args
+    ) -> AwaitableDict:
+        """Supply `sandbox_id`, `sandbox_state` and `working_dir` to tools that hide them; may be awaited or not."""
+        sandbox_id = self._sandbox_id(state)
+        supplied = {
+            "sandbox_id": sandbox_id,
+            "sandbox_state": state["sandbox_state"],
+            "working_dir": state.get("working_dir"),
+        }
+        hidden = self.skipped_args.get(tool_name, ())
+        return AwaitableDict({**tool_args, **{name: supplied[name] for name in supplied if name in hidden}})
 
-    def _add_bounded_tool(self, tool: Callable[..., Any]) -> None:
+    def _add_bounded_tool(self, tool: Callable[..., Any], hidden: Sequence[str] = ("sandbox_id",)) -> None:
         """Add a tool that takes a hidden sandbox_id, and whose calls the sandbox ends in time."""
-        self.add_tool(tool, args_to_skip=["sandbox_id"])
+        self.add_tool(tool, args_to_skip=hidden)
         name = next(reversed(self.tool_map))
         source, prepared = self._prepared[name]
         self._prepared[name] = (source, dataclasses.replace(prepared, has_own_deadline=True))
@@ -139,10 +179,15 @@ class SandboxEnv(StatefulToolEnv):
     async def prepare_sandbox(self, sandbox: Sandbox) -> None:
         """Prepare a new sandbox before anything runs in it. Override it to put files there."""
 
+    def get_sandbox_request(self, state: State) -> SandboxRequest:
+        """Return what the rollout's sandbox is to be like. Override it where rows want different ones."""
+        return self.sandbox_request.model_copy()
+
     async def post_rollout(self, state: State) -> None:
         """Read from the sandbox what rewards need, and keep that in the state. Override it.
 
-        Called at the end of a rollout, before its sandbox is closed, unless the rollout failed or was cancelled.
+        The first generation's overrides are `post_rollout(messages, state)`. Called at the end of a rollout, before
+        its sandbox is closed, unless the rollout failed or was cancelled.
         """
 
     async def setup_state(self, state: State, **kwargs: Any) -> State:
@@ -151,12 +196,13 @@ class SandboxEnv(StatefulToolEnv):
         return state
 
     @cleanup(priority=-100)
-    async def close_sandbox(self, state: State) -> None:
+    async def destroy_sandbox(self, state: State) -> None:
         """Close the rollout's sandbox, after `post_rollout` and after other clean-ups, which may need it."""
         try:
             # without a reason to stop, the loop was left by an error or a cancellation
             if state.get("stop_condition") and not state.get("error"):
-                await self.post_rollout(state)
+                by_state = takes_state_first(self.post_rollout)
+                await maybe_await(self.post_rollout, *((state,) if by_state else (state.get("completion"), state)))
         finally:
             await self._close(state.get("sandbox_id") or "")
 
@@ -170,8 +216,23 @@ class SandboxEnv(StatefulToolEnv):
         sandbox_id: str | None = state.get("sandbox_id")
         if not sandbox_id:
             sandbox_id = state["sandbox_id"] = uuid.uuid4().hex
-        self._slots.setdefault(sandbox_id, _Slot())
+        if sandbox_id not in self._slots:
+            spec, start_command = self.spec, self.start_command
+            if type(self).get_sandbox_request is not SandboxEnv.get_sandbox_request:
+                request = self.get_sandbox_request(state)
+                spec, start_command = self._spec_of(request), request["start_command"]
+            state["sandbox_state"] = new_sandbox_state()
+            self._slots[sandbox_id] = _Slot(spec, state["sandbox_state"], start_command)
         return sandbox_id
+
+    def _spec_of(self, request: SandboxRequest) -> SandboxSpec:
+        """Return the environment's spec with what the request of one rollout asks for."""
+        sizes = {"memory_bytes": request.get("memory_gb"), "disk_bytes": request.get("disk_size_gb")}
+        limits: dict[str, Any] = {name: int(gb * (1 << 30)) for name, gb in sizes.items() if gb is not None}
+        env = {**self.spec.env, **(request.get("environment_vars") or {})}
+        spec = dataclasses.replace(self.spec, **limits, env=env)
+        image = request.get("docker_image")
+        return spec if image == self.sandbox_request.docker_image else _with_image(spec, image)
 
     async def _opened(self, sandbox_id: str) -> Sandbox:
         from verifiers.sandbox import open_sandbox
@@ -181,16 +242,19 @@ class SandboxEnv(StatefulToolEnv):
             raise ConfigError(f"There is no sandbox {sandbox_id!r}: its rollout has ended.")
         async with slot.opening:
             if slot.sandbox is None:
-                sandbox = await open_sandbox(self.spec)
+                started = time.perf_counter()
+                sandbox = await open_sandbox(slot.spec)
                 # known before it is prepared, so that it is closed though preparing may fail
                 slot.sandbox = sandbox
-                await self._prepare(sandbox)
+                await self._prepare(sandbox, slot.start_command)
+                slot.classic_state["ready_wait_time"] = time.perf_counter() - started
+                slot.classic_state["ready"] = True
         return slot.sandbox
 
-    async def _prepare(self, sandbox: Sandbox) -> None:
+    async def _prepare(self, sandbox: Sandbox, start_command: str) -> None:
         try:
-            if self.start_command != _IDLE_COMMAND:
-                await sandbox.start(["sh", "-c", self.start_command])
+            if start_command != _IDLE_COMMAND:
+                await sandbox.start(["sh", "-c", start_command])
             await self.prepare_sandbox(sandbox)
         except NOT_FOR_THE_MODEL:
             raise
@@ -309,8 +373,8 @@ class PythonEnv(SandboxEnv):
         """Run code in the rollout's interpreter, for the environment's own use, such as in `post_rollout`."""
         return await self.python(code, self._sandbox_id(state))
 
-    async def _prepare(self, sandbox: Sandbox) -> None:
-        await super()._prepare(sandbox)
+    async def _prepare(self, sandbox: Sandbox, start_command: str) -> None:
+        await super()._prepare(sandbox, start_command)
         if self.pip_install_packages and not self._packages_checked:
             self._packages_checked = True
             names = [re.split(r"[\s\[<>=!~;@]", package, maxsplit=1)[0] for package in self.pip_install_packages]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from typing import Any, TypeVar
 
 from verifiers.envs.conversation import call_model, offered_tools
 from verifiers.types import Messages, MessageType, ModelResponse, SamplingArgs, State
 
 __all__ = [
+    "AwaitableDict",
     "asks_by_state",
     "call_model_by_state",
     "call_rollout",
@@ -77,6 +78,14 @@ async def call_model_by_state(
         sampling_args=sampling_args if sampling_args is not None else state.get("sampling_args"),
         logger=getattr(env, "logger", None),
     )
+
+
+class AwaitableDict(dict[str, Any]):
+    """A dict that may also be awaited, from methods that overrides call in either way."""
+
+    def __await__(self) -> Generator[Any, Any, dict[str, Any]]:
+        yield from ()
+        return self
 
 
 # -- rollout(client, model, prompt, ...) and rollout(input, client, model, ...) -----------------------------------

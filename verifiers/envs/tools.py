@@ -11,7 +11,7 @@ import asyncio
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,20 @@ from verifiers.types import ChatMessage
 
 __all__ = [
     "NOT_FOR_THE_MODEL",
+    "TOOL_FIELDS",
     "RequestedCall",
     "Tool",
     "as_tool",
     "convert_func_to_oai_tool",
+    "openai_tools",
     "parse_arguments",
     "requested_calls",
     "tool_definition",
     "tool_message",
     "tool_name",
 ]
+
+TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 MAX_TOOL_THREADS = 64
 """Synchronous tools that run at once in a process."""
@@ -132,6 +136,18 @@ def tool_definition(
     """Return an OpenAI tool definition around a JSON schema of the parameters."""
     function = {"name": name, "description": description, "parameters": dict(parameters), "strict": strict}
     return {"type": "function", "function": function}
+
+
+def openai_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return tools as OpenAI's dicts; each is one already, or has `TOOL_FIELDS` as keys or attributes."""
+    definitions = []
+    for tool in tools:
+        given = tool if isinstance(tool, Mapping) else vars(tool)
+        if "function" not in given:
+            function = {name: given[name] for name in TOOL_FIELDS if given.get(name) is not None}
+            given = {"type": "function", "function": function}
+        definitions.append(dict(given))
+    return definitions
 
 
 @dataclass(frozen=True, slots=True)

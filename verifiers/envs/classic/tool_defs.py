@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from verifiers.envs.tools import convert_func_to_oai_tool
+from verifiers.envs.tools import TOOL_FIELDS, convert_func_to_oai_tool, openai_tools
 from verifiers.types import Record
 
 __all__ = [
     "ToolDef",
+    "ToolDefs",
     "convert_func_to_tool_def",
-    "openai_tools",
-    "tool_defs_of",
 ]
-
-_FIELDS = ("name", "description", "parameters", "strict")
 
 
 class ToolDef(Record):
@@ -39,40 +36,34 @@ class ToolDef(Record):
         parameters: Mapping[str, Any] | None = None,
         strict: bool | None = None,
     ) -> None:
-        function: dict[str, Any] = {"name": name, "description": description, "parameters": dict(parameters or {})}
-        if strict is not None:
-            function["strict"] = strict
-        dict.__init__(self, type="function", function=function)
+        fields = {"name": name, "description": description, "parameters": dict(parameters or {}), "strict": strict}
+        dict.__init__(self, openai_tools([fields])[0])
 
     @classmethod
     def model_validate(cls, tool: Any) -> ToolDef:
         """Return a tool given in any form: a `ToolDef`, OpenAI's dict, or fields as a dict or an object."""
         if isinstance(tool, cls):
             return tool
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if function is not None:
-            made = cls.__new__(cls)
-            dict.update(made, tool)
-            return made
-        given = tool if isinstance(tool, Mapping) else vars(tool)
-        return cls(**{name: given[name] for name in _FIELDS if name in given})
+        made = cls.__new__(cls)
+        dict.update(made, openai_tools([tool])[0])
+        return made
 
     def __missing__(self, name: str) -> Any:
         function = dict.get(self, "function") or {}
-        if name in function or name not in _FIELDS:
+        if name in function or name not in TOOL_FIELDS:
             return function[name]
         return None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        (self["function"] if name in _FIELDS else self)[name] = value
+        (self["function"] if name in TOOL_FIELDS else self)[name] = value
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field, of either form."""
-        return self[name] if name in self or name in _FIELDS else default
+        return self[name] if name in self or name in TOOL_FIELDS else default
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         """Return name, description, parameters and strict."""
-        return {name: self[name] for name in _FIELDS}
+        return {name: self[name] for name in TOOL_FIELDS}
 
 
 def convert_func_to_tool_def(func: Callable[..., Any]) -> ToolDef:
@@ -87,8 +78,15 @@ def tool_defs_of(tools: Iterable[Any]) -> list[Any]:
     return [ToolDef.model_validate(tool) for tool in tools]
 
 
-def openai_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the tools as plain dicts in OpenAI's form."""
-    return [
-        tool if type(tool) is dict and "function" in tool else dict(ToolDef.model_validate(tool)) for tool in tools
-    ]
+class ToolDefs:
+    """The attribute `tool_defs` of environments: the list of their `oai_tools`, its items `ToolDef`s."""
+
+    def __get__(self, env: Any, owner: type | None = None) -> Any:
+        if env is None:
+            return self
+        if env.oai_tools is not None:
+            env.oai_tools = tool_defs_of(env.oai_tools)
+        return env.oai_tools
+
+    def __set__(self, env: Any, tools: Iterable[Any] | None) -> None:
+        env.oai_tools = None if tools is None else tool_defs_of(tools)
