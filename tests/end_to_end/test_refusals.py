@@ -140,6 +140,37 @@ def test_calls_on_the_untrained_handle_sample_as_they_like(make_fake_trainer: Ca
     assert trainer.logged("rows/trained") == [8.0]
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+LOOK = [{"role": "user", "content": [{"type": "text", "text": "look"}, IMAGE]}]
+
+
+class ShowsImages(vf.MultiTurnEnv):
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        return LOOK, state
+
+
+@pytest.mark.parametrize("where", ["prompt", "reply"])
+def test_images_are_refused_in_training_and_passed_on_in_evaluation(
+    make_fake_trainer: Callable[..., Any], where: str
+) -> None:
+    rubric = vf.Rubric(funcs=[tiny_world.vowels])
+    if where == "prompt":
+        env: Any = vf.SingleTurnEnv(dataset=[{"prompt": LOOK, "answer": "a"}] * 8, rubric=rubric)
+    else:
+        env = ShowsImages(dataset=tiny_world.rows(8), rubric=rubric, max_turns=2)
+    with FakeOpenAIServer("ok") as fake:
+        whose = "the prompt of training row 0" if where == "prompt" else "a call of the environment"
+        with pytest.raises(
+            ConfigError, match=f"{whose}.* part of type 'image_url', and training takes text alone"
+        ) as raised:
+            make_fake_trainer(env, fake.url).train()
+        assert is_one_sentence(str(raised.value))
+        sent = [request.body for request in fake.requests if "messages" in request.body]
+        assert not any("image_url" in str(body["messages"]) for body in sent)
+        results = env.evaluate_sync(fake.url, "fake", num_examples=1, rollouts_per_example=1)
+        assert results.reward and "image_url" in str(fake.requests[-1].body["messages"])
+
+
 class AsksElsewhere(vf.SingleTurnEnv):
     """An environment with a client of its own beside the one that it is given."""
 

@@ -20,10 +20,11 @@ from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns
 from verifiers.inference.wire import given_arguments, neutral_where_unset, plain_data, sampled_tokens
+from verifiers.parsers.messages import non_text_part
 from verifiers.rollouts.rollout import TokenSequence
 from verifiers.types import Usage
 
-__all__ = ["RolloutClient", "Turn", "rows_from_turns", "turn_seed"]
+__all__ = ["RolloutClient", "Turn", "refuse_non_text", "rows_from_turns", "turn_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,20 @@ def turn_seed(rollout_seed: int, turn: int) -> int:
     """Return the sampling seed, of 63 bits, of one call in a rollout; turns that shared one would sample alike."""
     digest = hashlib.blake2b(f"{rollout_seed}:{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def refuse_non_text(messages: Any, whose: str) -> None:
+    """Refuse messages of training that hold images, audio or files: a row of token ids has no place for them.
+
+    Raises:
+        ConfigError: with the type of the part.
+    """
+    kind = non_text_part(messages)
+    if kind is not None:
+        raise ConfigError(
+            f"{whose} has a content part of type {kind!r}, and training takes text alone; leave such rows and replies "
+            "out of training, or evaluate on them."
+        )
 
 
 class _Create:
@@ -223,6 +238,7 @@ class RolloutClient:
             n = extra.get("n", arguments.get("n"))
             if isinstance(n, int) and n > 1:
                 raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
+            refuse_non_text(arguments.get("messages") or "", "a call of the environment")
             if self._check_call is not None:
                 self._check_call({**arguments, **extra})
             if arguments.get("temperature") is None:

@@ -11,6 +11,7 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.curriculum import Curriculum
 from verifiers.data.row_source import HasReplacements, RowSource, StagedRows, rows_by_name
 from verifiers.errors import ConfigError
+from verifiers.rollouts.recording_client import refuse_non_text
 from verifiers.train.config import GRPOConfig
 
 __all__ = ["datasets_of", "planned_run"]
@@ -28,9 +29,15 @@ def planned_run(
 
     Raises:
         ConfigError: sizes, stages and datasets that do not go together; a group of environments of which one brings
-            a curriculum that would not be followed.
+            a curriculum that would not be followed; a prompt with a part that is no text.
     """
-    plan = args.batch_plan(len(env.get_dataset()))
+    rows = env.get_dataset()
+    plan = args.batch_plan(len(rows))
+    prompt = rows[0]["prompt"]
+    # a column holds one type throughout, so where the first content is text all are
+    if not isinstance(prompt, str) and any(isinstance(message.get("content"), list) for message in prompt):
+        for number, prompt in enumerate(rows["prompt"]):
+            refuse_non_text(prompt, f"the prompt of training row {number}")
     source: RowSource | None = getattr(env, "row_source", None)
     if curriculum is not None:
         if source is not None:
