@@ -16,6 +16,8 @@ from typing import Any
 from fault_matrix import DEADLINE_S, Ends
 from forks import Forked, Forks
 
+from verifiers.train.checkpoint.block_log import read_block_log
+
 __all__ = [
     "MAY_BE_LEFT",
     "World",
@@ -201,7 +203,7 @@ def assert_no_files_are_left(world: World) -> None:
 
 
 def block_log(world: World) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (world.directory / "run" / "blocks.jsonl").read_text().splitlines()]
+    return read_block_log(world.directory / "run")
 
 
 def assert_every_row_is_accounted_for(world: World) -> dict[str, int]:

@@ -168,7 +168,8 @@ def test_images_are_refused_in_training_and_passed_on_in_evaluation(
         sent = [request.body for request in fake.requests if "messages" in request.body]
         assert not any("image_url" in str(body["messages"]) for body in sent)
         results = env.evaluate_sync(fake.url, "fake", num_examples=1, rollouts_per_example=1)
-        assert results.reward and "image_url" in str(fake.requests[-1].body["messages"])
+        assert len(results.reward) == 1
+        assert "image_url" in str(fake.requests[-1].body["messages"])
 
 
 class AsksElsewhere(vf.SingleTurnEnv):

@@ -65,8 +65,8 @@ def refuse_non_text(messages: Any, whose: str) -> None:
     kind = non_text_part(messages)
     if kind is not None:
         raise ConfigError(
-            f"{whose} has a content part of type {kind!r}, and training takes text alone; leave such rows and replies "
-            "out of training, or evaluate on them."
+            f"{whose} has a content part of type {kind!r}, and training takes text alone; leave such rows and "
+            "replies out of training, or evaluate on them."
         )
 
 

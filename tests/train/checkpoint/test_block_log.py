@@ -67,6 +67,41 @@ def test_a_resumed_run_takes_out_what_it_trains_again(tmp_path: Path) -> None:
     assert [record["block_id"] for record in read_block_log(tmp_path)] == [0, 1, 2]
 
 
+def test_a_line_holds_ranges_and_exceptions_and_is_read_as_every_rollout(tmp_path: Path) -> None:
+    groups = [
+        Group(17 * example, [Rollout(RolloutKey(0, 17 * example, g), Outcome.COMPLETED, "p", "") for g in range(16)])
+        for example in range(16)
+    ]
+    for group in groups[:8]:
+        for one in group.rollouts:
+            one.rows = [TokenSequence([1], [2], [1], [-1.0], [0])]
+    dropped = [Dropped(one.key, "zero_advantage", tokens=9) for group in groups[8:] for one in group.rollouts]
+    dropped += [
+        Dropped(RolloutKey(0, 17, 3), "timed_out", tokens=2),
+        Dropped(RolloutKey(0, 34, 0), "stale", tokens=2),
+    ]
+    record = block_record(ScoredBlock(0, groups), 5, dropped)
+    log = BlockLog(tmp_path, 0)
+    log.write(record)
+    assert log.path.stat().st_size < 1000, "256 rollouts took 24 kB a line when each had an entry"
+    # a resumed run reads and writes the lines that it keeps
+    BlockLog(tmp_path, 1)
+    (read,) = read_block_log(tmp_path)
+    assert read["trained"] == record["trained"]
+    assert len(read["trained"]) == 8 * 16 - 2
+    assert read["dropped"][:2] == record["dropped"][-2:]
+    told = [(item["example_id"], item["generation"], item["reason"]) for item in record["dropped"]]
+    assert sorted((item["example_id"], item["generation"], item["reason"]) for item in read["dropped"]) == sorted(
+        told
+    )
+
+
+def test_lines_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    line = '{"block_id": 0, "optimizer_step": 0, "trained": [[4, 1]], "dropped": []}\n'
+    (tmp_path / BLOCK_LOG).write_text(line)
+    assert read_block_log(tmp_path) == [{"block_id": 0, "optimizer_step": 0, "trained": [[4, 1]], "dropped": []}]
+
+
 def test_a_fresh_run_starts_a_block_log_of_its_own(tmp_path: Path) -> None:
     BlockLog(tmp_path / "run", 0).write(block_record(a_block(0), 0, []))
     BlockLog(tmp_path / "run", 0)

@@ -1,10 +1,13 @@
 """The block log, blocks.jsonl in the run directory: the fate of every planned rollout, a line a block.
 
-    {"block_id": 3, "optimizer_step": 3, "trained": [[17, 0], ...],
+    {"block_id": 3, "optimizer_step": 3, "trained": {"17": "0-15", "9": "0-1,3-15"},
+     "routine": {"zero_advantage": {"21": "0-15"}},
      "dropped": [{"example_id": 9, "generation": 2, "reason": "timed_out", "row": null, "tokens": 0, "seconds": 9.5}]}
 
-`trained` holds (example id, generation). A line is written when a block is taken for training, and a run that resumes
-from a checkpoint removes the lines of blocks that it will train again. So after a run has ended well or was resumed,
+`trained` and `routine` have ranges of generations by example id; `routine` has what is left out by a rule of the run,
+`dropped` the exceptions. `read_block_log` gives one entry a rollout.
+
+A line is written when a block is taken for training, and a run that resumes from a checkpoint removes the lines of blocks that it will train again. So after a run has ended well or was resumed,
 the file has the lineage of the weights, each block once and in order; where the checkpoint is in another directory,
 from there on. The file of an interrupted run also has blocks that will be trained again.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,12 @@ __all__ = ["BLOCK_LOG", "BlockLog", "block_record", "read_block_log"]
 
 BLOCK_LOG = "blocks.jsonl"
 
+ROUTINE_REASONS = ("zero_advantage", "zero_variance", "masked_truncated", "run_ended")
+"""Reasons by which whole groups are left out every block: identities suffice."""
+
 
 def block_record(block: ScoredBlock, optimizer_step: int, dropped: Sequence[Dropped]) -> dict[str, Any]:
-    """Return the line of one block: each of its rollouts is trained, or dropped with its reason, or in part both."""
+    """Return the record of one block: each of its rollouts is trained, or dropped for a reason, or in part both."""
     whole = {item.key for item in dropped if item.row is None}
     seconds = {rollout.key: rollout.timing.generation_s for rollout in block.launched}
     lost_rows: dict[Any, int] = {}
@@ -59,15 +65,68 @@ def block_record(block: ScoredBlock, optimizer_step: int, dropped: Sequence[Drop
     }
 
 
+def _line(record: dict[str, Any]) -> str:
+    """Return the line of the file for a record of `block_record`."""
+    routine: dict[str, list[list[int]]] = {}
+    dropped = []
+    for item in record["dropped"]:
+        if item["reason"] in ROUTINE_REASONS and item["row"] is None:
+            routine.setdefault(item["reason"], []).append([item["example_id"], item["generation"]])
+        else:
+            dropped.append(item)
+    short = {reason: _ranges(rollouts) for reason, rollouts in routine.items()}
+    return json.dumps({**record, "trained": _ranges(record["trained"]), "routine": short, "dropped": dropped}) + "\n"
+
+
+def _record(line: str) -> dict[str, Any]:
+    """Return the record of a line: an entry for each rollout, those of `routine` without tokens and seconds."""
+    record: dict[str, Any] = json.loads(line)
+    routine = [
+        {"example_id": example, "generation": generation, "reason": reason, "row": None}
+        for reason, ranges in record.pop("routine", {}).items()
+        for example, generation in _rollouts(ranges)
+    ]
+    # a list in the files of earlier versions
+    if isinstance(record["trained"], dict):
+        record["trained"] = [list(rollout) for rollout in _rollouts(record["trained"])]
+    return {**record, "dropped": record["dropped"] + routine}
+
+
+def _ranges(rollouts: Sequence[Sequence[int]]) -> dict[str, str]:
+    """Return (example id, generation) pairs as ranges of generations by example id: {"17": "0-2,5"}."""
+    spans: dict[str, list[list[int]]] = {}
+    for example, generation in sorted((pair[0], pair[1]) for pair in rollouts):
+        of_example = spans.setdefault(str(example), [])
+        if of_example and of_example[-1][1] == generation - 1:
+            of_example[-1][1] = generation
+        else:
+            of_example.append([generation, generation])
+    return {
+        example: ",".join(str(first) if first == last else f"{first}-{last}" for first, last in of_example)
+        for example, of_example in spans.items()
+    }
+
+
+def _rollouts(ranges: dict[str, str]) -> Iterator[tuple[int, int]]:
+    for example, spans in ranges.items():
+        for span in spans.split(","):
+            first, _, last = span.partition("-")
+            yield from ((int(example), generation) for generation in range(int(first), int(last or first) + 1))
+
+
 def read_block_log(directory: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's block log, in order, without one that was cut off while it was written."""
+    """Return the records of a run's block log, in order, without one that was cut off while it was written.
+
+    Returns:
+        Records as of `block_record`; rollouts left out for one of `ROUTINE_REASONS` have no tokens and seconds.
+    """
     path = Path(directory) / BLOCK_LOG
     if not path.is_file():
         return []
     records = []
     for line in path.read_text().splitlines():
         try:
-            records.append(json.loads(line))
+            records.append(_record(line))
         except ValueError:
             # only the last can be torn: the process was killed while it wrote
             break
@@ -91,7 +150,7 @@ class BlockLog:
         partial = self.path.with_name(f".{BLOCK_LOG}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            partial.write_text("".join(map(_line, kept)))
             # else a power cut could leave the new name without the lines
             sync_to_disk(partial)
             os.replace(partial, self.path)
@@ -108,7 +167,7 @@ class BlockLog:
         """
         try:
             with open(self.path, "a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(_line(record))
         except OSError as error:
             raise CheckpointError(
                 f"the record of block {record['block_id']} could not be written to {self.path} ({error}); make room, "
