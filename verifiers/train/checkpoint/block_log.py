@@ -7,9 +7,10 @@
 `trained` and `routine` have ranges of generations by example id; `routine` has what is left out by a rule of the run,
 `dropped` the exceptions. `read_block_log` gives one entry a rollout.
 
-A line is written when a block is taken for training, and a run that resumes from a checkpoint removes the lines of blocks that it will train again. So after a run has ended well or was resumed,
-the file has the lineage of the weights, each block once and in order; where the checkpoint is in another directory,
-from there on. The file of an interrupted run also has blocks that will be trained again.
+A line is written when a block is taken for training, and a run that resumes from a checkpoint removes the lines of
+blocks that it will train again. So after a run has ended well or was resumed, the file has the lineage of the
+weights, each block once and in order; where the checkpoint is in another directory, from there on. The file of an
+interrupted run also has blocks that will be trained again.
 """
 
 from __future__ import annotations
