@@ -1,4 +1,4 @@
-"""Sampling seeds and epoch orders that depend on nothing but their arguments."""
+"""Sampling seeds and orders that depend on nothing but their arguments, not on what arrives when."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import functools
 import hashlib
 import random
 from array import array
+from collections.abc import Iterable
+from typing import TypeVar
 
 from verifiers.errors import ConfigError
 from verifiers.types import RolloutKey
 
-__all__ = ["check_size", "epoch_order", "rollout_seed"]
+__all__ = ["check_size", "epoch_order", "reorder_chunks", "rollout_seed"]
+
+Item = TypeVar("Item")
 
 
 def check_size(name: str, value: object, minimum: int) -> int:
@@ -53,3 +57,33 @@ def epoch_order(num_items: int, seed: int, epoch: int) -> array[int]:
     # a text key is hashed with SHA-512, so neighbouring seeds and epochs give unrelated permutations
     random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
+
+
+def reorder_chunks(chunks: Iterable[Iterable[tuple[tuple[int, int], Item]]], num_generations: int) -> list[Item]:
+    """Put chunked generation back into prompt-major order, whatever the order of arrival.
+
+    Args:
+        chunks: items with their identity, ((prompt, generation), item); prompt is its place in the batch.
+            Chunks may be uneven.
+        num_generations: generations of each prompt.
+
+    Returns:
+        The items of prompt 0, generations 0 .. num_generations - 1, then those of prompt 1, and so on.
+
+    Raises:
+        ConfigError: where a generation is missing, doubled or out of range: order is never guessed.
+    """
+    items: dict[tuple[int, int], Item] = {}
+    for chunk in chunks:
+        for key, item in chunk:
+            if key in items:
+                raise ConfigError(f"generation {key[1]} of prompt {key[0]} arrived twice")
+            items[key] = item
+    wanted = {(prompt, generation) for prompt, _ in items for generation in range(num_generations)}
+    if wanted != set(items):
+        missing, unexpected = sorted(wanted - set(items)), sorted(set(items) - wanted)
+        raise ConfigError(
+            f"with {num_generations} generations a prompt, (prompt, generation) {missing} are missing "
+            f"and {unexpected} do not belong"
+        )
+    return [items[key] for key in sorted(items)]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers.concurrency import gather_owned
+from verifiers.data.order import reorder_chunks
 from verifiers.envs.classic.token_processing import TokenLists
 from verifiers.envs.environment import Environment
 from verifiers.envs.signatures import (
@@ -295,9 +296,8 @@ class EnvGroup(Environment):
         by_env: dict[int, list[int]] = {}
         for place, task in enumerate(tasks):
             by_env.setdefault(id(self._place(task)[0]), []).append(place)
-        results: dict[int, tuple[Messages, State]] = {}
 
-        async def play(places: list[int]) -> None:
+        async def play(places: list[int]) -> list[tuple[tuple[int, int], tuple[Messages, State]]]:
             env = self._place(tasks[places[0]])[0]
             of_env = await env.run_rollouts(
                 batch.select(places),
@@ -308,13 +308,14 @@ class EnvGroup(Environment):
                 [infos[place] if infos is not None else {} for place in places],
                 sampling_args=_merged(env.sampling_args, given),
             )
+            played = []
             for place, result in zip(places, of_env, strict=True):
                 completion, state = completion_and_state(result)
                 state["task"] = tasks[place]
-                results[place] = completion, state
+                played.append(((place, 0), (completion, state)))
+            return played
 
-        await gather_owned([play(places) for places in by_env.values()])
-        return [results[place] for place in range(len(prompts))]
+        return reorder_chunks(await gather_owned([play(places) for places in by_env.values()]), 1)
 
     @takes_rollout_input
     @either_generation(gives_rollout_input, lambda self, *args, **kwargs: self._rollout_from_input(*args, **kwargs))

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from verifiers.errors import ConfigError
 from verifiers.train.batching.buffers import (
     TensorDict,
-    chunk_layout,
-    reorder_chunks,
     shuffle_tensor_dict,
     split_tensor_dict,
 )
@@ -76,31 +72,3 @@ def test_misaligned_tensors_are_refused() -> None:
 def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
     with pytest.raises(ConfigError, match="no permutation"):
         shuffle_tensor_dict({"x": torch.arange(3)}, order)
-
-
-@pytest.mark.parametrize(("num_generations", "sizes"), [(4, (2, 2)), (8, (3, 3, 2)), (3, (1, 1, 1))])
-def test_chunked_generation_comes_back_in_prompt_major_order(num_generations: int, sizes: tuple[int, ...]) -> None:
-    layout = chunk_layout(2, num_generations, sizes)
-    chunks = [[(key, f"p{key[0]}g{key[1]}") for key in chunk] for chunk in layout]
-    expected = [f"p{p}g{g}" for p in range(2) for g in range(num_generations)]
-    for arrival in itertools.permutations(chunks):
-        assert reorder_chunks(arrival, num_generations) == expected
-        assert reorder_chunks([chunk[::-1] for chunk in arrival], num_generations) == expected
-
-
-def test_the_layout_of_two_chunks_of_two_is_that_of_the_worked_example() -> None:
-    assert chunk_layout(2, 4, (2, 2)) == [
-        [(0, 0), (0, 1), (1, 0), (1, 1)],
-        [(0, 2), (0, 3), (1, 2), (1, 3)],
-    ]
-    with pytest.raises(ConfigError, match="sum to 3, not to 4"):
-        chunk_layout(2, 4, (2, 1))
-
-
-def test_a_missing_or_doubled_generation_is_never_guessed() -> None:
-    with pytest.raises(ConfigError, match=r"\[\(0, 1\)\] are missing"):
-        reorder_chunks([[((0, 0), "a")]], 2)
-    with pytest.raises(ConfigError, match="arrived twice"):
-        reorder_chunks([[((0, 0), "a")], [((0, 0), "b")]], 1)
-    with pytest.raises(ConfigError, match=r"\[\(0, 1\)\] do not belong"):
-        reorder_chunks([[((0, 0), "a"), ((0, 1), "b")]], 1)

@@ -3,13 +3,13 @@
 Row i of every column in a dictionary belongs to the same training row. A column is a tensor whose first dimension
 are the rows, or, where rows differ in length, a list of one 1-D tensor a row: padding comes last, once a micro-batch
 (`collate.pad_rows`). Values that are None stay None, and 0-dim tensors (a count for the whole batch) belong to every
-row, so they are handed on unchanged. `chunk_layout` and `reorder_chunks` put chunked generation back in order.
+row, so they are handed on unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,16 +19,13 @@ from verifiers.errors import ConfigError
 __all__ = [
     "Column",
     "TensorDict",
-    "chunk_layout",
     "num_rows",
-    "reorder_chunks",
     "shuffle_tensor_dict",
     "split_tensor_dict",
 ]
 
 Column = Tensor | list[Tensor]
 TensorDict = dict[str, Column | None]
-Item = TypeVar("Item")
 
 
 def num_rows(rows: Mapping[str, Column | None]) -> int:
@@ -111,50 +108,3 @@ def _equal_sizes(count: int, num_chunks: int) -> list[int]:
             f"{count} rows do not divide into {num_chunks} chunks; the nearest sizes that do are {lower} and {upper}"
         )
     return [size] * num_chunks
-
-
-def chunk_layout(num_prompts: int, num_generations: int, chunk_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the (prompt, generation) of each item where chunk k makes `chunk_sizes[k]` generations of every prompt.
-
-    Raises:
-        ConfigError: where the sizes do not sum to `num_generations`.
-    """
-    if sum(chunk_sizes) != num_generations:
-        raise ConfigError(
-            f"chunks of {list(chunk_sizes)} generations sum to {sum(chunk_sizes)}, not to {num_generations}"
-        )
-    layout, start = [], 0
-    for size in chunk_sizes:
-        layout.append([(p, g) for p in range(num_prompts) for g in range(start, start + size)])
-        start += size
-    return layout
-
-
-def reorder_chunks(chunks: Iterable[Iterable[tuple[tuple[int, int], Item]]], num_generations: int) -> list[Item]:
-    """Put chunked generation back into prompt-major order, whatever the order of arrival.
-
-    Args:
-        chunks: items with their identity, ((prompt, generation), item); prompt is its place in the block.
-            Chunks may be uneven. `chunk_layout` gives the identities of chunks in a regular layout.
-        num_generations: generations of each prompt.
-
-    Returns:
-        The items of prompt 0, generations 0 .. num_generations - 1, then those of prompt 1, and so on.
-
-    Raises:
-        ConfigError: where a generation is missing, doubled or out of range: order is never guessed.
-    """
-    items: dict[tuple[int, int], Item] = {}
-    for chunk in chunks:
-        for key, item in chunk:
-            if key in items:
-                raise ConfigError(f"generation {key[1]} of prompt {key[0]} arrived twice")
-            items[key] = item
-    wanted = {(prompt, generation) for prompt, _ in items for generation in range(num_generations)}
-    if wanted != set(items):
-        missing, unexpected = sorted(wanted - set(items)), sorted(set(items) - wanted)
-        raise ConfigError(
-            f"with {num_generations} generations a prompt, (prompt, generation) {missing} are missing "
-            f"and {unexpected} do not belong"
-        )
-    return [items[key] for key in sorted(items)]
