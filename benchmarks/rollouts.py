@@ -3,7 +3,7 @@
     python benchmarks/rollouts.py [--in-flight 256] [--requests 4000] [--rounds 5]
 
 The server is a process of its own on loopback that answers at once with the same body. Three clients send the same
-chat request with the same number in flight, in turn, several rounds; rates are medians over rounds, so that a
+chat request with the same number in flight, alternately, several rounds; rates are medians over rounds, so that a
 machine whose speed drifts treats all alike. A rollout here is the whole thing: `Environment.run_rollouts` with
 recording handle, limiter, retry loop and deadline, and then its score.
 

@@ -100,7 +100,7 @@ def serve(port_file: Path, median_s: float, sigma: float) -> None:
         partial = port_file.with_suffix(".partial")
         partial.write_text(str(runner.addresses[0][1]))
         partial.rename(port_file)
-        while os.getppid() != 1:  # noqa: ASYNC110 - until whoever started it is gone, which sets no event
+        while os.getppid() != 1:  # noqa: ASYNC110 - until its parent is gone, which sets no event
             await asyncio.sleep(1.0)
 
     asyncio.run(main())

@@ -3,7 +3,7 @@
     python benchmarks/walk.py [--no-training] [--trail]
 
 A profile hook notes every Python function of `verifiers` that is entered (a coroutine is entered again each time it
-goes on), in all threads of this process; the server is a process of its own. A file is counted once; a move is an
+resumes), in all threads of this process; the server is a process of its own. A file is counted once; a move is an
 entry whose file is another than that of the entry before it.
 
 The rollout: a single turn with one reward, as training plays it (token ids, `run_groups`), after two others, so that

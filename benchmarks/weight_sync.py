@@ -94,7 +94,7 @@ def write_seconds(tensors: Mapping[str, torch.Tensor], directory: Path) -> float
 def measure(
     push: Callable[[int], None], tensors: Mapping[str, torch.Tensor], directory: Path, rounds: int
 ) -> tuple[float, float]:
-    """Median seconds of a push and of a plain write, in turn; the first of each is not counted."""
+    """Median seconds of a push and of a plain write, alternately; the first of each is not counted."""
     pushes, writes = [], []
     for version in range(rounds + 1):
         writes.append(write_seconds(tensors, directory))

@@ -25,7 +25,7 @@ Error:
     ├── WeightSyncError (RuntimeError)        new weights did not reach the rollout server
     │   └── WeightProbeError                  they were acknowledged, but the server samples from other weights
     ├── CheckpointError (RuntimeError)        a checkpoint is missing, incomplete or of another plan
-    └── RankError (RuntimeError)              another process of the run failed, was stopped or vanished
+    └── RankError (RuntimeError)              another process of the run failed, was stopped or disappeared
 
 Each class also inherits the standard exception that a caller would expect, so `except ValueError` works where
 it always did. `asyncio.CancelledError` is none of these and always passes.

@@ -28,7 +28,7 @@ def load_environment(column="question", n=6):
 
 @pytest.fixture(autouse=True)
 def _own_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registries of endpoints of whoever runs the tests have no part in them."""
+    """Registries of endpoints of the user who runs the tests have no part in them."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 

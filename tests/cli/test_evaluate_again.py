@@ -34,7 +34,7 @@ def test_the_same_command_continues_and_does_only_what_is_missing(
         before = (directory / "results.jsonl").read_bytes()
         assert main(command) == 0
         shown = capsys.readouterr()
-    assert f"vf-eval: going on with {directory}: 4 of 6 rollouts are there" in shown.err
+    assert f"vf-eval: resuming {directory}: 4 of 6 rollouts are there" in shown.err
     assert server.request_count == 8
     assert (directory / "results.jsonl").read_bytes().startswith(before)
     assert len(read_run(directory).rows) == 6

@@ -19,7 +19,7 @@ def run(env_name: str, capsys: pytest.CaptureFixture[str]) -> Path:
         assert evaluate.main([env_name, "-b", server.url, "-m", "m", "-n", "2", "-r", "2", "-c", "1"]) == 0
     capsys.readouterr()
     (directory,) = Path("outputs/evals").glob("*/*")
-    # the rubric that is edited afterwards is imported anew
+    # the rubric that is edited afterwards is imported again
     del sys.modules["toy_sums_env"]
     return directory
 

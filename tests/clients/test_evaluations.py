@@ -86,7 +86,7 @@ async def test_the_sdks_clients_are_endpoints_of_an_evaluation(client: Any) -> N
     assert results.reward == [1.0] * 40
     assert {len(state["responses"]) for state in results.state} == {1}
     if isinstance(client, openai.AsyncOpenAI):
-        # it was used and not used up: it belongs to whoever made it
+        # it was used and not used up: it belongs to its maker
         models = await client.models.list()
         assert [model.id for model in models.data] == ["taught"]
         await client.close()

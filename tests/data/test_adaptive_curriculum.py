@@ -205,7 +205,7 @@ def test_blocks_are_observed_in_order_and_drawn_once() -> None:
     rows.observe(0, {})
     rows.example_ids(planned(1))
     rows.observe(1, {})
-    # drawing it anew would take other rows, and those of later blocks with it
+    # drawing it again would take other rows, and those of later blocks with it
     with pytest.raises(GenerationError, match="block 0 was observed; what it drew is not kept"):
         rows.example_ids(planned(0))
 

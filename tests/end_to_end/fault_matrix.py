@@ -39,7 +39,7 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Goes:
-    """The run goes on.
+    """The run continues.
 
     Attributes:
         dropped: the reason under which the rollouts that met the fault are recorded; None where none are lost.
@@ -122,7 +122,7 @@ def _in_words(cell: Cell) -> str:
     if isinstance(cell, Never):
         return "cannot happen"
     if isinstance(cell, Goes):
-        return f"goes on; `{cell.dropped}`" if cell.dropped else "goes on"
+        return f"continues; `{cell.dropped}`" if cell.dropped else "continues"
     if cell.code < 0:
         return "ends"
     if cell.error.endswith("Error"):

@@ -4,7 +4,7 @@ Imported by the parent that forks them (`forks.py`); each function runs in a pro
 through files in the cell's directory:
 
     reached    the trainer is in the stage (with the time)
-    injected   the fault is there: whoever waited at the gate goes on
+    injected   the fault is there: all that waited at the gate continue
     ended-0.json what the process saw when `train` was over
     mode       what the server does wrong: "500 generation" or "500 weights", and how often
 """

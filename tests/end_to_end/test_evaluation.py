@@ -194,7 +194,7 @@ def test_an_evaluation_in_which_nothing_was_scored_is_no_reward_of_0_and_trainin
     assert len(warned) == 2
     assert "The evaluation of step 1" in warned[0]
     assert "the judge is away" in warned[0]
-    # whoever asks for one evaluation alone is told
+    # a call of one evaluation alone raises
     with tiny_world.closing(trainer), pytest.raises(NothingScoredError, match="the judge is away"):
         trainer.evaluate()
 

@@ -1,4 +1,4 @@
-"""The best checkpoint by what evaluations found, and evaluations in a run that is cut and goes on."""
+"""The best checkpoint by what evaluations found, and evaluations in a run that is cut and resumed."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_stored_evaluations_are_those_of_the_runs_lineage(make_trainer: Callable
     assert [entry["step"] for entry in logged_evaluations(second)] == [0, 1, 2, 3, 4]
     kept = [path for path in evals.iterdir() if (path / "of-the-first-process").exists()]
     assert steps_of(kept) == ["step-0", "step-1", "step-2"]
-    # a run that starts anew in the same directory does not mix its own with these
+    # a new run in the same directory does not mix its own with these
     third = make_trainer(tiny_world.single_turn(), **{**settings, "max_steps": 1})
     before = third.evaluate()
     third.train()

@@ -1,4 +1,4 @@
-"""The fault matrix, each cell with real processes: a run goes on or ends with its cause, and loses no row unsaid.
+"""The fault matrix, each cell with real processes: a run continues or ends with its cause, and loses no row unsaid.
 
 The cells and what they expect stand in `fault_matrix.py`; what runs in `fault_world.py`.
 """

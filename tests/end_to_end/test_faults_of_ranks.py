@@ -1,4 +1,4 @@
-"""Faults of the matrix on two processes: all of them end in time, rank 0 says why, and the same command goes on."""
+"""Faults of the matrix on two processes: all of them end in time, rank 0 says why, and the same command resumes."""
 
 from __future__ import annotations
 

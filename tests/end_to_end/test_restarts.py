@@ -1,4 +1,4 @@
-"""A rollout server that is killed and started again: training goes on, and stale weights train nothing unmarked."""
+"""A rollout server that is killed and started again: training continues, and stale weights train nothing unmarked."""
 
 from __future__ import annotations
 

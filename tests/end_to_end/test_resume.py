@@ -1,4 +1,4 @@
-"""Invariant 8: a run that was cut at a block boundary goes on as if it had not been."""
+"""Invariant 8: a run that was cut at a block boundary resumes as if it had not been."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def test_a_run_started_again_keeps_its_checkpoints_and_continues_from_them(
 ) -> None:
     trainer_in(tmp_path, save_total_limit=1).train()
     assert checkpoints(tmp_path) == ["checkpoint-6"]
-    anew = trainer_in(tmp_path, save_total_limit=1, learning_rate=1e-4)
-    cut(anew, 3)
+    second = trainer_in(tmp_path, save_total_limit=1, learning_rate=1e-4)
+    cut(second, 3)
     assert f"{tmp_path} held an earlier run, which is now in {tmp_path / 'earlier-1'}" in caplog.text
     assert checkpoints(tmp_path) == ["checkpoint-2"]
     again = trainer_in(tmp_path, save_total_limit=1, learning_rate=1e-4)

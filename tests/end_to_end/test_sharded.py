@@ -90,7 +90,7 @@ def assert_same_training(ranks: Results, one: dict[str, Any], tolerance: float =
 
 
 def resumed_from(whole: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the run that goes on from the second checkpoint of another."""
+    """Return the run that resumes from the second checkpoint of another."""
     return {**given, "resume": str(whole / "checkpoint-2")}
 
 

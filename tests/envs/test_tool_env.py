@@ -1,4 +1,4 @@
-"""ToolEnv: every call is answered once, whatever goes wrong with it, and the rollout goes on."""
+"""ToolEnv: every call is answered once, whatever goes wrong with it, and the rollout continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was killed goes on: nothing finished is lost or done twice."""
+"""A run that was killed is resumed: nothing finished is lost or done twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call goes on with an answer only where it repeats it and everything before it."""
+"""A call continues an answer only where it repeats it and everything before it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def earned(state: dict[str, Any]) -> float:
 
 
 def count_up(body: dict[str, Any]) -> str:
-    """Guesses 0, 1, 2, ... in turn."""
+    """Guesses 0, 1, 2, ..."""
     return json.dumps({"guess": sum(message["role"] == "assistant" for message in body["messages"])})
 
 

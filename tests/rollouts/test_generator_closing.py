@@ -1,4 +1,4 @@
-"""A generator that is closed leaves nothing open, whoever closes it, however often."""
+"""A generator that is closed leaves nothing open, from whatever thread and however often it is closed."""
 
 from __future__ import annotations
 

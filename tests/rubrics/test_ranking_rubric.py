@@ -75,7 +75,7 @@ async def test_the_order_shown_neither_depends_on_arrival_nor_favours_a_place() 
         assert await rewards_by(rubric, "1", "2", "3") == [0.0, 0.5, 1.0]
         assert await rewards_by(rubric, "3", "1", "2") == [1.0, 0.0, 0.5]
         texts = {request.messages[0]["content"] for request in client.requests}
-        assert len(texts) == 1, "the same group is shown alike, whoever came first"
+        assert len(texts) == 1, "the same group is shown alike in any order of arrival"
         orders.add(tuple(text for _, text in SHOWN.findall(texts.pop())))
     assert len(orders) >= 4
     assert len({order[0] for order in orders}) == 3

@@ -209,7 +209,7 @@ def text_of(ids: list[int]) -> str:
 
 
 def a_run(sizes: Sizes, args: Any, fates: int, arrival: int, limit: int, cut: int) -> Trained | None:
-    """Return a run that is stopped after `cut` blocks and goes on from what its checkpoint keeps.
+    """Return a run that is stopped after `cut` blocks and resumes from what its checkpoint keeps.
 
     None where nothing of a block was scored, which ends a run.
     """

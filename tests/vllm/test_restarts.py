@@ -1,4 +1,4 @@
-"""Servers that are killed: training goes on, and every trained token has the log-prob of its stamped weights."""
+"""Servers that are killed: training continues, and every trained token has the log-prob of its stamped weights."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _evaluate(
     if run.is_complete:
         say("already complete; --fresh runs it again")
     elif run.finished.count:
-        say(f"going on with {run.directory}: {run.finished.count} of {run.planned} rollouts are there")
+        say(f"resuming {run.directory}: {run.finished.count} of {run.planned} rollouts are there")
     started = time.perf_counter()
     try:
         with ResultStore(run.directory, {**run.metadata, "status": "running"}, redact) as store:

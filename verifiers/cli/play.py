@@ -304,7 +304,7 @@ class Player:
     async def _complete(self, prompt: str) -> WireObject:
         if not prompt.startswith(self._shown_text):
             self._shown_text = ""
-        self._screen.heading("text so far" if self._shown_text else "text to go on from")
+        self._screen.heading("text so far" if self._shown_text else "text to continue")
         self._screen.line(prompt[len(self._shown_text) :])
         text, _ = await self._typed([])
         self._shown_text = prompt + text

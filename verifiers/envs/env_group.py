@@ -28,7 +28,7 @@ from verifiers.types import ChatMessage, Info, Messages, RewardFunc, RolloutInpu
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["EnvGroup", "EnvGroupRubric", "Route", "group_datasets", "in_turn"]
+__all__ = ["EnvGroup", "EnvGroupRubric", "Route", "alternating", "group_datasets"]
 
 
 class Route(NamedTuple):
@@ -65,7 +65,7 @@ def group_datasets(
     return tables[0], tables[1], routes
 
 
-def in_turn(names: Iterable[str]) -> list[int]:
+def alternating(names: Iterable[str]) -> list[int]:
     """Places of rows such that environments take turns, each with its rows in order, until all are through.
 
     Args:
@@ -262,12 +262,12 @@ class EnvGroup(Environment):
             )
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
-        """As of any environment, but the first `n` rows are of all environments in turn, not of the first alone."""
+        """Return the evaluation rows; the first `n` alternate between the environments."""
         if n < 0 or seed is not None:
             return super().get_eval_dataset(n, seed)
         rows = super().get_eval_dataset()
         routes = (_route_of(task, self.env_map, self._routes) for task in rows["task"])
-        return rows.select(in_turn("" if route is None else route.name for route in routes)[:n])
+        return rows.select(alternating("" if route is None else route.name for route in routes)[:n])
 
     def get_env_for_task(self, task: str) -> Environment:
         """Return the environment that plays rows of this task; the first one where none has it."""

@@ -136,7 +136,7 @@ class MultiTurnEnv(Environment):
 
     @default_step
     async def add_trajectory_step(self, state: State, trajectory_step: TrajectoryStep) -> None:
-        """Append a step to the trajectory; the next prompt goes on from the newest step."""
+        """Append a step to the trajectory; the next prompt continues from the newest step."""
         state["trajectory"].append(trajectory_step)
 
     @default_step

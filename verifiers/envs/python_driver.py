@@ -89,7 +89,7 @@ class Driver:
                 except Exception:
                     continue
             if os.getpid() != self.pid:
-                # a fork that ran to the end of the cell must not go on as a second driver
+                # a fork that ran to the end of the cell must not become a second driver
                 os._exit(status)
 
     def execute(self, part: CodeType) -> Any:

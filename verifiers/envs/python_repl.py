@@ -80,7 +80,7 @@ class PythonInterpreter:
                 # of this process or of the whole sandbox: the new start will tell
                 why = "The interpreter stopped answering."
             except BaseException:
-                # cancelled: kill it here, or it would go on until the sandbox is closed
+                # cancelled: kill it here, or it would run until the sandbox is closed
                 self._lost = True
                 await _kill_whatever_comes(process)
                 raise

@@ -144,7 +144,7 @@ class ToolEnv(MultiTurnEnv):
         return True
 
     async def no_tools_called(self, state: State) -> bool:
-        """Return True when the policy's newest answer calls no tool; override it to go on nevertheless."""
+        """Return True when the policy's newest answer calls no tool; override it to continue nevertheless."""
         trajectory = state.get("trajectory")
         answer: Messages = trajectory[-1]["completion"] if trajectory else []
         return bool(answer) and not isinstance(answer, str) and not answer[-1].get("tool_calls")

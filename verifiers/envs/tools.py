@@ -72,7 +72,7 @@ class Tool:
         return self.call(*args, **kwargs)
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float | None = None) -> Any:
-        """Return the tool's result. A sync tool runs in a thread, so that the event loop goes on.
+        """Return the tool's result. A sync tool runs in a thread, so that it does not block the event loop.
 
         Args:
             arguments: by name: the model's, and the hidden ones.

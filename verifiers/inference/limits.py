@@ -175,7 +175,7 @@ class Limiter:
 class SubLimiter(Limiter):
     """A part of another limiter's slots; each slot is held in both, so the whole's bound stays true.
 
-    Closing the part lets nothing more begin in it; the whole goes on for everybody else.
+    Closing the part lets nothing more begin in it; the whole stays open to all other calls.
 
     Args:
         whole: the limiter whose slots are used.

@@ -112,7 +112,7 @@ class Replica:
         await self._post("/pause?mode=keep", deadline)
 
     async def resume(self, deadline: float) -> None:
-        """Let requests go on."""
+        """Resume requests."""
         await self._post("/resume", deadline)
         self.is_paused = False
 
@@ -146,7 +146,7 @@ class Replica:
         self.versions = frozenset({name})
 
     async def release(self) -> None:
-        """Let requests go on after a push that failed, and mark weights that are not whole; bounded by SHUTDOWN_S."""
+        """Resume requests after a push that failed, and mark weights that are not whole; bounded by SHUTDOWN_S."""
         deadline = time.monotonic() + SHUTDOWN_S
         try:
             if self.is_partially_loaded:
@@ -215,8 +215,8 @@ async def apply_update(
         replicas: the servers.
         update: the weights.
         deadline: of time.monotonic.
-        mark_down: called with the URL of a server that does not answer, and the reason; the others go on without it.
-        loaded: called with the version when all hold the weights, before requests in flight go on.
+        mark_down: called with the URL of a silent server, and the reason; the others continue without it.
+        loaded: called with the version when all hold the weights, before requests in flight continue.
 
     Raises:
         WeightSyncError: a server refused, or was too slow.

@@ -58,7 +58,7 @@ class ServerPool(LoadBalancer):
     Attributes:
         restart_timeout_s: seconds that a push waits where no server can be reached; `timeout_s` until set.
         stall_timeout_s: seconds for which code may block the event loop during a push; `timeout_s` until set.
-        on_version: called with the version of a push when all servers hold it, before requests in flight go on.
+        on_version: called with the version of a push when all servers hold it, before requests in flight continue.
 
     Raises:
         ConfigError: no servers, or two for one base URL.
@@ -155,7 +155,7 @@ class ServerPool(LoadBalancer):
         self._soon(self._check_now.set)
 
     def mark_up(self, url: str) -> None:
-        """Use a server again, and let the calls go on that waited for one. May be called from any thread.
+        """Use a server again, and resume the calls that waited for one. May be called from any thread.
 
         Raises:
             ConfigError: no server has that base URL.

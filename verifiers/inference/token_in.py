@@ -200,7 +200,7 @@ class ChatCall:
         template_options: arguments of the chat template.
         chat_options: what reading the answer depends on.
         request_options: further fields of the request.
-        context: what must be equal for one call to go on with another.
+        context: what must be equal for one call to continue another.
     """
 
     model: str

@@ -282,7 +282,7 @@ class RolloutRecord:
         if isinstance(policy_error, FATAL_ERRORS):
             raise policy_error
         if policy_error is not None:
-            # the environment swallowed it and went on without the policy's answer
+            # the environment swallowed it and continued without the policy's answer
             self.outcome, self.failure = Outcome.PROVIDER_ERROR, failure_from(policy_error)
         elif isinstance(stored, BaseException) and not isinstance(stored, OverlongPromptError):
             self.fail(stored)

@@ -43,7 +43,7 @@ class TokenSequence:
         loss_mask: 1 on sampled tokens, 0 on the environment's; length T.
         logprobs: the sampler's log-probs; 0.0 where `loss_mask` is 0; length T.
         versions: policy version of each sampled token; -1 where `loss_mask` is 0; length T.
-        is_truncated: the last turn ended for want of room (finish reason "length").
+        is_truncated: the last turn ended for lack of room (finish reason "length").
         unreported_version: the newest version that may have sampled tokens which the server does not stamp (see
             `recording_client.Turn`); None where there are none.
     """

@@ -93,7 +93,7 @@ class GRPOConfig(trl.GRPOConfig):
         eval_temperature: 0 evaluates greedily.
         num_eval_prompts: prompts of the eval set in an evaluation during training; -1 for all. With several sets, of
             each.
-        eval_overlap: training goes on while an evaluation runs; the next push of weights waits for its end.
+        eval_overlap: training continues while an evaluation runs; the next push of weights waits for its end.
         eval_max_concurrent: most of an evaluation's rollouts in flight, inside `max_concurrent`; left out, all of it,
             or with `eval_overlap` as many as a block has completions, at most half.
         eval_timeout: deadline for one evaluation, in seconds; `async_generation_timeout` when left out.

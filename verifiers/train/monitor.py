@@ -89,7 +89,7 @@ class RunMonitor:
         timer: the trainer's time by stage.
         total: sums over the run so far, since its first start.
         latest: the newest value of every metric.
-        record: the files that are written, on rank 0 while a run goes on.
+        record: the files that are written, on rank 0 while a run is in progress.
     """
 
     def __init__(self, args: GRPOConfig, plan: BatchPlan, env: Any, model: Any, device: Any) -> None:
@@ -253,7 +253,7 @@ class RunMonitor:
 
     @contextlib.contextmanager
     def running(self, callbacks: Sequence[Any]) -> Iterator[None]:
-        """Show a run while it goes on, and close its record, however it ends.
+        """Show a run while it is in progress, and close its record, however it ends.
 
         Args:
             callbacks: of the trainer; those with `end_table` show the run.
@@ -321,6 +321,6 @@ class MonitorCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             with self._monitor.timer.stage("save"):
-                # a kill before the next log would lose them, and what goes on from here does not meet them again
+                # a kill before the next log would lose them, and what resumes from here does not meet them again
                 self._monitor.write_failures()
                 self._monitor.write_report()

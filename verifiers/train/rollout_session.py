@@ -147,7 +147,7 @@ class RolloutSession:
         return self.generator
 
     def _note_version(self, version: int) -> None:
-        """Stamp requests that go on after a push with the weights they go on under."""
+        """Stamp requests that continue after a push with the weights they continue under."""
         if self.generator is not None:
             self.generator.policy_version = version
 

@@ -72,7 +72,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Attributes:
         plan: the batch plan.
-        session: the generator and the prefetcher, on rank 0 while a run goes on.
+        session: the generator and the prefetcher, on rank 0 while a run is in progress.
         publisher: keeps the rollout servers on the trained weights.
         evaluator: evaluates the policy.
         eval_schedule: says when.
@@ -266,7 +266,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             CheckpointError: the checkpoint is incomplete, of another plan, or not seen by every process; or another
                 run writes to `output_dir`.
             GenerationError, WeightSyncError: with the cause; nothing is left running.
-            RankError: another process of the run failed, was stopped or vanished.
+            RankError: another process of the run failed, was stopped or disappeared.
         """
 
         def run() -> Any:

@@ -63,7 +63,7 @@ UNSUPPORTED: dict[str, str] = {
     "train_sampling_strategy": (
         "shuffle_dataset=False keeps the order of the dataset, and a curriculum chooses among its rows"
     ),
-    "ignore_data_skip": "a run that is resumed always goes on with the next block of its plan",
+    "ignore_data_skip": "a run that is resumed always resumes with the next block of its plan",
     "enable_jit_checkpoint": "a checkpoint stands between blocks; save often enough by save_steps and resume",
     "vllm_server_timeout": "use server_wait, the seconds to wait for the rollout server",
     "use_transformers_continuous_batching": "rollouts come from a server; start vf-serve or vf-vllm",

@@ -33,7 +33,7 @@ class Metrics:
             gauge = Gauge(f"vf_sequences_{name}", f"Sequences {text}", registry=self._registry)
             gauge.set_function(partial(_count, engine, name))
         for name, text in (
-            ("hits", "Prompts that went on from a finished sequence"),
+            ("hits", "Prompts that continue a finished sequence"),
             ("tokens_reused", "Prompt tokens whose keys and values were kept"),
             ("bytes", "Memory of kept keys and values"),
         ):

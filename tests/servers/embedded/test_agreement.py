@@ -114,7 +114,7 @@ class Pushed:
         return answer["choices"][0]
 
     async def play(self, temperature: float, seed: int, done: asyncio.Event, found: list[Any]) -> None:
-        """Conversations, one turn going on from the other, until the pushes are done."""
+        """Conversations, each turn continuing the one before, until the pushes are done."""
         rng = random.Random(seed)
         while not done.is_set():
             ids = rng.choices(range(5, 90), k=rng.randint(20, 40))

@@ -130,7 +130,7 @@ def test_an_adapter_is_taken_out_again_when_the_push_fails() -> None:
 
 
 def wait_until_gone(path: Path) -> None:
-    """Old versions are removed while the caller goes on."""
+    """Old versions are removed while the caller continues."""
     deadline = time.monotonic() + 10
     while path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)

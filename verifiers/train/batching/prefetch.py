@@ -29,7 +29,7 @@ class RolloutPrefetcher:
         plan: says which prompts a block has.
         generator: produces blocks; its `num_batches_ahead` bounds what is in flight.
         push: sends the present weights to the server, stamped with the optimizer step given.
-        drains: every rollout in flight ends before weights are pushed. Otherwise they go on under the new weights,
+        drains: every rollout in flight ends before weights are pushed. Otherwise they continue under the new weights,
             and each token is stamped with its own version.
         max_staleness: optimizer steps that a block's oldest token may be behind at the block's first update; None
             for what `num_batches_ahead` gives.

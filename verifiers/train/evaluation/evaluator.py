@@ -1,7 +1,7 @@
 """The trainer's evaluations: the policy of one optimizer step, rolled out on the prompts of the eval sets.
 
 An evaluation is sampled from the weights of one optimizer step alone. Where training waits for it, that is plain;
-with `eval_overlap` training goes on meanwhile, and the next push of weights waits. So each ends at the latest with
+with `eval_overlap` training continues meanwhile, and the next push of weights waits. So each ends at the latest with
 the block that was trained beside it, at most one is in flight, and what depends on it (the best checkpoint, early
 stopping) happens at the same step in every run.
 """
@@ -141,7 +141,7 @@ class Evaluator:
             epoch: as transformers counts it.
             weights_step: the step of the weights, where it is another.
             prefix: of the metrics.
-            overlaps: training goes on meanwhile.
+            overlaps: training continues meanwhile.
             resumes: results that are stored of the very same evaluation are kept.
         """
         of = step if weights_step is None else weights_step
@@ -195,7 +195,7 @@ class Evaluator:
             text = "; ".join(measured.failures)
             if required:
                 raise NothingScoredError(text)
-            logger.warning("The evaluation of step %d gave no reward, and training goes on: %s", flight.step, text)
+            logger.warning("The evaluation of step %d gave no reward, and training continues: %s", flight.step, text)
         return flight, measured.metrics
 
     def _take_measured(self, prefix: str) -> Measured:

@@ -5,7 +5,7 @@ stand-in for NCCL what is sent (`tests/train/weight_sync/test_nccl_sync.py`).
 
 All tensors travel in a few large broadcasts: both sides pack them, in the order that /update_weights names, into
 buffers that are sent as soon as they hold more than `BUFFER_BYTES`. A copy of the newest weights stays in host
-memory, so that a server that was restarted can be given them while the trainer goes on.
+memory, so that a server that was restarted can be given them while the trainer continues.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class WeightSync(ABC):
         kind: name of the kind.
         pool: the servers that get the weights; None before `connect`, or where the kind knows of none.
         policy_name: the policy's name in requests; None for the name of the model that is served.
-        keeps_requests: requests in flight go on under the new weights; otherwise they must end before a push.
+        keeps_requests: requests in flight continue under the new weights; otherwise they must end before a push.
         can_send_tied: `sends_tied` has an effect.
         sends_tied: tied weights are sent under each of their names, for servers that keep the old head otherwise.
         sends_adapter: an adapter's tensors are sent, not the merged weights.

@@ -115,7 +115,7 @@ class WeightPublisher:
     Attributes:
         sync: how weights reach the servers.
         servers: what rollouts are sent to.
-        on_version: called with the version of a push when all servers have it, before requests in flight go on.
+        on_version: called with the version of a push when all servers have it, before requests in flight continue.
 
     Raises:
         ConfigError: draining is switched off, and the servers cannot keep requests during a push.
