@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.data.order import reorder_chunks
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 __all__ = ["EnvGroup", "EnvGroupRubric", "Route", "alternating", "group_datasets"]
+
+Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Route(NamedTuple):
@@ -179,26 +183,19 @@ class EnvGroupRubric(Rubric):
         extra: Mapping[str, Any] | None = None,
     ) -> list[RolloutScore]:
         """Score rollouts by the rubric of their task; as `Rubric.score_inputs`."""
-        scores: dict[int, RolloutScore] = {}
-        by_task: dict[Any, list[int]] = {}
-        for place, item in enumerate(inputs):
-            by_task.setdefault(item.task, []).append(place)
 
-        async def score_task(task: Any, places: list[int]) -> None:
+        async def score_task(task: Any, items: list[ScoringInput]) -> list[RolloutScore]:
             route = _route_of(task, self.env_map, self.routes)
             if route is None:
                 error = ConfigError(f"no environment of the group has the task {task!r}, only {sorted(self.env_map)}")
-                self._record_failure("EnvGroupRubric", [inputs[place] for place in places], error)
-                scores.update((place, inputs[place].score(0.0)) for place in places)
-                return
-            items = [dataclasses.replace(inputs[place], task=route.task) for place in places]
+                self._record_failure("EnvGroupRubric", items, error)
+                return [item.score(0.0) for item in items]
+            inside = [dataclasses.replace(item, task=route.task) for item in items]
             rubric = self.env_map[route.name].rubric
             with _task_inside([item.state for item in items], route.task):
-                of_task = await rubric.score_as_member(items, score_sem, as_group=as_group, extra=extra)
-            scores.update(zip(places, of_task, strict=True))
+                return await rubric.score_as_member(inside, score_sem, as_group=as_group, extra=extra)
 
-        await gather_owned([score_task(task, places) for task, places in by_task.items()])
-        in_order = [scores[place] for place in range(len(inputs))]
+        in_order = await _by_key([item.task for item in inputs], inputs, score_task)
         if not as_group:
             for score in in_order:
                 score.metrics = {**dict.fromkeys(self.all_reward_names, 0.0), **score.metrics}
@@ -293,11 +290,8 @@ class EnvGroup(Environment):
             )
         tasks = list(tasks) if tasks is not None else ["default"] * len(prompts)
         given = batch.sampling_args if sampling_args is None else sampling_args
-        by_env: dict[int, list[int]] = {}
-        for place, task in enumerate(tasks):
-            by_env.setdefault(id(self._place(task)[0]), []).append(place)
 
-        async def play(places: list[int]) -> list[tuple[tuple[int, int], tuple[Messages, State]]]:
+        async def play(_: int, places: list[int]) -> list[tuple[Messages, State]]:
             env = self._place(tasks[places[0]])[0]
             of_env = await env.run_rollouts(
                 batch.select(places),
@@ -308,14 +302,12 @@ class EnvGroup(Environment):
                 [infos[place] if infos is not None else {} for place in places],
                 sampling_args=_merged(env.sampling_args, given),
             )
-            played = []
-            for place, result in zip(places, of_env, strict=True):
-                completion, state = completion_and_state(result)
+            played = [completion_and_state(result) for result in of_env]
+            for place, (_, state) in zip(places, played, strict=True):
                 state["task"] = tasks[place]
-                played.append(((place, 0), (completion, state)))
             return played
 
-        return reorder_chunks(await gather_owned([play(places) for places in by_env.values()]), 1)
+        return await _by_key([id(self._place(task)[0]) for task in tasks], range(len(prompts)), play)
 
     @takes_rollout_input
     @either_generation(gives_rollout_input, lambda self, *args, **kwargs: self._rollout_from_input(*args, **kwargs))
@@ -373,6 +365,21 @@ class EnvGroup(Environment):
         """As the environment of the rollout's task does it, with its tools."""
         env = self.get_env_for_task(state["task"])
         return env.process_chat_format_vllm(prompt, completion, state, processing_class, mask_env_responses)
+
+
+async def _by_key(
+    keys: Iterable[Key], items: Sequence[Item], work: Callable[[Key, list[Item]], Awaitable[list[Result]]]
+) -> list[Result]:
+    """Give items of one key together to `work`, all keys at once; return the results in the items' order."""
+    places: dict[Key, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+
+    async def chunk(key: Key) -> list[tuple[tuple[int, int], Result]]:
+        results = await work(key, [items[place] for place in places[key]])
+        return [((place, 0), result) for place, result in zip(places[key], results, strict=True)]
+
+    return reorder_chunks(await gather_owned([chunk(key) for key in places]), 1)
 
 
 def _route_of(task: Any, env_map: Mapping[str, Environment], routes: Mapping[str, Route]) -> Route | None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.inference.replica import WeightUpdate
 from verifiers.inference.server_client import RefusedError, ServerClient
-from verifiers.train.weight_sync.protocol import ServerSync
-from verifiers.train.weight_sync.shared_directory import VersionFiles, push_files
+from verifiers.train.weight_sync.shared_directory import DirectorySync
 
 __all__ = ["LoraSync", "adapter_tensors"]
 
 
-class LoraSync(ServerSync):
+class LoraSync(DirectorySync):
     """Writes the adapter of each version into a directory of its own and has the servers load it.
 
     The adapter keeps one name at the server, which is the policy's name in requests; each version has a path and, at
@@ -32,6 +31,7 @@ class LoraSync(ServerSync):
 
     kind = "lora"
     keeps_requests = False
+    can_send_tied = False
     sends_adapter = True
 
     def __init__(
@@ -43,9 +43,8 @@ class LoraSync(ServerSync):
         *,
         name: str = "policy-adapter",
     ) -> None:
-        super().__init__(base_url, timeout_s, api_key)
+        super().__init__(base_url, directory, timeout_s, api_key)
         self.policy_name = name
-        self._files = VersionFiles(directory)
         self._config: dict[str, Any] = {}
 
     @contextmanager
@@ -58,28 +57,19 @@ class LoraSync(ServerSync):
         tensors, self._config = adapter_tensors(model, whole)
         yield tensors
 
-    def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_parameters}
-        directory = self._files.write(tensors, version, name="adapter_model.safetensors", config=self._config)
+    def _write(self, tensors: Mapping[str, Any], version: int) -> Path:
+        return self._files.write(tensors, version, name="adapter_model.safetensors", config=self._config)
+
+    async def _load(self, server: ServerClient, directory: Path, timeout_s: float) -> None:
         name = {"lora_name": self.policy_name}
-
-        async def load(server: ServerClient, timeout_s: float) -> None:
-            # not load_inplace: vLLM would read the file again at every step
-            try:
-                await server.request("POST", "/v1/unload_lora_adapter", name, timeout_s=timeout_s)
-            except RefusedError as error:
-                if error.status != 404:
-                    raise
-            body = {**name, "lora_path": str(directory)}
-            await server.request("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s)
-
-        push_files(self.pool, WeightUpdate(version, load), self._files, directory)
-
-    def close(self) -> None:
+        # not load_inplace: vLLM would read the file again at every step
         try:
-            super().close()
-        finally:
-            self._files.close()
+            await server.request("POST", "/v1/unload_lora_adapter", name, timeout_s=timeout_s)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+        body = {**name, "lora_path": str(directory)}
+        await server.request("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s)
 
 
 def adapter_tensors(model: Any, whole: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,6 @@ from typing import Any
 from verifiers.errors import WeightSyncError
 from verifiers.inference.replica import WeightUpdate
 from verifiers.inference.server_client import ServerClient
-from verifiers.inference.server_pool import ServerPool
 from verifiers.train.weight_sync.protocol import ServerSync
 
 __all__ = ["DirectorySync", "VersionFiles"]
@@ -189,13 +188,17 @@ class DirectorySync(ServerSync):
     def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_parameters}
         _copy_shared_memory(tensors)
-        directory = self._files.write(tensors, version, name="model.safetensors")
+        directory = self._write(tensors, version)
 
         async def load(server: ServerClient, timeout_s: float) -> None:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-            await server.request("POST", "/collective_rpc", body, timeout_s=timeout_s)
+            await self._load(server, directory, timeout_s)
 
-        push_files(self.pool, WeightUpdate(version, load), self._files, directory)
+        try:
+            self.pool.push(WeightUpdate(version, load))
+        except BaseException:
+            self._files.remove(directory)
+            raise
+        self._files.keep_only(directory)
 
     def close(self) -> None:
         try:
@@ -203,15 +206,12 @@ class DirectorySync(ServerSync):
         finally:
             self._files.close()
 
+    def _write(self, tensors: Mapping[str, Any], version: int) -> Path:
+        return self._files.write(tensors, version, name="model.safetensors")
 
-def push_files(pool: ServerPool, update: WeightUpdate, files: VersionFiles, directory: Path) -> None:
-    """Push the version in `directory` and then remove the ones before it; or remove it where the push fails."""
-    try:
-        pool.push(update)
-    except BaseException:
-        files.remove(directory)
-        raise
-    files.keep_only(directory)
+    async def _load(self, server: ServerClient, directory: Path, timeout_s: float) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        await server.request("POST", "/collective_rpc", body, timeout_s=timeout_s)
 
 
 def _copy_shared_memory(tensors: dict[str, Any]) -> None:
