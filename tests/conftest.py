@@ -1,4 +1,4 @@
-"""What every test gets: no network beyond this machine, and libraries that keep to themselves."""
+"""Fixtures of every test: no network beyond this machine, and libraries that keep to themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an event loop holds ends with it."""
+"""Objects that belong to an event loop end with it."""
 
 from __future__ import annotations
 

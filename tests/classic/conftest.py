@@ -1,4 +1,4 @@
-"""What the conformance tests of the classic API share: a client that answers from a script, rows, and packages."""
+"""Fixtures of the conformance tests of the classic API: a client that answers from a script, rows, and packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which endpoint a command means, where registries are looked for, and how long an attempt may take."""
+"""The endpoint that a command means, the places of registries, and how long an attempt may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was made in chunks comes back in order, whatever arrives when."""
+"""Chunks come back in order, whatever arrives when."""
 
 from __future__ import annotations
 

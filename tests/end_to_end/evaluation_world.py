@@ -19,7 +19,7 @@ def logged_evaluations(trainer: Any) -> list[dict[str, Any]]:
 
 
 def stored(trainer: Any, step: int, *names: str) -> Path:
-    """Where an evaluation lies."""
+    """Return the directory of an evaluation."""
     return Path(trainer.args.output_dir).joinpath("evals", f"step-{step}", *names)
 
 

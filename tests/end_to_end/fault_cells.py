@@ -220,7 +220,7 @@ def assert_every_row_is_accounted_for(world: World) -> dict[str, int]:
 
 
 def crowding() -> float:
-    """How much longer a second of work takes because others want the processors too; 1 on a machine of one's own."""
+    """Return how much longer a second of work takes while other work shares the processors; 1 on an idle machine."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

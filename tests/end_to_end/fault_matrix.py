@@ -1,4 +1,4 @@
-"""What happens when something breaks, and when it breaks: one cell for each fault and stage.
+"""Outcomes of faults: one cell for each fault and stage.
 
 `Goes` on: the run ends as if nothing had been, but for rollouts that are recorded as dropped. `Ends`: within
 `within_s` seconds, with that error and those words; the same command, given again, finishes the run. `Never`: it

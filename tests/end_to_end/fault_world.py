@@ -1,4 +1,4 @@
-"""What the cells of the fault matrix run: a trainer with a gate at each stage, and a server that can be broken.
+"""The run of each cell of the fault matrix: a trainer with a gate at each stage, and a server that can be broken.
 
 Imported by the parent that forks them (`forks.py`); each function runs in a process of its own. Test and process talk
 through files in the cell's directory:
@@ -122,7 +122,7 @@ class Faulty(vf.SingleTurnEnv):
         self._begun: dict[int, int] = {}
 
     def learn(self, plan: Any) -> None:
-        """Which block each prompt is drawn for, the first time; the dataset is as long as the run."""
+        """Note the block that each prompt is drawn for, the first time; the dataset is as long as the run."""
         for block in range(plan.blocks):
             for index, example in enumerate(plan.example_ids(block)):
                 self.blocks[example] = block

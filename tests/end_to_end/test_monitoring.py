@@ -1,4 +1,4 @@
-"""What is seen of a run: time by stage adds up, one record over kills and resumes, a report however it ends."""
+"""The view of a run: time by stage adds up, one record over kills and resumes, a report however it ends."""
 
 from __future__ import annotations
 

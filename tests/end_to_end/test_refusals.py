@@ -1,4 +1,4 @@
-"""What cannot work is refused with one sentence that names the thing, its value and what to do."""
+"""Settings that cannot work are refused with one sentence that names the thing, its value and what to do."""
 
 from __future__ import annotations
 

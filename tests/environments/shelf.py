@@ -51,7 +51,7 @@ def readme(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a scripted policy knows when it is asked: the conversation, and, which no model has, the row behind it."""
+    """The knowledge of a scripted policy when it is asked: the conversation and, unlike a model's, the row."""
 
     body: dict[str, Any]
     row: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What holds for every package under environments/: complete, reproducible, offline, and played without a failure."""
+"""Promises of every package under environments/: complete, reproducible, offline, and played without a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reverse_text, spell_backward, doublecheck, sentence_repeater, complete_sequence and mixed_text promise."""
+"""Promises of reverse_text, spell_backward, doublecheck, sentence_repeater, complete_sequence and mixed_text."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ async def test_no_rollout_is_kept() -> None:
     most = 0
 
     class SeenState:
-        """What can be referred to weakly."""
+        """A state that can be referred to weakly."""
 
     def take(rollout: Rollout) -> None:
         nonlocal most

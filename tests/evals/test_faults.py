@@ -34,7 +34,7 @@ QUICK = RetryPolicy(max_attempts=9, base_s=0.02)
 
 @dataclass(frozen=True)
 class Run:
-    """What a run came to."""
+    """The result of a run."""
 
     outcomes: Counter[Outcome]
     retries: int

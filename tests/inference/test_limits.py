@@ -1,4 +1,4 @@
-"""What is in flight is bounded, first come first served, and requests begin no faster than asked."""
+"""Calls in flight are bounded, first come first served, and requests begin no faster than asked."""
 
 from __future__ import annotations
 

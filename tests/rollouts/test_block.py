@@ -1,4 +1,4 @@
-"""What becomes of a block's rollouts is decided by what they are and became, never by when they ended."""
+"""The outcome of a block's rollouts is decided by what they are and became, never by when they ended."""
 
 from __future__ import annotations
 

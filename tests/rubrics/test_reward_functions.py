@@ -1,4 +1,4 @@
-"""Where reward functions run: threads until they are known to be quick, the event loop from then on."""
+"""Reward functions run in threads until they are known to be quick, the event loop from then on."""
 
 from __future__ import annotations
 

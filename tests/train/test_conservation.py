@@ -121,7 +121,7 @@ def policy(arrival: int) -> FakeClient:
 
 @dataclass
 class Trained:
-    """What one run did.
+    """The record of one run.
 
     Attributes:
         rows: block and sampled texts of each micro-batch that was trained, in order of training.

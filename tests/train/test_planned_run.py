@@ -1,4 +1,4 @@
-"""What a run's curriculum calls its datasets, and what it keeps of a checkpoint."""
+"""Names of a curriculum's datasets, and its state in a checkpoint."""
 
 from __future__ import annotations
 

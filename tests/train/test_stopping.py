@@ -14,7 +14,7 @@ def at() -> StopsBetweenBlocks:
 
 
 def after(callback: StopsBetweenBlocks, event: str, step: int, **asked: bool) -> tuple[bool, bool]:
-    """Whether the run stops, and saves, after an event at which a callback asked for it."""
+    """Return whether the run stops, and saves, after an event at which a callback asked for it."""
     control = TrainerControl(**asked)
     state = TrainerState(global_step=step, max_steps=10)
     getattr(callback, event)(None, state, control)

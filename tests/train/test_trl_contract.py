@@ -1,4 +1,4 @@
-"""What we rely on in trl is still there: read this first when the pin of trl is moved."""
+"""Parts of trl that the trainer relies on are still there: read this first when the pin of trl is moved."""
 
 from __future__ import annotations
 

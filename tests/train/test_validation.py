@@ -1,4 +1,4 @@
-"""What cannot work on several ranks, or where they hold parts of the policy, is refused before a run starts."""
+"""Settings that cannot work on several ranks, or with a sharded policy, are refused before a run starts."""
 
 from __future__ import annotations
 

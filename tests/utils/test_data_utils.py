@@ -53,7 +53,7 @@ def test_the_system_prompts_name_what_the_parsers_look_for() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Which repository, configuration and split were loaded; each gives five rows, of all columns there are."""
+    """Record which repository, configuration and split were loaded; each gives five rows of all columns."""
     seen: list[tuple[Any, ...]] = []
 
     def load_dataset(path: str, config: str | None, split: str) -> datasets.Dataset:

@@ -1,4 +1,4 @@
-"""Which weights a token came from, on a real vLLM: pushes, caches, requests in flight, adapters."""
+"""The weights that a token came from, on a real vLLM: pushes, caches, requests in flight, adapters."""
 
 from __future__ import annotations
 

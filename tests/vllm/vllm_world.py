@@ -133,7 +133,7 @@ class Server:
         return "\n".join([line[:300] for line in lines if "ERROR" in line][:40])
 
     def generated_tokens(self) -> float:
-        """How many tokens it has sampled since it started."""
+        """Return how many tokens it has sampled since it started."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
@@ -169,7 +169,7 @@ def members(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process computes; a zombie does not."""
+    """Return whether a process computes; a zombie does not."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (OSError, IndexError):

@@ -67,7 +67,7 @@ class RolloutSession:
 
     @property
     def weight_sync(self) -> WeightSync:
-        """How weights reach the rollout servers."""
+        """The way that weights reach the rollout servers."""
         return self._publisher.sync
 
     @property

@@ -1,4 +1,4 @@
-"""What a run opens, at step 0 or from a checkpoint, and closes however it ends."""
+"""The parts that a run opens, at step 0 or from a checkpoint, and closes however it ends."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Update:
     ranks: int
     micro_batches: int
     noise: float = 0.0
-    """How far old and reference log-probs lie from the policy's, in nats."""
+    """Distance of old and reference log-probs lie from the policy's, in nats."""
     tensors: dict[str, Tensor] = field(init=False)
     size: int = field(init=False)
 

@@ -1,4 +1,4 @@
-"""What is missing on a server is named before anything is sampled, each with the flag that gives it."""
+"""Missing abilities of a server are named before anything is sampled, each with the flag that gives it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where directories are made when nobody says where."""
+    """Return the default parent of the directories."""
     monkeypatch.setattr("verifiers.train.weight_sync.shared_directory.SHARED_MEMORY", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
