@@ -36,7 +36,7 @@ FORMER_NAMES = {
     "verifiers.evals.variance:split_variance": "verifiers.evals.summary:split_variance",
     "verifiers.evals.viewer.writing:write_comparison_report": "verifiers.reports.evaluation:write_comparison_report",
     "verifiers.evals.viewer.writing:write_evaluation_report": "verifiers.reports.evaluation:write_evaluation_report",
-    "verifiers.rollouts.adaptive:limiter_for": "verifiers.inference.limits:limiter_for",
+    "verifiers.rollouts.adaptive:limiter_for": "verifiers.inference.adaptive_limiter:limiter_for",
     "verifiers.rollouts.balancing:BalancedBackend": "verifiers.inference.load_balancer:LoadBalancer",
     "verifiers.rollouts.balancing:server_pool": "verifiers.inference.server_pool:ServerPool",
     "verifiers.rollouts.endpoint:Endpoint": "verifiers.inference.endpoint:Endpoint",
