@@ -236,6 +236,7 @@ class Conversation:
         """Note an answer of the policy in the state: `responses`, `turn`, and a step of the trajectory."""
         state = self.state
         state["responses"].append(response)
+        step = step_of(prompt, response, self.env.message_type)
         if getattr(response, "id", None) == "overlong-prompt":
             state["prompt_too_long"] = state["is_truncated"] = True
         if isinstance(prompt, str):
@@ -243,7 +244,6 @@ class Conversation:
             state.setdefault("responses_start_idx", []).append(len(prompt) - len(state["prompt"]))
         if isinstance(state.get("turn"), TurnCount):
             state["turn"] = TurnCount(state["turn"] + 1)
-        step = step_of(prompt, response, self.env.message_type)
         if "add_trajectory_step" in self.own:
             await maybe_await(self.env.add_trajectory_step, state, step)
         else:

@@ -218,7 +218,7 @@ class Environment:
             f"{type(self).__name__} must override rollout, or subclass SingleTurnEnv or MultiTurnEnv."
         )
 
-    def _play_row(self, row: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs) -> Awaitable[Any]:
+    def _play_row(self, row: RolloutInput, model: str, sampling_args: SamplingArgs, client: Any) -> Awaitable[Any]:
         return call_rollout(self, row, client, model, sampling_args)
 
     async def teardown(self) -> None:

@@ -175,7 +175,7 @@ class MultiTurnEnv(Environment):
         state = await self._play(row, client, model, sampling_args, kwargs, keeps_errors=False)
         return state["completion"], state
 
-    def _play_row(self, row: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs) -> Awaitable[Any]:
+    def _play_row(self, row: RolloutInput, model: str, sampling_args: SamplingArgs, client: Any) -> Awaitable[Any]:
         if type(self).rollout is MultiTurnEnv.rollout and "rollout" not in vars(self):
             return self._play(row, client, model, sampling_args, {}, keeps_errors=True)
         return call_rollout(self, row, client, model, sampling_args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -14,23 +15,21 @@ from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, MissingTokenIdsError, ModelError, OverlongPromptError
 from verifiers.inference.limits import Limiter, NoMoreSlotsError, RolloutActivity, counted_slot
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
-from verifiers.rollouts.rollout import STRAGGLER, Rollout, RolloutRequest
+from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from, straggler, timed_out
 from verifiers.types import Failure, Outcome, RolloutInput, SamplingArgs, State, Timing
 
 __all__ = [
     "FATAL_ERRORS",
-    "STRAGGLER",
     "BatchClient",
     "BatchLimits",
     "RolloutRecord",
     "completion_and_state",
-    "failure_from",
 ]
 
 logger = logging.getLogger("verifiers.rollouts")
 
-PlaysRow = Callable[[RolloutInput, RolloutClient, str, SamplingArgs], Awaitable[Any]]
-"""A rollout by row, client, model and sampling arguments; it gives (completion, state), or the state."""
+PlaysRow = Callable[[RolloutInput, str, SamplingArgs, RolloutClient], Awaitable[Any]]
+"""A rollout by row, model, sampling arguments and client; it gives (completion, state), or the state."""
 
 FATAL_ERRORS = (ConfigError, MissingTokenIdsError, NoMoreSlotsError)
 """Errors that every other rollout would repeat: they end the run instead of one rollout."""
@@ -237,13 +236,24 @@ class RolloutRecord:
             timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
         )
 
-    def rollout(self, completion: Any, state: State | None) -> Rollout:
+    def finish(self, limits: BatchLimits, result: Any, seconds: float) -> Rollout:
         """Return the rollout, with exactly one outcome, from what `run_rollouts` gave for it.
 
         Args:
-            state: None where it gave nothing.
+            result: (completion, state), or the state; None for a rollout that failed without one.
+            seconds: that all rollouts of the batch took.
         """
         request = self.request
+        completion: Any = None
+        state: State | None = None
+        if not self.has_ended:
+            self.timing.generation_s = seconds
+        if result is not None or self.failure is None:
+            try:
+                completion, state = completion_and_state(result)
+            except TypeError as error:
+                self.fail(error)
+        self.end(limits, state)
         if self.failure is not None:
             logger.debug("rollout %s ended as %s: %s", request.key, self.outcome, self.failure)
             state = state if state is not None else self.bare_state()
@@ -350,11 +360,11 @@ class BatchClient(Sequence[RolloutClient]):
         """Play each row with its client, side by side; see `RolloutRecord.play`."""
         given = self.sampling_args if sampling_args is None else sampling_args
 
-        async def play_row(row: RolloutInput, record: RolloutRecord) -> tuple[Any, State]:
+        work = []
+        for row, record in zip(rows, self.records, strict=True):
             row = {**row, "example_id": record.request.key.example_id}
-            return await record.play(self.limits, lambda client: play(row, client, model, dict(given)))
-
-        work = [play_row(row, record) for row, record in zip(rows, self.records, strict=True)]
+            rollout = functools.partial(play, row, model, dict(given))
+            work.append(record.play(self.limits, rollout))
         # nothing runs beside a single one: a task of its own would only cost
         return [await work[0]] if len(work) == 1 else await gather_owned(work)
 
@@ -421,21 +431,6 @@ def completion_and_state(result: Any) -> tuple[Any, State]:
             f"rollout returned {result!r:.200}; it must return (completion, state), or the state as a dict"
         )
     return (state.get("completion") if state is result else completion), state  # type: ignore[return-value]
-
-
-def straggler(seconds: float) -> tuple[Outcome, Failure]:
-    text = f"still running when its block was wanted, after {seconds:.1f} s"
-    return Outcome.CANCELLED, Failure(STRAGGLER, text)
-
-
-def timed_out(seconds: float) -> tuple[Outcome, Failure]:
-    text = f"the rollout did not end within rollout_timeout_s={seconds:g}"
-    return Outcome.TIMED_OUT, Failure("TimeoutError", text)
-
-
-def failure_from(error: BaseException) -> Failure:
-    """Return an exception as a failure."""
-    return Failure(type(error).__name__, str(error) or repr(error), exception=error)
 
 
 def _chain_has(error: BaseException | None, wanted: BaseException | None) -> bool:

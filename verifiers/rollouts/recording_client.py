@@ -226,12 +226,13 @@ class RolloutClient:
         self.retries += 1
 
     def _prepared(self, path: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        turn, self._begun = self._begun, self._begun + 1
+        seed = turn_seed(self._seed, self._begun) if self._seed is not None else None
+        self._begun += 1
         arguments = given_arguments(arguments)
         # extra_body is merged in last, so what must hold is taken out of it
         extra = dict(arguments.get("extra_body") or {})
-        if self._seed is not None:
-            arguments["seed"] = turn_seed(self._seed, turn)
+        if seed is not None:
+            arguments["seed"] = seed
             extra.pop("seed", None)
         if self._require_tokens:
             extra.pop("logprobs", None)
@@ -270,11 +271,11 @@ class RolloutClient:
         self.usage.prompt_tokens += usage.get("prompt_tokens") or 0
         self.usage.completion_tokens += usage.get("completion_tokens") or 0
         sampled = sampled_tokens(answer)
+        if self._tokens is not None and call is not None:
+            self._tokens.hold(call, choice.get("message") or {}, sampled)
         prompt_ids, completion_ids, logprobs = sampled.prompt_ids, sampled.completion_ids, sampled.logprobs
         if self._require_tokens:
             _require(self.base_url, prompt_ids, completion_ids, logprobs)
-        if self._tokens is not None and call is not None:
-            self._tokens.hold(call, choice.get("message") or {}, sampled)
         if prompt_ids is None or completion_ids is None or logprobs is None:
             return
         versions, all_reported = _versions(sampled.versions, len(completion_ids), version_before)

@@ -9,7 +9,17 @@ from typing import Any
 
 from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, State, Timing, Usage
 
-__all__ = ["STRAGGLER", "Group", "Rollout", "RolloutRequest", "ScoredBlock", "TokenSequence"]
+__all__ = [
+    "STRAGGLER",
+    "Group",
+    "Rollout",
+    "RolloutRequest",
+    "ScoredBlock",
+    "TokenSequence",
+    "failure_from",
+    "straggler",
+    "timed_out",
+]
 
 STRAGGLER = "Straggler"
 """`Failure.kind` of a rollout that was dropped because its block was wanted."""
@@ -162,3 +172,18 @@ class ScoredBlock:
         """Return the failure text seen most often and its count, or None where nothing failed."""
         texts = Counter(str(rollout.failure) for rollout in self.launched if rollout.failure is not None)
         return texts.most_common(1)[0] if texts else None
+
+
+def straggler(seconds: float) -> tuple[Outcome, Failure]:
+    text = f"still running when its block was wanted, after {seconds:.1f} s"
+    return Outcome.CANCELLED, Failure(STRAGGLER, text)
+
+
+def timed_out(seconds: float) -> tuple[Outcome, Failure]:
+    text = f"the rollout did not end within rollout_timeout_s={seconds:g}"
+    return Outcome.TIMED_OUT, Failure("TimeoutError", text)
+
+
+def failure_from(error: BaseException) -> Failure:
+    """Return an exception as a failure."""
+    return Failure(type(error).__name__, str(error) or repr(error), exception=error)

@@ -24,11 +24,9 @@ from verifiers.rollouts.batch_client import (
     BatchClient,
     BatchLimits,
     RolloutRecord,
-    completion_and_state,
-    failure_from,
 )
 from verifiers.rollouts.recording_client import RolloutClient
-from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
 from verifiers.rubrics.scoring import call_score_group
 from verifiers.types import Failure, Outcome, RolloutScore
 
@@ -149,10 +147,6 @@ class RolloutRunner:
             ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
             NoMoreSlotsError: the limiter was closed before all of them had begun.
         """
-        batch = self.batch_client(requests, raises=raises, on_end=on_end)
-        if on_begin is not None:
-            on_begin(batch)
-        started = time.perf_counter()
         # the rollouts of a group share a request, and environments write into what they are given
         columns: dict[str, list[Any]] = {
             "prompts": [_own_copy(request.prompt) for request in requests],
@@ -160,10 +154,13 @@ class RolloutRunner:
             "tasks": [request.task for request in requests],
             "infos": [_own_copy(request.info) for request in requests],
         }
-        results: Sequence[Any] = [None] * len(requests)
+        batch = self.batch_client(requests, raises=raises, on_end=on_end)
+        if on_begin is not None:
+            on_begin(batch)
+        started = time.perf_counter()
         try:
             async with batch.limits.own_time():
-                results = await self.env.run_rollouts(
+                results: Any = await self.env.run_rollouts(
                     batch, self.model, **columns, sampling_args=dict(self.sampling_args)
                 )
         except FATAL_ERRORS:
@@ -177,7 +174,17 @@ class RolloutRunner:
             for record in batch.records:
                 record.fail_with_batch(error, expired)
             results = [record.result for record in batch.records]
-        return self._finish(batch, results, time.perf_counter() - started)
+        if not isinstance(results, Sequence) or len(results) != len(requests):
+            given = f"{len(results)} results" if isinstance(results, Sequence) else f"{results!r:.100}"
+            raise ConfigError(
+                f"{type(self.env).__name__}.run_rollouts returned {given} for {len(requests)} prompts; return one "
+                "(completion, state) for each prompt, in order."
+            )
+        seconds = time.perf_counter() - started
+        rollouts = []
+        for record, result in zip(batch.records, results, strict=True):
+            rollouts.append(record.finish(batch.limits, result, seconds))
+        return rollouts
 
     def batch_client(
         self,
@@ -205,27 +212,6 @@ class RolloutRunner:
             group=(request.key.block_id, request.key.example_id),
         )
 
-    def _finish(self, batch: BatchClient, results: Any, seconds: float) -> list[Rollout]:
-        if not isinstance(results, Sequence) or len(results) != len(batch.records):
-            given = f"{len(results)} results" if isinstance(results, Sequence) else f"{results!r:.100}"
-            raise ConfigError(
-                f"{type(self.env).__name__}.run_rollouts returned {given} for {len(batch)} prompts; return one "
-                "(completion, state) for each prompt, in order."
-            )
-        rollouts = []
-        for record, result in zip(batch.records, results, strict=True):
-            completion, state = None, None
-            if not record.has_ended:
-                record.timing.generation_s = seconds
-            if result is not None or record.failure is None:
-                try:
-                    completion, state = completion_and_state(result)
-                except TypeError as error:
-                    record.fail(error)
-            record.end(batch.limits, state)
-            rollouts.append(record.rollout(completion, state))
-        return rollouts
-
     async def score(self, rollouts: Sequence[Rollout]) -> None:
         """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`."""
         finished = [rollout for rollout in rollouts if not rollout.outcome.is_failure]
@@ -249,15 +235,15 @@ class RolloutRunner:
             self.activity.change(scoring=-len(finished))
         for index, rollout in enumerate(finished):
             rollout.timing.scoring_s = time.perf_counter() - started
-            if failure is None and scores[index].errors:
-                failed = scores[index].errors[0]
+            if failure is None and scores[index]["errors"]:
+                failed = scores[index]["errors"][0]
                 rollout.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
             else:
                 rollout.failure = failure
             if rollout.failure is not None:
                 rollout.outcome = Outcome.GRADING_ERROR
                 continue
-            rollout.reward, rollout.metrics = scores[index].reward, scores[index].metrics
+            rollout.reward, rollout.metrics = scores[index]["reward"], scores[index]["metrics"]
             rollout.advantage = rollout.state.get("advantage")
 
 

@@ -145,7 +145,7 @@ def store_scores(inputs: Iterable[ScoringInput], scores: Iterable[RolloutScore],
     elapsed_ms = (time.perf_counter() - started) * 1000
     for item, score in zip(inputs, scores, strict=True):
         state = item.state
-        state["reward"], state["metrics"] = score.reward, dict(score.metrics)
+        state["reward"], state["metrics"] = score["reward"], dict(score["metrics"])
         timing = state.get("timing")
         if isinstance(timing, dict):
             # replaced and not added: an override calls methods that have measured a part of this already
