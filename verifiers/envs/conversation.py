@@ -374,14 +374,13 @@ async def call_model(
     try:
         result = create(model=model, **content, **arguments)
         response = await result if inspect.isawaitable(result) else result
-    except OverlongPromptError as error:
-        _note_overlong(logger, error)
-        return overlong_response(model, message_type)
     except Exception as error:
-        if is_context_overflow(getattr(error, "status_code", None), f"{error} {getattr(error, 'body', '')}"):
-            _note_overlong(logger, error)
-            return overlong_response(model, message_type)
-        raise
+        status, text = getattr(error, "status_code", None), f"{error} {getattr(error, 'body', '')}"
+        if not isinstance(error, OverlongPromptError) and not is_context_overflow(status, text):
+            raise
+        if logger is not None:
+            logger.debug("prompt too long, the rollout ends as truncated: %s", error)
+        return overlong_response(model, message_type)
     if not getattr(response, "choices", None):
         raise EmptyModelResponseError(f"the answer of model {model!r} has no choices: {response!r:.300}")
     return response
@@ -434,8 +433,3 @@ def _has_audio(messages: list[ChatMessage]) -> bool:
         if isinstance(content, list) and any("audio" in str(message_field(part, "type", "")) for part in content):
             return True
     return False
-
-
-def _note_overlong(logger: logging.Logger | None, error: Exception) -> None:
-    if logger is not None:
-        logger.debug("prompt too long, the rollout ends as truncated: %s", error)

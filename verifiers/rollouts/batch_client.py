@@ -146,7 +146,8 @@ class RolloutRecord:
                     if not deadline.expired() and not self._is_dropped:
                         deadline.reschedule(asyncio.get_running_loop().time() + limits.rollout_timeout_s)
                     self.client.has_slot = True
-                    completion, state = completion_and_state(await rollout(self.client))
+                    result = await rollout(self.client)
+            completion, state = completion_and_state(result)
         except FATAL_ERRORS:
             raise
         except OverlongPromptError:

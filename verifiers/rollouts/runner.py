@@ -214,9 +214,10 @@ class RolloutRunner:
 
     async def score(self, rollouts: Sequence[Rollout]) -> None:
         """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`."""
-        finished = [rollout for rollout in rollouts if not rollout.outcome.is_failure]
+        finished = [rollout for rollout in rollouts if rollout.failure is None]
         if not finished:
             return
+        states = [rollout.state for rollout in finished]
         started = time.perf_counter()
         failure: Failure | None = None
         scores: list[RolloutScore] = []
@@ -224,7 +225,7 @@ class RolloutRunner:
         self.activity.change(scoring=len(finished))
         try:
             async with deadline:
-                scores = await call_score_group(self.env.rubric, [rollout.state for rollout in finished])
+                scores = await call_score_group(self.env.rubric, states)
         except Exception as error:
             failure = (
                 Failure("TimeoutError", f"scoring did not end within grading_timeout_s={self.grading_timeout_s:g}")
