@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.main import (
     DONE,
-    ENVIRONMENTS_DIRECTORY,
     INTERRUPTED,
     CommandFailedError,
     json_object,
@@ -56,9 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Evaluate an environment against an OpenAI endpoint. The same command continues a stopped run.",
     )
     add = parser.add_argument
-    add("env", help="installed environment, or a module that can be imported")
+    add("env", help="name of an environment (installed, in ./environments or in ./), or a path such as my_env.py")
     add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
-    add("-p", "--env-dir-path", default=ENVIRONMENTS_DIRECTORY, help="directory whose packages can be imported too")
+    add("-p", "--env-dir-path", metavar="DIR", help="directory of environment packages (default: ./environments)")
     add("-m", "--model", default="gpt-4.1-mini", help="the model's name; 'fake' without -b needs no endpoint")
     add("-k", "--api-key-var", default="OPENAI_API_KEY", help="environment variable that holds the API key")
     add(
@@ -156,7 +155,7 @@ def _evaluate(
     from verifiers.reports.evaluation import write_evaluation_report
     from verifiers.rollouts.runner import RolloutRunner
 
-    make_importable(args.env_dir_path)
+    args.env = make_importable(args.env, args.env_dir_path)
     env = load_environment(args.env, **env_args)
     sampling = {**env.sampling_args, **sampling_args}
     for name, value in (("max_tokens", args.max_tokens), ("temperature", args.temperature)):

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from verifiers.errors import ConfigError, Error
@@ -50,13 +51,37 @@ def json_object(flag: str, text: str) -> dict[str, Any]:
     return value
 
 
-def make_importable(directory: str) -> None:
-    """Put a directory of environment packages, and each package in it, at the front of the import path."""
+def make_importable(env: str, directory: str | None = None, *, last: str | None = None) -> str:
+    """Put where an environment may be on the import path, and return the environment's name.
+
+    In front are the directory of a path and the packages of `directory`; at the end, so that nothing installed is
+    shadowed, are the working directory and `last`.
+
+    Args:
+        env: a name, or the path of a module (`path/to/my_env.py`) or of a package's directory.
+        directory: holds environment packages; None for ./environments, where there is one.
+        last: a further directory, which need not exist.
+
+    Raises:
+        ConfigError: a file or directory that does not exist.
+    """
+    if directory is not None and not os.path.isdir(directory):
+        raise ConfigError(f"--env-dir-path is {directory!r}, and there is no such directory.")
     # absolute, because worker processes that inherit it run elsewhere
-    root = os.path.abspath(directory)
+    root = os.path.abspath(directory or ENVIRONMENTS_DIRECTORY)
+    front = []
+    if env.endswith(".py") or (os.sep in env and os.path.isdir(env)):
+        path = Path(env).resolve()
+        if not path.exists():
+            raise ConfigError(f"there is no file {env!r}; give a module's path, or an environment's name.")
+        is_module = path.is_file() or (path / "__init__.py").is_file()
+        front.append(str(path.parent if is_module else path))
+        env = path.stem
     if os.path.isdir(root):
         packages = (entry.path for entry in os.scandir(root) if entry.is_dir() and entry.name[0] not in "._")
-        sys.path[:0] = [root, *sorted(packages)]
+        front += [root, *sorted(packages)]
+    sys.path[:] = [*front, *sys.path, os.getcwd(), *([last] if last else [])]
+    return env
 
 
 def module_name(env_name: str) -> str:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.main import (
     DONE,
-    ENVIRONMENTS_DIRECTORY,
     FAILED,
     CommandFailedError,
     json_object,
@@ -57,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         "to it, /quit gives up, /help shows this. The end of the input sends the typed text, too.",
     )
     add = parser.add_argument
-    add("env", help="installed environment, or a module that can be imported")
+    add("env", help="name of an environment (installed, in ./environments or in ./), or a path such as my_env.py")
     add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
-    add("-p", "--env-dir-path", default=ENVIRONMENTS_DIRECTORY, help="directory whose packages can be imported too")
+    add("-p", "--env-dir-path", metavar="DIR", help="directory of environment packages (default: ./environments)")
     add("-i", "--example", type=int, default=None, metavar="N", help="row of the dataset, from 0 (default: 0)")
     add("--split", choices=("train", "eval"), default="eval", help="which dataset (default: %(default)s)")
     add("--seed", type=int, default=None, metavar="N", help="choose the row at random, by this number")
@@ -78,7 +77,7 @@ def play(args: argparse.Namespace) -> int:
     env_args = json_object("--env-args", args.env_args)
     if args.seed is not None and args.example is not None:
         raise ConfigError("--seed chooses the row at random and --example names it; give one of them.")
-    make_importable(args.env_dir_path)
+    args.env = make_importable(args.env, args.env_dir_path)
     env = load_environment(args.env, **env_args)
     dataset = env.get_dataset() if args.split == "train" else env.get_eval_dataset()
     example = _chosen_row(args, len(dataset))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, json_object, make_importable, run_command
+from verifiers.cli.main import DONE, json_object, make_importable, run_command
 from verifiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run", help="directory of the run")
     add("-a", "--env-args", default=None, metavar="JSON", help="other arguments of load_environment than the run's")
-    add("-p", "--env-dir-path", default=ENVIRONMENTS_DIRECTORY, help="directory whose packages can be imported too")
+    add("-p", "--env-dir-path", metavar="DIR", help="directory of environment packages (default: ./environments)")
     add("--env", default=None, help="grade with another environment's rubric than the run's")
     add("-c", "--max-concurrent", type=int, default=64, help="prompts graded at once (default: 64)")
     add("--grading-timeout", type=float, default=120.0, help="deadline for one prompt's rollouts, s (default: 120)")
@@ -58,7 +58,8 @@ def regrade_run(args: argparse.Namespace) -> int:
         env_args = json_object("--env-args", args.env_args)
     redact = Redactor(secrets_of_run("", "", {}, env_args))
     with redact.in_errors(), redact_logs(redact):
-        make_importable(args.env_dir_path)
+        # unless a flag says otherwise, the environment is where it was in the run
+        name = make_importable(name, args.env_dir_path, last=None if args.env else run.metadata.get("env_directory"))
         env = load_environment(name, **env_args)
 
         async def work() -> Regraded:

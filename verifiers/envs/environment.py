@@ -14,6 +14,7 @@ from verifiers.envs.lifecycle import run_teardown
 from verifiers.envs.signatures import asks_by_state, call_model_by_state, call_rollout, either_generation
 from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError
+from verifiers.keywords import check_keywords, ignore_keywords, parameter_names, set_extra_keywords
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.parser import Parser
 from verifiers.rollouts.batch_client import BatchClient
@@ -55,10 +56,11 @@ class Environment:
         oai_tools: tool definitions offered to the policy in every rollout.
         max_workers: kept for the classic signature.
         tool_defs: the second generation's name of `oai_tools`; `vf.Tool`s, or dicts of name, description, parameters.
-        **kwargs: every further keyword becomes an attribute.
+        **kwargs: every further keyword becomes an attribute, with a warning.
 
     Raises:
-        ConfigError: no dataset; system prompt or examples in completion mode; rows without prompt and question.
+        ConfigError: a misspelled keyword; no dataset; a rubric that is none; system prompt or examples in completion
+            mode; rows without prompt and question.
     """
 
     def __init__(
@@ -77,6 +79,11 @@ class Environment:
         **kwargs: Any,
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
+        set_extra_keywords(self, kwargs, ("env_id", "env_args"))
+        if rubric is not None and not hasattr(rubric, "score_rollout"):
+            raise ConfigError(f"rubric is {rubric!r}; give a rubric, such as Rubric(funcs=[my_reward_function]).")
+        if message_type not in ("chat", "completion"):
+            raise ConfigError(f"message_type is {message_type!r}; give 'chat' or 'completion'.")
         self.message_type: MessageType = message_type
         self.oai_tools = oai_tools
         if tool_defs is not None:
@@ -101,8 +108,6 @@ class Environment:
             )
         self.dataset = datasets.formatted(self, dataset)
         self.eval_dataset = datasets.formatted(self, eval_dataset)
-        for name, value in kwargs.items():
-            setattr(self, name, value)
 
     dataset = datasets.LazyDataset()
     eval_dataset = datasets.LazyDataset()
@@ -294,7 +299,11 @@ class Environment:
         Returns:
             prompt, completion, answer, state, task, info, reward, metrics; `reward` is [] with
             `score_rollouts=False`.
+
+        Raises:
+            ConfigError: a misspelled keyword; one that is unknown is ignored, with a warning.
         """
+        ignore_keywords(self, kwargs, Environment.a_generate)
         return await batch_api.generate(
             self,
             inputs,
@@ -326,6 +335,7 @@ class Environment:
         **kwargs: Any,
     ) -> GenerateOutputs:
         """Roll out and score the eval dataset, repeated in the order e0 .. eN-1, e0 .. eN-1."""
+        check_keywords(type(self).__name__, kwargs, parameter_names(Environment.a_evaluate, Environment.a_generate))
         rows = batch_api.columns_of(self.get_eval_dataset(n=num_examples))
         inputs = {name: list(values) * rollouts_per_example for name, values in rows.items()}
         return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)

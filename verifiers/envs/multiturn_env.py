@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from verifiers.envs.conversation import (
     Conversation,
@@ -27,6 +27,7 @@ from verifiers.envs.signatures import (
     takes_rollout_input,
 )
 from verifiers.errors import ConfigError, Error, MissingTokenIdsError, OverlongPromptError
+from verifiers.keywords import EnvironmentOptions
 from verifiers.types import Info, Messages, ModelResponse, RolloutInput, SamplingArgs, State, TrajectoryStep
 
 __all__ = ["MultiTurnEnv", "note_error"]
@@ -84,9 +85,12 @@ class MultiTurnEnv(Environment):
         max_turns: answers of the policy in one rollout; -1 for no bound.
         timeout_seconds: seconds after which a rollout ends with what was said so far, and is scored by that; None
             for no bound.
+        **kwargs: as `Environment`.
     """
 
-    def __init__(self, max_turns: int = -1, timeout_seconds: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, max_turns: int = -1, timeout_seconds: float | None = None, **kwargs: Unpack[EnvironmentOptions]
+    ) -> None:
         super().__init__(**kwargs)
         self.max_turns = max_turns
         self.timeout_seconds = timeout_seconds

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from verifiers.envs.conversation import default_step
 from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
 from verifiers.envs.signatures import either_generation
+from verifiers.keywords import EnvironmentOptions
 from verifiers.types import Messages, State
 
 __all__ = ["SingleTurnEnv"]
 
 
 class SingleTurnEnv(MultiTurnEnv):
-    """An environment that wants one answer of the policy and scores it."""
+    """An environment that wants one answer of the policy and scores it.
 
-    def __init__(self, **kwargs: Any) -> None:
+    Args:
+        **kwargs: as `Environment`.
+    """
+
+    def __init__(self, **kwargs: Unpack[EnvironmentOptions]) -> None:
         super().__init__(**kwargs)
         # the loop's own end of a rollout
         self.max_turns = 1

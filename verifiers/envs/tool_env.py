@@ -82,6 +82,8 @@ class ToolEnv(MultiTurnEnv):
         self.stop_errors: list[type[Exception]] = list(stop_errors or ())
         self.tool_timeout_s = tool_timeout_s
         super().__init__(max_turns=max_turns, **{"oai_tools": [], **kwargs})
+        if callable(tools):
+            raise ConfigError(f"tools is {tools!r}; give a list of functions.")
         for tool in tools or ():
             self._add(tool)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 from verifiers.errors import ConfigError, ToolParseError
+from verifiers.keywords import warn_once
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -125,6 +126,7 @@ def function_schema(func: Callable[..., Any], hidden: Collection[str] = ()) -> F
     parameters = {key: item for key, item in parameters.items() if item.kind is not inspect.Parameter.VAR_KEYWORD}
     shown = {key: item for key, item in parameters.items() if key not in hidden}
     hints = _hints(func, shown)
+    _warn_of_gaps(name, description, [key for key in shown if key not in hints])
     # the fields have neutral names, so that parameters may be called what they like ("json", "_x", "self")
     fields = {key: f"argument_{number}" for number, key in enumerate(shown)}
     try:
@@ -148,6 +150,16 @@ def function_schema(func: Callable[..., Any], hidden: Collection[str] = ()) -> F
     }
     definition = {"type": "function", "function": function}
     return FunctionSchema(name, definition, frozenset(hidden), parameters, fields, model)
+
+
+def _warn_of_gaps(name: str, description: str | None, untyped: Sequence[str]) -> None:
+    gaps = [] if description else ["no docstring"]
+    gaps += [f"no annotation of {', '.join(map(repr, untyped))}"] if untyped else []
+    if gaps:
+        warn_once(
+            "verifiers.envs.tools",
+            f"The tool {name!r} has {' and '.join(gaps)}, and a model knows of a tool only what these say.",
+        )
 
 
 def tool_name(func: Any) -> str:

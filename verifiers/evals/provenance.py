@@ -25,7 +25,7 @@ def versions() -> dict[str, str | None]:
 
 
 def environment_provenance(env_id: str) -> dict[str, str | None]:
-    """Return the loaded environment's package version and a hash of its source; None where there is none.
+    """Return the loaded environment's package version, a hash of its source and its directory; None where unknown.
 
     An installed version says little about a package that is edited in place; the source says what was run.
     """
@@ -36,7 +36,7 @@ def environment_provenance(env_id: str) -> dict[str, str | None]:
             module, version = entry.module, entry.dist.version if entry.dist is not None else None
             break
     version = version or _version(name.replace("_", "-"))
-    return {"env_version": version, "env_source": _source_hash(module)}
+    return {"env_version": version, "env_source": _source_hash(module), "env_directory": _directory(module)}
 
 
 def git_provenance() -> dict[str, Any] | None:
@@ -53,6 +53,12 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _directory(module: str) -> str | None:
+    """Return the directory from which a module was imported."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return str(Path(file).resolve().parents[module.count(".") + (Path(file).name == "__init__.py")]) if file else None
 
 
 def _source_hash(module: str) -> str | None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verifiers.keywords import set_extra_keywords
 from verifiers.parsers.messages import message_field, message_text
 from verifiers.types import Messages
 
@@ -31,10 +32,15 @@ class Parser:
 
     Args:
         extract_fn: applied to the text that the parser has found, e.g. `extract_boxed_answer`.
+        **kwargs: every further keyword becomes an attribute, with a warning.
+
+    Raises:
+        ConfigError: a misspelled keyword.
     """
 
-    def __init__(self, extract_fn: Callable[[str], Any] = _unchanged) -> None:
+    def __init__(self, extract_fn: Callable[[str], Any] = _unchanged, **kwargs: Any) -> None:
         self.logger = logging.getLogger(f"verifiers.parsers.{type(self).__name__}")
+        set_extra_keywords(self, kwargs)
         self.extract_fn = extract_fn
 
     def parse(self, text: str) -> Any:

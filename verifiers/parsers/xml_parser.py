@@ -23,6 +23,7 @@ class XMLParser(Parser):
             name is the canonical one, used for writing.
         answer_field: the tag that holds the answer.
         extract_fn: kept for the signature that parsers share; fields are taken as they are.
+        **kwargs: as `Parser`.
 
     Raises:
         ConfigError (a ValueError): two fields of one name, or an empty tuple.
@@ -34,8 +35,9 @@ class XMLParser(Parser):
         fields: Sequence[str | tuple[str, ...]],
         answer_field: str = "answer",
         extract_fn: Callable[[str], Any] = _unchanged,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(extract_fn=extract_fn)
+        super().__init__(extract_fn=extract_fn, **kwargs)
         self.answer_field = answer_field
         self._fields: list[tuple[str, tuple[str, ...]]] = []
         for field in fields:

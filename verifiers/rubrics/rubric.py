@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
+from verifiers.keywords import set_extra_keywords, warn_once
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.scoring import (
     PreparedCall,
@@ -19,9 +20,11 @@ from verifiers.rubrics.scoring import (
     call_score_group,
     call_score_rollout,
     call_score_rollouts,
+    checked_reward_funcs,
     finite_float,
     first_generation_call,
     is_state_call,
+    refuse_group_funcs,
     reward_name,
     second_generation_call,
     store_scores,
@@ -55,10 +58,10 @@ class Rubric:
         weights: one for each function; 1.0 each when left out.
         parser: given to functions that name it; a plain `Parser` when left out.
         parallelize_scoring: functions of one rollout run side by side; False: one after the other, in order.
-        **kwargs: every further keyword becomes an attribute.
+        **kwargs: every further keyword becomes an attribute, with a warning.
 
     Raises:
-        ConfigError (a ValueError): not as many weights as functions.
+        ConfigError (a ValueError): not as many weights as functions; a misspelled keyword or parameter of a function.
     """
 
     def __init__(
@@ -70,17 +73,14 @@ class Rubric:
         **kwargs: Any,
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
-        self.reward_funcs: list[RewardFunc] = list(funcs or [])
-        self.reward_weights: list[float] = list(weights if weights is not None else [])
-        if not self.reward_weights:
-            self.reward_weights = [1.0] * len(self.reward_funcs)
+        set_extra_keywords(self, kwargs)
         self.parser = parser if parser is not None else Parser()
         self.parallelize_scoring = parallelize_scoring
         self.class_objects: dict[str, Any] = {"parser": self.parser}
         self._prepared_calls: dict[int, PreparedCall] = {}
         self._seen_failing: set[str] = set()
-        for name, value in kwargs.items():
-            setattr(self, name, value)
+        self.reward_funcs: list[RewardFunc] = list(checked_reward_funcs(self, funcs or []))
+        self.reward_weights: list[float] = list(() if weights is None else weights) or [1.0] * len(self.reward_funcs)
         self._check_weights()
 
     # -- functions ------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Rubric:
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function to the weighted sum."""
-        self.reward_funcs.append(func)
+        self.reward_funcs += checked_reward_funcs(self, [func])
         self.reward_weights.append(weight)
 
     def add_metric(self, func: RewardFunc, weight: float = 0.0) -> None:
@@ -131,12 +131,17 @@ class Rubric:
     @property
     def has_group_funcs(self) -> bool:
         """Tell whether `score_group` alone can score: for a group function, or a subclass's own `score_group`."""
-        return self._overrides("score_group") or any(self._prepared(func).is_group for func in self.reward_funcs)
+        return self.overrides("score_group") or any(self._prepared(func).is_group for func in self.reward_funcs)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to score by: no function, and no scoring of a subclass's own."""
+        return not (self.get_reward_funcs() or self.overrides_scoring or self.overrides("score_inputs"))
 
     @property
     def overrides_scoring(self) -> bool:
         """Tell whether a subclass scores rollouts by classic methods of its own."""
-        return any(self._overrides(method) for method in ("score_rollout", "score_rollouts", "score_group"))
+        return any(self.overrides(method) for method in ("score_rollout", "score_rollouts", "score_group"))
 
     # -- scoring --------------------------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class Rubric:
         """
         inputs = ScoringInput.from_columns(prompts, completions, answers, states, tasks, infos)
         limit = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else None
-        if self._overrides("score_rollout"):
+        if self.overrides("score_rollout"):
             scores = await gather_owned([call_score_rollout(self, item, limit, kwargs) for item in inputs])
         else:
             scores = await self.score_inputs(inputs, limit, as_group=False, extra=kwargs)
@@ -252,9 +257,11 @@ class Rubric:
             ConfigError: group functions where `as_group` is False, or not as many weights as functions.
         """
         self._check_weights()
+        if self.is_empty:
+            warn_once(self.logger.name, "A rubric has no reward function: every reward is 0.0; give it funcs=[...].")
         calls = [self._prepared(func) for func in self.reward_funcs]
         if not as_group:
-            _refuse_group_funcs(calls)
+            refuse_group_funcs(calls)
         gate = score_sem if score_sem is not None else contextlib.nullcontext()
         rollouts = (self._rollout_values(item, calls, gate, extra or {}) for item in inputs)
         if len(inputs) > 1 and any(self._waits(call) for call in calls if not call.is_group):
@@ -281,7 +288,7 @@ class Rubric:
 
         Arguments and errors are those of `score_inputs`; an override that raises is a failed grade.
         """
-        if as_group and self._overrides("score_group"):
+        if as_group and self.overrides("score_group"):
             states = [item.state for item in inputs]
             return await self._failures_noted("score_group", inputs, call_score_group(self, states, score_sem))
         scores = await self._override_scores(inputs, score_sem, extra)
@@ -299,10 +306,10 @@ class Rubric:
         async def by_score_rollout(item: ScoringInput) -> list[RolloutScore]:
             return [await call_score_rollout(self, item, score_sem, extra)]
 
-        if self._overrides("score_rollout"):
+        if self.overrides("score_rollout"):
             work = [self._failures_noted("score_rollout", [item], by_score_rollout(item)) for item in inputs]
             return [score for [score] in await gather_owned(work)]
-        if self._overrides("score_rollouts"):
+        if self.overrides("score_rollouts"):
             return await self._failures_noted("score_rollouts", inputs, call_score_rollouts(self, inputs, extra))
         return None
 
@@ -327,7 +334,7 @@ class Rubric:
     ) -> list[float]:
         """Return each function's value for one rollout; those of group functions are left at 0."""
         values = [0.0] * len(calls)
-        is_overridden = self._overrides("call_reward_func")
+        is_overridden = self.overrides("call_reward_func")
 
         async def call(index: int) -> None:
             if is_overridden:
@@ -385,13 +392,13 @@ class Rubric:
             metrics[call.name] = metrics.get(call.name, 0.0) + value
         return item.score(reward, metrics)
 
-    def _overrides(self, method: str) -> bool:
+    def overrides(self, method: str) -> bool:
         """Tell whether a subclass, or this instance, has a method of this name of its own."""
         return getattr(getattr(self, method), "__func__", None) is not getattr(Rubric, method)
 
     def _waits(self, call: PreparedCall) -> bool:
         # an override of call_reward_func may wait for anything, whatever the function is like
-        return call.waits or self._overrides("call_reward_func")
+        return call.waits or self.overrides("call_reward_func")
 
     def _prepared(self, func: Callable[..., Any]) -> PreparedCall:
         call = self._prepared_calls.get(id(func))
@@ -425,15 +432,6 @@ class Rubric:
         self.logger.error("The reward function %s failed: %s: %s", name, type(error).__name__, error, exc_info=first)
         for item in inputs:
             item.note_failure(name, error)
-
-
-def _refuse_group_funcs(calls: Iterable[PreparedCall]) -> None:
-    for call in calls:
-        if call.is_group:
-            raise ConfigError(
-                f"The reward function {call.name!r} compares the rollouts of a whole group, "
-                "so a single rollout cannot be scored; use score_group."
-            )
 
 
 async def _one_by_one(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

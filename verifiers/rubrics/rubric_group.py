@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError
+from verifiers.keywords import set_extra_keywords
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import ScoringInput
 from verifiers.types import Info, Messages, RewardFunc, RolloutScore, State
@@ -27,7 +28,8 @@ class RubricGroup(Rubric):
 
     Args:
         rubrics: one or more.
-        **kwargs: every further keyword becomes an attribute; `parser` is the first rubric's when left out.
+        **kwargs: every further keyword becomes an attribute, with a warning; `parser` is the first rubric's when left
+            out.
 
     Raises:
         ConfigError (a ValueError): no rubrics.
@@ -43,8 +45,7 @@ class RubricGroup(Rubric):
         self.parallelize_scoring = True
         self._prepared_calls = {}
         self._seen_failing = set()
-        for name, value in kwargs.items():
-            setattr(self, name, value)
+        set_extra_keywords(self, kwargs)
 
     # -- the union of the rubrics -----------------------------------------------------------------------------
 
@@ -89,7 +90,12 @@ class RubricGroup(Rubric):
     @property
     def has_group_funcs(self) -> bool:
         """Tell whether some rubric needs a prompt's whole group, which `score_group` alone can score."""
-        return self._overrides("score_group") or any(rubric.has_group_funcs for rubric in self.rubrics)
+        return self.overrides("score_group") or any(rubric.has_group_funcs for rubric in self.rubrics)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether none of the rubrics has anything to score by."""
+        return all(rubric.is_empty for rubric in self.rubrics)
 
     # -- scoring ----------------------------------------------------------------------------------------------
 
@@ -123,7 +129,8 @@ class RubricGroup(Rubric):
         """Score rollouts by each rubric, one after the other; as `Rubric.score_inputs`."""
         rewards = [0.0] * len(inputs)
         metrics: list[dict[str, float]] = [{} for _ in inputs]
-        for rubric in self.rubrics:
+        # an environment without a rubric has an empty one, to which add_rubric adds
+        for rubric in [rubric for rubric in self.rubrics if not rubric.is_empty] or self.rubrics:
             if rubric.overrides_scoring:
                 for item in inputs:
                     # an override that sets no score must not be credited with that of the rubric before it

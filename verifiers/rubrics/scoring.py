@@ -21,6 +21,7 @@ from typing import Any
 
 from verifiers.concurrency import threads_for
 from verifiers.errors import ConfigError, GradingError
+from verifiers.keywords import check_parameters
 from verifiers.types import FailedGrade, Info, Messages, RolloutScore, State
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "call_score_group",
     "call_score_rollout",
     "call_score_rollouts",
+    "checked_reward_funcs",
     "finite_float",
     "first_generation_call",
     "is_state_call",
+    "refuse_group_funcs",
     "reward_name",
     "second_generation_call",
     "store_scores",
@@ -41,6 +44,7 @@ QUICK_S = 0.001
 SLOW_S = 0.005
 QUICK_CALLS = 3
 PLURALS = frozenset({"prompts", "completions", "answers", "states", "tasks", "infos"})
+NAMES = PLURALS | {name.removesuffix("s") for name in PLURALS}
 
 
 @dataclass(slots=True)
@@ -246,6 +250,33 @@ def reward_name(func: Callable[..., Any]) -> str:
     while isinstance(func, functools.partial):
         func = func.func
     return getattr(func, "__name__", None) or type(func).__name__
+
+
+def checked_reward_funcs(rubric: Any, funcs: Sequence[Callable[..., Any]]) -> Sequence[Callable[..., Any]]:
+    """Return a rubric's reward functions as they are.
+
+    Raises:
+        ConfigError: what is no function, or a parameter that nearly has the name of an argument.
+    """
+    for func in [funcs] if callable(funcs) else funcs:
+        if func is funcs or not callable(func):
+            raise ConfigError(
+                f"funcs is {funcs!r}; give a list of functions, such as def correct(completion, answer)."
+            )
+        # an override of call_reward_func may supply arguments of its own
+        if not rubric.overrides("call_reward_func"):
+            check_parameters(f"The reward function {reward_name(func)!r}", func, {*NAMES, *rubric.class_objects})
+    return funcs
+
+
+def refuse_group_funcs(calls: Iterable[PreparedCall]) -> None:
+    """Raise ConfigError where a function needs a whole group."""
+    for call in calls:
+        if call.is_group:
+            raise ConfigError(
+                f"The reward function {call.name!r} compares the rollouts of a whole group, "
+                "so a single rollout cannot be scored; use score_group."
+            )
 
 
 def finite_float(value: Any) -> float:

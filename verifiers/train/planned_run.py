@@ -28,9 +28,15 @@ def planned_run(
         warn: say where the run is longer than its curriculum.
 
     Raises:
-        ConfigError: sizes, stages and datasets that do not go together; a group of environments of which one brings
-            a curriculum that would not be followed; a prompt with a part that is no text.
+        ConfigError: a rubric without reward functions; sizes, stages and datasets that do not go together; a group of
+            environments of which one brings a curriculum that would not be followed; a prompt with a part that is no
+            text.
     """
+    if getattr(getattr(env, "rubric", None), "is_empty", False):
+        raise ConfigError(
+            "the environment's rubric has no reward function, so every reward is 0.0 and nothing is learned; give "
+            "the environment rubric=Rubric(funcs=[...])."
+        )
     rows = env.get_dataset()
     plan = args.batch_plan(len(rows))
     prompt = rows[0]["prompt"]

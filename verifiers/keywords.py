@@ -1,0 +1,141 @@
+"""Names that a caller gives, compared with those that exist: a misspelled one is refused, an unknown one logged.
+
+The classic API accepts any keyword and keeps it as an attribute, so that a typo would change nothing and tell nobody.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from verifiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from verifiers.parsers.parser import Parser
+    from verifiers.rubrics.rubric import Rubric
+    from verifiers.types import ChatMessage, MessageType, SamplingArgs
+
+__all__ = [
+    "EnvironmentOptions",
+    "check_keywords",
+    "check_parameters",
+    "ignore_keywords",
+    "nearest_name",
+    "parameter_names",
+    "set_extra_keywords",
+    "warn_once",
+]
+
+SIMILARITY = 0.82
+"""Least `difflib` ratio of a misspelled name: 'wieghts' is at 0.86, the legitimate 'num_few_shot' at 0.8."""
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class EnvironmentOptions(TypedDict, total=False):
+    """The keywords of `Environment`, by which type checkers find a misspelled one in calls of its subclasses."""
+
+    dataset: Dataset | Sequence[Mapping[str, Any]] | Callable[[], Any] | None
+    eval_dataset: Dataset | Sequence[Mapping[str, Any]] | Callable[[], Any] | None
+    system_prompt: str | None
+    few_shot: list[ChatMessage] | None
+    parser: Parser | None
+    rubric: Rubric | None
+    sampling_args: SamplingArgs | None
+    message_type: MessageType
+    oai_tools: list[dict[str, Any]] | None
+    max_workers: int
+    tool_defs: Sequence[Any] | None
+
+
+def nearest_name(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that `name` most likely misspells, or None."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=SIMILARITY)
+    return matches[0] if matches else None
+
+
+def check_keywords(owner: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse keywords that are nearly the name of a known one.
+
+    Raises:
+        ConfigError: the sentence has the keyword and the known name.
+    """
+    for name in given:
+        near = None if name in known else nearest_name(name, known)
+        if near is not None:
+            raise ConfigError(f"{owner} has no parameter {name!r}; did you mean {near!r}?")
+
+
+def set_extra_keywords(owner: Any, extra: Mapping[str, Any], expected: Collection[str] = ()) -> None:
+    """Set the keywords that no constructor of an object's class names as attributes of the object.
+
+    Args:
+        owner: the object.
+        extra: the keywords and their values.
+        expected: names that need no warning, beside the attributes of the class.
+
+    Raises:
+        ConfigError: a keyword that is nearly a parameter of a constructor.
+    """
+    kind: Any = type(owner)
+    known = _constructor_names(kind)
+    given = [name for name in extra if name not in expected and not hasattr(kind, name)]
+    check_keywords(kind.__name__, given, known)
+    for name in given:
+        if name not in known:
+            warn_once(owner.logger.name, f"{kind.__name__} has no parameter {name!r}: it only becomes an attribute.")
+    for name, value in extra.items():
+        setattr(owner, name, value)
+
+
+def ignore_keywords(owner: Any, given: Collection[str], method: Callable[..., Any]) -> None:
+    """Log further keywords of a call, which have no effect.
+
+    Raises:
+        ConfigError: a keyword that is nearly a parameter of the method.
+    """
+    name = type(owner).__name__
+    check_keywords(name, given, parameter_names(method))
+    for keyword in given:
+        warn_once(owner.logger.name, f"{name} ignores the unknown argument {keyword!r} of this call.")
+
+
+@functools.lru_cache(maxsize=512)
+def warn_once(logger_name: str, text: str) -> None:
+    """Log a warning, the first time that it is given."""
+    logging.getLogger(logger_name).warning("%s", text)
+
+
+def parameter_names(*functions: Callable[..., Any]) -> frozenset[str]:
+    """Return the names that can be given as keywords to one of the functions."""
+    parameters = [item for function in functions for item in inspect.signature(function).parameters.values()]
+    return frozenset(item.name for item in parameters if item.kind in _BY_NAME)
+
+
+def check_parameters(owner: str, function: Callable[..., Any], known: Collection[str]) -> None:
+    """Refuse a function that needs an argument which nobody gives, but nearly has the name of a known one.
+
+    Raises:
+        ConfigError: the sentence has the parameter and the known name.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        # a builtin without a signature
+        return
+    for item in parameters:
+        near = nearest_name(item.name, known) if item.kind in _BY_NAME and item.default is item.empty else None
+        if near is not None and item.name not in known:
+            raise ConfigError(f"{owner} has a parameter {item.name!r}, which nobody gives; did you mean {near!r}?")
+
+
+@functools.lru_cache(maxsize=512)
+def _constructor_names(kind: type) -> frozenset[str]:
+    own = [base.__dict__["__init__"] for base in kind.__mro__[:-1] if "__init__" in base.__dict__]
+    return parameter_names(*own) - {"self"}
