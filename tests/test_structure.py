@@ -16,6 +16,7 @@ PACKAGE = ROOT / "verifiers"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
 PROMISES = ROOT / "docs" / "design" / "promises.md"
 MOST_FILES_IN_A_FOLDER = 16
+MOST_LINES_IN_A_FILE = 450
 
 
 def relative(path: Path) -> str:
@@ -46,6 +47,12 @@ def test_a_folder_can_be_read_at_a_glance() -> None:
         if len(path.read_text(encoding="utf-8").splitlines()) > 10:
             folders[relative(path.parent)].append(path.name)
     assert {folder: len(files) for folder, files in folders.items() if len(files) > MOST_FILES_IN_A_FOLDER} == {}
+
+
+def test_a_file_is_short_enough_to_be_read_in_one_go() -> None:
+    servers = [path for path in (ROOT / "servers").rglob("*.py") if ".venv" not in path.parts]
+    lines = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*MODULES, *servers]}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES_IN_A_FILE} == {}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -47,6 +49,8 @@ class LoadBalancer:
         servers: one for each base URL, all serving the same model; anything that `single_backend_for` takes.
         seed: of the draw between servers that are equally loaded.
         clock: seconds that only ever grow; for tests.
+        up_timeout_s: seconds with all servers marked down after which calls fail; a rollout's own deadline may end
+            the wait before.
 
     Attributes:
         replicas: the servers.
@@ -55,7 +59,14 @@ class LoadBalancer:
         ConfigError: no servers.
     """
 
-    def __init__(self, servers: Sequence[Any], *, seed: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Any],
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        up_timeout_s: float = 600.0,
+    ) -> None:
         if not servers:
             raise ConfigError("there is no server to send calls to; give at least one base URL.")
         backends = [single_backend_for(server) for server in servers]
@@ -65,6 +76,10 @@ class LoadBalancer:
         self._random = random.Random(seed)
         self._clock = clock
         self._affinities: dict[Hashable, Replica] = {}
+        self.up_timeout_s = up_timeout_s
+        self._none_up_since = -float("inf")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._begin_waits()
 
     @property
     def urls(self) -> list[str]:
@@ -120,9 +135,6 @@ class LoadBalancer:
         idlest = [one for one in ready if one.in_flight == least]
         return idlest[0] if len(idlest) == 1 else self._random.choice(idlest)
 
-    async def until_one_is_up(self) -> None:
-        """Return at once: an ejected server may be tried."""
-
     def affinity(self, group: Hashable) -> Replica | None:
         """Return the server on which a group began, or None."""
         return self._affinities.get(group) if group is not None else None
@@ -135,6 +147,84 @@ class LoadBalancer:
         self._affinities[group] = replica
         if len(self._affinities) > _AFFINITIES_KEPT:
             del self._affinities[next(iter(self._affinities))]
+
+    # -- which servers are up -----------------------------------------------------------------------------------
+
+    def _begin_waits(self) -> None:
+        """Make the events of the loop that calls wait on."""
+        self._went_down = asyncio.Event()
+        self._one_is_up = asyncio.Event()
+        if len(self.down()) < len(self.replicas):
+            self._one_is_up.set()
+
+    def down(self) -> dict[str, str]:
+        """Return the reason for each server that is down, by base URL."""
+        return {replica.url: replica.down for replica in self.replicas if replica.down is not None}
+
+    def mark_down(self, url: str, reason: str, *, give_up_calls: bool = True) -> None:
+        """Send nothing more to a server until it is marked up. May be called from any thread.
+
+        Args:
+            url: the server's base URL.
+            reason: for the log, and for calls that fail.
+            give_up_calls: what it is answering is asked of other servers, as it may be gone or hold other weights;
+                False lets those calls end.
+
+        Raises:
+            ConfigError: no server has that base URL.
+        """
+        replica = self._replica(url)
+        was_down, replica.down = replica.down is not None, replica.down or reason
+        if give_up_calls:
+            self._soon(lambda: _end_calls(replica))
+        if was_down:
+            return
+        replica.outages += 1
+        if all(one.down is not None for one in self.replicas):
+            self._one_is_up.clear()
+            self._none_up_since = self._clock()
+        logger.warning("rollout server %s is down: %s", replica.url, reason)
+        self._soon(self._went_down.set)
+
+    def mark_up(self, url: str) -> None:
+        """Use a server again, and resume the calls that waited for one. May be called from any thread.
+
+        Raises:
+            ConfigError: no server has that base URL.
+        """
+        replica = self._replica(url)
+        if replica.down is not None:
+            replica.down = None
+            logger.warning("rollout server %s is up", replica.url)
+            self._soon(self._one_is_up.set)
+
+    def _replica(self, url: str) -> Replica:
+        for replica in self.replicas:
+            if replica.url == url.rstrip("/"):
+                return replica
+        raise ConfigError(f"no server has the base URL {url!r}; there are {', '.join(self.urls)}.")
+
+    def _soon(self, work: Callable[[], object]) -> None:
+        """Do something on the loop of the calls; without one, nothing waits for it."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            work() if self._loop is None else self._loop.call_soon_threadsafe(work)
+
+    async def until_one_is_up(self) -> None:
+        """Wait until a server is not down.
+
+        Raises:
+            ProviderError: none was, for `up_timeout_s` seconds.
+        """
+        self._loop = asyncio.get_running_loop()
+        # counted from when the last server went down: retries must not begin the wait again
+        deadline = asyncio.timeout(max(0.0, self._none_up_since + self.up_timeout_s - self._clock()))
+        try:
+            async with deadline:
+                await self._one_is_up.wait()
+        except TimeoutError as error:
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in self.down().items())
+            # not worth a retry: this was the wait
+            raise ProviderError(f"no rollout server was up for {self.up_timeout_s:g} s ({reasons})") from error
 
     # -- one call on one server ---------------------------------------------------------------------------------
 
@@ -182,6 +272,14 @@ class LoadBalancer:
         replica.outages += 1
         replica.ejected_until = self._clock() + ejected_s
         logger.warning("%s cannot be reached; ejected for %g s", replica.url, ejected_s)
+
+
+def _end_calls(replica: Replica) -> None:
+    now = asyncio.get_running_loop().time()
+    for call in list(replica.calls):
+        # it may have ended meanwhile
+        with contextlib.suppress(RuntimeError):
+            call.reschedule(now)
 
 
 class SessionAffinity:

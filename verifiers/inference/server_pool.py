@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verifiers.concurrency import gather_owned
-from verifiers.errors import ConfigError, ProviderError, WeightSyncError
+from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS, GENERATE, Backend, HttpBackend
 from verifiers.inference.load_balancer import LoadBalancer, each_server
 from verifiers.inference.replica import HEALTH_S, SHUTDOWN_S, Replica, WeightUpdate, apply_update, release_all
@@ -43,17 +42,15 @@ class ServerPool(LoadBalancer):
     """Rollout servers that weights are pushed to; routing as of `LoadBalancer`.
 
     A server that cannot be reached, or breaks off an answer, is down: it may come back with old weights, so it gets
-    requests again when it holds the pushed ones (or after `mark_up`). While all are down, calls wait.
+    requests again when it holds the pushed ones (or after `mark_up`).
 
     No answer from weights that were never pushed is used. An answer that names such weights is refused; one that
     names none counts once its server was asked for its version after the call began.
 
     Args:
-        servers, seed, clock: as of `LoadBalancer`.
+        servers, seed, up_timeout_s, clock: as of `LoadBalancer`.
         api_key: bearer token of the servers' control routes; that of their backends when left out.
         timeout_s: deadline of one push to servers that answer, in seconds.
-        up_timeout_s: seconds without any server up after which calls fail; a rollout's own deadline may end the wait
-            before.
 
     Attributes:
         restart_timeout_s: seconds that a push waits where no server can be reached; `timeout_s` until set.
@@ -74,7 +71,7 @@ class ServerPool(LoadBalancer):
         up_timeout_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(servers, seed=seed, clock=clock)
+        super().__init__(servers, seed=seed, clock=clock, up_timeout_s=up_timeout_s)
         for replica, backend in zip(self.replicas, self.backends, strict=True):
             replica.server = ServerClient(replica.url, api_key or backend.api_key, timeout_s)
         if len(set(self.urls)) < len(self.replicas):
@@ -83,24 +80,18 @@ class ServerPool(LoadBalancer):
         self._health_s = min(HEALTH_S, timeout_s)
         self.restart_timeout_s = timeout_s
         self.stall_timeout_s = timeout_s
-        self.up_timeout_s = up_timeout_s
         self.on_version: Callable[[int], None] | None = None
-        self._none_up_since = -float("inf")
         # what all servers are to hold, and the versions of all weights that they were told to load
         self._current: WeightUpdate | None = None
         self._pushed: set[str] = set()
         self._thread: LoopThread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._begin_on_loop()
 
     def _begin_on_loop(self) -> None:
         """Make what belongs to one event loop."""
         self._updating = asyncio.Lock()
-        self._check_now = asyncio.Event()
         self._checking: asyncio.Task[None] | None = None
-        self._one_is_up = asyncio.Event()
-        if len(self.down()) < len(self.replicas):
-            self._one_is_up.set()
+        self._begin_waits()
         for replica in self.replicas:
             replica.check = None
 
@@ -122,77 +113,6 @@ class ServerPool(LoadBalancer):
         Log-probs of such a server are to be verified.
         """
         return sum(replica.restarts + replica.repeated_loads for replica in self.replicas)
-
-    # -- which servers are up -----------------------------------------------------------------------------------
-
-    def down(self) -> dict[str, str]:
-        """Return the reason for each server that is down, by base URL."""
-        return {replica.url: replica.down for replica in self.replicas if replica.down is not None}
-
-    def mark_down(self, url: str, reason: str, *, give_up_calls: bool = True) -> None:
-        """Send nothing more to a server until it is marked up. May be called from any thread.
-
-        Args:
-            url: the server's base URL.
-            reason: for the log, and for calls that fail.
-            give_up_calls: what it is answering is asked of other servers, as it may be gone or hold other weights;
-                False lets those calls end.
-
-        Raises:
-            ConfigError: no server has that base URL.
-        """
-        replica = self._replica(url)
-        was_down, replica.down = replica.down is not None, replica.down or reason
-        if give_up_calls:
-            self._soon(functools.partial(_end_calls, replica))
-        if was_down:
-            return
-        replica.outages += 1
-        if all(one.down is not None for one in self.replicas):
-            self._one_is_up.clear()
-            self._none_up_since = self._clock()
-        logger.warning("rollout server %s is down: %s", replica.url, reason)
-        self._soon(self._check_now.set)
-
-    def mark_up(self, url: str) -> None:
-        """Use a server again, and resume the calls that waited for one. May be called from any thread.
-
-        Raises:
-            ConfigError: no server has that base URL.
-        """
-        replica = self._replica(url)
-        if replica.down is not None:
-            replica.down = None
-            logger.warning("rollout server %s is up", replica.url)
-            self._soon(self._one_is_up.set)
-
-    def _replica(self, url: str) -> Replica:
-        for replica in self.replicas:
-            if replica.url == url.rstrip("/"):
-                return replica
-        raise ConfigError(f"no server has the base URL {url!r}; there are {', '.join(self.urls)}.")
-
-    def _soon(self, work: Callable[[], object]) -> None:
-        """Do something on the loop of the calls; without one, nothing waits for it."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            work() if self._loop is None else self._loop.call_soon_threadsafe(work)
-
-    async def until_one_is_up(self) -> None:
-        """Wait until a server is not down.
-
-        Raises:
-            ProviderError: none was, for `up_timeout_s` seconds.
-        """
-        self._loop = asyncio.get_running_loop()
-        # counted from when the last server went down: retries must not begin the wait again
-        deadline = asyncio.timeout(max(0.0, self._none_up_since + self.up_timeout_s - self._clock()))
-        try:
-            async with deadline:
-                await self._one_is_up.wait()
-        except TimeoutError as error:
-            reasons = "; ".join(f"{url}: {reason}" for url, reason in self.down().items())
-            # not worth a retry: this was the wait
-            raise ProviderError(f"no rollout server was up for {self.up_timeout_s:g} s ({reasons})") from error
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -407,8 +327,8 @@ class ServerPool(LoadBalancer):
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_INTERVAL_S):
-                    await self._check_now.wait()
-            self._check_now.clear()
+                    await self._went_down.wait()
+            self._went_down.clear()
             for replica in self.replicas:
                 self._check(replica)
 
@@ -486,14 +406,6 @@ class ServerPool(LoadBalancer):
             if replica.restarts > restarts or replica.verified_at >= began:
                 break
         return replica.restarts == restarts and replica.verified_at >= began
-
-
-def _end_calls(replica: Replica) -> None:
-    now = asyncio.get_running_loop().time()
-    for call in list(replica.calls):
-        # it may have ended meanwhile
-        with contextlib.suppress(RuntimeError):
-            call.reschedule(now)
 
 
 def _log_failure(error: BaseException) -> None:
