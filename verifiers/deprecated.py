@@ -16,6 +16,7 @@ __all__ = ["FORMER_NAMES", "find_former_modules", "former_name", "warn_renamed"]
 FORMER_NAMES = {
     "verifiers.data.adaptive:AdaptiveRows": "verifiers.data.adaptive_curriculum:AdaptiveRows",
     "verifiers.data.adaptive:Adapts": "verifiers.data.adaptive_curriculum:CurriculumPolicy",
+    "verifiers.data.curriculum:curriculum_from": "verifiers:curriculum_from",
     "verifiers.data.levels:Levels": "verifiers.data.curriculum_policies:LevelsPolicy",
     "verifiers.data.plan:make_plan": "verifiers.data.batch_plan:make_plan",
     "verifiers.data.source:BlockPart": "verifiers.data.row_source:PlannedBlock",
@@ -41,6 +42,8 @@ FORMER_NAMES = {
     "verifiers.rollouts.balancing:server_pool": "verifiers.inference.server_pool:ServerPool",
     "verifiers.rollouts.endpoint:Endpoint": "verifiers.inference.endpoint:Endpoint",
     "verifiers.rollouts.endpoint:HttpBackend": "verifiers.inference.endpoint:HttpBackend",
+    "verifiers.rollouts.trace:Turn": "verifiers.rollouts.recording_client:Turn",
+    "verifiers.rollouts.trace:rows_from_turns": "verifiers.rollouts.recording_client:rows_from_turns",
     "verifiers.rubrics.overlong:completion_tokens": "verifiers.rubrics.shaping:completion_tokens",
     "verifiers.rubrics.r1_zero:r1_zero_rubric": "verifiers.rubrics.shaping:r1_zero_rubric",
     "verifiers.sandbox.opening:open_sandbox": "verifiers.sandbox:open_sandbox",
