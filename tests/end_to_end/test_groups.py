@@ -14,6 +14,7 @@ import tiny_world
 import torch
 
 import verifiers as vf
+from verifiers.reports.training_run import training_data
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
 
@@ -227,3 +228,32 @@ def test_what_the_run_ends_before_is_recorded_too(make_fake_trainer: Callable[..
     assert len(ended) == 8
     ended += [(item["example_id"], item["generation"]) for item in half["dropped"]]
     assert sorted(ended) == sorted(trainer.plan.requests(1))
+
+
+@pytest.mark.parametrize(("reward", "cause"), [(0.0, "every reward was 0"), (1.0, "every reward was 1")])
+def test_a_run_that_learns_nothing_is_told_in_log_end_and_report(
+    make_fake_trainer: Callable[..., Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    reward: float,
+    cause: str,
+) -> None:
+    env = tiny_world.single_turn(count=40, reward=lambda completion: reward)
+    with FakeOpenAIServer(letters) as fake:
+        options = {"max_steps": 4, "skip_zero_advantage_rows": True}
+        make_fake_trainer(env, fake.url, output_dir=tmp_path, **options).train()
+    told = [record.message for record in caplog.records if "learns nothing" in record.message]
+    assert len(told) == 1
+    assert f"the run learns nothing: {cause}" in told[0]
+    printed = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in printed if line.startswith("learns nothing: ")]
+    assert f"{cause} " in line
+    assert "over the last 4 blocks; try " in line
+    assert cause in training_data(tmp_path)["learning"]["text"]
+
+
+def test_a_run_that_learns_has_no_such_verdict(make_fake_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    with FakeOpenAIServer(letters) as fake:
+        make_fake_trainer(tiny_world.single_turn(count=40), fake.url, output_dir=tmp_path, max_steps=4).train()
+    assert training_data(tmp_path)["learning"] is None

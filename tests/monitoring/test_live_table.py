@@ -17,6 +17,7 @@ from rich.text import Text
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
+from verifiers.monitoring.learning import NothingLearned
 from verifiers.monitoring.live_table import LiveTable, run_table
 from verifiers.monitoring.time_metrics import RunTime
 from verifiers.train.console import ProgressLines, can_draw
@@ -64,7 +65,10 @@ def plain(text: str) -> list[str]:
 def test_the_table_fits_any_width(width: int) -> None:
     time_ = RunTime(25.0, {"wait": 71.0, "train": 28.0, "sync": 1.0}, peak_gib={"train": 11.5})
     bottleneck = Bottleneck("rollout-bound", "the trainer waited 71 % of the time", "more servers " * 30)
-    table = run_table(title="step 1/2", now="now waiting", latest=LATEST, total=time_, bottleneck=bottleneck)
+    nothing = NothingLearned("every reward was 0", "easier prompts")
+    table = run_table(
+        title="step 1/2", now="now waiting", latest=LATEST, total=time_, bottleneck=bottleneck, learning=nothing
+    )
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
     lines = console.file.getvalue().splitlines()
@@ -72,7 +76,16 @@ def test_the_table_fits_any_width(width: int) -> None:
     text = "\n".join(lines)
     assert "reward" in text
     if width >= 60:
-        for part in ("71 %", "2.84 s", "40.0 ms", "11.5 G", "0.500 ± 0.022", "1.10 / – / – s", "rollout-bound"):
+        for part in (
+            "71 %",
+            "2.84 s",
+            "40.0 ms",
+            "11.5 G",
+            "0.500 ± 0.022",
+            "1.10 / – / – s",
+            "nothing: every",
+            "rollout-bound",
+        ):
             assert part in text, part
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verifiers.monitoring.learning import LearningSignal
 from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, read_lines
 from verifiers.monitoring.time_metrics import RunTime
 
@@ -86,6 +87,7 @@ class History:
         details: other held-out means: of "at_k", "function" and "task", by what a curve of them is called.
         failures: by error.
         time: sums over all of it.
+        signal: tells whether the run learns.
         last_at: when the last line was written, in seconds since 1970; 0.0 for none.
     """
 
@@ -95,6 +97,7 @@ class History:
     details: dict[str, dict[str, Evaluations]] = field(default_factory=dict)
     failures: dict[str, ErrorCount] = field(default_factory=dict)
     time: RunTime = field(default_factory=RunTime)
+    signal: LearningSignal = field(default_factory=LearningSignal)
     last_at: float = 0.0
 
     def values(self, name: str) -> Sequence[float]:
@@ -134,6 +137,7 @@ def read_history(run_dir: str | Path) -> History:
         if not line.get("steps"):
             continue
         history.time.take(line)
+        history.signal.take(line)
         history.steps.append(step)
         for name, value in line.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from verifiers.monitoring.bottleneck import Bottleneck
 from verifiers.monitoring.history import EVAL_REWARD, eval_set_label
+from verifiers.monitoring.learning import NothingLearned
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.monitoring.time_metrics import RunTime
 
@@ -101,11 +102,13 @@ def run_table(
     latest: Mapping[str, Any],
     total: RunTime,
     bottleneck: Bottleneck | None,
+    learning: NothingLearned | None = None,
 ) -> RenderableType:
     """Return the table, for a terminal of any width.
 
     Args:
         bottleneck: of the run; None where nothing was measured.
+        learning: why the run learns nothing; None where it may.
         title: step, elapsed time, time left.
         now: what the trainer does at the moment, and the generator.
         latest: the newest value of each metric.
@@ -114,6 +117,8 @@ def run_table(
     lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan")]
     if total.wall > 0:
         lines.append(_SideBySide(_time_table(total), _newest_log(latest)))
+    if learning is not None:
+        lines += [Text(str(learning), style="bold red"), Text(f"try: {learning.advice}", style="dim")]
     if bottleneck is not None:
         lines += [Text(str(bottleneck), style="yellow"), Text(f"try: {bottleneck.advice}", style="dim")]
     return Group(*lines)

@@ -78,6 +78,7 @@ def training_data(directory: Path) -> dict[str, Any]:
         "started": _started(run),
         "stoppedBy": str(run["stopped_by"]) if run.get("stopped_by") else "",
         "head": _head(run, history),
+        "learning": _learning(run, history),
         "bottleneck": _bottleneck(bottleneck_of(run, history.time)),
         "time": _time(history.time, run.get("memory")),
         "span": step_span(history),
@@ -125,6 +126,12 @@ def bottleneck_of(run: Mapping[str, Any], total: RunTime) -> Bottleneck | None:
 
 def _bottleneck(found: Bottleneck | None) -> dict[str, str] | None:
     return None if found is None else {"kind": found.kind, "text": found.text, "advice": found.advice}
+
+
+def _learning(run: Mapping[str, Any], history: History) -> dict[str, str] | None:
+    updates = run.get("updates_per_block")
+    found = history.signal.verdict(updates if isinstance(updates, int) else 1)
+    return None if found is None else {"text": str(found), "advice": found.advice}
 
 
 def _head(run: Mapping[str, Any], history: History) -> dict[str, Any]:

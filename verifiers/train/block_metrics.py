@@ -68,6 +68,9 @@ def block_metrics(
     everything = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = reward_summary(_rewards_by_rank(block, trained, plan.num_processes), rank, everything)
     metrics["reward"] = metrics["reward/mean_per_completion_global"]
+    if everything:
+        metrics |= {"reward/min": min(everything), "reward/max": max(everything)}
+    metrics["rollouts/with_advantage"] = float(sum(_has_gradient(given) for given in trained.advantages.values()))
     deviations = _deviations(block, trained)
     metrics.update(_spread([std for _, std in deviations]))
     metrics.update(_reward_functions(scored))
@@ -99,6 +102,10 @@ def _spread(deviations: Iterable[float | None]) -> dict[str, float]:
     if not stds:
         return {}
     return {"reward_std": fmean(stds), "frac_reward_zero_std": stds.count(0.0) / len(stds)}
+
+
+def _has_gradient(advantage: float | list[float]) -> bool:
+    return any(advantage) if isinstance(advantage, list) else bool(advantage)
 
 
 def _rewards_by_rank(block: ScoredBlock, trained: TrainingBlock, ranks: int) -> list[list[float]]:
@@ -135,6 +142,10 @@ def _sampled(rollout: Rollout) -> int:
     return sum(row.sampled_tokens for row in rollout.rows)
 
 
+def _sampled_ids(rollout: Rollout) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row.completion_ids) for row in rollout.rows)
+
+
 def _lengths(block: ScoredBlock) -> dict[str, float]:
     # a failed rollout neither ended nor ran out of tokens: it was cut off, wherever it stood
     per_prompt = [[r for r in group.rollouts if r.rows and not r.outcome.is_failure] for group in block.groups]
@@ -143,6 +154,8 @@ def _lengths(block: ScoredBlock) -> dict[str, float]:
         return {}
     lengths = [_sampled(rollout) for rollout in played]
     ended = [_sampled(rollout) for rollout in played if not rollout.is_truncated]
+    groups = [rollouts for rollouts in per_prompt if len(rollouts) > 1]
+    identical = sum(len({_sampled_ids(rollout) for rollout in rollouts}) == 1 for rollouts in groups)
     by_prompt = [[_sampled(rollout) for rollout in rollouts] for rollouts in per_prompt if rollouts]
     means = [fmean(values) for values in by_prompt]
     cut = len(played) - len(ended)
@@ -154,6 +167,7 @@ def _lengths(block: ScoredBlock) -> dict[str, float]:
         "completions/per_prompt/mean_length_min": min(means),
         "completions/per_prompt/mean_length_max": max(means),
         "completions/per_prompt/length_std": fmean([pstdev(values) for values in by_prompt]),
+        "completions/frac_identical_groups": identical / max(1, len(groups)),
         "eos_stop_rate": len(ended) / len(lengths),
         "no_eos_max_length_rate": cut / len(lengths),
     }

@@ -88,9 +88,10 @@ class ProgressLines(TrainerCallback):
     def end(self, report: Path | None) -> None:
         """Leave the last table on the terminal, which says what the run was bound by; say where its report is."""
         self.end_table()
-        bottleneck = self.monitor.bottleneck() if self.monitor is not None and report is not None else None
-        if bottleneck is not None and not self._had_table:
-            self._print(f"{bottleneck}; try {bottleneck.advice}")
+        if self.monitor is not None and report is not None and not self._had_table:
+            for verdict in (self.monitor.learning(), self.monitor.bottleneck()):
+                if verdict is not None:
+                    self._print(f"{verdict}; try {verdict.advice}")
         if report is not None:
             self._print(f"report: {report}")
 
@@ -150,6 +151,7 @@ class ProgressLines(TrainerCallback):
             now=now,
             latest=self.monitor.latest,
             total=self.monitor.total,
+            learning=self.monitor.learning(),
             bottleneck=self.monitor.bottleneck(),
         )
 

@@ -20,6 +20,7 @@ from verifiers.inference.limits import RolloutActivity
 from verifiers.inference.load_balancer import credentials
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
+from verifiers.monitoring.learning import LearningSignal, NothingLearned
 from verifiers.monitoring.run_log import METRICS, SAMPLES, ErrorCounts, RunRecord, read_lines
 from verifiers.monitoring.samples import SampleChoice
 from verifiers.monitoring.stage_timer import StageTimer, peak_memory
@@ -97,6 +98,7 @@ class RunMonitor:
         self.timer = StageTimer()
         self.plan = plan
         self.total = RunTime()
+        self._signal, self._has_warned = LearningSignal(), False
         self.latest: dict[str, Any] = {}
         self.record: RunRecord | None = None
         self._samples = SampleChoice(plan.max_steps)
@@ -142,8 +144,10 @@ class RunMonitor:
         self.timer.memory = peak_memory(self._device)
         self.timer.activity = activity
         self.total = RunTime()
+        self._signal, self._has_warned = LearningSignal(), False
         for line in read_lines(directory / METRICS):
             self.total.take(line)
+            self._signal.take(line)
         self._samples = SampleChoice(self.plan.max_steps, read_lines(directory / SAMPLES))
         self._judged_by = {
             "num_batches_ahead": args.num_batches_ahead,
@@ -210,6 +214,9 @@ class RunMonitor:
             return
         steps = self._interval_steps if is_step else 0
         self.total.take({**logs, "steps": steps})
+        if is_step:
+            self._signal.take({**logs, "steps": steps})
+            self._warn_where_nothing_is_learned()
         failures = self._failures.take(_ERRORS_A_LINE) if is_step else {}
         self.record.write_metrics(step, steps, logs, failures)
 
@@ -221,6 +228,16 @@ class RunMonitor:
     def bottleneck(self) -> Bottleneck | None:
         """Return what the run is bound by so far."""
         return find_bottleneck(self.total, **self._judged_by)
+
+    def learning(self) -> NothingLearned | None:
+        """Return why the run learns nothing, where the newest blocks had no signal."""
+        return self._signal.verdict(self.plan.updates_per_block)
+
+    def _warn_where_nothing_is_learned(self) -> None:
+        verdict = self.learning()
+        if verdict is not None and not self._has_warned:
+            logger.warning("the run %s; try %s.", verdict, verdict.advice)
+        self._has_warned = verdict is not None
 
     def write_report(self) -> Path | None:
         """Write report.html from the record; a report that cannot be made is logged as a warning and ends no run."""

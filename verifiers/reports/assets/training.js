@@ -32,6 +32,13 @@ function headFacts({ head }) {
   ]);
 }
 
+/** The reason why a run learns nothing, above everything that is about its speed. */
+function learningCard({ learning }) {
+  if (!learning) return null;
+  const text = learning.text[0].toUpperCase() + learning.text.slice(1);
+  return h("div", { class: "card bottleneck" }, h("h2", {}, `${text}.`), h("p", {}, `Try: ${learning.advice}.`));
+}
+
 /** The bottleneck in words, over a bar of the trainer's time. */
 function bottleneckCard({ bottleneck, time }) {
   if (!bottleneck) return null;
@@ -143,6 +150,7 @@ function trainingParts(run) {
   return [
     run.stoppedBy ? h("p", { class: "notice" }, `Stopped by ${visible(run.stoppedBy)}`) : null,
     h("div", { class: "card head" }, headFacts(run)),
+    learningCard(run),
     bottleneckCard(run),
     sections.length ? sections : h("p", { class: "notice" }, "Nothing was logged yet."),
     timeSection(run),
