@@ -312,7 +312,7 @@ async def test_a_call_that_has_no_counterpart_in_ids_goes_as_messages(fields: di
         )
         await client.chat.completions.create(model="m", messages=ASK, **fields)
         assert list(server.bodies) == ["/v1/chat/completions"]
-        await client.chat.completions.create(model="m", messages=[{**ASK[0], "content": [{"type": "image"}]}])
+        await client.chat.completions.create(model="m", messages=[{**ASK[0], "content": [{"type": "text"}]}])
         await backend.close()
     assert list(server.bodies) == ["/v1/chat/completions"]
 

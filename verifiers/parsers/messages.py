@@ -26,7 +26,6 @@ __all__ = [
     "message_field",
     "message_text",
     "messages_to_printable",
-    "non_text_part",
     "print_prompt_completions_sample",
     "sanitize_tool_calls",
 ]
@@ -48,14 +47,6 @@ def messages_to_printable(messages: Messages) -> Messages:
         shown: ChatMessage = {"role": message_field(message, "role"), "content": text}
         printable.append(shown if calls is None else {**shown, "tool_calls": calls})
     return printable
-
-
-def non_text_part(messages: Messages) -> str | None:
-    """Return the type of the first content part that is no text ("image_url", "input_audio", ...), or None."""
-    contents = () if isinstance(messages, str) else (message_field(message, "content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    kinds = (str(message_field(part, "type") or "text") for part in parts if not isinstance(part, str))
-    return next((kind for kind in kinds if kind not in ("text", "refusal")), None)
 
 
 def cleanup_messages(messages: Messages) -> Messages:

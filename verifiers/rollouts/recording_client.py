@@ -20,9 +20,8 @@ from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns
 from verifiers.inference.wire import given_arguments, neutral_where_unset, plain_data, sampled_tokens
-from verifiers.parsers.messages import non_text_part
 from verifiers.rollouts.rollout import TokenSequence
-from verifiers.types import Usage
+from verifiers.types import Usage, message_field
 
 __all__ = ["RolloutClient", "Turn", "refuse_non_text", "rows_from_turns", "turn_seed"]
 
@@ -62,12 +61,15 @@ def refuse_non_text(messages: Any, whose: str) -> None:
     Raises:
         ConfigError: with the type of the part.
     """
-    kind = non_text_part(messages)
-    if kind is not None:
-        raise ConfigError(
-            f"{whose} has a content part of type {kind!r}, and training takes text alone; leave such rows and "
-            "replies out of training, or evaluate on them."
-        )
+    for message in () if isinstance(messages, str) else messages:
+        content = message.get("content") if isinstance(message, Mapping) else getattr(message, "content", None)
+        for part in content if isinstance(content, list) else ():
+            kind = "text" if isinstance(part, str) else str(message_field(part, "type") or "text")
+            if kind not in ("text", "refusal"):
+                raise ConfigError(
+                    f"{whose} has a content part of type {kind!r}, and training takes text alone; leave such rows "
+                    "and replies out of training, or evaluate on them."
+                )
 
 
 class _Create:
@@ -226,6 +228,8 @@ class RolloutClient:
         self.retries += 1
 
     def _prepared(self, path: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self._require_tokens:
+            refuse_non_text(arguments.get("messages") or "", "a call of the environment")
         seed = turn_seed(self._seed, self._begun) if self._seed is not None else None
         self._begun += 1
         arguments = given_arguments(arguments)
@@ -239,7 +243,6 @@ class RolloutClient:
             n = extra.get("n", arguments.get("n"))
             if isinstance(n, int) and n > 1:
                 raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
-            refuse_non_text(arguments.get("messages") or "", "a call of the environment")
             if self._check_call is not None:
                 self._check_call({**arguments, **extra})
             if arguments.get("temperature") is None:
