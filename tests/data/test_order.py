@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from verifiers.data.order import reorder_chunks
+from verifiers.data.sampler import reorder_chunks
 from verifiers.errors import ConfigError
 
 

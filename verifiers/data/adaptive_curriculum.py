@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from verifiers.data.order import check_size
 from verifiers.data.row_source import PlannedBlock
+from verifiers.data.sampler import check_size
 from verifiers.errors import CheckpointError, ConfigError, GenerationError
 
 __all__ = ["AdaptiveRows", "CurriculumPolicy", "Prompt", "number_between"]

@@ -14,9 +14,8 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from verifiers.data.order import check_size, rollout_seed
 from verifiers.data.row_source import HasReplacements, PlannedBlock, RowSource
-from verifiers.data.sampler import RepeatSampler
+from verifiers.data.sampler import RepeatSampler, check_size, rollout_seed
 from verifiers.errors import ConfigError
 
 __all__ = ["BatchPlan", "Position", "check_size", "make_plan", "plan_table", "rollout_seed"]

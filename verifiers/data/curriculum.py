@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from verifiers.data.order import check_size
+from verifiers.data.sampler import check_size
 from verifiers.data.weighted_sampling import (
     interleave,
     row_without_replacement,

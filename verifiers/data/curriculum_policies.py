@@ -17,7 +17,7 @@ from typing import Any
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy, Prompt, number_between
 from verifiers.data.curriculum import Curriculum, staged_curriculum_from
-from verifiers.data.order import check_size
+from verifiers.data.sampler import check_size
 from verifiers.data.weighted_sampling import interleave, row_without_replacement, whole_weights
 from verifiers.errors import ConfigError
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, M
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from verifiers.concurrency import gather_owned
-from verifiers.data.order import reorder_chunks
+from verifiers.data.sampler import reorder_chunks
 from verifiers.envs.classic.token_processing import TokenLists
 from verifiers.envs.environment import Environment
 from verifiers.envs.signatures import (

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verifiers.data.order import check_size
 from verifiers.data.row_source import PlannedBlock
+from verifiers.data.sampler import check_size
 from verifiers.errors import ConfigError, GradingError
 from verifiers.integrations.dataserver import sample_requests
 from verifiers.integrations.dataserver_client import RETRY_WAITS_S, Dataserver, RemoteGrader, completion_for_wire
