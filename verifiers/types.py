@@ -382,6 +382,7 @@ class TrajectoryStep(TypedDict, total=False):
     reward: float | None
     advantage: float | None
     is_truncated: bool
+    trajectory_id: str | None
     extras: dict[str, Any]
 
 

@@ -192,7 +192,7 @@ async def test_scoring_that_is_not_interleaved_is_one_call(client: FakeClient, r
 def test_make_dataset_has_the_classic_columns(client: FakeClient, rows: Rows) -> None:
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([length]))
     table = env.make_dataset(env.evaluate(client, "m", rollouts_per_example=2), 2)
-    names = ["prompt", "completion", "answer", "task", "reward", "average_reward", "length"]
+    names = ["prompt", "completion", "answer", "task", "reward", "average_reward", "length", "num_turns"]
     assert table.column_names == names
     assert list(table["average_reward"]) == [6.0] * 6
 

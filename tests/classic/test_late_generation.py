@@ -215,3 +215,60 @@ def test_a_functions_definition_is_a_tool() -> None:
     tool.parameters["properties"].pop("a")
     tool.name = "plus"
     assert (tool["function"]["name"], tool["function"]["parameters"]["properties"]) == ("plus", {})
+
+
+# -- results and errors -----------------------------------------------------------------------------------------
+
+
+class Breaks(vf.SingleTurnEnv):
+    """Fails on the row q1."""
+
+    error: Exception = vf.SandboxError("gone")
+
+    async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
+        if state["prompt"][-1]["content"] == "q1":
+            raise self.error
+        return state
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+async def test_an_error_of_one_rollout_is_kept_in_its_state_and_the_others_have_their_results(
+    interleaved: bool, rows: Rows, client: FakeClient
+) -> None:
+    env = Breaks(dataset=rows, rubric=vf.Rubric([lambda completion: float(len(completion))]))
+    results = await env.evaluate(client, "m", interleave_scoring=interleaved)
+    assert results.reward == [1.0, 0.0, 1.0]
+    assert [type(state["error"]) for state in results.state] == [type(None), vf.SandboxError, type(None)]
+    assert [output["error"] is None for output in results.outputs] == [True, False, True]
+    assert results.metadata.avg_error == pytest.approx(1 / 3)
+
+
+async def test_other_errors_and_errors_of_every_rollout_are_raised(rows: Rows, client: FakeClient) -> None:
+    with pytest.raises(vf.SandboxError, match="gone"):
+        await Breaks(dataset=rows[1:2]).evaluate(client, "m")
+    env = Breaks(dataset=rows)
+    env.error = KeyError("oops")
+    with pytest.raises(KeyError, match="oops"):
+        await env.evaluate(client, "m")
+
+
+async def test_results_have_the_fields_of_the_second_generation(rows: Rows, client: FakeClient) -> None:
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([lambda completion: 0.5]), env_id="my-env")
+    results = await env.evaluate(client, "m", {"temperature": 0.5}, rollouts_per_example=2)
+    assert results["example_id"] == [0, 1, 2, 0, 1, 2]
+    assert results["stop_conditions"] == [state["stop_condition"] for state in results["state"]]
+    assert results["is_truncated"] == [False] * 6
+    assert results["metrics"]["num_turns"] == [1.0] * 6
+    output = results["outputs"][4]
+    assert (output["example_id"], output["reward"], output["num_turns"], output["error"]) == (1, 0.5, 1.0, None)
+    meta = results["metadata"]
+    assert (meta["env_id"], meta["model"], meta["num_examples"], meta["rollouts_per_example"]) == (
+        "my-env",
+        "m",
+        3,
+        2,
+    )
+    assert (meta["avg_reward"], meta["sampling_args"]["temperature"]) == (0.5, 0.5)
+    ids = {state["trajectory_id"] for state in results["state"]}
+    assert len(ids) == 6
+    assert {step["trajectory_id"] for state in results["state"] for step in state["trajectory"]} == ids

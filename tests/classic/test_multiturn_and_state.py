@@ -54,12 +54,14 @@ async def test_the_state_has_the_keys_of_both_generations(client: FakeClient, ro
         assert completion == state["completion"]
     first = {"id", "prompt", "completion", "answer", "task", "info", "responses", "turn", "timing"}
     second = {
-        "input", "trajectory", "is_completed", "is_truncated", "stop_condition", "reward", "metrics", "error",
-        "client", "model", "sampling_args", "oai_tools", "tool_defs", "example_id", "final_env_response",
+        "input", "trajectory", "trajectory_id", "is_completed", "is_truncated", "stop_condition", "reward",
+        "metrics", "error", "client", "model", "sampling_args", "oai_tools", "tool_defs", "example_id",
+        "final_env_response",
     }  # fmt: skip
     assert set(state) == first | second
     assert set(state["timing"]) == {"generation_ms", "scoring_ms", "total_ms"}
     step = {"prompt", "completion", "response", "tokens", "reward", "advantage", "is_truncated", "extras"}
+    step.add("trajectory_id")
     assert all(set(item) == step for item in state["trajectory"])
     assert (state["turn"], len(state["responses"]), state["is_completed"]) == (2, 2, True)
     assert (state["input"]["prompt"], state["input"]["answer"], state["info"]) == (ASK, "a", {"k": 1})

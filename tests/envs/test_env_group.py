@@ -116,7 +116,11 @@ async def test_sampling_arguments_of_the_run_win_over_an_environments_own(client
 def test_the_classic_calls_give_every_rollout_all_metrics(group: vf.EnvGroup, client: FakeClient) -> None:
     results = group.evaluate(client, "m")
     assert results.reward == [6.0, 6.0, 0.5]
-    assert results.metrics == {"loud": [6.0, 6.0, 0.0], "named": [0.0, 0.0, 1.0]}
+    assert results.metrics == {
+        "loud": [6.0, 6.0, 0.0],
+        "named": [0.0, 0.0, 1.0],
+        "num_turns": [float(len(state["trajectory"])) for state in results.state],
+    }
     assert group.rubric.get_reward_func_names() == ["loud", "named"]
     again = group.evaluate_sync(client, "m", interleave_scoring=False)
     assert (again.reward, again.metrics) == (results.reward, results.metrics)

@@ -293,7 +293,7 @@ def test_the_classic_evaluation_works_unchanged(world: str) -> None:
     with FakeOpenAIServer(right) as policy:
         results = env.evaluate_sync(policy.url, "fake", rollouts_per_example=2)
     assert results.reward == [1.0] * 8
-    assert results.metrics == {"exact": [1.0] * 8}
+    assert results.metrics == {"exact": [1.0] * 8, "num_turns": [1.0] * 8}
 
 
 def test_vf_eval_takes_it_by_name(world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

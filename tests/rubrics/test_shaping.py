@@ -97,7 +97,8 @@ def test_an_environment_punishes_length_and_shows_it(token_ids: bool) -> None:
     with FakeOpenAIServer("1234567", token_ids=token_ids) as server:
         results = env.evaluate_sync(server.url, "fake", sampling_args=sampling)
     assert results.reward == pytest.approx([-0.6])
-    assert results.metrics == {"overlong_penalty": pytest.approx([-0.6]), "completion_tokens": [8.0]}
+    metrics = {"overlong_penalty": pytest.approx([-0.6]), "completion_tokens": [8.0], "num_turns": [1.0]}
+    assert results.metrics == metrics
 
 
 # -- r1_zero

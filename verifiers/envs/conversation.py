@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -151,6 +152,7 @@ def new_state(
         completion="" if isinstance(prompt, str) else [],
         responses=[],
         trajectory=[],
+        trajectory_id=uuid.uuid4().hex,
         turn=TurnCount(0),
         timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
         is_completed=False,
@@ -244,6 +246,7 @@ class Conversation:
             state.setdefault("responses_start_idx", []).append(len(prompt) - len(state["prompt"]))
         if isinstance(state.get("turn"), TurnCount):
             state["turn"] = TurnCount(state["turn"] + 1)
+        step["trajectory_id"] = state.get("trajectory_id")
         if "add_trajectory_step" in self.own:
             await maybe_await(self.env.add_trajectory_step, state, step)
         else:

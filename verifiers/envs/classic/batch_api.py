@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.concurrency import gather_owned
+from verifiers.envs.classic.outputs import generate_outputs, raise_unless_kept
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.lifecycle import teardown_at_exit
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, Error
 from verifiers.inference.limits import Limiter
 from verifiers.inference.load_balancer import backend_for
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import plain, sanitize_tool_calls
-from verifiers.rollouts.batch_client import BatchClient
+from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
 from verifiers.rubrics.scoring import ScoringInput, call_score_group, call_score_rollout
@@ -117,8 +119,10 @@ async def generate(
     or all rows where they are scored at the end or not at all.
 
     Raises:
-        Exception: the first failure; the other rollouts are cancelled.
+        Exception: the first failure that is no `vf.Error`; the other rollouts are cancelled. A `vf.Error` is kept in
+            its rollout's state, and raised only where every rollout failed.
     """
+    started = time.time()
     rubric: Any = env.rubric
     limiter = Limiter(max_concurrent_scoring or -1)
     columns = {name: values for name, values in columns_of(inputs).items() if values is not None}
@@ -129,7 +133,8 @@ async def generate(
     scores: dict[RolloutKey, RolloutScore] = {}
 
     async def run(unit: Sequence[RolloutRequest]) -> list[Rollout]:
-        rollouts = await runner.run_batch(unit, raises=True)
+        rollouts = await runner.run_batch(unit, on_end=raise_other_failures)
+        raise_unless_kept(rollouts)
         if interleaved:
             async with limiter.slot():
                 of_unit = await (_score_group if in_groups else _score_single)(rubric, rollouts)
@@ -141,8 +146,6 @@ async def generate(
         done = await gather_owned([run(unit) for unit in (units if interleaved else [requests] if requests else [])])
         finished = {rollout.key: rollout for rollouts in done for rollout in rollouts}
         rollouts = [finished[request.key] for request in requests]
-        names = ("prompt", "completion", "answer", "state", "task", "info")
-        results = {name: [getattr(rollout, name) for rollout in rollouts] for name in names}
         reward: list[float] = []
         metrics: dict[str, list[float]] = {}
         if interleaved:
@@ -151,14 +154,19 @@ async def generate(
             metric_names = dict.fromkeys(name for item in in_order for name in item.metrics)
             metrics = {name: [item.metrics.get(name, 0.0) for item in in_order] for name in metric_names}
         elif score:
-            every = await rubric.score_rollouts(
-                **{f"{name}s": column for name, column in results.items()}, max_concurrent=max_concurrent_scoring
-            )
+            names = ("prompt", "completion", "answer", "state", "task", "info")
+            results = {f"{name}s": [getattr(rollout, name) for rollout in rollouts] for name in names}
+            every = await rubric.score_rollouts(**results, max_concurrent=max_concurrent_scoring)
             reward, metrics = every.reward, every.metrics
-    for rollout in rollouts:
-        # results are stored and copied, and connections are neither
-        rollout.state.pop("client", None)
-    return GenerateOutputs(**results, reward=reward, metrics=metrics)
+    return generate_outputs(
+        env, rollouts, reward, metrics, model=model, client=client, sampling_args=sampling_args, started=started
+    )
+
+
+def raise_other_failures(record: RolloutRecord) -> None:
+    """Raise a rollout's failure as soon as it ends, unless it is a `vf.Error`, so that the others are cancelled."""
+    if record.failure is not None and not isinstance(record.failure.exception, Error):
+        raise record.failure.exception or TimeoutError(record.failure.text)
 
 
 def _groups(requests: Sequence[RolloutRequest]) -> dict[int, list[RolloutRequest]]:
