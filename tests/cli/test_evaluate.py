@@ -321,7 +321,7 @@ def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(
 def test_an_environment_that_fails_is_one_sentence_and_exit_code_1(
     env_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([env_name, "-a", '{"n": "many"}']) == 1
+    assert main([env_name, "-m", "fake", "-a", '{"n": "many"}']) == 1
     assert "The environment 'toy-sums-env' could not be made: TypeError" in capsys.readouterr().err
 
 

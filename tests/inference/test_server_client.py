@@ -71,9 +71,13 @@ async def test_an_answer_of_another_kind_is_refused_with_a_sentence(body: str) -
             await ServerClient(s.url).model_name()
 
 
-async def test_waiting_for_a_server_ends_when_it_answers() -> None:
+async def test_waiting_for_a_server_ends_when_it_answers(caplog: pytest.LogCaptureFixture) -> None:
     with FakeOpenAIServer(route_faults={"/health": Fault(503, times=2)}) as server:
         await ServerClient(server.url).wait_until_healthy(30.0)
+        (line,) = caplog.messages
+    assert line.startswith("waiting up to 30 s for the rollout server: ")
+    assert server.url.removesuffix("/v1") in line
+    assert "503" in line
 
 
 async def test_a_server_that_is_too_slow_was_reached_and_one_that_refuses_was_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -382,7 +383,7 @@ async def test_group_functions_and_metrics_work_beside_the_judge() -> None:
     await vf.RubricGroup([rubric]).score_group(states)
     assert [scored["reward"] for scored in states] == [1.0, 1.0]
     assert [scored["metrics"]["lengths"] for scored in states] == [10.0, 1.0]
-    assert [[error["func"] for error in scored["grading_errors"]] for scored in states] == [["broken"]] * 2
+    assert ["broken" in scored["metrics"] for scored in states] == [False, False]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
@@ -390,3 +391,13 @@ def test_settings_that_cannot_work_are_refused() -> None:
         vf.JudgeRubric(judge_client=FakeClient(), judge_base_url="http://x")
     with pytest.raises(ConfigError, match="judge_tries=0"):
         vf.JudgeRubric(judge_tries=0)
+
+
+async def test_a_judge_that_is_not_running_is_one_line_with_its_url(caplog: pytest.LogCaptureFixture) -> None:
+    url = "http://127.0.0.1:9/v1"
+    rubric = vf.JudgeRubric(judge_base_url=url, judge_tries=2, funcs=[judge_yes_no])
+    caplog.set_level(logging.INFO, logger="verifiers")
+    await rubric.score_group([state(answer="a"), state(answer="b"), state(answer="c")])
+    (record,) = [record for record in caplog.records if record.name.startswith("verifiers")]
+    assert f"gave no verdict after 2 tries ({url}): APIConnectionError" in record.message
+    assert record.exc_info is None

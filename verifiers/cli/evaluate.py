@@ -42,6 +42,8 @@ __all__ = [
     "run_plan",
 ]
 
+OPENAI_KEY = "OPENAI_API_KEY"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
@@ -58,8 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     add("env", help="name of an environment (installed, in ./environments or in ./), or a path such as my_env.py")
     add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
     add("-p", "--env-dir-path", metavar="DIR", help="directory of environment packages (default: ./environments)")
-    add("-m", "--model", default="gpt-4.1-mini", help="the model's name; 'fake' without -b needs no endpoint")
-    add("-k", "--api-key-var", default="OPENAI_API_KEY", help="environment variable that holds the API key")
+    add(
+        "-m",
+        "--model",
+        help="the model's name (default, beside -b: gpt-4.1-mini); 'fake' without -b needs no endpoint",
+    )
+    add("-k", "--api-key-var", metavar="VAR", help="variable that holds the API key (default: OPENAI_API_KEY)")
     add(
         "-b",
         "--api-base-url",
@@ -121,12 +127,16 @@ def evaluate(args: argparse.Namespace) -> int:
         from verifiers.log import setup_logging
 
         setup_logging("DEBUG")
-    typed = Redactor(secrets_of_run("", os.environ.get(args.api_key_var, ""), {}))
+    if args.model is None and not args.api_base_url:
+        raise ConfigError("-m is missing: name a model, or 'fake' for the built-in one, which needs no endpoint.")
+    args.model = args.model or "gpt-4.1-mini"
+    typed = Redactor(secrets_of_run("", os.environ.get(args.api_key_var or OPENAI_KEY, ""), {}))
     with typed.in_errors():
         env_args = json_object("--env-args", args.env_args)
         sampling_args = json_object("--sampling-args", args.sampling_args)
         headers = dict(_header(text) for text in args.header)
         entry, registry = chosen_endpoint(args, headers)
+    _require_key(args, entry)
     keys = [os.environ.get(name, "") for name in key_variables(entry)]
     arguments = {"env": env_args, "sampling": sampling_args}
     redact = Redactor([*keys, *(s for url in entry.urls for s in secrets_of_run(url, "", entry.headers, arguments))])
@@ -260,6 +270,16 @@ def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
         push_dataset(run.directory, name)
 
 
+def _require_key(args: argparse.Namespace, entry: EndpointEntry) -> None:
+    """Raise ConfigError where the key that a flag names, or that OpenAI asks for, is not set."""
+    asks = any(urllib.parse.urlsplit(url).hostname == "api.openai.com" for url in entry.urls)
+    if (asks or args.api_key_var == entry.key_var) and not os.environ.get(entry.key_var):
+        raise ConfigError(
+            f"the environment variable {entry.key_var!r} holds no key for {entry.urls[0]}; set it, name another "
+            "by -k, or give a server's address by -b."
+        )
+
+
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon or not name.strip():
@@ -303,7 +323,7 @@ def chosen_endpoint(args: argparse.Namespace, headers: Mapping[str, str]) -> tup
         if found is not None:
             return found
     spelled = EndpointEntry(
-        args.model, args.model, urls or (OPENAI_URL,), key_var=args.api_key_var, headers=dict(headers)
+        args.model, args.model, urls or (OPENAI_URL,), key_var=args.api_key_var or OPENAI_KEY, headers=dict(headers)
     )
     return spelled, None
 

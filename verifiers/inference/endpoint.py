@@ -246,10 +246,15 @@ class HttpBackend:
         except (aiohttp.ClientError, OSError) as error:
             text = f"{self.base_url} could not be reached: {reason(error)}"
             refused = isinstance(error, aiohttp.ClientConnectorError)
-            raise RetryableError(text, unreachable=True, broke=not refused and broke(error)) from error
+            lost, unresolved = not refused and broke(error), isinstance(error, aiohttp.ClientConnectorDNSError)
+            raise RetryableError(text, unreachable=True, broke=lost, unresolved=unresolved) from error
         if status == 200:
             return _decode(content, url)
-        raise status_error(url, status, self._without_key(content), retry_after)
+        text = self._without_key(content)
+        refusal = status_error(url, status, text, retry_after)
+        if status == 404 and re.search(r"/v\d", self.base_url) is None:
+            refusal = ProviderError(f"{refusal}; is the base URL {self.base_url}/v1?", status=status, body=text)
+        raise refusal
 
     def _without_key(self, content: bytes) -> str:
         """Return a server's refusal as text without the key, which some servers quote."""

@@ -249,7 +249,7 @@ async def call_with_retries(
         except RetryableError as error:
             if limiter is not None and error.status == 429:
                 limiter.rate_limited(error.retry_after_s)
-            if number == policy.max_attempts:
+            if number == policy.max_attempts or (error.unresolved and number > 1):
                 text = f"{error} (after {number} attempts)" if number > 1 else str(error)
                 if error.empty:
                     raise EmptyModelResponseError(text) from error

@@ -69,6 +69,7 @@ class RetryableError(ProviderError):
         unreachable: the server could not be reached, or the connection broke; an answer that was late is not that.
         empty: it was an answer with nothing in it.
         broke: the connection was there, and broke before the answer was.
+        unresolved: the host's name has no address, which is tried twice at most: few typos mend themselves.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class RetryableError(ProviderError):
         unreachable: bool = False,
         empty: bool = False,
         broke: bool = False,
+        unresolved: bool = False,
     ) -> None:
         super().__init__(message, status=status, body=body)
+        self.unresolved = unresolved
         self.retry_after_s = retry_after_s
         self.unreachable = unreachable
         self.empty = empty

@@ -120,13 +120,14 @@ class ServerClient:
                 await self.request("GET", "/health", timeout_s=_CONNECT_S)
                 return
             except WeightSyncError as error:
+                problem = error
                 if time.monotonic() >= deadline:
                     raise WeightSyncError(
                         f"the rollout server at {self.root} did not answer within {deadline_s:.3g} s (server_wait): "
                         f"{error}; start it first, for example with: vf-serve --model DIR, or vf-vllm --model NAME"
                     ) from error
             if not warned:
-                logger.warning("waiting up to %g s for the rollout server at %s", deadline_s, self.root)
+                logger.warning("waiting up to %g s for the rollout server: %s", deadline_s, problem)
                 warned = True
             await asyncio.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from verifiers.concurrency import threads_for
 from verifiers.errors import ConfigError, GradingError, ModelError
+from verifiers.log import url_without_secrets
 from verifiers.parsers.messages import content_text, message_field
 
 __all__ = ["Gate", "JudgeCall", "LazyOpenAI"]
@@ -229,7 +230,10 @@ class JudgeCall:
         if isinstance(key, str) and len(key) >= _SHORTEST_SECRET:
             text = text.replace(key, "***")
         after = f" after {tries} tries" if tries > 1 else ""
-        return f"The judge {self.model!r} gave no verdict{after}: {text}"
+        url = getattr(self.client, "base_url", None)
+        # a mock has any attribute
+        at = f" ({url_without_secrets(str(url))})" if isinstance(url, str) or type(url).__name__ == "URL" else ""
+        return f"The judge {self.model!r} gave no verdict{after}{at}: {text}"
 
 
 class _NoAnswerError(Exception):

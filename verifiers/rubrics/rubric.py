@@ -426,10 +426,13 @@ class Rubric:
 
     def _record_failure(self, name: str, inputs: Iterable[ScoringInput], error: BaseException) -> None:
         """Log a failure, and note it for each rollout."""
-        # a function that fails once tends to fail always: one traceback is enough
-        first = None if name in self._seen_failing else error
-        self._seen_failing.add(name)
-        self.logger.error("The reward function %s failed: %s: %s", name, type(error).__name__, error, exc_info=first)
+        # a function that fails once tends to fail always: one traceback is enough, and none for our own sentences
+        is_sentence = isinstance(error, (GradingError, ConfigError))
+        text = f"The reward function {name} failed: {type(error).__name__}: {error}"
+        key = text if is_sentence else name
+        if not (is_sentence and key in self._seen_failing):
+            self.logger.error("%s", text, exc_info=None if is_sentence or key in self._seen_failing else error)
+        self._seen_failing.add(key)
         for item in inputs:
             item.note_failure(name, error)
 
