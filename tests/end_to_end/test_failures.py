@@ -89,15 +89,6 @@ def test_a_group_with_one_score_left_gives_no_gradient(make_fake_trainer: Callab
     assert trainer.logged("rows/dropped/no_baseline") == [2.0]
 
 
-def test_require_full_groups_drops_the_whole_group(make_fake_trainer: Callable[..., Any]) -> None:
-    with FakeOpenAIServer(Script(EXAMPLE_13)) as fake:
-        env = tiny_world.single_turn(reward=counts_x)
-        trainer = make_fake_trainer(env, fake.url, max_steps=1, require_full_groups=True)
-        trainer.train()
-    assert list(trainer.rows()) == []
-    assert trainer.logged("rows/dropped/group_incomplete") == [6.0]
-
-
 def test_a_passing_failure_is_retried_and_is_no_failure(make_fake_trainer: Callable[..., Any]) -> None:
     faults = [None, Fault(500), Fault(429, retry_after=0), Fault.disconnect(), Fault.malformed()]
     with FakeOpenAIServer(Script(["x", "y", "x", "y"]), faults=faults) as fake:

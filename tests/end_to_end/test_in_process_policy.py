@@ -31,6 +31,7 @@ def make(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tiny_world.O
 
 def test_training_needs_no_other_server_and_stays_on_policy(make: Callable[..., Any]) -> None:
     trainer = make(tiny_world.Dialogue(), max_steps=3)
+    trainer.keeps_logps = True
     before = tiny_world.weights(trainer)
     trainer.train()
     assert any(not torch.equal(before[name], now) for name, now in tiny_world.weights(trainer).items())

@@ -36,6 +36,7 @@ def test_trainer_and_sampler_agree_before_and_after_every_push(
     make_trainer: Callable[..., Any], make_env: Any, temperature: float
 ) -> None:
     trainer = make_trainer(make_env(), temperature=temperature, max_steps=3, learning_rate=5e-3)
+    trainer.keeps_logps = True
     before = tiny_world.weights(trainer)
     trainer.train()
     assert {batch["step"] for batch in trainer.seen} == {0, 1, 2}
@@ -84,6 +85,7 @@ def test_example_20_through_the_real_server(
             args = tiny_world.config(tmp_path / f"{temperature}", server.url, temperature=temperature, max_steps=1)
             client = tiny_world.RecordingBackend(server.url)
             trainer = tiny_world.ObservedTrainer(str(directory), tiny_world.single_turn(), args, client=client)
+            trainer.keeps_logps = True
             trainer.train()
             batch = trainer.seen[0]
             first = batch["tool_mask"].bool() & (batch["completion_ids"] == 5)

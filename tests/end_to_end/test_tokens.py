@@ -31,16 +31,6 @@ def test_trained_ids_and_log_probs_are_the_servers_own(
         assert torch.equal(torch.tensor(ours), torch.tensor(theirs))
 
 
-def test_turns_that_extend_one_another_are_one_row_and_no_fork(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.Dialogue(), max_steps=1)
-    trainer.train()
-    rows = list(trainer.rows())
-    assert len(rows) == 8
-    assert all(len(tiny_world.spans(row)) == 3 for row in rows)
-    assert trainer.logged("rollouts/fork_rate") == [0.0]
-    assert trainer.logged("rollouts/turns") == [3.0]
-
-
 def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(tiny_world.Rewriting(), max_steps=1)
     trainer.train()
@@ -83,7 +73,9 @@ def test_a_ratio_over_whole_rows_is_refused_where_a_rollout_forks(
 
 
 def test_prompts_have_unequal_lengths_so_that_padding_is_really_exercised(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=3)
+    trainer = make_trainer(
+        tiny_world.single_turn(), max_steps=3, per_device_train_batch_size=8, gradient_accumulation_steps=1
+    )
     trainer.train()
     prompts = {len(row[0]) for row in trainer.rows()}
     completions = {len(row[1]) for row in trainer.rows()}

@@ -26,6 +26,7 @@ def train(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]
             env = tool_world.environment(turns)
             trainer = tiny_world.ObservedTrainer(str(directory), env, args, client=client)
             made.append(trainer)
+            trainer.keeps_logps = True
             trainer.train()
             trainer.close()
         return trainer

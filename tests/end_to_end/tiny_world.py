@@ -199,12 +199,16 @@ def config(output_dir: Path, url: str, **overrides: Any) -> GRPOConfig:
 
 
 class ObservedTrainer(GRPOTrainer):
-    """Keeps what reaches the loss, and the trainer's own log-probs of it at that moment.
+    """Keeps what reaches the loss.
 
     Attributes:
         client: what it was made with.
-        seen: a dict of cloned inputs for each micro-step, with `step` and `current_logps`.
+        keeps_logps: set before training where `seen` is to have the trainer's own log-probs, `current_logps`, which
+            takes a forward pass more for each micro-step.
+        seen: a dict of cloned inputs for each micro-step, with `step`.
     """
+
+    keeps_logps = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -214,7 +218,8 @@ class ObservedTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         kept = {name: value.clone() for name, value in inputs.items()}
         kept["step"] = self.state.global_step
-        kept["current_logps"] = self.logprobs.of_model(self.model, inputs)
+        if self.keeps_logps:
+            kept["current_logps"] = self.logprobs.of_model(self.model, inputs)
         self.seen.append(kept)
         return super()._compute_loss(model, inputs)
 

@@ -224,7 +224,7 @@ async def outage(away_s: float, base_s: float) -> None:
 
 
 async def test_a_server_that_is_killed_and_restarted_is_found_again() -> None:
-    await outage(1.0, 0.2)
+    await outage(0.4, 0.1)
 
 
 @pytest.mark.slow

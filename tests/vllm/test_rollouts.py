@@ -32,6 +32,7 @@ def run(model: Path, env: Any, url: str, directory: Path, **overrides: Any) -> t
     args = tiny_world.config(directory, url, **{"max_steps": 2, "server_wait": 30.0, **overrides})
     client = tiny_world.RecordingBackend(url)
     trainer = tiny_world.ObservedTrainer(str(model), env, args, client=client)
+    trainer.keeps_logps = True
     try:
         trainer.train()
     finally:

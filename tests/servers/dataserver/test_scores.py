@@ -83,17 +83,15 @@ def test_what_a_row_lacks_is_an_error_and_not_a_wrong_answer() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILTIN) - {"json_schema"}))
-@pytest.mark.parametrize(
-    "part", ["<answer>", "</answer>", "<reasoning>", "<think>", "</think>", "1,", "{[", "\\boxed{", " "]
-)
-def test_hostile_text_costs_time_in_proportion_to_its_length(name: str, part: str) -> None:
+def test_hostile_text_costs_time_in_proportion_to_its_length(name: str) -> None:
     options = {"max_chars": 5} if name == "length_cap" else {}
-    text = part * (400_000 // len(part))
-    started = time.process_time()
-    score(name, text, "a", **options)
-    for how in ("after_think", "boxed", "xml:answer"):
-        answer_part(text, how)
-    assert time.process_time() - started < 1.0
+    for part in ("<answer>", "</answer>", "<reasoning>", "<think>", "</think>", "1,", "{[", "\\boxed{", " "):
+        text = part * (400_000 // len(part))
+        started = time.process_time()
+        score(name, text, "a", **options)
+        for how in ("after_think", "boxed", "xml:answer"):
+            answer_part(text, how)
+        assert time.process_time() - started < 1.0, part
 
 
 def test_options_that_cannot_be_are_config_errors() -> None:

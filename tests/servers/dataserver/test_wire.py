@@ -74,20 +74,16 @@ async def test_rewards_come_back_under_their_completion_index(serve: Any, two_st
     assert rewards == {7: 1.0, 2: 1.0, 0: 0.0}
 
 
-@pytest.mark.parametrize(
-    "sample_id", ["easy:8", "easy:-1", "easy:03", "easy:x", "easy", "", "none:0", "easy:²", ":0"]
-)
 @pytest.mark.parametrize("route", ["/grade", "/v2/grade"])
-async def test_an_unknown_sample_id_is_refused_with_400(
-    serve: Any, two_stages: Any, route: str, sample_id: str
-) -> None:
+async def test_an_unknown_sample_id_is_refused_with_400(serve: Any, two_stages: Any, route: str) -> None:
     server = await serve(two_stages)
-    items = [
-        {"sample_id": "easy:0", "completion": "0", "completion_index": 0},
-        {"sample_id": sample_id, "completion": "0", "completion_index": 1},
-    ]
-    status, answer = await server.post(route, {"iteration": 0, "items": items})
-    assert (status, answer["error"]["code"]) == (400, "unknown_sample_id")
+    for sample_id in ("easy:8", "easy:-1", "easy:03", "easy:x", "easy", "", "none:0", "easy:²", ":0"):
+        items = [
+            {"sample_id": "easy:0", "completion": "0", "completion_index": 0},
+            {"sample_id": sample_id, "completion": "0", "completion_index": 1},
+        ]
+        status, answer = await server.post(route, {"iteration": 0, "items": items})
+        assert (status, answer["error"]["code"]) == (400, "unknown_sample_id"), sample_id
 
 
 async def test_a_client_of_version_1_that_asks_again_gets_further_rows(serve: Any, two_stages: Any) -> None:
