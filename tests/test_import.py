@@ -48,6 +48,7 @@ def test_every_public_name_resolves() -> None:
             continue
         assert getattr(verifiers, name) is getattr(importlib.import_module(module), attribute)
         assert name in dir(verifiers)
+    assert not {"Any", "TYPE_CHECKING"} & {*dir(verifiers)}
 
 
 NEED_AN_EXTRA = {"MCPEnv", "ReasoningGymEnv", "TextArenaEnv"}

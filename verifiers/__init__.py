@@ -343,7 +343,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY_IMPORTS, *_SUBMODULES, "__version__"})
+    return sorted({*globals(), *_LAZY_IMPORTS, *_SUBMODULES, "__version__"} - {"Any", "TYPE_CHECKING", "annotations"})
 
 
 def _imported(name: str) -> Any:

@@ -57,6 +57,22 @@ def test_a_dry_run_prints_the_plan_in_prompts_and_completions_and_stops(
     assert not Path("outputs").exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("max_steps = 3", "max_steps = -5", "max_steps is -5; give 1 or more, or -1 for num_train_epochs."),
+        ("[trainer]", '[server]\nlaunch = "embeded"\n\n[trainer]', "[server] launch is 'embeded'; give one of"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    before: str, after: str, sentence: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "[server]" not in RUN
+    run_file.write_text(replaced(before, after))
+    assert main([str(run_file), "--dry-run"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_an_environment_beside_the_run_file_is_found_from_any_directory(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,7 +80,8 @@ def test_an_environment_beside_the_run_file_is_found_from_any_directory(
     beside.mkdir()
     rows = "[{'question': str(n), 'answer': ''} for n in range(8)]"
     (beside / "not_installed.py").write_text(
-        f"import verifiers as vf\n\ndef load_environment():\n    return vf.SingleTurnEnv(dataset={rows})\n"
+        f"import verifiers as vf\n\ndef load_environment():\n"
+        f"    return vf.SingleTurnEnv(dataset={rows}, rubric=vf.Rubric([len]))\n"
     )
     text = replaced("toy-sums-env", "not_installed").replace('"start"', f'"{Path("start").resolve()}"')
     (beside / "run.toml").write_text(text)
@@ -270,7 +287,7 @@ def test_a_model_that_is_nowhere_is_one_sentence_before_the_server_is_started(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    text = replaced('"start"', '"nobody/this-model"') + '[server]\nlaunch = "nothing"\n'
+    text = replaced('"start"', '"nobody/this-model"') + '[server]\nlaunch = "vllm"\n'
     run_file.write_text(text)
     assert main([str(run_file)]) == 2
     (sentence,) = capsys.readouterr().err.strip().splitlines()

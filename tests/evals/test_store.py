@@ -42,7 +42,9 @@ def stored(directory: Path, *rollouts: Rollout) -> Path:
 
 
 def test_a_run_is_read_as_it_was_written_in_order_of_prompts(tmp_path: Path) -> None:
-    run = read_run(stored(tmp_path, rollout(1, 0), rollout(0, 1, 0.5), rollout(0, 0)))
+    directory = stored(tmp_path, rollout(1, 0), rollout(0, 1, 0.5), rollout(0, 0))
+    run = read_run(directory)
+    assert read_run(Path(directory) / "results.jsonl") == run
     assert [(row["example_id"], row["generation"]) for row in run.rows] == [(0, 0), (0, 1), (1, 0)]
     assert (run.metadata["model"], run.rows[1]["reward"], run.metrics(run.rows[0])) == ("m", 0.5, {"good": 1.0})
 

@@ -21,6 +21,7 @@ from verifiers.cli.main import (
     run_command,
 )
 from verifiers.errors import ConfigError, Error, ProviderError
+from verifiers.keywords import check_keywords
 
 if TYPE_CHECKING:
     from verifiers.evals.run import EvaluationRun
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 OPENAI_KEY = "OPENAI_API_KEY"
+SAMPLING_ARGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "frequency_penalty", "presence_penalty")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,6 +136,9 @@ def evaluate(args: argparse.Namespace) -> int:
     with typed.in_errors():
         env_args = json_object("--env-args", args.env_args)
         sampling_args = json_object("--sampling-args", args.sampling_args)
+        check_keywords("--sampling-args", sampling_args, SAMPLING_ARGS)
+        if args.temperature is not None and not args.temperature >= 0:
+            raise ConfigError(f"--temperature is {args.temperature:g}; give 0 or more.")
         headers = dict(_header(text) for text in args.header)
         entry, registry = chosen_endpoint(args, headers)
     _require_key(args, entry)
@@ -346,8 +351,6 @@ def open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, 
     Args:
         args: flags of the command.
         entry: the endpoint.
-        env: the environment.
-        dataset: prompts of the evaluation.
         dataset, env: whose rows and parsers the built-in fake endpoint knows.
 
     Raises:

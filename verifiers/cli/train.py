@@ -60,11 +60,15 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
     from verifiers.train.config import GRPOConfig, lora_defaults
     from verifiers.train.distributed import on_rank_0
     from verifiers.train.evaluation.eval_sets import choose_eval_sets
+    from verifiers.train.launch import installed_servers
     from verifiers.train.models import check_model_exists, check_model_path
     from verifiers.train.planned_run import planned_run
     from verifiers.train.validation import check_eval_sets, check_start
 
     check_model_path(run.model.path)
+    known = {"embedded", "vllm", *installed_servers()}
+    if run.server.launch is not None and run.server.launch not in known:
+        raise ConfigError(f"{run_file}: [server] launch is {run.server.launch!r}; give one of {sorted(known)}.")
     # an environment that is not installed may stand beside the run file
     sys.path.insert(0, str(Path(run_file).resolve().parent))
     env = load_environments(run)

@@ -87,12 +87,14 @@ class StoredRun:
 
 
 def read_run(directory: str | Path) -> StoredRun:
-    """Read a run directory, also one that is being written or was killed: a torn last line is left out.
+    """Read a run by its directory or its results.jsonl, also one that is being written: a torn last line is left out.
 
     Raises:
         ConfigError: there is no run there, or a line before the last is damaged.
     """
     path = Path(directory)
+    if path.name == RESULTS:
+        path = path.parent
     if not (path / RESULTS).is_file():
         raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
     last: dict[tuple[Any, Any], dict[str, Any]] = {}

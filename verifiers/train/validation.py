@@ -100,6 +100,8 @@ def refuse_bad_settings(args: GRPOConfig) -> None:
             f"temperature is 0 with num_generations={args.num_generations}: the rollouts of a group would be the "
             "same and no advantage could differ from 0; give a temperature above 0, such as 1.0."
         )
+    if args.max_steps < -1 or args.max_steps == 0:
+        raise ConfigError(f"max_steps is {args.max_steps}; give 1 or more, or -1 for num_train_epochs.")
     if args.num_generations is not None and args.num_generations < 2:
         raise ConfigError(
             f"num_generations is {args.num_generations}, but a group's advantage compares its rollouts with each "
