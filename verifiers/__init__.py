@@ -6,6 +6,7 @@ Everything here is loaded when it is first used, so `import verifiers` is quick 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from verifiers.deprecated import find_former_modules
@@ -298,7 +299,9 @@ _EXTRAS = {
 }
 """The extra that brings a module."""
 
-_NOT_PROVIDED = frozenset({"CliAgentEnv", "HarborEnv", "RLMEnv", "RLTrainer"})
+_NOT_PROVIDED = frozenset(
+    {"BrowserEnv", "CliAgentEnv", "Env", "Harness", "HarborEnv", "RLMEnv", "RLTrainer", "Taskset", "Toolset"}
+)
 _SUBMODULES = frozenset(
     {
         "cli",
@@ -370,3 +373,18 @@ def _version() -> str:
     except metadata.PackageNotFoundError:
         # a checkout that is on the path without being installed
         return "1.0.0.dev0"
+
+
+class _ClassicPaths:
+    """Finds modules of the classic package that have no file here."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if not name.startswith("verifiers."):
+            return None
+        from verifiers.envs.classic.import_paths import spec_of
+
+        return spec_of(name)
+
+
+sys.meta_path.append(_ClassicPaths)

@@ -91,19 +91,9 @@ class Record(dict[str, Any]):
         self[name] = value
 
 
-_MESSAGE_FIELDS = frozenset(
-    {
-        "audio",
-        "content",
-        "function_call",
-        "name",
-        "reasoning_content",
-        "refusal",
-        "role",
-        "tool_call_id",
-        "tool_calls",
-    }
-)
+_MESSAGE_FIELDS = frozenset({
+    "audio", "content", "function_call", "name", "reasoning_content", "refusal", "role", "tool_call_id", "tool_calls",
+})  # fmt: skip
 
 
 class MessageRecord(Record):
@@ -445,3 +435,9 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module("verifiers.envs.classic.import_paths").classic_name(__name__, name)

@@ -20,11 +20,13 @@ from verifiers.types import (
 __all__ = [
     "as_message",
     "as_messages",
+    "cleanup_message",
     "cleanup_messages",
     "content_text",
     "joined",
     "message_field",
     "message_text",
+    "message_to_printable",
     "messages_to_printable",
     "print_prompt_completions_sample",
     "sanitize_tool_calls",
@@ -47,6 +49,18 @@ def messages_to_printable(messages: Messages) -> Messages:
         shown: ChatMessage = {"role": message_field(message, "role"), "content": text}
         printable.append(shown if calls is None else {**shown, "tool_calls": calls})
     return printable
+
+
+def message_to_printable(message: ChatMessage) -> ChatMessage:
+    """Return one message as `messages_to_printable` does."""
+    printable: Any = messages_to_printable([message])[0]
+    return dict(printable)
+
+
+def cleanup_message(message: ChatMessage) -> ChatMessage:
+    """Return one message as `cleanup_messages` does."""
+    cleaned: Any = cleanup_messages([message])[0]
+    return dict(cleaned)
 
 
 def cleanup_messages(messages: Messages) -> Messages:

@@ -2,4 +2,6 @@
 
 from verifiers.envs.classic.clients import setup_client
 
-__all__ = ["setup_client"]
+setup_openai_client = setup_client
+
+__all__ = ["setup_client", "setup_openai_client"]

@@ -1,5 +1,17 @@
 """Classic import path of `verifiers.parsers.messages`."""
 
-from verifiers.parsers.messages import cleanup_messages, messages_to_printable, sanitize_tool_calls
+from verifiers.parsers.messages import (
+    cleanup_message,
+    cleanup_messages,
+    message_to_printable,
+    messages_to_printable,
+    sanitize_tool_calls,
+)
 
-__all__ = ["cleanup_messages", "messages_to_printable", "sanitize_tool_calls"]
+__all__ = [
+    "cleanup_message",
+    "cleanup_messages",
+    "message_to_printable",
+    "messages_to_printable",
+    "sanitize_tool_calls",
+]
