@@ -120,7 +120,8 @@ def test_a_curriculum_that_a_group_of_environments_would_drop_is_refused(tmp_pat
         )
 
     def member(kind: type[vf.SingleTurnEnv]) -> vf.SingleTurnEnv:
-        return kind(dataset=[{"question": f"q{number}", "answer": "a"} for number in range(8)])
+        rubric = vf.Rubric(funcs=[tiny_world.vowels])
+        return kind(dataset=[{"question": f"q{number}", "answer": "a"} for number in range(8)], rubric=rubric)
 
     args = tiny_world.config(tmp_path, "http://127.0.0.1:1", max_steps=4)
     plain = member(vf.SingleTurnEnv)
