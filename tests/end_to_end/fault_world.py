@@ -35,6 +35,7 @@ from verifiers_embedded.app import Routes
 import verifiers as vf
 from verifiers.cli.main import run_command
 from verifiers.inference.replica import WeightUpdate
+from verifiers.train.rollout_session import RolloutSession
 
 # a thread of tqdm's own, which outlives its bars
 tqdm.tqdm.monitor_interval = 0
@@ -187,8 +188,8 @@ class GatedTrainer(tiny_world.GRPOTrainer):
 
     gate: Gate
 
-    def open(self) -> Any:
-        opened, prefetcher, gate = self.session.prefetcher is not None, super().open(), self.gate
+    def _open_session(self) -> Any:
+        opened, prefetcher, gate = self.session.prefetcher is not None, RolloutSession.open(self.session), self.gate
         if opened:
             return prefetcher
         take, push = prefetcher.take, self.weight_sync.pool.push  # type: ignore[union-attr]
@@ -214,6 +215,7 @@ class GatedTrainer(tiny_world.GRPOTrainer):
         return prefetcher
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        self.session.open = self._open_session  # type: ignore[method-assign]
         begin = self.data_loop._begin_block
 
         def begin_block(block_id: int, step: int) -> None:
