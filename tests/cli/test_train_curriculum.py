@@ -72,7 +72,8 @@ def test_a_run_longer_than_its_curriculum_is_a_warning_that_names_both(
 def test_datasets_are_the_tasks_of_a_single_environment(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = "[{'question': str(n), 'answer': '', 'task': 'short' if n < 9 else 'long'} for n in range(30)]"
     Path("by_task.py").write_text(
-        f"import verifiers as vf\n\ndef load_environment():\n    return vf.SingleTurnEnv(dataset={rows})\n"
+        "import verifiers as vf\n\n\ndef good(completion):\n    return 1.0\n\n\ndef load_environment():\n"
+        f"    return vf.SingleTurnEnv(dataset={rows}, rubric=vf.Rubric([good]))\n"
     )
     one = '[environment]\nid = "by_task"\n' + RUN[RUN.index("[curriculum]") :]
     run_file.write_text(one)

@@ -25,6 +25,10 @@ OVER = threading.Event()
 DID = []
 
 
+def good(completion):
+    return 1.0
+
+
 class Env(vf.SingleTurnEnv):
     @vf.teardown
     def wait(self):
@@ -33,7 +37,8 @@ class Env(vf.SingleTurnEnv):
 
 
 def load_environment():
-    return Env(dataset=[{"question": str(number), "answer": ""} for number in range(8)])
+    rows = [{"question": str(number), "answer": ""} for number in range(8)]
+    return Env(dataset=rows, rubric=vf.Rubric([good]))
 """
 
 RUN = """

@@ -42,7 +42,7 @@ def said(outputs: Any) -> list[str]:
 def check_evaluation(outputs: Any) -> None:
     assert said(outputs) == ["re: q0", "re: q1", "re: q2"] * 2
     assert outputs["reward"] == outputs.reward == [1.0] * 6
-    assert outputs.metrics == {"right": [1.0] * 6, "length": [6.0] * 6}
+    assert outputs.metrics == {"right": [1.0] * 6, "length": [6.0] * 6, "num_turns": [1.0] * 6}
 
 
 def test_evaluate_read_at_once_is_complete(env: vf.SingleTurnEnv, client: FakeClient) -> None:
@@ -59,7 +59,7 @@ async def test_evaluate_can_be_read_inside_a_running_loop(env: vf.SingleTurnEnv,
     check_evaluation(env.evaluate(client, "m", rollouts_per_example=2))
     assert len(client.requests) == 6
     assert "reward" in env.evaluate(client, "m")
-    assert len(dict(env.evaluate(client, "m"))) == 8
+    assert set(dict(env.evaluate(client, "m"))) >= {"prompt", "completion", "state", "reward", "metrics", "outputs"}
     assert [name for name in env.evaluate(client, "m")][0] == "prompt"  # noqa: C416, RUF015
     check_evaluation(env.evaluate_sync(client, "m", rollouts_per_example=2))
 
@@ -151,7 +151,7 @@ async def test_a_rubric_of_the_second_generation_scores_by_state(rows: Rows, cli
                 state["reward"], state["metrics"] = 0.25, {"own": 2.0}
 
     outputs = await vf.SingleTurnEnv(dataset=rows, rubric=ByState()).evaluate(client, "m")
-    assert (outputs.reward, outputs.metrics) == ([0.25] * 3, {"own": [2.0] * 3})
+    assert (outputs.reward, outputs.metrics) == ([0.25] * 3, {"own": [2.0] * 3, "num_turns": [1.0] * 3})
 
 
 async def test_functions_that_compare_a_group_see_the_rollouts_of_one_prompt(rows: Rows) -> None:
@@ -198,11 +198,22 @@ async def test_the_environments_sampling_arguments_are_used_unless_told_otherwis
     assert (body["temperature"], body["top_p"], body["n"]) == (0.5, 0.9, 1)
 
 
-async def test_a_failed_rollout_is_raised_and_the_others_are_cancelled(env: vf.SingleTurnEnv) -> None:
-    client = FakeClient(faults=[Fault.hang(), Fault(401), Fault.hang()])
-    with pytest.raises(ProviderError, match="401"):
-        await env.evaluate(client, "m")
+async def test_an_environments_own_exception_is_raised_and_the_others_are_cancelled(rows: Rows) -> None:
+    class Breaks(vf.SingleTurnEnv):
+        async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            if prompt[-1]["content"] == "q1":
+                raise KeyError("the environment's own mistake")
+            return await super().rollout(client, model, prompt, *args, **kwargs)
+
+    client = FakeClient(faults=[Fault.hang(), Fault.hang()])
+    with pytest.raises(KeyError, match="own mistake"):
+        await Breaks(eval_dataset=rows, rubric=vf.Rubric([right])).evaluate(client, "m")
     assert client.in_flight == 0
+
+
+async def test_a_failure_of_every_rollout_is_raised(env: vf.SingleTurnEnv) -> None:
+    with pytest.raises(ProviderError, match="401"):
+        await env.evaluate(FakeClient(faults=[Fault(401)] * 3), "m")
 
 
 def test_results_become_a_dataset_with_averages_by_prompt(env: vf.SingleTurnEnv) -> None:
@@ -218,6 +229,7 @@ def test_results_become_a_dataset_with_averages_by_prompt(env: vf.SingleTurnEnv)
         "average_reward",
         "right",
         "length",
+        "num_turns",
         "turn",
         "responses",
     ]
