@@ -68,6 +68,8 @@ def end_together(
                     # a rank that fails after this one is done must still end the run
                     accelerator.wait_for_everyone()
             except BaseException as error:
+                # the launcher's SIGTERM may come while the cause is looked up, and must not take its place
+                ending.begin()
                 cause = failures.cause_of(error) if failures is not None else error
                 if cause is error:
                     raise
