@@ -55,7 +55,7 @@ DatasetBuilder = Any
 
 
 class GenerateMetadata(Record):
-    """What the rollouts of one call have in common: `results.metadata`."""
+    """Figures that the rollouts of one call share: `results.metadata`."""
 
 
 class RolloutOutput(Record):

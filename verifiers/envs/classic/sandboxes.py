@@ -40,7 +40,7 @@ def new_sandbox_state() -> SandboxState:
 
 
 class SandboxRequest(Record):
-    """What a sandbox is to be like: the arguments of `SandboxEnv`, with `sandbox_name` as `name`."""
+    """A description of a sandbox: the arguments of `SandboxEnv`, with `sandbox_name` as `name`."""
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, **_: Any) -> SandboxRequest:
         """Return a copy with the fields in `update`."""
