@@ -114,12 +114,16 @@ def run_side(side: Side, python: Path, url: str, rollouts: int, in_flight: int) 
     """One process of a side, and what it measured."""
     # nothing may reach for a hub or send telemetry, and the numerical libraries must not start threads
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    environ = {**os.environ, **quiet}
+    if side.pins:
+        # a path to our sources would hide the other package of the same name
+        environ.pop("PYTHONPATH", None)
     command = [str(python), str(SIDES / side.program), url, str(rollouts), str(in_flight), *side.extra]
     with tempfile.TemporaryDirectory() as scratch:
         done = subprocess.run(
             command,
             cwd=scratch,
-            env={**os.environ, **quiet},
+            env=environ,
             capture_output=True,
             text=True,
             timeout=SIDE_TIMEOUT_S,
