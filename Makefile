@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
 WORKERS ?= 2
+DIST ?= dist
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CLIENTS := .venv-clients
@@ -16,7 +17,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # each worker and each command that a test starts would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed check docs docs-test bench bench-vllm clean
+.PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed dist check docs docs-test bench bench-vllm clean
 
 help:
 	@echo "make demo        train a small model end to end on this machine (about 7 minutes)"
@@ -25,6 +26,7 @@ help:
 	@echo "make test-clients  other people's clients against the embedded server"
 	@echo "make test-vllm   a real vLLM on this machine's CPU (Linux; about 15 minutes)"
 	@echo "make test-deepspeed  ZeRO-2 and ZeRO-3 on two CPU processes (a C++ compiler; about 2 minutes)"
+	@echo "make dist        wheels of verifiers and its servers, into dist/"
 	@echo "make check       format, lint, types, import directions"
 	@echo "make docs        build the site into site/"
 	@echo "make bench       the benchmarks, one line of JSON each"
@@ -88,6 +90,12 @@ check: $(INSTALLED)
 	$(BIN)/mypy examples/demo/run.py examples/demo/warm_start.py
 	$(BIN)/lint-imports
 
+# each package alone: what it requires comes from where the wheel is installed
+dist:
+	rm -rf $(DIST)
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -w $(DIST) \
+	  . ./servers/embedded ./servers/dataserver ./servers/vllm
+
 docs: $(INSTALLED)
 	$(BIN)/zensical build --clean --strict
 
@@ -111,4 +119,4 @@ bench-vllm: $(INSTALLED) $(VLLM)/.installed
 	$(BIN)/python benchmarks/servers.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(VLLM) .venv-bench-* runs site outputs dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) $(VLLM) .venv-bench-* runs site outputs $(DIST) build .mypy_cache .ruff_cache .pytest_cache

@@ -74,7 +74,7 @@ def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch, m
 
     monkeypatch.delitem(vars(verifiers), "GRPOTrainer", raising=False)
     monkeypatch.setattr(importlib, "import_module", no_extra)
-    with pytest.raises(AttributeError, match=rf"GRPOTrainer needs {missing}.*pip install 'verifiers\[train\]'"):
+    with pytest.raises(AttributeError, match=rf"GRPOTrainer needs {missing}.*pip install 'verifiers\[train\]=="):
         _ = verifiers.GRPOTrainer
 
 

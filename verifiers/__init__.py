@@ -290,15 +290,6 @@ _LAZY_IMPORTS = {
 }
 """The place of each public name: name -> "module:attribute"."""
 
-_EXTRAS = {
-    **dict.fromkeys(("accelerate", "peft", "safetensors", "torch", "transformers", "trl"), "train"),
-    "gymnasium": "gym",
-    "mcp": "mcp",
-    "reasoning_gym": "rg",
-    "textarena": "ta",
-}
-"""The extra that brings a module."""
-
 _NOT_PROVIDED = frozenset(
     {"BrowserEnv", "CliAgentEnv", "Env", "Harness", "HarborEnv", "RLMEnv", "RLTrainer", "Taskset", "Toolset"}
 )
@@ -352,16 +343,18 @@ def __dir__() -> list[str]:
 def _imported(name: str) -> Any:
     import importlib
 
+    from verifiers.installation import EXTRAS, install_hint
+
     module, _, attribute = _LAZY_IMPORTS[name].partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRAS:
+        if missing not in EXTRAS:
             raise
         raise AttributeError(
             f"verifiers.{name} needs {missing}, which is not installed or does not fit; "
-            f"install it by `pip install 'verifiers[{_EXTRAS[missing]}]'`."
+            f"{install_hint(EXTRAS[missing])}."
         ) from error
 
 

@@ -114,7 +114,7 @@ def test_a_missing_extra_is_an_attribute_error_that_says_what_to_install(
 
     monkeypatch.delitem(vars(vf), name, raising=False)
     monkeypatch.setattr(importlib, "import_module", no_extra)
-    with pytest.raises(AttributeError, match=rf"{name} needs {missing}.*pip install 'verifiers\[{extra}\]'"):
+    with pytest.raises(AttributeError, match=rf"{name} needs {missing}.*pip install 'verifiers\[{extra}\]=="):
         getattr(vf, name)
     assert not hasattr(vf, name)
 

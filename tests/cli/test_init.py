@@ -36,7 +36,7 @@ def test_a_package_is_written_with_its_test_and_the_next_commands_are_told(
     project = tomllib.loads((package / "pyproject.toml").read_text())
     assert project["build-system"]["build-backend"] == "hatchling.build"
     assert project["project"]["name"] == "my-env"
-    assert project["project"]["dependencies"] == ["verifiers"]
+    assert project["project"]["dependencies"] == ["verifiers>=1.0.0.dev0"]
     entry_points = project["project"]["entry-points"]["verifiers.environments"]
     assert entry_points == {"my-env": "my_env:load_environment"}
     shown = capsys.readouterr().out

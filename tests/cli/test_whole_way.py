@@ -102,7 +102,7 @@ def test_pip_keeps_verifiers_and_takes_an_excluded_package_only_when_told(
     require_registry(python)
     run(python, "vf-init zz-pinned")
     project = Path("environments/zz_pinned/pyproject.toml")
-    project.write_text(project.read_text().replace('["verifiers"]', '["verifiers>=0.1.5,<0.2"]'))
+    project.write_text(project.read_text().replace('["verifiers>=1.0.0.dev0"]', '["verifiers>=0.1.5,<0.2"]'))
     call = [python, "-m", "verifiers.cli.install", "zz-pinned"]
     refused = subprocess.run(call, capture_output=True, text=True)
     assert refused.returncode == 2

@@ -93,7 +93,7 @@ def test_an_unknown_name_is_told_the_nearest_and_how_to_install(
     assert "'my-speling-env'" in text
     assert "'my-spellings', 'my_spelling_env'" in text
     assert "'my_spelling_en'" not in text, "it has no load_environment"
-    assert "pip install" in text
+    assert "vf-install DIRECTORY_OR_URL" in text
     assert text.count(". ") == 0, "one sentence"
 
 
@@ -133,7 +133,10 @@ def test_a_missing_dependency_is_not_an_unknown_environment(
     add_module("my_spelling", "import no_such_dependency.part")
     if through_entry_point:
         declare(my_spelling="my_spelling:load_environment")
-    with pytest.raises(EnvironmentLoadError, match="pip install no_such_dependency") as caught:
+    with pytest.raises(
+        EnvironmentLoadError,
+        match=r"'no_such_dependency', which is not installed; install the package that provides it",
+    ) as caught:
         load_environment("my-spelling")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 

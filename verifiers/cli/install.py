@@ -23,6 +23,7 @@ from verifiers.errors import ConfigError
 
 __all__ = ["Requirements", "main", "read_requirements", "snapshot"]
 
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _SNAPSHOT = "import json; from verifiers.cli.install import snapshot; print(json.dumps(snapshot()))"
 
 
@@ -58,7 +59,7 @@ def install(args: argparse.Namespace) -> int:
     if before["verifiers"] is None:
         raise ConfigError(
             "verifiers runs from files that are not installed, so an installer would fetch another project's package "
-            "of that name; install verifiers first, by `pip install -e DIRECTORY`."
+            f"of that name; install verifiers first, by `pip install -e {shlex.quote(str(_CHECKOUT))}`."
         )
     version = before["verifiers"]["version"]
     target = _target(args.env, args.path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError, EnvironmentLoadError, UnknownEnvironmentError
+from verifiers.installation import EXTRAS, install_hint
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
@@ -98,9 +99,10 @@ def _import(env_id: str, module: str) -> Any:
         raise
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
+        # a module's name need not be its package's
+        how = install_hint(EXTRAS[missing]) if missing in EXTRAS else "install the package that provides it"
         raise EnvironmentLoadError(
-            f"The environment {env_id!r} needs the module {error.name!r}, which is not installed; "
-            f"install it, for instance by `pip install {missing}`."
+            f"The environment {env_id!r} needs the module {error.name!r}, which is not installed; {how}."
         ) from error
     except Exception as error:
         raise EnvironmentLoadError(
@@ -143,8 +145,8 @@ def _unknown_message(env_id: str) -> str:
     nearest = f"the nearest are {', '.join(map(repr, near[:3]))}" if near else "none has a name like it"
     return (
         f"There is no environment {env_id!r} among the installed packages and importable modules "
-        f"({nearest}); install its package with `pip install PACKAGE`, or `vf-install {name.replace('_', '-')}` "
-        "for one in ./environments."
+        f"({nearest}); install its package by `vf-install DIRECTORY_OR_URL`, or by "
+        f"`vf-install {name.replace('_', '-')}` for one in ./environments."
     )
 
 

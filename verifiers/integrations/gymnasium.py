@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from verifiers.envs.lifecycle import cleanup, maybe_await, stop
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import ConfigError, InfraError
+from verifiers.installation import install_hint
 from verifiers.types import Messages, State
 
 __all__ = ["EpisodeThread", "GymEnv", "GymEpisode", "Transition", "make_gym", "text_of_observation"]
@@ -119,7 +120,7 @@ def make_gym(env_cls: Any, env_kwargs: Mapping[str, Any]) -> Any:
     """
     if isinstance(env_cls, str):
         if importlib.util.find_spec("gymnasium") is None:
-            raise ConfigError(f"The id {env_cls!r} needs gymnasium; install it by `pip install 'verifiers[gym]'`.")
+            raise ConfigError(f"The id {env_cls!r} needs gymnasium; {install_hint('gym')}.")
         import gymnasium
 
         try:

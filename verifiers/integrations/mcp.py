@@ -18,6 +18,7 @@ from verifiers.envs.lifecycle import cleanup, teardown
 from verifiers.envs.tool_env import ToolEnv
 from verifiers.envs.tools import Tool, tool_definition
 from verifiers.errors import ConfigError, ToolCallError
+from verifiers.installation import install_hint
 from verifiers.integrations.mcp_servers import MCPConnection, MCPServerConfig
 from verifiers.loop_thread import run_blocking
 from verifiers.types import Messages, State
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["MCPEnv", "MCPServerConfig", "chat_names", "parameters_of", "result_text"]
 
 if importlib.util.find_spec("mcp") is None:
-    raise ImportError("MCPEnv needs mcp; install it by `pip install 'verifiers[mcp]'`.", name="mcp")
+    raise ImportError(f"MCPEnv needs mcp; {install_hint('mcp')}.", name="mcp")
 
 _LONGEST_NAME = 64  # of a function in OpenAI's API
 

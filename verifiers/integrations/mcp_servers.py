@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TextIO
 
 from verifiers.errors import ConfigError, InfraError, ToolCallError
+from verifiers.installation import install_hint
 
 if TYPE_CHECKING:
     from mcp import types as mcp_types
@@ -227,9 +228,7 @@ class MCPConnection:
             from mcp import Client, StdioServerParameters, stdio_client
             from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:
-            raise ConfigError(
-                f"The installed mcp does not fit ({error}); install it by `pip install 'mcp>=2,<3'`."
-            ) from error
+            raise ConfigError(f"The installed mcp does not fit ({error}); {install_hint('mcp')}.") from error
         if config.url is not None:
             import httpx2
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError, InfraError
+from verifiers.installation import install_hint
 from verifiers.integrations.gymnasium import GymEnv, GymEpisode
 
 __all__ = ["TextArenaEnv", "TextArenaGame", "secret_of"]
@@ -152,7 +153,7 @@ def _made(game: str, words: tuple[str, ...] | None, settings: _Settings) -> Any:
 
 def _spec_of(game: str) -> Any:
     if importlib.util.find_spec("textarena") is None:
-        raise ConfigError("TextArenaEnv needs textarena; install it by `pip install 'verifiers[ta]'`.")
+        raise ConfigError(f"TextArenaEnv needs textarena; {install_hint('ta')}.")
     from textarena.envs.registration import ENV_REGISTRY
 
     if game not in ENV_REGISTRY:

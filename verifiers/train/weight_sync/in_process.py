@@ -9,6 +9,7 @@ import torch
 
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.server_pool import ServerPool
+from verifiers.installation import install_hint
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.tensors import policy_tensors
 
@@ -51,7 +52,7 @@ class InProcessSync(WeightSync):
         except ImportError as error:
             raise ConfigError(
                 f"rollout_device={self._device!r} needs the embedded server, which is not installed; "
-                "install it by `pip install ./servers/embedded`."
+                f"{install_hint('embedded')}."
             ) from error
         policy = self._policy()
         threads = 1 if torch.device(self._device).type == "cpu" else None

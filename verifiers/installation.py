@@ -1,0 +1,75 @@
+"""How to install an extra or a server package that is missing.
+
+On PyPI the name `verifiers` belongs to another project. A requirement on exactly the installed version is already
+met, so that an installer fetches only what the extra adds.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+__all__ = ["EXTRAS", "SERVERS", "install_hint"]
+
+EXTRAS = {
+    **dict.fromkeys(("accelerate", "peft", "safetensors", "torch", "transformers", "trl"), "train"),
+    "gymnasium": "gym",
+    "mcp": "mcp",
+    "reasoning_gym": "rg",
+    "textarena": "ta",
+}
+"""The extra that brings a module."""
+
+SERVERS = ("dataserver", "embedded", "vllm")
+"""Packages in servers/, each named verifiers-NAME."""
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def install_hint(part: str, of: str = "verifiers") -> str:
+    """Return how to install a missing part, as the end of an error message.
+
+    Args:
+        part: an extra of the package `of`, or the name of a server package: embedded, dataserver or vllm.
+        of: the package whose extra it is.
+    """
+    if part in SERVERS:
+        return f"install it by `{_server_command(part)}`"
+    try:
+        return f"install it by `pip install '{of}[{part}]=={metadata.version(of)}'`"
+    except metadata.PackageNotFoundError:
+        # a checkout that is on the path without being installed
+        return f"install it by `pip install -e {shlex.quote(f'{_CHECKOUT}[{part}]')}`"
+
+
+def _server_command(server: str) -> str:
+    """Return the command for a server package from the place that verifiers was installed from."""
+    # vLLM's CUDA build is an extra: its CPU build needs another recipe, which install.sh has
+    extra = "[cuda]" if server == "vllm" else ""
+    origin = _origin()
+    repository = "REPOSITORY"
+    if "vcs_info" in origin:
+        repository = f"{origin['url']}@{origin['vcs_info']['commit_id']}"
+    else:
+        address = urlsplit(origin.get("url", ""))
+        place = Path(unquote(address.path)) if address.scheme == "file" else _CHECKOUT
+        if (folder := place / "servers" / server).is_dir():
+            quoted = shlex.quote(str(folder))
+            return f"{quoted}/install.sh cuda" if server == "vllm" else f"pip install {quoted}"
+        if wheels := sorted(place.parent.glob(f"verifiers_{server}-*.whl")):
+            return f"pip install {shlex.quote(f'{wheels[-1]}{extra}')}"
+    return f"pip install 'verifiers-{server}{extra} @ git+{repository}#subdirectory=servers/{server}'"
+
+
+def _origin() -> dict[str, Any]:
+    """Return where verifiers was installed from, as PEP 610 records it; empty for a wheel from an index."""
+    try:
+        text = metadata.distribution("verifiers").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return {}
+    found: dict[str, Any] = json.loads(text or "{}")
+    return found
