@@ -16,6 +16,7 @@ from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError
 from verifiers.keywords import check_keywords, ignore_keywords, parameter_names, set_extra_keywords
 from verifiers.loop_thread import run_blocking
+from verifiers.notebook import environment_html
 from verifiers.parsers.parser import Parser
 from verifiers.rollouts.batch_client import BatchClient
 from verifiers.rubrics.rubric import Rubric
@@ -108,6 +109,9 @@ class Environment:
             )
         self.dataset = datasets.formatted(self, dataset)
         self.eval_dataset = datasets.formatted(self, eval_dataset)
+
+    def _repr_html_(self) -> str:
+        return environment_html(self)
 
     dataset = datasets.LazyDataset()
     eval_dataset = datasets.LazyDataset()
