@@ -11,7 +11,7 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FORMER_NAMES", "find_former_modules", "former_name", "warn_renamed"]
+__all__ = ["FORMER_NAMES", "FormerNameWarning", "find_former_modules", "former_name", "warn_renamed"]
 
 FORMER_NAMES = {
     "verifiers.data.adaptive:AdaptiveRows": "verifiers.data.adaptive_curriculum:AdaptiveRows",
@@ -61,6 +61,10 @@ FORMER_NAMES = {
 """Names that documentation gave, by their former place and by their present one, each as "module:name"."""
 
 
+class FormerNameWarning(DeprecationWarning):
+    """Use of a former name; commands log it."""
+
+
 def warn_renamed(old: str, new: str, stacklevel: int = 1) -> None:
     """Warn that a name was renamed.
 
@@ -68,7 +72,7 @@ def warn_renamed(old: str, new: str, stacklevel: int = 1) -> None:
         stacklevel: frames between the user's code and the caller of this function.
     """
     message = f"{old} is deprecated and will be removed in the next release; use {new}."
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 2)
+    warnings.warn(message, FormerNameWarning, stacklevel=stacklevel + 2)
 
 
 def former_name(module: str, name: str) -> Any:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verifiers.cli.main import CommandFailedError, run_command
+from verifiers.cli.main import COMMANDS, CommandFailedError, run_command
+from verifiers.cli.main import main as umbrella
 from verifiers.errors import ConfigError, GradingError
 
 ROOT = Path(__file__).parents[2]
+# installed where vLLM is
+sys.path.append(str(ROOT / "servers/vllm"))
 MODULES = {
     "vf-init": "verifiers.cli.init",
     "vf-install": "verifiers.cli.install",
@@ -33,20 +38,24 @@ MODULES = {
 }
 
 
-class ParserSeen(Exception):
-    """Carries the command's parser out of it."""
+SERVERS = {
+    "vf-serve": "verifiers_embedded.cli",
+    "vf-dataserver": "verifiers_dataserver.cli",
+    "vf-vllm": "verifiers_vllm.cli",
+}
+ALL = {**MODULES, **SERVERS, "vf": "verifiers.cli.main"}
 
 
-def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    def stop(self: argparse.ArgumentParser, *_: Any) -> None:
-        raise ParserSeen(self)
+def parser_of(command: str) -> argparse.ArgumentParser:
+    found = importlib.import_module(ALL[command]).parser()
+    assert isinstance(found, argparse.ArgumentParser)
+    return found
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    with pytest.raises(ParserSeen) as caught:
-        importlib.import_module(MODULES[command]).main([])
-    parser = caught.value.args[0]
-    assert isinstance(parser, argparse.ArgumentParser)
-    return parser
+
+def flags_of(command: str) -> list[argparse.Action]:
+    """Return the flags of a command's own that its help shows."""
+    shown = [action for action in parser_of(command)._actions if action.help != argparse.SUPPRESS]
+    return [action for action in shown if action.option_strings and action.dest not in ("help", "version")]
 
 
 def sections() -> dict[str, str]:
@@ -56,16 +65,15 @@ def sections() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", MODULES)
-def test_the_page_names_exactly_the_flags_that_the_command_has(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    actions = [action for action in parser_of(command, monkeypatch)._actions if action.dest != "help"]
-    there = {tuple(action.option_strings) for action in actions if action.option_strings}
+def test_the_page_names_exactly_the_flags_that_the_command_has(command: str) -> None:
+    there = {tuple(action.option_strings) for action in flags_of(command)}
     rows = re.findall(r"^\| (`-.*?) \|", sections()[command], flags=re.MULTILINE)
     assert {tuple(re.findall(r"`(-[^`]+)`", row)) for row in rows} == there
 
 
 @pytest.mark.parametrize("command", MODULES)
-def test_the_defaults_on_the_page_are_those_of_the_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = {a.option_strings[-1]: a.default for a in parser_of(command, monkeypatch)._actions if a.option_strings}
+def test_the_defaults_on_the_page_are_those_of_the_command(command: str) -> None:
+    defaults = {action.option_strings[-1]: action.default for action in flags_of(command)}
     for row in re.findall(r"^\| `-.*", sections()[command], flags=re.MULTILINE):
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
         flag, written = re.findall(r"`(--[\w-]+)`", cells[0])[-1], cells[2].strip("` |") if len(cells) > 2 else ""
@@ -74,12 +82,129 @@ def test_the_defaults_on_the_page_are_those_of_the_command(command: str, monkeyp
             assert float(written) == defaults[flag] if number else written == defaults[flag], row
 
 
+@pytest.mark.parametrize("command", ALL)
+def test_help_has_groups_each_default_once_and_two_examples_that_parse(command: str) -> None:
+    parser = parser_of(command)
+    text = parser.format_help()
+    options = text.partition("options:\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"--[\w-]+", options)) <= {"--help", "--version"}
+    for action in flags_of(command):
+        told = (action.help or "").count("(default:")
+        has_default = action.default not in (None, False, "{}", "") and action.default != []
+        assert told == 1 if has_default else told <= 1, action.option_strings
+    examples = text.rpartition("examples:\n")[2].strip("\n").splitlines()
+    assert len(examples) >= 2
+    for example in examples:
+        given = shlex.split(re.split(r" [|>] |\)\"$", example)[0])
+        assert " ".join(given).startswith(command)
+        if command != "vf":
+            parser.parse_known_args(given[len(command.split()) :])
+
+
+def test_a_short_flag_means_one_thing_in_all_commands() -> None:
+    meanings = defaultdict(set)
+    for command in ALL:
+        for action in flags_of(command):
+            for short in (name for name in action.option_strings if not name.startswith("--")):
+                meanings[short].add(action.option_strings[-1])
+    assert {short: names for short, names in meanings.items() if len(names) > 1} == {}
+    assert meanings["-p"] == {"--env-dir-path"}
+    assert meanings["-e"] == {"--endpoints-path"}
+    seeds = {c: a.help or "" for c in ALL for a in flags_of(c) if "--seed" in a.option_strings}
+    assert set(seeds) == {"vf-eval", "vf-serve"}
+    assert all("sampling seed" in text for text in seeds.values())
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "present", "value"),
+    [
+        ("vf-init", ["x", "--path", "d"], "--env-dir-path", "d"),
+        ("vf-install", ["x", "--path", "d"], "--env-dir-path", "d"),
+        ("vf-install", ["x", "-e"], "--editable", True),
+        ("vf-play", ["x", "--seed", "3"], "--example-seed", 3),
+        ("vf-compare", ["x", "y", "--seed", "3"], "--permutation-seed", 3),
+        ("vf-report", ["x", "--out", "f"], "--output", "f"),
+    ],
+)
+def test_a_flag_by_its_former_name_works_and_logs_the_present_one(
+    command: str, given: list[str], present: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = []
+
+    def body() -> int:
+        seen.append(parser_of(command).parse_args(given))
+        return 0
+
+    assert run_command(command, body) == 0
+    assert vars(seen[0])[present.strip("-").replace("-", "_")] == value
+    (line,) = caplog.messages
+    former = next(word for word in given if word.startswith("-"))
+    assert line == f"{command} {former} is deprecated and will be removed in the next release; use {present}."
+    assert former not in re.findall(r"(?<![\w-])-[\w-]+", parser_of(command).format_help())
+
+
+@pytest.mark.parametrize("command", [name for name in ALL if name.startswith("vf")])
+def test_every_command_tells_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser_of(command).parse_args(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(rf"{command} \d\S+\n", capsys.readouterr().out)
+
+
+# -- vf --------------------------------------------------------------------------------------------------------
+
+
+def test_vf_runs_every_command_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in [*MODULES, *SERVERS]:
+        if command.startswith("vf-") and command != "vf-vllm":
+            with pytest.raises(SystemExit) as ended:
+                umbrella([command.removeprefix("vf-"), "--help"])
+            assert ended.value.code == 0
+            assert capsys.readouterr().out == parser_of(command).format_help()
+    assert umbrella(["compare", "a", "b", "--confidence", "7"]) == 2
+    assert capsys.readouterr().err.startswith("vf-compare: --confidence is 7.0")
+
+
+def test_vf_lists_the_installed_commands_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert umbrella([]) == 0
+    text = capsys.readouterr().out
+    assert set(re.findall(r"^    (\w+)", text, flags=re.MULTILINE)) >= {
+        *COMMANDS,
+        "serve",
+        "dataserver",
+        "completion",
+    }
+    assert umbrella(["evla"]) == 2
+    assert capsys.readouterr().err == "vf: there is no command 'evla'; did you mean 'eval'?\n"
+
+
+def test_bash_completes_flags_commands_and_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    assert umbrella(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = shlex.join(words)
+        code = f"""source {tmp_path}/script; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}
+        function=$(complete -p {words[0]} | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+        $function {words[0]} {shlex.quote(words[-1])} {words[-2]}; echo "${{COMPREPLY[@]}}" """
+        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("vf", "ev") == ["eval"]
+    assert completed("vf", "eval", "--rollo") == ["--rollouts-per-example", "--rollout-timeout"]
+    assert completed("vf-eval", "--tempe") == ["--temperature"]
+    assert completed("vf-init", "--kind", "m") == ["multi-turn"]
+    # former names work, and nobody is led to them
+    assert completed("vf-init", "--pa") == []
+
+
 def test_every_command_of_the_project_is_on_the_page_and_can_be_called() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts) <= set(sections())
+    assert {f"vf-{name}" for name in COMMANDS} == {*scripts} - {"vf"}
     for command, target in scripts.items():
         module, _, function = target.partition(":")
-        assert module == MODULES[command]
+        assert module == ALL[command]
         assert callable(getattr(importlib.import_module(module), function))
 
 

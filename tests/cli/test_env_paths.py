@@ -79,7 +79,7 @@ def test_a_stored_run_is_graded_again_without_saying_where_its_environment_is(
     monkeypatch.setattr(sys, "path", path)
     monkeypatch.chdir("/")
     assert regrade.main([run]) == 0
-    assert "reward: before 1.0000, after 1.0000" in capsys.readouterr().out
+    assert "reward: before 1.000, after 1.000" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

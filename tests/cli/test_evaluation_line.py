@@ -24,30 +24,37 @@ def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
         progress.add_row(
             {"example_id": 0, "generation": generation, "outcome": outcome, "reward": reward, "attempts": 2}
         )
-    text = progress_text(progress, planned=103, finished_before=1, ran=2, tokens=500, elapsed_s=4.0, in_flight=7)
+    known = {"planned": 12, "finished_before": 1, "ran": 2, "tokens": 500, "elapsed_s": 4.0, "in_flight": 7}
+    text = progress_text(progress, env="sums", **known)  # type: ignore[arg-type]
     assert text.split("  ") == [
-        "3/103 rollouts",
-        "reward 0.5000",
+        "sums",
+        "3/12 rollouts",
+        "reward 0.500",
         "1 failed",
         "3 retries",
         "7 in flight",
         "125 tokens/s",
-        "3:20 left",
+        "0:18 left",
     ]
+    with_bar = progress_text(progress, env="sums", **known, with_bar=True)  # type: ignore[arg-type]
+    assert with_bar == "━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  " + text
 
 
 def test_nothing_is_made_up_before_the_first_rollout() -> None:
-    text = progress_text(Progress(), planned=5, finished_before=0, ran=0, tokens=0, elapsed_s=0.0, in_flight=0)
-    assert text.split("  ")[1] == "reward -"
+    text = progress_text(
+        Progress(), env="sums", planned=5, finished_before=0, ran=0, tokens=0, elapsed_s=0.0, in_flight=0
+    )
+    assert text.split("  ")[2] == "reward -"
     assert text.endswith("? left")
 
 
 async def test_a_terminal_is_written_to_at_most_four_times_a_second() -> None:
     shown = 0
 
-    def text() -> str:
+    def text(on_terminal: bool) -> str:
         nonlocal shown
         shown += 1
+        assert on_terminal
         return f"line {shown}"
 
     stream = Terminal()
@@ -60,8 +67,8 @@ async def test_a_terminal_is_written_to_at_most_four_times_a_second() -> None:
 async def test_elsewhere_plain_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_output, "_PLAIN_EVERY_S", 0.05)
     stream = io.StringIO()
-    async with live_line(lambda: "5 of 9", stream):
+    async with live_line(lambda on_terminal: f"5 of 9 {on_terminal}", stream):
         await asyncio.sleep(0.2)
     lines = stream.getvalue().splitlines()
     assert 1 <= len(lines) <= 4
-    assert set(lines) == {"[0:00] 5 of 9"}
+    assert set(lines) == {"[0:00] 5 of 9 False"}

@@ -132,7 +132,7 @@ def test_a_name_is_installed_from_the_environments_directory(uv: Recorded, capfd
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["./mine/zz_env", "-e"], [["-e", "PACKAGE", f"verifiers=={VERSION}"]]),
+        (["./mine/zz_env", "--editable"], [["-e", "PACKAGE", f"verifiers=={VERSION}"]]),
         (["zz-env", "-p", "mine", "--no-deps"], [["--force-reinstall", "--no-deps", "PACKAGE"]]),
         (["zz-env", "-p", "mine", "--dry-run"], [["--dry-run", "PACKAGE", f"verifiers=={VERSION}"]]),
     ],
@@ -251,7 +251,7 @@ def test_without_uv_or_a_virtual_environment_it_is_pip_of_this_interpreter(
         (["./broken"], "broken/pyproject.toml' cannot be read"),
         (["./itself"], "'./itself' is verifiers itself, which vf-install never replaces"),
         (["https://example.invalid/a.git"], "is no git URL that can be installed; write it as 'git+https://...'"),
-        (["git+https://example.invalid/a.git", "-e"], "-e works with a directory only"),
+        (["git+https://example.invalid/a.git", "--editable"], "--editable works with a directory only"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -33,7 +33,7 @@ def test_means_before_and_after_are_shown(run: Path, capsys: pytest.CaptureFixtu
     edit('"4")\n', '"4") / 4\n')
     assert regrade.main([str(run)]) == 0
     shown = capsys.readouterr().out
-    assert "reward: before 0.5000, after 0.1250, difference -0.3750" in shown
+    assert "reward: before 0.500, after 0.125, difference -0.375" in shown
     assert "4 rollouts: 4 completed; 2 rewards are others than before" in shown
     assert sorted(row["reward"] for row in read_run(f"{run}-regraded-1").rows) == [0.0, 0.0, 0.25, 0.25]
 
@@ -42,7 +42,7 @@ def test_a_rubric_that_fails_now_is_counted_and_shown(run: Path, capsys: pytest.
     edit("def good(completion):\n", "def good(completion, state):\n    state['board']\n")
     assert regrade.main([str(run)]) == 0
     shown = capsys.readouterr().out
-    assert "reward: before 0.5000, after -, difference -" in shown
+    assert "reward: before 0.500, after -, difference -" in shown
     assert "4 grading_error" in shown
     assert "it reads state['board'], which is not stored with a run (4 times)" in shown
 

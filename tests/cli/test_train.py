@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -55,6 +56,24 @@ def test_a_dry_run_prints_the_plan_in_prompts_and_completions_and_stops(
     assert re.search(r"blocks in the run +3 for 3 optimizer steps\n", shown.out)
     assert shown.err == ""
     assert not Path("outputs").exists()
+
+
+def test_a_line_comes_before_torch_is_loaded(tmp_path: Path) -> None:
+    # in place of torch: it ends the process as it is imported
+    (tmp_path / "torch.py").write_text("print('torch is loaded', flush=True)\nraise SystemExit(7)\n")
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "verifiers.cli.train", "run.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths})
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == ["vf-train: run.toml; loading torch takes some seconds", "torch is loaded"]
+
+
+def test_a_former_key_of_the_run_file_is_a_line_of_the_log(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_file.write_text(RUN + "max_tokens_per_pass = 512\n")
+    assert main([str(run_file), "--dry-run"]) == 0
+    assert [line for line in caplog.messages if "deprecated" in line] == [
+        "max_tokens_per_pass is deprecated and will be removed in the next release; use max_tokens_per_micro_batch."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,12 @@ class Visitor:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     folder = tmp_path / "evals"
-    summary = {"rewards": {"reward": {"mean": 0.75}}, "rollouts": 4, "seconds": 1.0}
-    store(folder / "sums--m" / "old1", [row(e, g) for e in range(2) for g in range(2)], summary=summary)
+    reward = {"mean": 0.75, "stderr": 0.0312, "low": 0.6888, "high": 0.8112}
+    known = {
+        "summary": {"rewards": {"reward": reward}, "rollouts": 4, "seconds": 1.0},
+        "env_args": {"n": 3, "s": "<b>"},
+    }
+    store(folder / "sums--m" / "old1", [row(e, g) for e in range(2) for g in range(2)], **known)
     store(folder / "sums--m" / "new2", [row(0, 0, 0.0)], num_examples=2, rollouts_per_example=2)
     os.utime(folder / "sums--m" / "old1" / "results.jsonl", (1, 1))
     (tmp_path / "secret.txt").write_text("do not serve")
@@ -89,7 +93,8 @@ async def test_the_list_shows_every_run_newest_first(visitor: Visitor) -> None:
     status, text = await visitor.get("/")
     assert status == 200
     assert re.findall(r'<a href="(/run/[^"]+)"', text) == ["/run/sums--m/new2/", "/run/sums--m/old1/"]
-    assert "0.750" in text
+    assert '<td>0.750<span class="soft">0.689 .. 0.811</span></td>' in text
+    assert '<td>sums<span class="soft">n=3, s=&quot;&lt;b&gt;&quot;</span></td>' in text
     assert "not finished" in text
     assert "<script" not in text
 
@@ -101,7 +106,7 @@ async def test_a_run_has_a_page_of_its_own_whose_transcripts_are_asked_for(visit
     found = re.search(r'id="vf-data">(.*?)</script>', text)
     assert found
     data = json.loads(found[1])
-    assert (data["live"], data["total"], data["epoch"]) == (True, 4, 0)
+    assert (data["live"], data["home"], data["total"], data["epoch"]) == (True, "/", 4, 0)
     assert "answer 1.1" in (await visitor.get("/run/sums--m/old1/block/0"))[1]
     assert (await visitor.json("/run/sums--m/old1/block/7"))["rows"] == []
 
@@ -125,6 +130,7 @@ async def test_two_runs_are_compared_the_newer_against_the_older(visitor: Visito
     data = json.loads(found[1])
     assert [run["name"] for run in data["runs"]] == ["sums--m/old1", "sums--m/new2"]
     assert data["difference"]["measures"]["reward"]["mean"] == -1.0
+    assert data["home"] == "/"
 
 
 def store_training(directory: Path, steps: int) -> None:
@@ -144,7 +150,7 @@ async def test_training_runs_are_listed_beside_evaluations_and_followed(visitor:
     assert "/run/run/evals/step-2/" in listed
     (line,) = (line for line in listed.split("<tr>") if 'href="/run/run/"' in line)
     assert "<td>training</td>" in line
-    assert "<td>0.500</td><td>2 of 8, running</td>" in line
+    assert '<td>0.500</td><td>2 of 8 steps<span class="soft">running</span></td>' in line
     assert "checkbox" not in line
     _, page = await visitor.get("/run/run/")
     assert "connect-src &#x27;self&#x27;" in page

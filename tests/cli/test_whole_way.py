@@ -91,7 +91,7 @@ def test_init_install_eval_works_from_an_empty_directory_as_the_page_says(
     finally:
         server.kill()
         server.communicate()
-    assert "reward: mean 1.0000" in shown
+    assert "reward: mean 1.000" in shown
     assert "15 rollouts of 5 prompts" in shown
 
 
@@ -109,7 +109,7 @@ def test_pip_keeps_verifiers_and_takes_an_excluded_package_only_when_told(
     assert "zz-pinned requires verifiers<0.2,>=0.1.5" in refused.stderr
     assert "installed zz-pinned 0.1.0" in run(python, "vf-install zz-pinned --ignore-pin")
     # in place: an edit counts at once
-    run(python, "vf-install zz-pinned --ignore-pin -e")
+    run(python, "vf-install zz-pinned --ignore-pin --editable")
     assert str(project.parent.resolve()) in run(python, "vf-list")
 
 

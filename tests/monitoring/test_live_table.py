@@ -17,6 +17,7 @@ from rich.text import Text
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
+from verifiers.monitoring.figures import Trend, rounded
 from verifiers.monitoring.learning import NothingLearned
 from verifiers.monitoring.live_table import LiveTable, run_table
 from verifiers.monitoring.time_metrics import RunTime
@@ -146,6 +147,55 @@ def test_every_figure_is_whole_on_a_usual_terminal(width: int) -> None:
     if width >= 80:
         assert lines[1].endswith("3 scoring")
         assert len(lines) < 24
+
+
+@pytest.mark.parametrize("width", [100, 60, 30])
+def test_the_run_is_a_bar_and_the_reward_a_course(width: int) -> None:
+    reward = Trend()
+    for step in range(1000):
+        reward.take(0.2 + 0.6 * step / 999)
+    reward.take(None)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(
+        run_table(title="t", now="n", latest={}, total=RunTime(), bottleneck=None, done=0.25, reward=reward)
+    )
+    text = console.file.getvalue()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert " 25 %" in text
+    assert "━━╌╌╌" in text
+    told = " ".join(text.split())
+    assert "reward 0.200 first, 0.800 now ▁" in told
+    if width >= 60:
+        assert "▁▁▂▂▂▃▃▃▃▄▄▄▅▅▅▆▆▆▆▇▇▇██" in told
+    if width >= 100:
+        assert len(lines) == 3
+
+
+def test_a_course_says_nothing_of_what_is_not_there_and_keeps_little() -> None:
+    trend = Trend()
+    trend.take(float("nan"))
+    assert (trend.first, trend.now, trend.sparkline(8)) == (None, None, "")
+    for _ in range(3):
+        trend.take(1.0)
+    assert trend.sparkline(8) == "▄▄▄"
+    trend.take(0.0)
+    assert trend.sparkline(2) == "█▁"
+    for _ in range(5000):
+        trend.take(0.5)
+    assert len(trend._means) < 256
+    assert len(trend.sparkline(24)) == 24
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "text"),
+    [
+        (2 / 3, 0.11, "0.67"), (2 / 3, 0.022, "0.667"), (2 / 3, 0.00031, "0.6667"), (1234.5678, 12.3, "1235"),
+        (2 / 3, None, "0.667"), (1.0, 0.0, "1.000"), (float("nan"), 0.1, "-"), (None, 0.1, "-"), (0.5, 0.5, "0.50"),
+    ],
+)  # fmt: skip
+def test_a_number_has_the_decimals_that_its_error_leaves(value: float, stderr: float, text: str) -> None:
+    assert rounded(value, stderr) == text
 
 
 def test_what_is_of_the_whole_run_and_what_of_the_newest_log_stand_apart() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from verifiers.rubrics import Rubric, scoring
-from verifiers.rubrics.scoring import PreparedCall
+from verifiers.rubrics.reward_call import PreparedCall
 from verifiers.types import State
 
 

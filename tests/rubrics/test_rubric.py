@@ -143,6 +143,14 @@ async def test_metrics_of_one_name_add_up() -> None:
     assert await rubric.score_rollout("p", "c", "a", state()) == RolloutScore(0.5, {"half": 1.0})
 
 
+async def test_two_lambdas_are_two_metrics() -> None:
+    rubric = Rubric([lambda: 1.0, half, lambda: 2.0])
+    (score,) = await rubric.score_group([state()])
+    assert score.metrics == {"lambda_1": 1.0, "half": 0.5, "lambda_2": 2.0}
+    assert rubric.get_reward_func_names() == ["lambda_1", "half", "lambda_2"]
+    assert Rubric([lambda: 1.0]).get_reward_func_names() == ["<lambda>"]
+
+
 async def test_the_second_generation_scores_a_state_in_place() -> None:
     rubric = Rubric(funcs=[half, one])
     scored = State(input={"prompt": "p", "answer": "a"}, completion="c", timing={"scoring_ms": 0.0, "total_ms": 2.0})

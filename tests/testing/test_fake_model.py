@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 import verifiers as vf
 from verifiers.evals.evaluation_loop import LoopLag, iter_requests
-from verifiers.testing.fake_model import FakeEndpoint
+from verifiers.inference.limits import Limiter
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rubrics.judge_rubric import judge_yes_no
+from verifiers.testing.fake_model import FAKE_MODEL, FakeEndpoint, judge_answer, play_judges
+from verifiers.testing.fake_tools import fake_value
 
 PARSERS = {
     "plain": vf.Parser(),
@@ -57,6 +63,130 @@ async def test_later_turns_are_recognized_by_their_prompt_and_unknown_ones_get_j
     first = {"role": "user", "content": "2 + 2?"}
     assert "4" in await ask(first, {"role": "assistant", "content": "5"}, {"role": "user", "content": "again"})
     assert len(await ask({"role": "user", "content": "another"})) == 1
+
+
+# -- tools -----------------------------------------------------------------------------------------------------
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "texts": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 6},
+            "code": {"type": "string", "maxLength": 2},
+            "day": {"type": "string", "format": "date"},
+            "unit": {"enum": ["km", "mile"]},
+        },
+        "required": ["name", "code", "day", "unit"],
+    },
+    "numbers": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": -3, "maximum": -1},
+            "b": {"type": "integer", "exclusiveMinimum": 9, "exclusiveMaximum": 11},
+            "c": {"type": "number", "maximum": 0.25},
+            "d": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+            "e": {"type": "integer", "multipleOf": 5, "minimum": 6},
+            "f": {"type": ["null", "integer"]},
+        },
+        "required": [*"abcdef"],
+    },
+    "nested": {
+        "type": "object",
+        "properties": {
+            "tree": {"$ref": "#/$defs/Node"},
+            "pairs": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2}},
+            "either": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        },
+        "required": ["tree", "pairs", "either"],
+        "additionalProperties": False,
+        "$defs": {
+            "Node": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "integer"},
+                    "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
+                },
+                "required": ["value", "next"],
+            }
+        },
+    },
+    "nothing": {"type": "object", "properties": {}},
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_made_up_arguments_are_what_the_schema_takes(name: str) -> None:
+    for number in range(20):
+        value = fake_value(SCHEMAS[name], lambda what, n=number: (hash((n, what)) % 1000) / 1000)  # type: ignore[misc]
+        jsonschema.validate(value, SCHEMAS[name])
+
+
+async def test_it_calls_tools_and_judges_until_every_rollout_has_a_score() -> None:
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+    def look_up(word: str, times: int = 1) -> str:
+        """Look a word up."""
+        return f"{word} " * times
+
+    async def by_judge(judge: Any, prompt: Any, completion: Any, answer: Any, state: Any) -> float:
+        return float(await judge(prompt, completion, answer, state) == "yes")
+
+    rows = [{"question": f"What is {i} times 3?", "answer": str(3 * i)} for i in range(8)]
+    rubric = vf.RubricGroup([vf.Rubric([lambda: 0.0], [0.0]), vf.JudgeRubric(funcs=[by_judge])])
+    env = vf.EnvGroup([vf.ToolEnv(tools=[multiply, look_up], dataset=rows, eval_dataset=rows, rubric=rubric)], ["x"])
+    assert play_judges(env, 1) == 1
+    groups = list(iter_requests(env.get_eval_dataset(), 4, None))
+    runner = RolloutRunner(env, FakeEndpoint(groups, seed=1), FAKE_MODEL, {}, limiter=Limiter(8))
+    rollouts = [rollout for group in await runner.run_groups(groups) for rollout in group.rollouts]
+    assert {rollout.outcome for rollout in rollouts} == {"completed"}
+    assert {rollout.reward for rollout in rollouts} == {0.0, 1.0}
+    messages = [message for rollout in rollouts for message in rollout.completion]
+    called = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    assert {function["name"] for function in called} == {"multiply", "look_up"}
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    assert not any("error" in result.lower() for result in results)
+    assert all(json.loads(function["arguments"]) for function in called)
+
+
+async def test_a_request_may_forbid_or_name_the_tool() -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS["nothing"]}} for name in "ab"]
+    endpoint = FakeEndpoint([])
+
+    async def message(**more: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": "go"}], "tools": tools, **more}
+        return (await endpoint.call("/chat/completions", body))["choices"][0]["message"]
+
+    assert not (await message(tool_choice="none")).get("tool_calls")
+    named = {"type": "function", "function": {"name": "b"}}
+    assert {(await message(tool_choice=named))["tool_calls"][0]["function"]["name"] for _ in range(5)} == {"b"}
+
+
+# -- judges ----------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_of_another_endpoint_is_left_alone() -> None:
+    own = vf.JudgeRubric(funcs=[judge_yes_no], judge_base_url="http://127.0.0.1:1/v1")
+    rows = [{"question": "?", "answer": "!"}]
+    client = own.judge_client
+    assert play_judges(vf.SingleTurnEnv(dataset=rows, rubric=own)) == 0
+    assert own.judge_client is client
+
+
+@pytest.mark.parametrize(
+    ("prompt", "verdicts"),
+    [
+        ('Say "yes" or "no".', {"yes", "no"}),
+        ("The answer is 7.\nGive a score from 1 to 3", {"1", "2", "3"}),
+        ('<response label="A">x</response>\n<response label="B">y</response>', {"A > B", "B > A"}),
+    ],
+)
+def test_a_verdict_has_the_form_that_the_prompt_asks_for(prompt: str, verdicts: set[str]) -> None:
+    body = {"messages": [{"role": "user", "content": prompt}]}
+    assert {judge_answer(body, seed) for seed in range(40)} == verdicts
+    assert judge_answer(body, 3) == judge_answer(body, 3)
 
 
 def test_a_lag_is_told_only_where_it_distorts() -> None:

@@ -7,55 +7,60 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.cli.main import DONE, CommandFailedError, run_command
 from verifiers.errors import ConfigError
+from verifiers.monitoring.figures import rounded
 
 if TYPE_CHECKING:
     from verifiers.evals.comparison import Comparison, Side
     from verifiers.evals.statistics import Estimate
 
-__all__ = ["compare", "main"]
+__all__ = ["compare", "main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-compare", lambda: compare(args))
+    return run_command("vf-compare", lambda: compare(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vf-compare",
-        description="Compare two evaluations of the same prompts: is run B better than run A?",
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-compare",
+        "Compare two evaluations of the same prompts: is run B better than run A?",
+        examples=(
+            "vf-compare outputs/evals/reverse-text--small/1a2b3c4d outputs/evals/reverse-text--large/5e6f7a8b",
+            "vf-compare before after --metric reward --metric pass@4 --on-common-prompts",
+        ),
         epilog="Exit codes: 0 compared, whatever came out; 1 nothing to compare; 2 usage, or different prompts.",
     )
-    add = parser.add_argument
-    add("run_a", help="directory of the run to compare with")
-    add("run_b", help="directory of the run that may be better")
+    add = parser.group("runs")
+    add("run_a", metavar="RUN_A", help="directory of the run to compare with")
+    add("run_b", metavar="RUN_B", help="directory of the run that may be better")
+    add = parser.group("prompts")
+    add("--on-common-prompts", action="store_true", help="the runs may differ in prompts: pair those that both have")
+    add("--unpaired-ok", action="store_true", help="compare the means of different prompts, without pairs")
+    add(
+        "--match-by",
+        choices=("prompt", "id"),
+        default="prompt",
+        help="what makes two prompts the same: id and text, or the id alone",
+    )
+    add = parser.group("statistics")
     add(
         "--metric",
         action="append",
         metavar="NAME",
         help="reward, a reward function, pass@K, pass^K or best@K; repeatable (default: reward)",
     )
-    different = parser.add_mutually_exclusive_group()
-    different.add_argument(
-        "--on-common-prompts", action="store_true", help="the runs may differ in prompts: pair those that both have"
-    )
-    different.add_argument(
-        "--unpaired-ok", action="store_true", help="compare the means of different prompts, without pairs"
-    )
-    add(
-        "--match-by",
-        choices=("prompt", "id"),
-        default="prompt",
-        help="what makes two prompts the same: id and text, or the id alone (default: prompt)",
-    )
-    add("--right-from", type=float, default=1.0, help="reward from which a rollout is right (default: 1.0)")
-    add("--confidence", type=float, default=0.95, help="coverage of the intervals (default: 0.95)")
-    add("--seed", type=int, default=0, help="of the permutation test (default: 0)")
+    add("--right-from", type=float, default=1.0, metavar="REWARD", help="reward from which a rollout is right")
+    add("--confidence", type=float, default=0.95, metavar="P", help="coverage of the intervals")
+    seed = add("--permutation-seed", type=int, default=0, metavar="N", help="seed of the permutation test")
+    parser.add_former_flag("--seed", seed)
+    add = parser.group("output")
     add("--json", action="store_true", help="print the comparison as one line of JSON")
     return parser
 
@@ -64,10 +69,12 @@ def compare(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
     from verifiers.evals.comparison import compare_runs, read_compared_run
 
+    if args.on_common_prompts and args.unpaired_ok:
+        raise ConfigError("--on-common-prompts and --unpaired-ok exclude each other; give one of them.")
     if not 0 < args.confidence < 1:
         raise ConfigError(f"--confidence is {args.confidence}; give a number between 0 and 1, such as 0.95.")
-    if args.seed < 0:
-        raise ConfigError(f"--seed is {args.seed}; give 0 or more.")
+    if args.permutation_seed < 0:
+        raise ConfigError(f"--permutation-seed is {args.permutation_seed}; give 0 or more.")
     runs = [read_compared_run(directory) for directory in (args.run_a, args.run_b)]
     found = [
         compare_runs(
@@ -78,7 +85,7 @@ def compare(args: argparse.Namespace) -> int:
             match_by=args.match_by,
             right_from=args.right_from,
             confidence=args.confidence,
-            seed=args.seed,
+            seed=args.permutation_seed,
         )
         for metric in dict.fromkeys(args.metric or ["reward"])
     ]
@@ -109,9 +116,9 @@ def _print(comparisons: Sequence[Comparison], confidence: float) -> None:
     rows = [
         (
             c.metric,
-            _number(c.a.estimate.mean),
-            _number(c.b.estimate.mean),
-            _number(c.difference.mean, "+"),
+            rounded(c.a.estimate.mean, c.a.estimate.stderr),
+            rounded(c.b.estimate.mean, c.b.estimate.stderr),
+            rounded(c.difference.mean, c.difference.stderr, "+"),
             _interval(c.difference),
             _p(c),
         )
@@ -136,7 +143,7 @@ def _sentence(comparison: Comparison) -> str:
         if side.unscored:
             parts.append(f"{side.unscored} common prompts without a value in {letter}")
     if math.isfinite(c.detectable):
-        parts.append(f"detectable with 80 % power: {c.detectable:.4f}")
+        parts.append(f"detectable with 80 % power: {rounded(c.detectable, c.difference.stderr)}")
     return "; ".join(parts)
 
 
@@ -157,18 +164,14 @@ def _counts(side: Side) -> str:
 
 
 def _interval(estimate: Estimate) -> str:
-    return "-" if math.isnan(estimate.low) else f"{estimate.low:+.4f} .. {estimate.high:+.4f}"
+    if math.isnan(estimate.low):
+        return "-"
+    return " .. ".join(rounded(end, estimate.stderr, "+") for end in (estimate.low, estimate.high))
 
 
 def _p(comparison: Comparison) -> str:
     p: float = comparison.test.p
-    if math.isnan(p):
-        return "-"
-    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
-
-
-def _number(value: Any, sign: str = "") -> str:
-    return "-" if math.isnan(value) else f"{value:{sign}.4f}"
+    return "-" if math.isnan(p) else f"{p:.2g}"
 
 
 if __name__ == "__main__":

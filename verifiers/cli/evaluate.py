@@ -4,109 +4,82 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 import time
-import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.main import (
-    DONE,
-    INTERRUPTED,
-    CommandFailedError,
-    json_object,
-    make_importable,
-    run_command,
+from verifiers.cli.arguments import CommandParser, json_object
+from verifiers.cli.evaluate_endpoint import (
+    OPENAI_KEY,
+    add_endpoint_group,
+    attempt_timeout_s,
+    chosen_endpoint,
+    key_variables,
+    open_endpoint,
+    require_key,
+    require_listener,
 )
-from verifiers.errors import ConfigError, Error, ProviderError
+from verifiers.cli.main import DONE, INTERRUPTED, CommandFailedError, handle_interrupts, make_importable, run_command
+from verifiers.errors import ConfigError, Error
 from verifiers.keywords import check_keywords
 
 if TYPE_CHECKING:
     from verifiers.evals.run import EvaluationRun
     from verifiers.evals.store import ResultStore
-    from verifiers.inference.endpoint import Backend
     from verifiers.inference.endpoint_registry import EndpointEntry
-    from verifiers.inference.limits import Limiter
     from verifiers.log import Redactor
     from verifiers.rollouts.runner import RolloutRunner
 
-__all__ = [
-    "OPENAI_URL",
-    "attempt_timeout_s",
-    "chosen_endpoint",
-    "key_variables",
-    "main",
-    "open_endpoint",
-    "require_listener",
-    "run_plan",
-]
+__all__ = ["main", "parser"]
 
-OPENAI_KEY = "OPENAI_API_KEY"
 SAMPLING_ARGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "frequency_penalty", "presence_penalty")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-eval", lambda: evaluate(args))
+    return run_command("vf-eval", lambda: evaluate(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vf-eval",
-        description="Evaluate an environment against an OpenAI endpoint. The same command continues a stopped run.",
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-eval",
+        "Evaluate an environment against an OpenAI endpoint. The same command continues a stopped run.",
+        examples=(
+            "vf-eval my_env.py -m fake",
+            "vf-eval reverse-text -m my-model -b http://127.0.0.1:8000/v1 -n 100 -r 4 -T 0.7",
+        ),
     )
-    add = parser.add_argument
-    add("env", help="name of an environment (installed, in ./environments or in ./), or a path such as my_env.py")
-    add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
-    add("-p", "--env-dir-path", metavar="DIR", help="directory of environment packages (default: ./environments)")
-    add(
-        "-m",
-        "--model",
-        help="the model's name (default, beside -b: gpt-4.1-mini); 'fake' without -b needs no endpoint",
-    )
-    add("-k", "--api-key-var", metavar="VAR", help="variable that holds the API key (default: OPENAI_API_KEY)")
-    add(
-        "-b",
-        "--api-base-url",
-        action="append",
-        metavar="URL",
-        help="base URL, with /v1; repeatable, for several servers of one model (default: OpenAI's)",
-    )
-    add(
-        "-e",
-        "--endpoints-path",
-        metavar="FILE",
-        help="registry of endpoints (TOML, or endpoints.py); -m names one (default: the first of ./endpoints.toml, "
-        "./configs/endpoints.toml, ./endpoints.py, ./configs/endpoints.py and ~/.config/verifiers/endpoints.toml "
-        "that has the name)",
-    )
-    add("--header", action="append", default=[], metavar="'NAME: VALUE'", help="further HTTP header; repeatable")
-    add("-n", "--num-examples", type=int, default=5, help="prompts; -1 for all (default: 5)")
-    add("-r", "--rollouts-per-example", type=int, default=3, help="rollouts of each prompt (default: 3)")
-    add(
-        "-c", "--max-concurrent", type=int, default=None, help="rollouts in flight (default: what the endpoint bears)"
-    )
-    add("--requests-per-second", type=float, default=None, help="requests begun per second")
-    add("-t", "--max-tokens", type=int, default=None, help="tokens of one answer")
-    add("-T", "--temperature", type=float, default=None, help="sampling temperature; 0 is greedy")
-    add("-S", "--sampling-args", default="{}", metavar="JSON", help="further OpenAI sampling arguments")
-    add("--seed", type=int, default=None, help="derive each rollout's sampling seed from this number")
+    parser.environment_group()
+    add_endpoint_group(parser)
+    add = parser.group("rollouts")
+    add("-n", "--num-examples", type=int, default=5, metavar="N", help="prompts; -1 for all")
+    add("-r", "--rollouts-per-example", type=int, default=3, metavar="N", help="rollouts of each prompt")
+    add("-c", "--max-concurrent", type=int, metavar="N", help="rollouts in flight (default: what the endpoint bears)")
+    add("--requests-per-second", type=float, metavar="X", help="requests begun per second (default: no limit)")
+    add("--rollout-timeout", type=float, default=1800.0, metavar="S", help="deadline of one rollout, seconds")
     add(
         "--attempt-timeout",
         type=float,
-        default=None,
-        help="deadline of one HTTP attempt, in seconds (default: a third of --rollout-timeout, at most 600)",
+        metavar="S",
+        help="deadline of one HTTP attempt, seconds (default: a third of --rollout-timeout, at most 600)",
     )
-    add("--rollout-timeout", type=float, default=1800.0, help="deadline of one rollout, in seconds (default: 1800)")
-    add("--output-dir", default="outputs/evals", help="where results go (default: outputs/evals)")
+    add = parser.group("sampling")
+    add("-t", "--max-tokens", type=int, metavar="N", help="tokens of one answer (default: the environment's)")
+    add("-T", "--temperature", type=float, metavar="X", help="0 is greedy (default: the environment's)")
+    add("-S", "--sampling-args", default="{}", metavar="JSON", help="further OpenAI sampling arguments")
+    add("--seed", type=int, metavar="N", help="derive each rollout's sampling seed from this number (default: none)")
+    add = parser.group("results")
+    add("--output-dir", default="outputs/evals", metavar="DIR", help="where results go")
     add("--fresh", action="store_true", help="start a new run, though this command has one")
     add("-s", "--save-dataset", action="store_true", help="save the results as a datasets directory too")
     add("-H", "--save-to-hf-hub", action="store_true", help="push the results to the Hugging Face Hub")
-    add("-D", "--hf-hub-dataset-name", default="", metavar="NAME", help="dataset on the Hub that is pushed to")
-    add("--right-from", type=float, default=1.0, help="reward from which pass@k counts a rollout (default: 1)")
+    add("-D", "--hf-hub-dataset-name", default="", metavar="NAME", help="dataset on the Hub (default: ENV--MODEL)")
+    add = parser.group("output")
+    add("--right-from", type=float, default=1.0, metavar="REWARD", help="reward from which pass@k counts a rollout")
     add("--prices", metavar="FILE", help="TOML table of prices by model, for the cost of the run")
     add("--json", action="store_true", help="print the summary as one line of JSON, and no progress")
     add("-v", "--verbose", action="store_true", help="log what happens")
@@ -115,7 +88,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
-    from verifiers.cli.evaluate import chosen_endpoint, key_variables
     from verifiers.log import Redactor, redact_logs, secrets_of_run, url_without_secrets
 
     if args.num_examples < -1 or args.num_examples == 0:
@@ -139,9 +111,8 @@ def evaluate(args: argparse.Namespace) -> int:
         check_keywords("--sampling-args", sampling_args, SAMPLING_ARGS)
         if args.temperature is not None and not args.temperature >= 0:
             raise ConfigError(f"--temperature is {args.temperature:g}; give 0 or more.")
-        headers = dict(_header(text) for text in args.header)
-        entry, registry = chosen_endpoint(args, headers)
-    _require_key(args, entry)
+        entry, registry = chosen_endpoint(args)
+    require_key(args, entry)
     keys = [os.environ.get(name, "") for name in key_variables(entry)]
     arguments = {"env": env_args, "sampling": sampling_args}
     redact = Redactor([*keys, *(s for url in entry.urls for s in secrets_of_run(url, "", entry.headers, arguments))])
@@ -160,7 +131,6 @@ def _evaluate(
     sampling_args: dict[str, Any],
     redact: Redactor,
 ) -> int:
-    from verifiers.cli.evaluate import open_endpoint, run_plan
     from verifiers.cli.evaluate_output import show_summary
     from verifiers.envs.registry import load_environment
     from verifiers.evals.run import open_run
@@ -181,7 +151,7 @@ def _evaluate(
         shown["prices"] = load_prices(args.prices)
     dataset = env.get_eval_dataset(args.num_examples)
     backend, limiter = open_endpoint(args, entry, dataset, env)
-    plan = run_plan(args, entry, env_args, sampling, dataset)
+    plan = _run_plan(args, entry, env_args, sampling, dataset)
     run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, redact=redact)
     say = (lambda text: None) if args.json else (lambda text: print(f"vf-eval: {text}", file=sys.stderr))
     if run.is_complete:
@@ -234,22 +204,20 @@ async def _run(
     *,
     quiet: bool,
 ) -> None:
-    import contextlib
-
-    from verifiers.cli.evaluate import require_listener
     from verifiers.cli.evaluate_output import live_line, progress_text
-    from verifiers.cli.main import handle_interrupts
     from verifiers.envs.lifecycle import run_teardown
 
-    def text() -> str:
+    def text(on_terminal: bool) -> str:
         return progress_text(
             run.progress,
+            env=run.metadata["env"],
             planned=run.planned,
             finished_before=run.finished.count,
             ran=run.ran,
             tokens=run.tokens,
             elapsed_s=time.perf_counter() - started,
             in_flight=runner.limiter.in_flight,
+            with_bar=on_terminal,
         )
 
     line: Any = contextlib.nullcontext() if quiet else live_line(text)
@@ -275,111 +243,7 @@ def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
         push_dataset(run.directory, name)
 
 
-def _require_key(args: argparse.Namespace, entry: EndpointEntry) -> None:
-    """Raise ConfigError where the key that a flag names, or that OpenAI asks for, is not set."""
-    asks = any(urllib.parse.urlsplit(url).hostname == "api.openai.com" for url in entry.urls)
-    if (asks or args.api_key_var == entry.key_var) and not os.environ.get(entry.key_var):
-        raise ConfigError(
-            f"the environment variable {entry.key_var!r} holds no key for {entry.urls[0]}; set it, name another "
-            "by -k, or give a server's address by -b."
-        )
-
-
-def _header(text: str) -> tuple[str, str]:
-    name, colon, value = text.partition(":")
-    if not colon or not name.strip():
-        raise ConfigError(f"--header is {text!r}; give it as 'Name: value'.")
-    return name.strip(), value.strip()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-OPENAI_URL = "https://api.openai.com/v1"
-LISTENER_GRACE_S = 5.0
-_FAKE_CONCURRENT = 32
-_LONGEST_ATTEMPT_S = 600.0
-
-
-def chosen_endpoint(args: argparse.Namespace, headers: Mapping[str, str]) -> tuple[EndpointEntry, Path | None]:
-    """Return the endpoint that the flags name: an entry of a registry, the built-in fake, or what they spell out.
-
-    Returns:
-        The endpoint, and the registry that was found without a flag where it is from there.
-
-    Raises:
-        ConfigError: flags that contradict each other, or a registry that cannot be read.
-    """
-    from verifiers.inference.endpoint_registry import EndpointEntry, discover_endpoint, find_endpoint
-    from verifiers.testing.fake_model import FAKE_MODEL, FAKE_URL
-
-    if args.endpoints_path is not None:
-        if args.api_base_url or args.header:
-            raise ConfigError("--endpoints-path names the endpoint; leave --api-base-url and --header out.")
-        return find_endpoint(args.model, args.endpoints_path), None
-    urls = tuple(args.api_base_url or ([FAKE_URL] if args.model == FAKE_MODEL else []))
-    if not urls:
-        found = discover_endpoint(args.model)
-        if found is not None and args.header:
-            raise ConfigError(
-                f"-m {args.model} is an endpoint of {str(found[1])!r}; put the headers there, or give --api-base-url."
-            )
-        if found is not None:
-            return found
-    spelled = EndpointEntry(
-        args.model, args.model, urls or (OPENAI_URL,), key_var=args.api_key_var or OPENAI_KEY, headers=dict(headers)
-    )
-    return spelled, None
-
-
-def attempt_timeout_s(args: argparse.Namespace, entry: EndpointEntry) -> float:
-    """Deadline of one HTTP attempt: the flag's, the entry's, else short enough for a hang to be tried again twice."""
-    given: float | None = args.attempt_timeout or entry.attempt_timeout_s
-    return given or min(_LONGEST_ATTEMPT_S, args.rollout_timeout / 3)
-
-
-def key_variables(entry: EndpointEntry) -> Iterator[str]:
-    """Return the environment variables whose values are this endpoint's secrets."""
-    yield entry.key_var
-    yield from entry.header_vars.values()
-
-
-def open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, env: Any) -> tuple[Backend, Limiter]:
-    """Return the backend of an endpoint and what may be in flight on it.
-
-    Args:
-        args: flags of the command.
-        entry: the endpoint.
-        dataset, env: whose rows and parsers the built-in fake endpoint knows.
-
-    Raises:
-        ConfigError: an address or a limit that cannot work.
-    """
-    from verifiers.evals.evaluation_loop import iter_requests
-    from verifiers.inference.adaptive_limiter import limiter_for
-    from verifiers.inference.endpoint_registry import open_backend
-    from verifiers.inference.limits import Limiter
-    from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint
-
-    if entry.urls == (FAKE_URL,):
-        limit = _FAKE_CONCURRENT if args.max_concurrent is None else args.max_concurrent
-
-        def parser_of(task: str) -> Any:
-            member = env.get_env_for_task(task) if hasattr(env, "get_env_for_task") else env
-            return getattr(member, "parser", None)
-
-        return FakeEndpoint(iter_requests(dataset, 1, None), parser_of, args.seed), Limiter(limit)
-    limiter = limiter_for(
-        entry.urls,
-        args.max_concurrent,
-        maximum=entry.max_concurrent,
-        requests_per_second=args.requests_per_second or entry.requests_per_second,
-    )
-    return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry), seed=args.seed or 0), limiter
-
-
-def run_plan(
+def _run_plan(
     args: argparse.Namespace,
     entry: EndpointEntry,
     env_args: Mapping[str, Any],
@@ -417,34 +281,5 @@ def run_plan(
     }
 
 
-async def require_listener(entry: EndpointEntry) -> None:
-    """Make sure that something listens where the servers of this machine should be.
-
-    Rollouts wait for a server that restarts; a mistaken port should fail without that wait.
-
-    Raises:
-        ProviderError: all servers are on this machine, and none takes a connection within `LISTENER_GRACE_S`.
-    """
-    from verifiers.inference.endpoint import is_loopback
-    from verifiers.testing.fake_model import FAKE_URL
-
-    if FAKE_URL in entry.urls or not all(is_loopback(url) for url in entry.urls):
-        return
-    until = time.monotonic() + LISTENER_GRACE_S
-    while True:
-        for url in entry.urls:
-            parts = urllib.parse.urlsplit(url)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            try:
-                _, writer = await asyncio.open_connection(parts.hostname, port)
-            except OSError as error:
-                problem = error
-            else:
-                writer.close()
-                return
-        if time.monotonic() > until:
-            break
-        await asyncio.sleep(0.2)
-    raise ProviderError(
-        f"{', '.join(entry.urls)} could not be reached: {problem}; start the server, or give its address with -b."
-    )
+if __name__ == "__main__":
+    sys.exit(main())

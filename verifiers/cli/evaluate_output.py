@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from verifiers.monitoring.figures import bar, rounded
 from verifiers.testing.fake_model import FAKE_URL
 
 if TYPE_CHECKING:
@@ -23,14 +24,25 @@ __all__ = ["live_line", "print_table", "progress_text", "show_summary"]
 
 _TERMINAL_EVERY_S = 0.25
 _PLAIN_EVERY_S = 5.0
+_BAR_CHARACTERS = 20
 
 
 def progress_text(
-    progress: Progress, *, planned: int, finished_before: int, ran: int, tokens: int, elapsed_s: float, in_flight: int
+    progress: Progress,
+    *,
+    env: str,
+    planned: int,
+    finished_before: int,
+    ran: int,
+    tokens: int,
+    elapsed_s: float,
+    in_flight: int,
+    with_bar: bool = False,
 ) -> str:
     """Return the progress line: rollouts done, mean reward, failures, retries, tokens a second, time left.
 
     Args:
+        env: name of the environment.
         planned: rollouts of the whole evaluation.
         finished_before: rollouts that an earlier process finished; they say nothing about today's speed.
         ran: rollouts of this process.
@@ -38,12 +50,15 @@ def progress_text(
         elapsed_s: seconds of this process.
         progress: numbers of all rollouts.
         in_flight: rollouts that run at the moment.
+        with_bar: begin with a bar of the rollouts that are done.
     """
-    mean = f"{progress.mean_reward:.4f}" if progress.scored else "-"
+    mean = f"{progress.mean_reward:.3f}" if progress.scored else "-"
     done = finished_before + ran
     rate = tokens / elapsed_s if elapsed_s > 0 else 0.0
     eta = _duration((planned - done) * elapsed_s / ran) if ran else "?"
     parts = [
+        *([bar(done / planned, _BAR_CHARACTERS)] if with_bar and planned else []),
+        env,
         f"{done}/{planned} rollouts",
         f"reward {mean}",
         f"{progress.failed} failed",
@@ -56,8 +71,8 @@ def progress_text(
 
 
 @contextlib.asynccontextmanager
-async def live_line(text: Callable[[], str], stream: TextIO | None = None) -> AsyncIterator[None]:
-    """Show `text()` on standard error while the block runs; on a terminal it is gone afterwards."""
+async def live_line(text: Callable[[bool], str], stream: TextIO | None = None) -> AsyncIterator[None]:
+    """Show `text(on_terminal)` on standard error while the block runs; on a terminal it is gone afterwards."""
     stream = stream or sys.stderr
     show = _on_terminal if stream.isatty() else _in_lines
     task = asyncio.create_task(show(text, stream))
@@ -69,23 +84,23 @@ async def live_line(text: Callable[[], str], stream: TextIO | None = None) -> As
             await task
 
 
-async def _on_terminal(text: Callable[[], str], stream: TextIO) -> None:
+async def _on_terminal(text: Callable[[bool], str], stream: TextIO) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     console = Console(file=stream, highlight=False)
-    with Live(Text(text(), no_wrap=True), console=console, auto_refresh=False, transient=True) as live:
+    with Live(Text(text(True), no_wrap=True), console=console, auto_refresh=False, transient=True) as live:
         while True:
             await asyncio.sleep(_TERMINAL_EVERY_S)
-            live.update(Text(text(), no_wrap=True, overflow="ellipsis"), refresh=True)
+            live.update(Text(text(True), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-async def _in_lines(text: Callable[[], str], stream: TextIO) -> None:
+async def _in_lines(text: Callable[[bool], str], stream: TextIO) -> None:
     began = time.monotonic()
     while True:
         await asyncio.sleep(_PLAIN_EVERY_S)
-        print(f"[{_duration(time.monotonic() - began)}] {text()}", file=stream, flush=True)
+        print(f"[{_duration(time.monotonic() - began)}] {text(False)}", file=stream, flush=True)
 
 
 def _duration(seconds: float) -> str:
@@ -160,13 +175,15 @@ def _all_near(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _row(name: str, estimate: Mapping[str, Any], rollouts: int) -> tuple[str, ...]:
-    low, high = _number(estimate["low"]), _number(estimate["high"])
+    mean, stderr, low, high = (
+        rounded(estimate[key], estimate["stderr"]) for key in ("mean", "stderr", "low", "high")
+    )
     scored = estimate["rollouts"]
     without = estimate.get("without", rollouts - scored)
     return (
         name,
-        _number(estimate["mean"]),
-        _number(estimate["stderr"]),
+        mean,
+        stderr,
         "-" if low == "-" else f"{low} .. {high}",
         f"{scored} of {scored + without}",
     )
@@ -193,7 +210,3 @@ def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
         )
     yield f"{run.directory}/results.jsonl"
     yield f"{run.directory}/report.html"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

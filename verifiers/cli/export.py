@@ -6,26 +6,35 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.cli.main import DONE, run_command
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _SUFFIXES = {"csv": ".csv", "jsonl": ".jsonl", "hf": "", "sft": ".jsonl", "preference": ".jsonl", "inspect": ".eval"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-export", lambda: export(args))
+    return run_command("vf-export", lambda: export(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vf-export", description="Write a stored run in another form.")
-    add = parser.add_argument
-    add("run", help="directory of the run")
-    add("-f", "--format", required=True, choices=sorted(_SUFFIXES), help="what to write")
-    add("-o", "--output", default=None, metavar="FILE", help="file, for hf a directory (default: beside the results)")
-    add("--threshold", type=float, default=None, help="sft: least reward (default: 1); preference: least difference")
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-export",
+        "Write a stored run in another form. A file that is there already is not overwritten.",
+        examples=(
+            "vf-export outputs/evals/reverse-text--small/1a2b3c4d --format csv",
+            "vf-export outputs/evals/reverse-text--small/1a2b3c4d --format sft --threshold 0.5 -o sft.jsonl",
+        ),
+    )
+    add = parser.group("run")
+    add("run", metavar="RUN", help="directory of the run")
+    add = parser.group("output")
+    add("-f", "--format", required=True, choices=sorted(_SUFFIXES), help="form to write (required)")
+    add("-o", "--output", metavar="FILE", help="file, for hf a directory (default: beside the results)")
+    add("--threshold", type=float, metavar="X", help="sft: least reward (default: 1); preference: least difference")
     return parser
 
 

@@ -15,10 +15,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, module_name, run_command
 from verifiers.errors import ConfigError
 
-__all__ = ["main", "package_files"]
+__all__ = ["main", "package_files", "parser"]
 
 _KINDS = ("single-turn", "multi-turn", "tool")
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -29,18 +30,27 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-init", lambda: init(args))
+    return run_command("vf-init", lambda: init(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vf-init", description="Start a new environment package from a small task that runs as it is."
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-init",
+        "Start a new environment package from a small task that runs as it is.",
+        examples=("vf-init my-env", "vf-init my-game --kind multi-turn -p environments"),
     )
-    add = parser.add_argument
-    add("env", help="name of the environment: lower-case words with hyphens between them")
-    add("-p", "--path", default=ENVIRONMENTS_DIRECTORY, help="where its directory goes (default: %(default)s)")
-    add("--kind", choices=_KINDS, default=_KINDS[0], help="default: %(default)s")
+    add = parser.group("package")
+    add("env", metavar="ENV", help="name of the environment: lower-case words with hyphens between them")
+    path = add(
+        "-p",
+        "--env-dir-path",
+        default=ENVIRONMENTS_DIRECTORY,
+        metavar="DIR",
+        help="directory of environment packages, which the new one goes to",
+    )
+    parser.add_former_flag("--path", path)
+    add("--kind", choices=_KINDS, default=_KINDS[0], help="task to start from")
     add("--multi-file", action="store_true", help="a package of several files instead of one module")
     return parser
 
@@ -49,7 +59,7 @@ def init(args: argparse.Namespace) -> int:
     """Write the package; raise errors instead of printing them."""
     name, module = args.env.replace("_", "-"), module_name(args.env)
     _check_name(args.env)
-    target = Path(args.path) / module
+    target = Path(args.env_dir_path) / module
     _refuse_existing(target)
     _refuse_taken_module(args.env, module)
     files = package_files(name, module, kind=args.kind, multi_file=args.multi_file)
@@ -57,7 +67,8 @@ def init(args: argparse.Namespace) -> int:
     print(f"{target}/")
     for path in sorted(files):
         print(f"  {path}")
-    where = "" if args.path == ENVIRONMENTS_DIRECTORY else f" -p {args.path}"
+    directory = args.env_dir_path
+    where = "" if directory == ENVIRONMENTS_DIRECTORY else f" -p {directory}"
     print("\nnext:")
     print(f"  vf-play {name}{where}")
     print(f"  vf-install {name}{where}")

@@ -17,11 +17,12 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.cli.list import distributions_by_name, installed_environments
 from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, CommandFailedError, module_name, run_command
 from verifiers.errors import ConfigError
 
-__all__ = ["Requirements", "main", "read_requirements", "snapshot"]
+__all__ = ["Requirements", "main", "parser", "read_requirements", "snapshot"]
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _SNAPSHOT = "import json; from verifiers.cli.install import snapshot; print(json.dumps(snapshot()))"
@@ -29,19 +30,33 @@ _SNAPSHOT = "import json; from verifiers.cli.install import snapshot; print(json
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-install", lambda: install(args))
+    return run_command("vf-install", lambda: install(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vf-install",
-        description="Install an environment package with uv or pip, and keep the installed verifiers as it is.",
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-install",
+        "Install an environment package with uv or pip, and keep the installed verifiers as it is.",
+        examples=("vf-install my-env", "vf-install git+https://example.org/envs.git@v2#subdirectory=my_env"),
     )
-    add = parser.add_argument
-    add("env", help="a name under PATH, a directory or wheel, or a git URL: git+https://...[@REV][#subdirectory=DIR]")
-    add("-p", "--path", default=ENVIRONMENTS_DIRECTORY, help="where names are looked for (default: %(default)s)")
-    add("-e", "--editable", action="store_true", help="use the directory in place, so that edits take effect")
+    add = parser.group("package")
+    add(
+        "env",
+        metavar="ENV",
+        help="a name in DIR, a directory or wheel, or a git URL: git+https://...[@REV][#subdirectory=DIR]",
+    )
+    path = add(
+        "-p",
+        "--env-dir-path",
+        default=ENVIRONMENTS_DIRECTORY,
+        metavar="DIR",
+        help="directory of environment packages",
+    )
+    parser.add_former_flag("--path", path)
+    add = parser.group("installation")
+    editable = add("--editable", action="store_true", help="use the directory in place, so that edits take effect")
+    parser.add_former_flag("-e", editable)
     add("--no-deps", action="store_true", help="install the package alone, without what it requires")
     add("--ignore-pin", action="store_true", help="install the package even if it excludes the installed verifiers")
     add("--dry-run", action="store_true", help="let the installer print what it would do, and change nothing")
@@ -62,9 +77,9 @@ def install(args: argparse.Namespace) -> int:
             f"of that name; install verifiers first, by `pip install -e {shlex.quote(str(_CHECKOUT))}`."
         )
     version = before["verifiers"]["version"]
-    target = _target(args.env, args.path)
+    target = _target(args.env, args.env_dir_path)
     if args.editable and not Path(target).is_dir():
-        raise ConfigError(f"-e works with a directory only, and {args.env!r} is none; leave it out.")
+        raise ConfigError(f"--editable works with a directory only, and {args.env!r} is none; leave it out.")
     package = ["-e", target] if args.editable else [target]
     alone = [*installer, "--force-reinstall", "--no-deps", *package]
     pinned = _requirements_of(target, version) if args.ignore_pin else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import json
@@ -13,9 +12,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.cli.main import DONE, run_command
 
-__all__ = ["InstalledEnvironment", "distributions_by_name", "installed_environments", "main"]
+__all__ = ["InstalledEnvironment", "distributions_by_name", "installed_environments", "main", "parser"]
 
 ENTRY_POINT_GROUP = "verifiers.environments"
 
@@ -24,15 +24,17 @@ _NEEDS_VERIFIERS = re.compile(r"verifiers(?![\w.-])", re.IGNORECASE)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-list", lambda: list_environments(as_json=args.json))
+    return run_command("vf-list", lambda: list_environments(as_json=parser().parse_args(argv).json))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vf-list", description="List the installed environments, without importing any of them."
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-list",
+        "List the installed environments, without importing any of them.",
+        examples=("vf-list", "vf-list --json | jq -r '.[].name'"),
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON array of objects")
+    parser.group("output")("--json", action="store_true", help="print one JSON array of objects")
     return parser
 
 

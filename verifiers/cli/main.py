@@ -1,22 +1,33 @@
-"""Parts that several commands share: JSON arguments, import paths, exit codes, interrupts."""
+"""The command `vf`, which holds all others, and what they share: import paths, exit codes, interrupts.
+
+`vf eval` is `vf-eval`, and so on; commands of other packages (`vf-serve`) are there where these are installed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import difflib
 import errno
-import json
+import importlib
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
+from verifiers.cli.arguments import CommandParser
+from verifiers.deprecated import FormerNameWarning
 from verifiers.errors import ConfigError, Error
 
 __all__ = [
+    "COMMANDS",
     "DONE",
     "ENVIRONMENTS_DIRECTORY",
     "FAILED",
@@ -25,30 +36,13 @@ __all__ = [
     "CommandFailedError",
     "Interruptible",
     "handle_interrupts",
-    "json_object",
+    "main",
     "make_importable",
     "module_name",
     "run_command",
 ]
 
 ENVIRONMENTS_DIRECTORY = "./environments"
-
-
-def json_object(flag: str, text: str) -> dict[str, Any]:
-    """Parse the JSON object given for a flag.
-
-    Raises:
-        ConfigError: the text is no JSON, or no object.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{flag} is {text!r}, which is no JSON ({error}); give an object like '{{\"n\": 1}}'."
-        ) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{flag} is {text!r}; give a JSON object like '{{\"n\": 1}}'.")
-    return value
 
 
 def make_importable(env: str, directory: str | None = None, *, last: str | None = None) -> str:
@@ -101,9 +95,13 @@ class CommandFailedError(Error, RuntimeError):
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
-    """Run a command's body and turn what it raises into an exit code and one sentence."""
+    """Run a command's body and turn what it raises into an exit code and one sentence.
+
+    Uses of former names inside are logged, since Python shows warnings of this kind nowhere else than in `__main__`.
+    """
     try:
-        return command()
+        with _former_names_logged():
+            return command()
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return USAGE
@@ -126,6 +124,23 @@ def run_command(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _former_names_logged() -> Iterator[None]:
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def log(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+            if issubclass(category, FormerNameWarning):
+                logging.getLogger("verifiers").warning("%s", message)
+            else:
+                show(message, category, *args, **kwargs)
+
+        if not sys.warnoptions:
+            warnings.simplefilter("default", FormerNameWarning)
+        warnings.showwarning = log
+        yield
 
 
 def _sentence_of(error: OSError) -> str:
@@ -180,3 +195,99 @@ def handle_interrupts(name: str, work: Interruptible) -> Iterator[None]:
         for number in signals:
             loop.remove_signal_handler(number)
             signal.signal(number, before[number] or signal.SIG_DFL)
+
+
+# -- vf --------------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "init": ("verifiers.cli.init", "start a new environment package"),
+    "install": ("verifiers.cli.install", "install an environment package"),
+    "list": ("verifiers.cli.list", "list the installed environments"),
+    "play": ("verifiers.cli.play", "answer in place of the model"),
+    "eval": ("verifiers.cli.evaluate", "evaluate a model on an environment"),
+    "regrade": ("verifiers.cli.regrade", "grade a stored evaluation again"),
+    "export": ("verifiers.cli.export", "write an evaluation in another form"),
+    "compare": ("verifiers.cli.compare", "compare two evaluations"),
+    "view": ("verifiers.cli.view", "look at runs in a browser"),
+    "train": ("verifiers.cli.train", "train a policy as a run file says"),
+    "report": ("verifiers.cli.report", "write the report of a run again"),
+}
+"""Commands of this package: module and summary, by the name without "vf-"."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `vf`: run the command that the first argument names; returns its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0].startswith("-"):
+        parser().parse_args(given)
+        parser().print_help()
+        return DONE
+    name, *rest = given
+    if name in COMMANDS:
+        code = importlib.import_module(COMMANDS[name][0]).main(rest)
+    elif name == "completion":
+        code = run_command("vf", lambda: completion(_completion_parser().parse_args(rest)))
+    elif name in (others := _commands_of_other_packages()):
+        code = others[name].load()(rest)
+    else:
+        near = difflib.get_close_matches(name, [*COMMANDS, *others], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`vf --help` lists the commands that are installed."
+        print(f"vf: there is no command {name!r}; {hint}", file=sys.stderr)
+        code = USAGE
+    return int(code or DONE)
+
+
+def parser(parsers: Mapping[str, argparse.ArgumentParser] | None = None) -> CommandParser:
+    """Return the parser of `vf`, for its help and, with the commands' own parsers, for shell completion."""
+    vf = CommandParser(
+        "vf",
+        "Environments, evaluations and training: `vf eval` is `vf-eval`, and so on.",
+        examples=("vf eval reverse-text -m fake", "vf train --help"),
+    )
+    commands = vf.add_subparsers(title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    others = {
+        name: point.dist.metadata["Summary"] for name, point in _commands_of_other_packages().items() if point.dist
+    }
+    summaries = {name: summary for name, (_, summary) in COMMANDS.items()} | others
+    summaries["completion"] = "print the completion script of a shell"
+    for name, summary in summaries.items():
+        known = [parsers[name]] if parsers and name in parsers else []
+        commands.add_parser(name, help=summary, parents=known, add_help=False)
+    return vf
+
+
+def _commands_of_other_packages() -> dict[str, EntryPoint]:
+    scripts = {point.name: point for point in entry_points(group="console_scripts") if point.name.startswith("vf-")}
+    found = {name.removeprefix("vf-"): point for name, point in scripts.items()}
+    return {name: point for name, point in sorted(found.items()) if name not in COMMANDS}
+
+
+def _completion_parser() -> CommandParser:
+    parser = CommandParser(
+        "vf completion",
+        "Print the script by which a shell completes `vf` and every `vf-...` command.",
+        examples=('eval "$(vf completion bash)"', "vf completion fish > ~/.config/fish/completions/vf.fish"),
+    )
+    parser.group("shell")("shell", choices=("bash", "zsh", "fish", "tcsh", "powershell"), help="name of the shell")
+    return parser
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Print the script that completes all commands; it starts no Python process when a key is pressed."""
+    import shtab
+
+    modules = {name: importlib.import_module(module) for name, (module, _) in COMMANDS.items()}
+    for name, point in _commands_of_other_packages().items():
+        modules[name] = importlib.import_module(point.module)
+    parsers = {name: module.parser() for name, module in modules.items() if hasattr(module, "parser")}
+    places = {"DIR": shtab.DIRECTORY, "RUN": shtab.DIRECTORY, "FILE": shtab.FILE, "ENV": shtab.FILE}
+    for action in (action for one in parsers.values() for action in getattr(one, "arguments", ())):
+        if action.metavar in places:
+            action.complete = places[action.metavar]
+    for one in (*parsers.values(), parser({**parsers, "completion": _completion_parser()})):
+        print(shtab.complete(one, args.shell))
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

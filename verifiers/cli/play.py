@@ -14,14 +14,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.main import (
-    DONE,
-    FAILED,
-    CommandFailedError,
-    json_object,
-    make_importable,
-    run_command,
-)
+from verifiers.cli.arguments import CommandParser, json_object
+from verifiers.cli.main import DONE, FAILED, CommandFailedError, make_importable, run_command
 from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import COMPLETIONS
 from verifiers.inference.wire import WireObject, plain_data
@@ -30,7 +24,7 @@ from verifiers.parsers.messages import message_field
 if TYPE_CHECKING:
     from verifiers.rollouts.rollout import Rollout
 
-__all__ = ["GivenUpError", "Player", "Screen", "TerminalLines", "main"]
+__all__ = ["GivenUpError", "Player", "Screen", "TerminalLines", "main", "parser"]
 
 _MODEL = "you"
 _NO_DEADLINE_S = 7 * 24 * 3600.0
@@ -44,24 +38,24 @@ _CHUNK_BYTES = 65536
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-play", lambda: play(args))
+    return run_command("vf-play", lambda: play(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vf-play",
-        description="Be the policy yourself: read the prompt, type the answers, see the score.",
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-play",
+        "Be the policy yourself: read the prompt, type the answers, see the score.",
+        examples=("vf-play my-env", "vf-play my_env.py -a '{\"n\": 100}' --split train -i 3"),
         epilog="While playing: /done on a line of its own sends what was typed, /tool NAME {json} adds a tool call "
         "to it, /quit gives up, /help shows this. The end of the input sends the typed text, too.",
     )
-    add = parser.add_argument
-    add("env", help="name of an environment (installed, in ./environments or in ./), or a path such as my_env.py")
-    add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
-    add("-p", "--env-dir-path", metavar="DIR", help="directory of environment packages (default: ./environments)")
-    add("-i", "--example", type=int, default=None, metavar="N", help="row of the dataset, from 0 (default: 0)")
-    add("--split", choices=("train", "eval"), default="eval", help="which dataset (default: %(default)s)")
-    add("--seed", type=int, default=None, metavar="N", help="choose the row at random, by this number")
+    parser.environment_group()
+    add = parser.group("prompt")
+    add("-i", "--example", type=int, metavar="N", help="row of the dataset, from 0 (default: 0)")
+    seed = add("--example-seed", type=int, metavar="N", help="choose the row at random, by this number")
+    parser.add_former_flag("--seed", seed)
+    add("--split", choices=("train", "eval"), default="eval", help="which dataset")
     return parser
 
 
@@ -75,8 +69,8 @@ def play(args: argparse.Namespace) -> int:
     from verifiers.types import RolloutKey
 
     env_args = json_object("--env-args", args.env_args)
-    if args.seed is not None and args.example is not None:
-        raise ConfigError("--seed chooses the row at random and --example names it; give one of them.")
+    if args.example_seed is not None and args.example is not None:
+        raise ConfigError("--example-seed chooses the row at random and --example names it; give one of them.")
     args.env = make_importable(args.env, args.env_dir_path)
     env = load_environment(args.env, **env_args)
     dataset = env.get_dataset() if args.split == "train" else env.get_eval_dataset()
@@ -110,8 +104,8 @@ def play(args: argparse.Namespace) -> int:
 def _chosen_row(args: argparse.Namespace, rows: int) -> int:
     if rows == 0:
         raise ConfigError(f"the {args.split} dataset of {args.env!r} has no rows.")
-    if args.seed is not None:
-        return random.Random(args.seed).randrange(rows)
+    if args.example_seed is not None:
+        return random.Random(args.example_seed).randrange(rows)
     example = args.example or 0
     if not 0 <= example < rows:
         raise ConfigError(f"--example is {example}, but the {args.split} dataset has the rows 0 to {rows - 1}.")
@@ -128,11 +122,11 @@ def _show_score(screen: Screen, env: Any, rollout: Rollout) -> int:
         # a failed grade is no reward of zero
         screen.line(f"reward   none: {rollout.failure}")
         return FAILED
-    screen.line(f"reward   {rollout.reward:.4f}")
+    screen.line(f"reward   {rollout.reward:.4g}")
     weights = _weights(env)
     for name, value in rollout.metrics.items():
         weight = weights.get(name)
-        screen.line(f"  {name}  {value:.4f}" + (f"  (weight {weight:g})" if weight is not None else ""))
+        screen.line(f"  {name}  {value:.4g}" + (f"  (weight {weight:g})" if weight is not None else ""))
     return DONE
 
 

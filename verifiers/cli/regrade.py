@@ -10,33 +10,48 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.main import DONE, json_object, make_importable, run_command
+from verifiers.cli.arguments import CommandParser, json_object
+from verifiers.cli.main import DONE, make_importable, run_command
 from verifiers.errors import ConfigError
+from verifiers.monitoring.figures import rounded
 
 if TYPE_CHECKING:
     from verifiers.evals.regrade import Regraded
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-regrade", lambda: regrade_run(args))
+    return run_command("vf-regrade", lambda: regrade_run(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vf-regrade",
-        description="Grade the rollouts of a run again with today's rubric; the run stays as it is.",
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-regrade",
+        "Grade the rollouts of a run again with today's rubric, without inference; the run stays as it is.",
+        examples=(
+            "vf-regrade outputs/evals/reverse-text--small/1a2b3c4d",
+            "vf-regrade outputs/evals/reverse-text--small/1a2b3c4d --env my_env.py -a '{\"strict\": true}'",
+        ),
     )
-    add = parser.add_argument
-    add("run", help="directory of the run")
-    add("-a", "--env-args", default=None, metavar="JSON", help="other arguments of load_environment than the run's")
+    add = parser.group("run")
+    add("run", metavar="RUN", help="directory of the run")
+    add = parser.group("environment")
+    add("--env", metavar="ENV", help="grade with another environment's rubric than the run's")
+    add("-a", "--env-args", metavar="JSON", help="keyword arguments of load_environment (default: the run's)")
     add("-p", "--env-dir-path", metavar="DIR", help="directory of environment packages (default: ./environments)")
-    add("--env", default=None, help="grade with another environment's rubric than the run's")
-    add("-c", "--max-concurrent", type=int, default=64, help="prompts graded at once (default: 64)")
-    add("--grading-timeout", type=float, default=120.0, help="deadline for one prompt's rollouts, s (default: 120)")
+    add = parser.group("limits")
+    add("-c", "--max-concurrent", type=int, default=64, metavar="N", help="prompts graded at once")
+    add(
+        "--grading-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="deadline for one prompt's rollouts, seconds",
+    )
+    add = parser.group("output")
     add("--json", action="store_true", help="print the result as one line of JSON")
     return parser
 
@@ -94,8 +109,9 @@ def _show(args: argparse.Namespace, done: Regraded) -> None:
     rows = []
     for name in {**before, **after}:
         old, new = _mean(before, name), _mean(after, name)
-        difference = "-" if old is None or new is None else f"{new - old:+.4f}"
-        rows.append((name, *("-" if mean is None else f"{mean:.4f}" for mean in (old, new)), difference))
+        stderr = (after if name in after else before)[name].stderr
+        difference = None if old is None or new is None else new - old
+        rows.append((name, rounded(old, stderr), rounded(new, stderr), rounded(difference, stderr, "+")))
     console = Console(highlight=False)
     print_table(console, ("", "before", "after", "difference"), rows)
     failed = ", ".join(f"{count} {outcome}" for outcome, count in done.after.outcomes.items())

@@ -7,35 +7,46 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.cli.main import DONE, run_command
 from verifiers.errors import ConfigError
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="vf-report",
-        description="Write report.html of a training run or an evaluation again, also while it is in progress.",
-    )
-    parser.add_argument("directory", help="output_dir of a training run, or directory of an evaluation")
-    parser.add_argument(
-        "-o", "--out", metavar="FILE", help="the file to write (default: report.html in the directory)"
-    )
-    args = parser.parse_args(argv)
-    return run_command("vf-report", lambda: report(Path(args.directory), Path(args.out) if args.out else None))
+    return run_command("vf-report", lambda: report(parser().parse_args(argv)))
 
 
-def report(directory: Path, out: Path | None = None) -> int:
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-report",
+        "Write report.html of a training run or an evaluation again, also while it is in progress.",
+        examples=(
+            "vf-report outputs/my-run",
+            "vf-report outputs/evals/reverse-text--small/1a2b3c4d -o reverse-text.html",
+        ),
+    )
+    add = parser.group("run")
+    add("directory", metavar="RUN", help="output_dir of a training run, or directory of an evaluation")
+    add = parser.group("output")
+    output = add("-o", "--output", metavar="FILE", help="file to write (default: report.html in the directory)")
+    parser.add_former_flag("--out", output)
+    return parser
+
+
+def report(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
     from verifiers.evals.store import RESULTS
     from verifiers.monitoring.run_log import is_training_run
     from verifiers.reports.evaluation import write_evaluation_report
     from verifiers.reports.training_run import write_training_report
 
+    directory, out = Path(args.directory), Path(args.output) if args.output else None
     if out is not None and out.is_dir():
-        raise ConfigError(f"--out is {str(out)!r}, which is a directory; give a file, such as report.html in it.")
+        raise ConfigError(f"--output is {str(out)!r}, which is a directory; give a file, such as report.html in it.")
     if is_training_run(directory):
         written = write_training_report(directory, out)
     elif (directory / RESULTS).is_file():

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.cli.main import DONE, run_command
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
     from verifiers.train.run_file import EnvironmentTable, RunFile
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _TEARDOWN_AFTER_FAILURE_S = 1.5
 """A run that fails has ended within 5 seconds, whatever its environments and its server wait for."""
@@ -24,25 +25,35 @@ _TEARDOWN_AFTER_FAILURE_S = 1.5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="vf-train", description="Train a policy on an environment with GRPO.")
-    parser.add_argument("run_file", help="TOML file that describes the run; see docs/reference/run-file.md")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the batch plan, and stop")
-    parser.add_argument(
-        "--fresh", action="store_true", help="start at step 0; files of an earlier run are moved to earlier-N"
+    return run_command("vf-train", lambda: _start(parser().parse_args(argv)))
+
+
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-train",
+        "Train a policy on an environment with GRPO, as a run file says.",
+        examples=("vf-train run.toml --dry-run", "vf-train run.toml"),
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="resume from the newest complete checkpoint (the default)"
-    )
-    args = parser.parse_args(argv)
+    add = parser.group("run")
+    add("run_file", metavar="FILE", help="TOML file that describes the run; see docs/reference/run-file.md")
+    add("--dry-run", action="store_true", help="check everything, print the batch plan, and stop")
+    add = parser.group("start")
+    add("--fresh", action="store_true", help="start at step 0; files of an earlier run are moved to earlier-N")
+    add("--resume", action="store_true", help="resume from the newest complete checkpoint, as without this flag")
+    return parser
+
+
+def _start(args: argparse.Namespace) -> int:
+    # one of several processes, where a launcher has started them
+    if os.environ.get("RANK", "0") == "0" and "torch" not in sys.modules:
+        print(f"vf-train: {args.run_file}; loading torch takes some seconds", flush=True)
     # read once, when torch is imported: idle threads must not spin on the server's cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
     from verifiers.train.termination import recorded
 
-    return run_command(
-        "vf-train",
-        lambda: recorded(lambda: train(args.run_file, dry_run=args.dry_run, fresh=args.fresh, resume=args.resume)),
-    )
+    return recorded(lambda: train(**vars(args)))
 
 
 def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: bool = False) -> int:
@@ -51,7 +62,6 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
 
     if fresh and resume:
         raise ConfigError("--fresh starts at step 0 and --resume resumes; give one of them, or neither to resume.")
-    # the file is checked before the slow imports, so that a typo is told at once
     from verifiers.train.run_file import load_run_file
 
     run = load_run_file(run_file)
@@ -84,7 +94,6 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
     eval_sets = choose_eval_sets(env, None, eval_env)
     check_eval_sets(config, eval_sets)
     check_start(config)
-    # one of several processes, where a launcher has started them
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     if dry_run:
         if is_rank_0:

@@ -9,30 +9,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.cli.main import DONE, run_command
 from verifiers.errors import ConfigError
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    return run_command("vf-view", lambda: view(args))
+    return run_command("vf-view", lambda: view(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vf-view",
-        description="Look at the runs of a folder in a browser on this machine, also while they are in progress.",
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-view",
+        "Look at the runs of a folder in a browser on this machine, also while they are in progress.",
+        examples=("vf-view", "vf-view outputs/evals --port 0"),
         epilog="Ctrl-C ends it.",
     )
-    parser.add_argument(
-        "directory", nargs="?", default="outputs/evals", help="folder of runs, or one run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=7480, help="on 127.0.0.1; 0 takes a free one (default: %(default)s)"
-    )
+    add = parser.group("runs")
+    add("directory", nargs="?", default="outputs", metavar="DIR", help="folder of runs, or one run")
+    add = parser.group("server")
+    add("--port", type=int, default=7480, metavar="N", help="port on 127.0.0.1; 0 takes a free one")
     return parser
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verifiers.monitoring.bottleneck import Bottleneck
+from verifiers.monitoring.figures import Trend, bar
 from verifiers.monitoring.history import EVAL_REWARD, eval_set_label
 from verifiers.monitoring.learning import NothingLearned
 from verifiers.monitoring.stage_timer import STAGES
@@ -26,6 +27,7 @@ _REFRESH_EVERY_S = 0.5
 _LEAST_S = 0.1
 _EVAL_SETS_SHOWN = 2
 _NAME_CHARACTERS = 18
+_LEAST_BAR, _LONGEST_BAR = 10, 30
 _NAMES = {"old_logprobs": "old log-probs", "eval": "evaluation", "save": "checkpoints", "wait": "waiting"}
 
 
@@ -103,6 +105,8 @@ def run_table(
     total: RunTime,
     bottleneck: Bottleneck | None,
     learning: NothingLearned | None = None,
+    done: float = 0.0,
+    reward: Trend | None = None,
 ) -> RenderableType:
     """Return the table, for a terminal of any width.
 
@@ -113,8 +117,10 @@ def run_table(
         now: what the trainer does at the moment, and the generator.
         latest: the newest value of each metric.
         total: sums over the run.
+        done: share of the steps, 0 .. 1.
+        reward: of the run so far.
     """
-    lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan")]
+    lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan"), _Progress(done, reward)]
     if total.wall > 0:
         lines.append(_SideBySide(_time_table(total), _newest_log(latest)))
     if learning is not None:
@@ -122,6 +128,22 @@ def run_table(
     if bottleneck is not None:
         lines += [Text(str(bottleneck), style="yellow"), Text(f"try: {bottleneck.advice}", style="dim")]
     return Group(*lines)
+
+
+class _Progress:
+    """The bar of the run, and the reward's course beside or below it."""
+
+    def __init__(self, done: float, reward: Trend | None) -> None:
+        self._done = done
+        self._reward = f"reward {reward}" if reward is not None and reward.first is not None else ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        percent = f" {100 * self._done:.0f} %"
+        beside = options.max_width - len(percent) - len(self._reward) - 3
+        is_below = beside < _LEAST_BAR or not self._reward
+        width = min(_LONGEST_BAR, options.max_width - len(percent) if is_below else beside)
+        text = Text.assemble((bar(self._done, max(1, width)), "green"), percent)
+        yield text.append("\n" if is_below else "   ").append(self._reward) if self._reward else text
 
 
 class _SideBySide:

@@ -86,8 +86,8 @@ def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
     return write_page(out, comparison_text(before, after))
 
 
-def comparison_text(before: Path, after: Path) -> str:
-    """Return the page of `write_comparison_report`."""
+def comparison_text(before: Path, after: Path, *, home: str | None = None) -> str:
+    """Return the page of `write_comparison_report`, with a link to `home` where a server has a list of runs."""
     summaries, entries, settings = [], [], []
     for run, directory in enumerate((Path(before), Path(after))):
         numbers, metadata = _numbers(directory), read_metadata(directory)
@@ -95,7 +95,7 @@ def comparison_text(before: Path, after: Path) -> str:
         entries.append(_entries(directory, None, run))
         summaries.append(summary_of(numbers, metadata, run_name(directory)))
     difference = difference_of(entries[0], entries[1], settings)
-    return _page([Path(before), Path(after)], summaries, entries[0] + entries[1], difference)
+    return _page([Path(before), Path(after)], summaries, entries[0] + entries[1], difference, home)
 
 
 def _numbers(directory: Path) -> RolloutResults:
@@ -139,6 +139,7 @@ def _page(
     summaries: Sequence[dict[str, Any]],
     entries: Sequence[Entry],
     difference: dict[str, Any] | None,
+    home: str | None = None,
 ) -> str:
     # rows of two runs are grouped together, so that a sample holds both sides of a prompt
     shown = sampled_groups(groups_by_prompt(entries), MOST_ROLLOUTS)
@@ -153,6 +154,7 @@ def _page(
         shown = sampled_groups(shown, max(1, int(len(flat) * 0.95 * MOST_BYTES / size)))
     data = {
         "live": False,
+        "home": home,
         "runs": summaries,
         "difference": difference,
         "columns": columns_of(flat),

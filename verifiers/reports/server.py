@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import json
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
 from verifiers.evals.store import RESULTS
+from verifiers.monitoring.figures import rounded
 from verifiers.monitoring.run_log import is_training_run, read_run
 from verifiers.reports.evaluation import comparison_text
 from verifiers.reports.evaluation_data import ROWS_PER_BLOCK, columns_of
@@ -30,6 +32,7 @@ __all__ = ["HOST", "RunServer"]
 
 HOST = "127.0.0.1"
 _CLOSING_S = 0.5
+_CELL_CHARACTERS = 100
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -131,7 +134,7 @@ class RunServer:
         found = list(await asyncio.to_thread(find_runs, self.root))
         # they are found newest first, and what is older is compared against
         after, before = [await self._directory(key) for key in sorted(chosen, key=[*found, *chosen].index)]
-        return _html(await asyncio.to_thread(comparison_text, before, after))
+        return _html(await asyncio.to_thread(comparison_text, before, after, home="/"))
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         directory = await self._directory(request.match_info["run"])
@@ -200,7 +203,7 @@ def _news(run: GrowingRun, start: int) -> dict[str, Any]:
 def _page_text(run: GrowingRun) -> str:
     news = _news(run, 0)
     summary = news.pop("run")
-    data = {**news, "live": True, "runs": [summary], "difference": None, "rowsPerBlock": ROWS_PER_BLOCK}
+    data = {**news, "live": True, "home": "/", "runs": [summary], "difference": None, "rowsPerBlock": ROWS_PER_BLOCK}
     return page_text(summary["title"], data, live=True)
 
 
@@ -208,12 +211,14 @@ def _list_text(root: Path) -> str:
     rows = [_list_row(key, directory) for key, directory in find_runs(root).items()]
     name = html.escape(str(root))
     if not rows:
-        return _notice_text(f"There are no runs under {root}; `vf-eval` writes them to outputs/evals.")
-    columns = ("", "run", "kind", "environment", "model", "reward", "rollouts or steps", "started")
+        return _notice_text(
+            f"There are no runs under {root}; `vf-eval` writes to outputs/evals, `vf-train` to outputs."
+        )
+    columns = ("", "run", "kind", "environment", "model", "reward", "done", "started")
     head = "".join(f'<th scope="col">{text}</th>' for text in columns)
     return plain_page(
         f"runs in {root}",
-        f'<main><h1>{name}</h1><form action="/compare" method="get"><div class="card"><table>'
+        f'<main><h1>{name}</h1><form action="/compare" method="get"><div class="card"><table class="runs">'
         f"<caption>Newest first. Tick two evaluations to see them side by side: A is the older one, B the newer."
         f"</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         f"<p><button>Compare</button></p></form></main>",
@@ -227,35 +232,50 @@ def _list_row(key: str, directory: Path) -> str:
     else:
         choice = f'<input type="checkbox" name="run" value="{shown}" aria-label="compare {shown}">'
         known = _evaluation_cells(directory)
-    cells = [
-        choice,
-        f'<a href="{html.escape(address)}">{shown}</a>',
-        *(html.escape(str(text)[:100]) for text in known),
-    ]
+    cells = [choice, f'<a href="{html.escape(address)}">{shown}</a>', *(_cell(*texts) for texts in known)]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _evaluation_cells(directory: Path) -> list[str]:
+def _cell(text: object, below: str = "") -> str:
+    note = f'<span class="soft">{html.escape(below[:_CELL_CHARACTERS])}</span>' if below else ""
+    return html.escape(str(text)[:_CELL_CHARACTERS]) + note
+
+
+def _evaluation_cells(directory: Path) -> list[tuple[str, ...]]:
     metadata = known_metadata(directory)
     numbers = _mapping(metadata, "summary")
-    mean = _mapping(numbers, "rewards", "reward").get("mean")
-    done = str(numbers["rollouts"]) if isinstance(numbers.get("rollouts"), int) else "not finished"
-    return ["evaluation", *_names(metadata), _reward(mean), done, str(metadata.get("started", ""))]
+    reward = _mapping(numbers, "rewards", "reward")
+    mean, stderr, low, high = (_number(reward, name) for name in ("mean", "stderr", "low", "high"))
+    interval = "" if low is None else f"{rounded(low, stderr)} .. {rounded(high, stderr)}"
+    done = f"{numbers['rollouts']} rollouts" if isinstance(numbers.get("rollouts"), int) else "not finished"
+    started = str(metadata.get("started", ""))[:16].replace("T", " ")
+    return [("evaluation",), *_names(metadata), (_reward(mean, stderr), interval), (done,), (started,)]
 
 
-def _training_cells(directory: Path) -> list[str]:
+def _training_cells(directory: Path) -> list[tuple[str, ...]]:
     run, newest = read_run(directory), newest_metrics(directory)
-    steps = f"{newest.get('step', 0)} of {run.get('max_steps', '?')}"
-    done = steps if run.get("status") == "finished" else f"{steps}, {run.get('status', 'status unknown')}"
-    return ["training", *_names(run), _reward(newest.get("reward")), done, started_at(run)]
+    steps = f"{newest.get('step', 0)} of {run.get('max_steps', '?')} steps"
+    done = (steps,) if run.get("status") == "finished" else (steps, str(run.get("status", "status unknown")))
+    held_out, error = _number(newest, "eval_reward"), _number(newest, "eval_reward_stderr")
+    below = "" if held_out is None else f"held out {_reward(held_out, error)}"
+    below += f" ± {rounded(error, error)}" if below and error is not None else ""
+    reward = (_reward(_number(newest, "reward")), below)
+    return [("training",), *_names(run), reward, done, (started_at(run),)]
 
 
-def _names(record: Mapping[str, Any]) -> tuple[str, str]:
-    return str(record.get("env", "")), str(record.get("model", ""))
+def _names(record: Mapping[str, Any]) -> tuple[tuple[str, str], tuple[str]]:
+    """Return the cells of the environment, with its arguments, and of the model."""
+    arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in _mapping(record, "env_args").items())
+    return (str(record.get("env", "")), arguments), (str(record.get("model", "")),)
 
 
-def _reward(mean: Any) -> str:
-    return f"{mean:.3f}" if isinstance(mean, (int, float)) else "–"
+def _reward(mean: float | None, stderr: float | None = None) -> str:
+    return "–" if mean is None else rounded(mean, stderr)
+
+
+def _number(record: Mapping[str, Any], name: str) -> float | None:
+    value = record.get(name)
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _mapping(record: Mapping[str, Any], *names: str) -> Mapping[str, Any]:

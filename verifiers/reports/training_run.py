@@ -65,7 +65,9 @@ def training_page(directory: Path, *, live: bool = False) -> str:
         live: let the page ask its server for newer data.
     """
     data = training_data(directory)
-    return page_text(data["title"], {**data, "live": live}, scripts=TRAINING_SCRIPTS, live=live)
+    return page_text(
+        data["title"], {**data, "live": live, "home": "/" if live else None}, scripts=TRAINING_SCRIPTS, live=live
+    )
 
 
 def training_data(directory: Path) -> dict[str, Any]:

@@ -14,18 +14,16 @@ from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
 from verifiers.keywords import set_extra_keywords, warn_once
 from verifiers.parsers.parser import Parser
+from verifiers.rubrics.reward_call import PreparedCall, finite_float, reward_names
 from verifiers.rubrics.scoring import (
-    PreparedCall,
     ScoringInput,
     call_score_group,
     call_score_rollout,
     call_score_rollouts,
     checked_reward_funcs,
-    finite_float,
     first_generation_call,
     is_state_call,
     refuse_group_funcs,
-    reward_name,
     second_generation_call,
     store_scores,
 )
@@ -48,7 +46,7 @@ class Rubric:
 
     A function that raises or gives no finite number counts 0.0 in the sum, as it always did, but the failure is in
     the score's `errors` (and in `state["grading_errors"]`), so that no failed grade passes for a reward of zero.
-    Metrics of functions with the same name add up.
+    Metrics of functions with the same name add up; lambdas have none, and are lambda_1, lambda_2, ...
 
     A subclass scores in its own way by overriding `score_inputs`, to which every scoring method leads. Overrides of
     the classic methods (`score_rollout`, `score_rollouts`, `score_group`, `call_reward_func`) take effect too.
@@ -105,7 +103,7 @@ class Rubric:
 
     def get_reward_func_names(self) -> list[str]:
         """Return the functions' names, which are the metrics' names."""
-        return [reward_name(func) for func in self.get_reward_funcs()]
+        return reward_names(self.get_reward_funcs())
 
     def get_reward_funcs(self) -> list[RewardFunc]:
         """Return the reward functions."""
@@ -274,7 +272,8 @@ class Rubric:
                     column = await self._group_values(call, inputs, extra or {})
                 for of_rollout, value in zip(values, column, strict=True):
                     of_rollout[index] = value
-        return [self._weighted_sum(item, calls, row) for item, row in zip(inputs, values, strict=True)]
+        names = reward_names(self.reward_funcs)
+        return [self._weighted_sum(item, names, row) for item, row in zip(inputs, values, strict=True)]
 
     async def score_as_member(
         self,
@@ -380,16 +379,14 @@ class Rubric:
                 values.append(self._failed_value(call, [item], error))
         return values
 
-    def _weighted_sum(
-        self, item: ScoringInput, calls: Sequence[PreparedCall], values: Sequence[float]
-    ) -> RolloutScore:
+    def _weighted_sum(self, item: ScoringInput, names: Sequence[str], values: Sequence[float]) -> RolloutScore:
         reward = 0.0
         metrics: dict[str, float] = {}
-        for call, weight, value in zip(calls, self.reward_weights, values, strict=True):
+        for name, weight, value in zip(names, self.reward_weights, values, strict=True):
             if not weight and math.isnan(value):
                 continue
             reward += weight * value
-            metrics[call.name] = metrics.get(call.name, 0.0) + value
+            metrics[name] = metrics.get(name, 0.0) + value
         return item.score(reward, metrics)
 
     def overrides(self, method: str) -> bool:

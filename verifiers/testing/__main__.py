@@ -20,14 +20,14 @@ from verifiers.errors import ConfigError
 if TYPE_CHECKING:
     from verifiers.testing.script import Answers
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _DONE, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted (exit code 130) or terminated (0); what cannot work is one sentence and 1 or 2."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         return _serve(args)
     except ConfigError as error:
@@ -44,21 +44,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m verifiers.testing",
         description="A fake OpenAI endpoint on 127.0.0.1, without a model: it answers what it is told to.",
+        epilog="examples:\n"
+        "  python -m verifiers.testing --answer '\\boxed{4}'\n"
+        "  python -m verifiers.testing --script answers.json --port 0",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
-    answers = parser.add_mutually_exclusive_group()
-    answers.add_argument("--answer", default="ok", metavar="TEXT", help="what is answered (default: %(default)s)")
-    answers.add_argument(
+    add = parser.add_argument_group("answers").add_mutually_exclusive_group().add_argument
+    add("--answer", default="ok", metavar="TEXT", help="what is answered (default: %(default)s)")
+    add(
         "--script",
         metavar="FILE",
         help="*.json: a list of answers (texts or messages), given one after the other, then again from the start; "
         "*.py: its function answer(request), given the request's JSON, returns one",
     )
+    add = parser.add_argument_group("address").add_argument
+    add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
     return parser
 
 

@@ -1,21 +1,26 @@
 """The endpoint behind `-m fake`: no key, no network, no model.
 
 It knows the rows' answers and gives them to some requests and junk to others, by a coin that depends on the prompt
-and on how often it was asked. What it scores says nothing about any policy; it shows that an environment works.
+and on how often it was asked. It calls the tools that it is offered before it answers, and can play a judge. What it
+scores says nothing about any policy; it shows that an environment works.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import random
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from verifiers.inference.wire import WireObject, request_body
 from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.testing.fake_tools import fake_value, wanted_tool
 
-__all__ = ["FAKE_MODEL", "FAKE_URL", "FakeEndpoint"]
+__all__ = ["FAKE_MODEL", "FAKE_URL", "FakeEndpoint", "judge_answer", "play_judges"]
 
 FAKE_MODEL = "fake"
 FAKE_URL = "fake:"
@@ -57,17 +62,25 @@ class FakeEndpoint:
         from verifiers.testing.script import response_body
 
         body = request_body(arguments)
-        texts = [self._text(body) for _ in range(body.get("n") or 1)]
-        return WireObject(response_body(body, texts, model=FAKE_MODEL, token_ids=False))
+        answers = [self._answer(body) for _ in range(body.get("n") or 1)]
+        return WireObject(response_body(body, answers, model=FAKE_MODEL, token_ids=False))
 
     async def close(self) -> None:
         """Nothing is open."""
 
-    def _text(self, body: Mapping[str, Any]) -> str:
+    def _answer(self, body: Mapping[str, Any]) -> str | dict[str, Any]:
         asked = body.get("messages", body.get("prompt"))
         key = self._known(asked)
         number = self._asked[key]
         self._asked[key] += 1
+
+        def coin(what: str) -> float:
+            return _coin(self._seed, key, f"{number} {what}")
+
+        called = sum(message.get("role") == "tool" for message in body.get("messages") or ())
+        if (tool := wanted_tool(body, called, coin)) is not None:
+            arguments = fake_value(tool.get("parameters") or {"type": "object"}, coin)
+            return {"tool_calls": [{"id": f"call_{called}", "name": tool["name"], "arguments": arguments}]}
         answer, task = self._answers.get(key, ("", ""))
         # prompts differ in how hard they are, as real ones do
         ease = 0.2 + 0.7 * _coin(self._seed, key, "ease")
@@ -83,6 +96,59 @@ class FakeEndpoint:
                 if key in self._answers:
                     return key
         return _key(asked)
+
+
+# -- judges ----------------------------------------------------------------------------------------------------
+
+
+def play_judges(env: Any, seed: int | None = None) -> int:
+    """Answer for the judges of an environment that have no endpoint of their own; return how many there are.
+
+    Args:
+        env: whose rubrics are changed.
+        seed: of the coin.
+    """
+    # modules for scoring and for tests, which a fake endpoint alone does not need
+    from verifiers.rubrics.judge import LazyOpenAI
+    from verifiers.rubrics.judge_rubric import JudgeRubric
+    from verifiers.testing.fake_client import FakeClient
+
+    played = 0
+    for rubric in _rubrics_of(env):
+        client = getattr(rubric, "judge_client", None)
+        if isinstance(rubric, JudgeRubric) and isinstance(client, LazyOpenAI) and client.base_url is None:
+            fake = FakeClient(functools.partial(judge_answer, seed=seed or 0), base_url=FAKE_URL)
+            rubric.judge_client = rubric.class_objects["judge_client"] = fake
+            played += 1
+    return played
+
+
+def judge_answer(body: Mapping[str, Any], seed: int = 0) -> str:
+    """Return a verdict in the form that a judge's prompt asks for: a ranking, a number of a range, or yes or no.
+
+    Args:
+        body: the judge's request.
+        seed: with the prompt it decides the verdict.
+    """
+    text = str(body["messages"][-1].get("content"))
+    rng = random.Random(f"{seed}:{text}")
+    if labels := re.findall(r'<response label="(\w+)">', text):
+        rng.shuffle(labels)
+        return " > ".join(labels)
+    if span := re.search(r"(\d+)\s*(?:-|–|to|and)\s*(\d+)", text.rpartition("\n")[2]):
+        return str(rng.randint(*sorted(map(int, span.groups()))))
+    return rng.choice(("yes", "no"))
+
+
+def _rubrics_of(env: Any) -> Iterator[Any]:
+    """Yield the rubrics of an environment, and those inside of groups."""
+    waiting = [env]
+    while waiting:
+        one = waiting.pop()
+        inner = [*getattr(one, "env_map", {}).values(), *getattr(one, "rubrics", ())]
+        waiting += inner or ([one.rubric] if hasattr(one, "rubric") else [])
+        if not inner and not hasattr(one, "rubric"):
+            yield one
 
 
 def _in_fields(answer: str, parser: Any) -> str:

@@ -153,6 +153,8 @@ class ProgressLines(TrainerCallback):
             total=self.monitor.total,
             learning=self.monitor.learning(),
             bottleneck=self.monitor.bottleneck(),
+            done=state.global_step / max(1, state.max_steps),
+            reward=self.monitor.reward,
         )
 
     def _elapsed_and_left(self, state: Any) -> tuple[float, float]:

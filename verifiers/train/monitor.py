@@ -20,6 +20,7 @@ from verifiers.inference.limits import RolloutActivity
 from verifiers.inference.load_balancer import credentials
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
+from verifiers.monitoring.figures import Trend
 from verifiers.monitoring.learning import LearningSignal, NothingLearned
 from verifiers.monitoring.run_log import METRICS, SAMPLES, ErrorCounts, RunRecord, read_lines
 from verifiers.monitoring.samples import SampleChoice
@@ -57,6 +58,7 @@ def run_description(
     source = plan.source
     return {
         "env": str(getattr(env, "env_id", "") or type(env).__name__),
+        "env_args": dict(getattr(env, "env_args", None) or {}),
         "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
         "server_model": args.server_model,
         "run_name": args.run_name,
@@ -90,6 +92,7 @@ class RunMonitor:
         timer: the trainer's time by stage.
         total: sums over the run so far, since its first start.
         latest: the newest value of every metric.
+        reward: the course of the mean reward, since the run's first start.
         record: the files that are written, on rank 0 while a run is in progress.
     """
 
@@ -100,6 +103,7 @@ class RunMonitor:
         self.total = RunTime()
         self._signal, self._has_warned = LearningSignal(), False
         self.latest: dict[str, Any] = {}
+        self.reward = Trend()
         self.record: RunRecord | None = None
         self._samples = SampleChoice(plan.max_steps)
         self._judged_by: dict[str, Any] = {"num_batches_ahead": 0}
@@ -145,8 +149,10 @@ class RunMonitor:
         self.timer.activity = activity
         self.total = RunTime()
         self._signal, self._has_warned = LearningSignal(), False
+        self.reward = Trend()
         for line in read_lines(directory / METRICS):
             self.total.take(line)
+            self.reward.take(line.get("reward"))
             self._signal.take(line)
         self._samples = SampleChoice(self.plan.max_steps, read_lines(directory / SAMPLES))
         self._judged_by = {
@@ -207,6 +213,7 @@ class RunMonitor:
     def write(self, step: int, logs: Mapping[str, Any]) -> None:
         """Take in what was logged."""
         self.latest.update(logs)
+        self.reward.take(logs.get("reward"))
         is_step = "time/step_s" in logs
         # what transformers logs once at the end has no interval where the last step was logged
         is_kept = is_step or "train_runtime" in logs or any(name.startswith("eval_") for name in logs)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.errors import ConfigError, Error
 from verifiers.server_process import bind, exits_on_sigterm, follow_parent
 from verifiers_dataserver import __version__
@@ -21,26 +22,28 @@ if TYPE_CHECKING:
 __all__ = ["main", "parser"]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    command = argparse.ArgumentParser(
-        prog="vf-dataserver",
-        description="Serve prompts of a curriculum, and grades, to trainers that never see the answers.",
+    command = CommandParser(
+        "vf-dataserver",
+        "Serve prompts of a curriculum, and grades, to trainers that never see the answers.",
+        examples=(
+            "vf-dataserver config.yaml --check",
+            "vf-dataserver config.yaml --port 9000 --token-var DATA_TOKEN",
+        ),
+        version=__version__,
     )
-    add = command.add_argument
-    add("config", type=Path, metavar="CONFIG", help="YAML or TOML file")
-    add("--host", help="address to bind (default: the file's, else 127.0.0.1)")
-    add("--port", type=int, help="port to bind; 0 picks a free one (default: the file's, else 9000)")
-    add("--port-file", type=Path, metavar="PATH", help="file to write the port to once the server listens")
-    add(
-        "--token-var",
-        metavar="NAME",
-        help="environment variable that holds the token that requests must bring",
-    )
+    add = command.group("data")
+    add("config", type=Path, metavar="FILE", help="YAML or TOML file")
     add("--check", action="store_true", help="load and check everything, print the curriculum, and end")
+    add = command.group("address")
+    add("--host", help="address to bind (default: the file's, else 127.0.0.1)")
+    add("--port", type=int, metavar="N", help="port to bind; 0 picks a free one (default: the file's, else 9000)")
+    add("--port-file", type=Path, metavar="FILE", help="file to write the port to once the server listens")
+    add("--token-var", metavar="VAR", help="environment variable that holds the token that requests must bring")
+    add = command.group("process")
     add("--parent-pid", type=int, metavar="PID", help="end when this process ends")
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
-    add("--version", action="version", version=__version__)
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="warning", help="least level to log")
     return command
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verifiers.cli.arguments import CommandParser
 from verifiers.errors import ConfigError
 from verifiers.server_process import bind, exits_on_sigterm, follow_parent
 from verifiers_embedded import __version__
@@ -18,23 +19,16 @@ from verifiers_embedded.hub import from_hub, is_hub_name
 from verifiers_embedded.tool_calls import FORMATS
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    command = argparse.ArgumentParser(
-        prog="vf-serve",
-        description="Serve a frozen causal language model for rollouts, over OpenAI's chat completions.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    command = CommandParser(
+        "vf-serve",
+        "Serve a frozen causal language model for rollouts, over OpenAI's chat completions.",
+        examples=("vf-serve --model runs/demo/start", "vf-serve --model OWNER/NAME --port 0 --port-file port.txt"),
+        version=__version__,
     )
-    add = command.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="Hugging Face model directory, or OWNER/NAME on the hub",
-    )
-    add("--host", default="127.0.0.1", help="address to bind")
-    add("--port", type=int, default=8000, help="port to bind; 0 picks a free one")
-    add("--port-file", type=Path, metavar="PATH", help="file to write the port to once the server listens")
+    add = command.group("model")
+    add("--model", required=True, metavar="MODEL", help="model directory, or OWNER/NAME on the hub (required)")
     add(
         "--served-model-name",
         metavar="NAME",
@@ -43,13 +37,6 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="where the model runs")
     add("--dtype", choices=("float32", "bfloat16", "auto"), default="auto", help="auto: float32 on the CPU")
     add("--max-model-len", type=_positive, metavar="N", help="context in tokens (default: the model's)")
-    add(
-        "--rollout-chunk-size",
-        type=_positive,
-        default=64,
-        metavar="N",
-        help="most sequences at once; others queue",
-    )
     add(
         "--tool-call-parser",
         choices=("auto", "none", *FORMATS),
@@ -62,6 +49,19 @@ def parser() -> argparse.ArgumentParser:
         default="none",
         help="think: text between <think> tags is answered as reasoning_content",
     )
+    add("--seed", type=int, metavar="N", help="sampling seed of requests that bring none (default: random)")
+    add = command.group("address")
+    add("--host", default="127.0.0.1", help="address to bind")
+    add("--port", type=int, default=8000, metavar="N", help="port to bind; 0 picks a free one")
+    add("--port-file", type=Path, metavar="FILE", help="file to write the port to once the server listens")
+    add(
+        "--api-key-var",
+        metavar="VAR",
+        help="environment variable that holds the key which every request must bring (default: no key)",
+    )
+    add("--max-body-mib", type=_positive, default=64, metavar="N", help="longest request body")
+    add = command.group("speed")
+    add("--rollout-chunk-size", type=_positive, default=64, metavar="N", help="most sequences at once; others queue")
     add(
         "--prefix-cache-mib",
         type=_not_negative,
@@ -70,27 +70,14 @@ def parser() -> argparse.ArgumentParser:
         help="memory for keys and values of finished sequences: a next turn computes only what is new",
     )
     add(
-        "--api-key-var",
-        metavar="NAME",
-        help="environment variable that holds the key which every request must bring (default: no key)",
-    )
-    add(
-        "--max-body-mib",
-        type=_positive,
-        default=64,
-        metavar="N",
-        help="longest request body",
-    )
-    add(
         "--compile",
         action="store_true",
         help="torch.compile for the passes of one token a sequence; takes some time at the first requests",
     )
     add("--threads", type=_positive, metavar="N", help="CPU threads for torch (default: torch's choice)")
-    add("--seed", type=int, metavar="N", help="seeds the requests that bring no seed (default: random)")
+    add = command.group("process")
     add("--parent-pid", type=_positive, metavar="PID", help="end when this process ends")
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
-    add("--version", action="version", version=__version__)
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="warning", help="least level to log")
     return command
 
 

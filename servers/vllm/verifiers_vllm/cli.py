@@ -37,21 +37,25 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="vf-vllm",
         description="Start vLLM's OpenAI-compatible server with what training needs: processed log-probs, "
-        "token ids, weight routes. Options that are not listed here go to vLLM unchanged "
+        "token ids, weight routes.\nOptions that are not listed here go to vLLM unchanged "
         "(see: vllm serve --help=all).",
-        epilog=f"It binds to 127.0.0.1, since {EXPOSED}.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=f"It binds to 127.0.0.1, since\n{EXPOSED}.\n\nexamples:\n"
+        "  vf-vllm --model OWNER/NAME\n"
+        "  vf-vllm --model path/to/model --port 0 --port-file port.txt --max-model-len 4096",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = command.add_argument
-    add("--model", required=True, metavar="NAME", help="model directory or hub name")
-    add("--host", default="127.0.0.1", help="address to bind")
-    add("--port", type=int, default=8000, help="port to bind; 0 picks a free one")
-    add("--port-file", type=Path, metavar="PATH", help="file to write the port to once the server answers")
+    command.add_argument("--version", action="version", version=f"vf-vllm {__version__}")
+    add = command.add_argument_group("model").add_argument
+    add("--model", required=True, metavar="MODEL", help="model directory, or OWNER/NAME on the hub (required)")
+    add = command.add_argument_group("address").add_argument
+    add("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="port to bind; 0 picks a free one (default: 8000)")
+    add("--port-file", type=Path, metavar="FILE", help="file to write the port to once the server answers")
+    add("--api-key-var", metavar="VAR", help="environment variable that holds the key for the /v1 routes")
+    add = command.add_argument_group("process").add_argument
     add("--threads", type=_positive, metavar="N", help="CPU threads of each process (default: vLLM's choice)")
-    add("--api-key-var", metavar="NAME", help="environment variable that holds the key for the /v1 routes")
     add("--parent-pid", type=_positive, metavar="PID", help="end when this process ends")
-    add("--version", action="version", version=f"vf-vllm {__version__}")
     return command
 
 

@@ -199,6 +199,7 @@ document
     h(
       "header",
       { class: "top" },
+      backLink(),
       h("h1", {}, visible(runs.map((run) => run.title).join("  against  "))),
       h(
         "span",

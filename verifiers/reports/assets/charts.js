@@ -223,7 +223,7 @@ function passCurve() {
     yLabel: "pass@k",
   });
   const x = (k) => (most === 1 ? (place.left + place.right) / 2 : place.x(Math.log2(k)));
-  for (let k = 1; k <= most; k *= 2)
+  for (const k of new Set(curves.flatMap((curve) => curve.map((point) => point.k))))
     place.root.append(svg("text", { x: x(k), y: place.bottom + 15, "text-anchor": "middle" }, String(k)));
   curves.forEach((curve, index) => {
     const kind = `of-${isPair ? index : 1}`;

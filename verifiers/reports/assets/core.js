@@ -23,6 +23,11 @@ function filled(element, properties, children) {
   return element;
 }
 
+/** The way back to the list of runs, where a server has one. */
+function backLink() {
+  return data.home ? h("a", { class: "back", href: data.home }, "‹ All runs") : null;
+}
+
 /** A number in a few characters: three significant digits. */
 function compact(value) {
   if (value === null || value === undefined) return "–";

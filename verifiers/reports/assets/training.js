@@ -165,7 +165,7 @@ const live = h("span", { class: "soft", role: "status" });
 const started = h("span", { class: "soft when" });
 const main = h("main", { class: "scrolls", tabindex: "-1" });
 const heading = h("h1", {});
-document.getElementById("app").append(h("header", { class: "top" }, heading, badge, started, live), main);
+document.getElementById("app").append(h("header", { class: "top" }, backLink(), heading, badge, started, live), main);
 
 function draw(run) {
   const [word, kind] = STATUS[run.status] ?? ["", "some"];
