@@ -62,8 +62,9 @@ def test_a_line_comes_before_torch_is_loaded(tmp_path: Path) -> None:
     # in place of torch: it ends the process as it is imported
     (tmp_path / "torch.py").write_text("print('torch is loaded', flush=True)\nraise SystemExit(7)\n")
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    (tmp_path / "run.toml").write_text(RUN)
     command = [sys.executable, "-m", "verifiers.cli.train", "run.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths}, cwd=tmp_path)
     assert done.returncode == 7, done.stderr
     assert done.stdout.splitlines() == ["vf-train: run.toml; loading torch takes some seconds", "torch is loaded"]
 

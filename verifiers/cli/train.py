@@ -45,8 +45,8 @@ def parser() -> CommandParser:
 
 
 def _start(args: argparse.Namespace) -> int:
-    # one of several processes, where a launcher has started them
-    if os.environ.get("RANK", "0") == "0" and "torch" not in sys.modules:
+    # one of several processes, where a launcher has started them; a missing file needs no torch
+    if os.environ.get("RANK", "0") == "0" and "torch" not in sys.modules and Path(args.run_file).is_file():
         print(f"vf-train: {args.run_file}; loading torch takes some seconds", flush=True)
     # read once, when torch is imported: idle threads must not spin on the server's cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
