@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
-from verifiers.train.validation import check_processes, refuse_short_ddp_timeout
+from verifiers.train.validation.process_settings import check_processes, refuse_short_ddp_timeout
 
 
 def settings(tmp_path: Path, **given: Any) -> GRPOConfig:

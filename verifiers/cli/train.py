@@ -73,7 +73,8 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
     from verifiers.train.launch import installed_servers
     from verifiers.train.models import check_model_exists, check_model_path
     from verifiers.train.planned_run import planned_run
-    from verifiers.train.validation import check_eval_sets, check_start
+    from verifiers.train.validation.eval_settings import check_eval_sets
+    from verifiers.train.validation.host_settings import check_start
 
     check_model_path(run.model.path)
     known = {"embedded", "vllm", *installed_servers()}

@@ -17,12 +17,9 @@ from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError
 from verifiers.train.sampling_args import refuse_biased_sampling
-from verifiers.train.validation import (
-    adjust_ddp_timeout,
-    adjust_evaluation,
-    refuse_bad_settings,
-    refuse_unsupported_fields,
-)
+from verifiers.train.validation.eval_settings import adjust_evaluation
+from verifiers.train.validation.process_settings import adjust_ddp_timeout
+from verifiers.train.validation.run_settings import refuse_bad_settings, refuse_unsupported_fields
 
 if TYPE_CHECKING:
     from peft import LoraConfig

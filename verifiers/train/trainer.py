@@ -45,7 +45,10 @@ from verifiers.train.rollout_session import RolloutSession
 from verifiers.train.run_lifecycle import RunLifecycle
 from verifiers.train.sampling_args import training_sampling_args
 from verifiers.train.termination import end_together
-from verifiers.train.validation import check_eval_sets, check_output_dir, check_processes, refuse_mid_block_saves
+from verifiers.train.validation.eval_settings import check_eval_sets
+from verifiers.train.validation.host_settings import check_output_dir
+from verifiers.train.validation.process_settings import check_processes
+from verifiers.train.validation.run_settings import refuse_mid_block_saves
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import BeforeOptimizerStep, PolicyWeights, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck

@@ -20,7 +20,7 @@ from torch import Tensor
 from verifiers.train.batching.weighting import LOSS_TYPES
 from verifiers.train.loss.grpo_loss import CorrectedLoss
 from verifiers.train.trainer import GRPOTrainer
-from verifiers.train.validation import IMPORTANCE_SAMPLING_MODES
+from verifiers.train.validation.loss_settings import IMPORTANCE_SAMPLING_MODES
 
 ROWS, COLUMNS, CAP = 5, 7, 1.4
 

@@ -14,7 +14,7 @@ from verifiers.train.loss.importance_sampling import (
     measure_mismatch,
     mismatch_metrics,
 )
-from verifiers.train.validation import IMPORTANCE_SAMPLING_MODES
+from verifiers.train.validation.loss_settings import IMPORTANCE_SAMPLING_MODES
 
 RATIOS = [[2.0, 0.5, 4.0], [0.25, 8.0, 1.0]]
 """pi_old / mu of each token; the third of row one and the second of row two are the environment's."""

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from verifiers.errors import ConfigError
 from verifiers.train.batching.buffers import Column
-from verifiers.train.validation import LOSS_TYPES
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 
 __all__ = [
     "LOSS_TYPES",
@@ -43,8 +43,6 @@ __all__ = [
     "row_weights",
     "weight_advantages",
 ]
-
-"""Every loss type of trl 1.16."""
 
 TOKEN_MEAN = ("dapo", "cispo", "vespo")
 """Loss types whose normalizer is `num_items_in_batch`."""

@@ -12,7 +12,7 @@ from verifiers.monitoring.stage_timer import in_stage
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.eval_sets import EvalSet
 from verifiers.train.evaluation.evaluator import Evaluator
-from verifiers.train.validation import needs_the_metric
+from verifiers.train.validation.eval_settings import needs_the_metric
 
 __all__ = ["EvaluationSchedule"]
 
