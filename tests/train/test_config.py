@@ -113,6 +113,53 @@ def test_token_budgets_that_cannot_be_are_refused(tmp_path: Path, options: dict[
         GRPOConfig(str(tmp_path), use_cpu=True, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"importance_sampling_level": "row"},
+            "importance_sampling_level is 'row'; choose one of token, sequence, seq",
+        ),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "loss_type='vespo' weighs by .* whole row"),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence_token"},
+            "loss_type='luspo' multiplies .* set 'sequence'",
+        ),
+        ({"loss_type": "sapo", "delta": 4.0}, "delta=4 bounds the clipped objective, which loss_type='sapo'"),
+        (
+            {"geometric_mask_max": 1.01, "importance_correction": False},
+            "geometric_mask_max=1.01 belong to the correct",
+        ),
+        ({"geometric_mask_min": 1.01}, "geometric_mask_min=1.01 and .* leave out a ratio of 1"),
+        ({"vllm_importance_sampling_clip_max": 0.5}, "vllm_importance_sampling_clip_max=0.5 leave out a ratio of 1"),
+        ({"kl_estimator": "k4", "beta": 0.1}, "kl_estimator is 'k4'; choose one of k1, k2, k3"),
+        ({"kl_estimator": "k2"}, "kl_estimator='k2' has no effect with beta=0"),
+        ({"kl_in_reward": True}, "kl_in_reward=True has no effect with beta=0"),
+        ({"kl_in_reward": True, "beta": 0.1, "kl_estimator": "k3"}, "in the reward k1 alone has the gradient"),
+        ({"kl_in_reward": True, "beta": 0.1, "streaming": True}, "kl_in_reward=True needs .* the whole block"),
+        (
+            {"kl_in_reward": True, "beta": 0.1, "top_p": 0.9, "importance_correction": False, "num_batches_ahead": 0},
+            "the trainer samples with top_p=0.9, under which kl_in_reward is the KL of another distribution",
+        ),
+        ({"kl_estimator": "k1", "beta": 0.1, "use_bias_correction_kl": False}, "gradient is 0 in expectation"),
+        ({"advantage_estimator": "gae"}, "advantage_estimator is 'gae'; choose one of group, rloo"),
+        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "scale_rewards='batch' has no effect with adv"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "dynamic_sampling": True},
+            "learns from, as it compares .* whole block",
+        ),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "streaming": True},
+            "'reinforce_plus_plus' needs .* whole bl",
+        ),
+    ],
+    ids=str,
+)
+def test_losses_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
 def test_the_plan_knows_the_budget_of_a_pass(tmp_path: Path) -> None:
     config = GRPOConfig(str(tmp_path), use_cpu=True, max_tokens_per_micro_batch=512)
     assert config.batch_plan(100).max_tokens_per_micro_batch == 512

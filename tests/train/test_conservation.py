@@ -237,6 +237,9 @@ def arguments() -> Any:
     return SimpleNamespace(
         loss_type="dapo",
         scale_rewards="group",
+        advantage_estimator="group",
+        geometric_mask_min=None,
+        geometric_mask_max=None,
         require_full_groups=False,
         mask_truncated_completions=False,
         zero_truncated_completions=False,

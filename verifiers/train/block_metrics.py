@@ -21,20 +21,16 @@ from verifiers.types import Outcome
 __all__ = ["block_metrics", "block_tokens", "curriculum_metrics", "fill_completions_table", "reward_summary"]
 
 
-def reward_summary(
-    rewards_by_rank: Sequence[Sequence[float]], rank: int, everything: Sequence[float]
-) -> dict[str, float]:
+def reward_summary(local: Sequence[float], everything: Sequence[float]) -> dict[str, float]:
     """Return the mean reward per completion on one rank and over all of the block, with both denominators.
 
     The global mean is not that of the ranks' means, which is wrong as soon as they hold different numbers of
     completions, and some completions may be trained on no rank.
 
     Args:
-        rewards_by_rank: of the completions that each rank trains.
-        rank: whose mean is given; none where it trains no completion.
+        local: of the completions that the rank trains; no mean is given where there are none.
         everything: every reward of the block.
     """
-    local = rewards_by_rank[rank]
     return {
         **({"reward/mean_per_completion": fmean(local)} if local else {}),
         "reward/mean_per_completion_global": fmean(everything) if everything else math.nan,
@@ -47,7 +43,6 @@ def block_metrics(
     block: ScoredBlock,
     trained: TrainingBlock,
     plan: BatchPlan,
-    rank: int = 0,
     *,
     optimizer_step: int | None = None,
     chunk_size: int | None = None,
@@ -58,7 +53,6 @@ def block_metrics(
         block: as it was scored.
         trained: what is trained of it.
         plan: of the run.
-        rank: whose local means are given.
         optimizer_step: steps before its first update, for its staleness.
         chunk_size: sequences that a server in this process generates at once.
     """
@@ -66,7 +60,7 @@ def block_metrics(
     rollouts = list(block.launched)
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     everything = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    metrics = reward_summary(_rewards_by_rank(block, trained, plan.num_processes), rank, everything)
+    metrics = reward_summary(_rewards_of_rank_0(block, trained), everything)
     metrics["reward"] = metrics["reward/mean_per_completion_global"]
     if everything:
         metrics |= {"reward/min": min(everything), "reward/max": max(everything)}
@@ -108,14 +102,12 @@ def _has_gradient(advantage: float | list[float]) -> bool:
     return any(advantage) if isinstance(advantage, list) else bool(advantage)
 
 
-def _rewards_by_rank(block: ScoredBlock, trained: TrainingBlock, ranks: int) -> list[list[float]]:
-    """Return the rewards of the rollouts that each rank trains a row of."""
-    found: list[set[int]] = [set() for _ in range(ranks)]
-    for by_rank in trained.micro_steps:
-        for rank, batches in enumerate(by_rank):
-            found[rank].update(index for batch in batches for index in batch["rollout_index"].tolist() if index >= 0)
+def _rewards_of_rank_0(block: ScoredBlock, trained: TrainingBlock) -> list[float]:
+    """Return the rewards of the rollouts that rank 0, which logs, trains a row of."""
+    batches = [batch for by_rank in trained.micro_steps for batch in by_rank[0]]
+    indices = {index for batch in batches for index in batch["rollout_index"].tolist() if index >= 0}
     rewards = [rollout.reward for rollout in block.rollouts]
-    return [[reward for index in sorted(on) if (reward := rewards[index]) is not None] for on in found]
+    return [reward for index in sorted(indices) if (reward := rewards[index]) is not None]
 
 
 def _reward_functions(scored: Sequence[Rollout]) -> dict[str, float]:

@@ -65,6 +65,15 @@ class GRPOConfig(trl.GRPOConfig):
         importance_correction: weight tokens by min(pi_old / sampler, cap); takes its mode and bounds from
             TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`. Off too where TRL's own
             `vllm_importance_sampling_correction` is off.
+        geometric_mask_min, geometric_mask_max: rows whose geometric mean of proximal / sampler is outside are not
+            trained; with any `vllm_importance_sampling_mode`. None for no bound.
+        advantage_estimator: "group" (GRPO, scaled as `scale_rewards` says), "rloo" (leave-one-out),
+            "reinforce_plus_plus" (whitened over the block), or "reinforce_plus_plus_baseline" (the group's mean
+            subtracted first).
+        kl_estimator: of the KL term that `beta` weighs in the loss: "k1", "k2" or "k3", which is TRL's own; "k3" when
+            left out.
+        kl_in_reward: subtract `beta` times the rollout's KL to the reference, estimated by k1, from its reward, in
+            place of a term in the loss.
         max_tokens_per_micro_batch: most tokens, padding included (rows x the longest of them), of one forward and
             backward pass on a device; a micro-step is split by length into as many micro-batches as that takes. A row
             that is longer has a micro-batch of its own, and a log line says so. Left out, there are as many
@@ -131,6 +140,11 @@ class GRPOConfig(trl.GRPOConfig):
     skip_zero_advantage_rows: bool = True
     importance_correction: bool = True
     vllm_importance_sampling_mode: str = "token_truncate"
+    geometric_mask_min: float | None = None
+    geometric_mask_max: float | None = None
+    advantage_estimator: str = "group"
+    kl_estimator: str | None = None
+    kl_in_reward: bool = False
     max_tokens_per_micro_batch: int | None = None
     max_tokens_per_pass: int | None = None
     old_logprobs_batch_size: int | None = None

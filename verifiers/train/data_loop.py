@@ -23,9 +23,10 @@ from verifiers.train.batching.collate import Dropped, MicroBatch, rollout_tokens
 from verifiers.train.batching.packing import MicroSteps, all_micro_batches, packing_metrics
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import BlockStream
-from verifiers.train.batching.training_block import TrainingBlock, build_training_block
+from verifiers.train.batching.training_block import TrainingBlock, build_training_block, rows_to_score
 from verifiers.train.config import GRPOConfig
 from verifiers.train.distributed import Ranks
+from verifiers.train.loss.kl_penalty import RewardPenalty
 from verifiers.train.loss.logprobs import PolicyLogprobs
 
 __all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch"]
@@ -56,7 +57,7 @@ class DataLoop:
         args: settings of the run.
         ranks: of the run.
         logprobs: of the policy and its reference.
-        beta: coefficient of the KL term; reference log-probs are computed where it is not 0.
+        beta: coefficient of the KL term of the loss; reference log-probs are computed where it is not 0.
         timer: the trainer's time by stage.
         pad_token_id: fills sequences.
         skip_zero_advantage: leave out rows whose advantage is 0.
@@ -87,6 +88,7 @@ class DataLoop:
         self.timer = timer
         self._pad_token_id, self._skip_zero_advantage = pad_token_id, skip_zero_advantage
         self._prefetcher, self._record, self._log = prefetcher, record, log
+        self._penalty = RewardPenalty(args.beta, ranks, logprobs, timer) if args.kl_in_reward else None
         self.reset()
 
     def reset(self) -> None:
@@ -95,6 +97,7 @@ class DataLoop:
         self._micro_steps: list[list[MicroBatch]] = []
         self._rescales: dict[int, float] = {}
         self._stream: BlockStream | None = None
+        self._waiting: ScoredBlock | None = None
         self._update_loss: Tensor | float = 0.0
         self.rescale: float | None = None
         self._warned_over_budget = False
@@ -121,7 +124,10 @@ class DataLoop:
         if self._args.streaming:
             self._ranks.on_rank_0(lambda: self._begin_stream(block_id, step))
         else:
-            self._take(self._ranks.scatter(lambda: self._produce(block_id, step)), 0)
+            measured = None
+            if self._penalty is not None:
+                measured = self._penalty.measure(self._ranks.scatter(lambda: self._rows_to_score(block_id, step)))
+            self._take(self._ranks.scatter(lambda: self._produce(block_id, step, measured)), 0)
         self._block_id = block_id
 
     def _take(self, received: RankSteps, first: int) -> None:
@@ -135,20 +141,37 @@ class DataLoop:
 
     # -- on rank 0 ----------------------------------------------------------------------------------------------
 
-    def _produce(self, block_id: int, step: int) -> list[RankSteps]:
-        """Wait for a whole block and make the micro-steps of every rank."""
+    def _rows_to_score(self, block_id: int, step: int) -> list[list[MicroBatch]]:
+        """Wait for a whole block and share out its rows, whose KL is needed before there are advantages."""
+        self._waiting = self._whole_block(block_id, step)
+        packed = rows_to_score(self._waiting, self._plan, self._args, self._pad_token_id)
+        return [[batch for batches in steps for batch in batches] for steps in _by_rank(packed)]
+
+    def _whole_block(self, block_id: int, step: int) -> ScoredBlock:
         prefetcher = self._prefetcher()
         prefetcher.begin(block_id, step)
-        block = prefetcher.take(block_id, step)
+        return prefetcher.take(block_id, step)
+
+    def _produce(self, block_id: int, step: int, measured: dict[int, tuple[float, int]] | None) -> list[RankSteps]:
+        """Make the micro-steps of every rank, of a whole block.
+
+        Args:
+            measured: the KL of its rollouts, where it is subtracted from rewards.
+        """
+        block, self._waiting = self._waiting or self._whole_block(block_id, step), None
+        penalty = self._penalty
         trained = build_training_block(
             block,
             self._plan,
             self._args,
             self._pad_token_id,
             skip_zero_advantage=self._skip_zero_advantage,
-            oldest_version=prefetcher.oldest_version(step),
+            oldest_version=self._prefetcher().oldest_version(step),
+            penalties=penalty.of_block(block, measured) if penalty is not None and measured is not None else None,
         )
         metrics = self._finish_block(block, trained, step)
+        if penalty is not None and measured is not None:
+            metrics |= penalty.metrics(measured)
         return [RankSteps(micro_steps, metrics) for micro_steps in _by_rank(trained.micro_steps)]
 
     def _begin_stream(self, block_id: int, step: int) -> None:

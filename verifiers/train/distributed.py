@@ -160,6 +160,15 @@ class Ranks:
         """Have all ranks do what was registered under a name; return what it gives on rank 0."""
         return on_all_ranks(self._accelerator, name, self._joint_work[name], *args)
 
+    def gather(self, own: T) -> list[T]:
+        """Return what each rank gives, in their order, on every rank."""
+        if self.count == 1:
+            return [own]
+        from accelerate.utils import gather_object
+
+        gathered: list[T] = gather_object([own])
+        return gathered
+
     def on_rank_0(self, work: Callable[[], Any]) -> Any:
         """Do something on rank 0 and return its result on all ranks, or raise its failure on all of them."""
         return on_rank_0(self._accelerator, work, self._joint_work)

@@ -186,7 +186,7 @@ class RunMonitor:
         if self.record is not None:
             is_last = step + updates >= self.plan.max_steps
             self.record.write_samples(self._samples.of_block(block, trained.advantages, step + 1, is_last=is_last))
-        chunk_size = self._args.rollout_chunk_size
+        chunk_size = self._args.rollout_chunk_size if self._args.rollout_device is not None else None
         metrics = block_metrics(block, trained, self.plan, optimizer_step=step, chunk_size=chunk_size)
         return {**metrics, **curriculum_metrics(self.plan, block)}
 

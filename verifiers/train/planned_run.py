@@ -13,6 +13,7 @@ from verifiers.data.row_source import HasReplacements, RowSource, StagedRows, ro
 from verifiers.errors import ConfigError
 from verifiers.rollouts.recording_client import refuse_non_text
 from verifiers.train.config import GRPOConfig
+from verifiers.train.validation.run_settings import refuse_mid_block_saves
 
 __all__ = ["datasets_of", "planned_run"]
 
@@ -28,9 +29,9 @@ def planned_run(
         warn: say where the run is longer than its curriculum.
 
     Raises:
-        ConfigError: a rubric without reward functions; sizes, stages and datasets that do not go together; a group of
-            environments of which one brings a curriculum that would not be followed; a prompt with a part that is no
-            text.
+        ConfigError: a rubric without reward functions; sizes, stages and datasets that do not go together; saves in
+            the middle of a block; a group of environments of which one brings a curriculum that would not be
+            followed; a prompt with a part that is no text.
     """
     if getattr(getattr(env, "rubric", None), "is_empty", False):
         raise ConfigError(
@@ -39,6 +40,7 @@ def planned_run(
         )
     rows = env.get_dataset()
     plan = args.batch_plan(len(rows))
+    refuse_mid_block_saves(args, plan)
     prompt = rows[0]["prompt"]
     # a column holds one type throughout, so where the first content is text all are
     if not isinstance(prompt, str) and any(isinstance(message.get("content"), list) for message in prompt):

@@ -116,7 +116,7 @@ def refuse_biased_sampling(
     Raises:
         ConfigError: with what to leave out or to set.
     """
-    if not args.importance_correction and not args.may_be_stale:
+    if not args.importance_correction and not args.may_be_stale and not args.kl_in_reward:
         return
     untrained = ", ask client.untrained, whose calls are not trained" if "call" in whose else ""
     if given is None:
@@ -126,6 +126,11 @@ def refuse_biased_sampling(
         value = given.get(name)
         if value is None or value in neutral:
             continue
+        if args.kl_in_reward:
+            raise ConfigError(
+                f"{whose} samples with {name}={value!r}, under which kl_in_reward is the KL of another distribution "
+                f"than the policy's; leave {name} out{untrained}, or set kl_in_reward=False."
+            )
         if args.importance_correction:
             raise ConfigError(
                 f"{whose} samples with {name}={value!r}, under which importance_correction is biased, for the "

@@ -48,7 +48,6 @@ from verifiers.train.termination import end_together
 from verifiers.train.validation.eval_settings import check_eval_sets
 from verifiers.train.validation.host_settings import check_output_dir
 from verifiers.train.validation.process_settings import check_processes
-from verifiers.train.validation.run_settings import refuse_mid_block_saves
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import BeforeOptimizerStep, PolicyWeights, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck
@@ -117,7 +116,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._model_name = model_name(model)
         self.plan = planned_run(args, env, curriculum)
         args.max_steps = self.plan.max_steps
-        refuse_mid_block_saves(args, self.plan.updates_per_block)
         self.sampling_args = training_sampling_args(env, args)
         eval_sets = choose_eval_sets(env, eval_dataset, eval_env, most=args.num_eval_prompts)
         check_eval_sets(args, eval_sets)
@@ -135,6 +133,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
+        if args.kl_in_reward:
+            self.beta = 0.0
         disable_dropout(self.model, warns=self.is_world_process_zero())
         check_processes(self.accelerator, args)
         self.last_block: ScoredBlock | None = None

@@ -44,6 +44,67 @@ def test_each_scaling_gives_the_worked_numbers(scale_rewards: Any, expected: lis
     assert result.group_means == pytest.approx([0.8, 0.6666667], abs=1e-6)
 
 
+TOKENS = [[2, 2, 2], [2, 2, 8]]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "tokens", "expected"),
+    [
+        ("rloo", TOKENS, [[0.15, 0, -0.15], [-0.1, 0.35, -0.25]]),
+        # mean 0.7333333 and deviation 0.1490712 of the six rewards
+        (
+            "reinforce_plus_plus",
+            None,
+            [[1.1172845, 0.4469138, -0.2234569], [-0.8938276, 1.1172845, -1.5641983]],
+        ),
+        # mean 0.6555556 and deviation 0.1640536 over 18 tokens, of which the last completion has 8
+        (
+            "reinforce_plus_plus",
+            TOKENS,
+            [[1.4891203, 0.8799347, 0.2707491], [-0.3384364, 1.4891203, -0.9476220]],
+        ),
+        ("reinforce_plus_plus_baseline", None, [[0.7494379, 0, -0.7494379], [-0.4996253, 1.7486885, -1.2490632]]),
+        (
+            "reinforce_plus_plus_baseline",
+            TOKENS,
+            [[1.1577859, 0.4134950, -0.3307960], [-0.0826990, 2.1501738, -0.8269900]],
+        ),
+    ],
+    ids=str,
+)
+def test_each_estimator_gives_the_worked_numbers(estimator: str, tokens: Any, expected: list[list[float]]) -> None:
+    result = group_advantages(REWARDS, estimator=estimator, tokens=tokens)
+    for values, wanted in zip(result.advantages, expected, strict=True):
+        assert values == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_equal_rewards_and_failures_have_no_gradient_under_any_estimator(estimator: str) -> None:
+    assert group_advantages([[0.1 + 0.2, 0.3, None]], estimator=estimator).advantages == [[0.0, 0.0, None]]
+    assert group_advantages([[None, None]], estimator=estimator).advantages == [[None, None]]
+
+
+def test_a_lone_survivor_is_compared_with_the_whole_block_where_the_estimator_has_no_groups() -> None:
+    groups = [rollout(0, 1.0), rollout(1, None, outcome=FAILED)], [rollout(0, 0.0, 1), rollout(1, 0.5, 1)]
+    whole = rollout_advantages(block(*groups), estimator="reinforce_plus_plus")
+    assert whole[groups[0][0].key] == pytest.approx(1.2244, abs=1e-3)
+    by_group = rollout_advantages(block(*groups), estimator="reinforce_plus_plus_baseline")
+    assert by_group.left_out[groups[0][0].key] == "no_baseline"
+
+
+def test_penalties_are_subtracted_before_the_statistics_and_refuse_advantages_of_the_environment() -> None:
+    first, second, third = (rollout(generation, reward) for generation, reward in enumerate([1.0, 0.0, 0.0]))
+    found = rollout_advantages(block([first, second, third]), penalties={first.key: 0.25, third.key: -0.5})
+    assert list(found.values()) == pytest.approx(group_advantages([[0.75, 0.0, 0.5]]).advantages[0])
+    with pytest.raises(ConfigError, match="advantage of its own, which kl_in_reward does not reach"):
+        rollout_advantages(block([rollout(0, 1.0, advantage=0.5), second]), penalties={})
+
+
+def test_an_unknown_estimator_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="advantage_estimator is 'gae'; choose one of group, rloo"):
+        group_advantages(REWARDS, estimator="gae")
+
+
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [

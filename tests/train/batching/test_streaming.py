@@ -71,6 +71,9 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "importance_correction": False,
         "off_policy_mask_threshold": None,
         "vllm_importance_sampling_mode": "token_truncate",
+        "advantage_estimator": "group",
+        "geometric_mask_min": None,
+        "geometric_mask_max": None,
     }
     return SimpleNamespace(**{**defaults, **values})
 

@@ -67,7 +67,7 @@ class Accelerator:
 
 def plane(kind: type[Any], case: dict[str, Any]) -> Any:
     """Return a trainer without a model: what `_compute_loss` reads, with vLLM said to have sampled."""
-    settings = {name: value for name, value in case.items() if name not in ("mode", "delta")}
+    settings = {name: value for name, value in case.items() if name not in ("mode", "delta", "kl_estimator")}
     made = object.__new__(kind)
     given = {
         "epsilon_low": 0.2,
@@ -100,6 +100,10 @@ def plane(kind: type[Any], case: dict[str, Any]) -> Any:
             vllm_importance_sampling_mode=case["mode"],
             vllm_importance_sampling_clip_max=CAP,
             vllm_importance_sampling_clip_min=None,
+            geometric_mask_max=None,
+            geometric_mask_min=None,
+            importance_sampling_level=case["importance_sampling_level"],
+            kl_estimator=case.get("kl_estimator"),
         ),
     }
     vars(made).update({**settings, **given})
@@ -130,6 +134,17 @@ def a_batch() -> dict[str, Tensor]:
         "sampling_per_token_logps": torch.where(mask.bool(), sampled, 0.0),
         "entropies": torch.rand(shape, generator=draw),
         "num_items_in_batch": mask.sum().float(),
+    }
+
+
+def one_weight_a_row(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        "row_weights": torch.ones(ROWS),
+        "update_share": torch.tensor(1.0),
+        "call_tokens": batch["tool_mask"].sum(),
+        "call_rows": torch.tensor(ROWS),
+        "call_padding_rows": torch.tensor(0),
+        "sampled_tokens": batch["tool_mask"].sum(1),
     }
 
 
@@ -165,14 +180,6 @@ def test_rows_of_equal_weight_have_the_loss_and_the_gradient_of_trl(
     loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = a_batch()
-    one_weight_a_row = {
-        "row_weights": torch.ones(ROWS),
-        "update_share": torch.tensor(1.0),
-        "call_tokens": batch["tool_mask"].sum(),
-        "call_rows": torch.tensor(ROWS),
-        "call_padding_rows": torch.tensor(0),
-        "sampled_tokens": batch["tool_mask"].sum(1),
-    }
     corrected = 0
     for case in cases():
         if case["loss_type"] != loss_type:
@@ -182,10 +189,86 @@ def test_rows_of_equal_weight_have_the_loss_and_the_gradient_of_trl(
         theirs = plane(trl.GRPOTrainer, case)
         loss, gradient = computed(theirs, {**batch, "importance_sampling_ratio": ratio}, monkeypatch)
         ours = plane(GRPOTrainer, case)
-        found_loss, found_gradient = computed(ours, {**batch, **one_weight_a_row}, monkeypatch)
+        found_loss, found_gradient = computed(ours, {**batch, **one_weight_a_row(batch)}, monkeypatch)
         assert gradient.abs().max() > 1e-4
         assert found_loss == pytest.approx(loss, abs=1e-6), case
         torch.testing.assert_close(found_gradient, gradient, atol=1e-6, rtol=1e-5)
         logged = ours.corrected_loss.metrics.take()
         assert logged["entropy"] == pytest.approx(theirs._metrics["train"]["entropy"][0], abs=1e-6)
     assert corrected > 1
+
+
+PLAIN: dict[str, Any] = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "token",
+    "mode": "token_truncate",
+    "beta": 0.0,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "delta": None,
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo", "sapo"])
+def test_gspo_token_is_gspo_where_every_token_of_a_row_has_its_advantage(
+    loss_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = a_batch()
+    batch |= one_weight_a_row(batch)
+    found = {}
+    # a weight of the correction for each row: token weights would make the objective's tokens unequal
+    case = PLAIN | {"loss_type": loss_type, "mode": "sequence_truncate"}
+    for level in ("sequence", "sequence_token"):
+        trainer = plane(GRPOTrainer, case | {"importance_sampling_level": level})
+        found[level] = computed(trainer, batch, monkeypatch)
+        assert trainer.importance_sampling_level == level
+    assert found["sequence_token"][0] == pytest.approx(found["sequence"][0], abs=1e-6)
+    torch.testing.assert_close(found["sequence_token"][1], found["sequence"][1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gspo_token_gives_the_worked_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # ratios 2 and 0.5 x 1.1^2, so that their geometric mean is 1.1; advantages 1 and -3
+    batch = {
+        "current": torch.zeros(1, 2),
+        "old_per_token_logps": -torch.tensor([[2.0, 0.605]]).log(),
+        "entropies": torch.zeros(1, 2),
+        "advantages": torch.tensor([[1.0, -3.0]]),
+        "tool_mask": torch.ones(1, 2).long(),
+        "num_items_in_batch": torch.tensor(2.0),
+    }
+    batch |= {name: torch.ones(1, 2).long() for name in ("completion_ids", "completion_mask")}
+    batch |= {name: torch.ones(1, 1).long() for name in ("prompt_ids", "prompt_mask")}
+    batch |= {"sampling_per_token_logps": batch["old_per_token_logps"], **one_weight_a_row(batch)}
+    batch["row_weights"] = torch.ones(1)
+    token = computed(plane(GRPOTrainer, PLAIN), batch, monkeypatch)
+    gspo_token = computed(
+        plane(GRPOTrainer, PLAIN | {"importance_sampling_level": "sequence_token"}), batch, monkeypatch
+    )
+    # token by token min(2 x 1, 1.2 x 1) and min(0.605 x -3, 0.8 x -3), clipped both; as a row 1.1 x 1 and 1.1 x -3
+    assert (token[0], gspo_token[0]) == (pytest.approx(0.6), pytest.approx(1.1))
+    torch.testing.assert_close(token[1], torch.zeros(1, 2))
+    torch.testing.assert_close(gspo_token[1], torch.tensor([[-0.55, 1.65]]))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_named_estimator_is_the_term_that_beta_weighs(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = a_batch()
+    batch |= one_weight_a_row(batch)
+    mask = batch["tool_mask"]
+    leaf = batch["current"].clone().requires_grad_()
+    difference = leaf - batch["ref_per_token_logps"]
+    ratio = (leaf - batch["old_per_token_logps"]).exp()
+    terms = {
+        "k1": ratio * difference,
+        "k2": ratio.detach() * difference**2 / 2,
+        "k3": ratio * ((-difference).exp() - 1 + difference),
+    }
+    wanted = 0.3 * ((terms[estimator] * mask).sum(1) / mask.sum(1)).mean()
+    (gradient,) = torch.autograd.grad(wanted, leaf)
+    with_kl = computed(plane(GRPOTrainer, PLAIN | {"beta": 0.3, "kl_estimator": estimator}), batch, monkeypatch)
+    without = computed(plane(GRPOTrainer, PLAIN), batch, monkeypatch)
+    assert with_kl[0] - without[0] == pytest.approx(wanted.item(), abs=1e-6)
+    torch.testing.assert_close(with_kl[1] - without[1], gradient, atol=1e-6, rtol=1e-5)

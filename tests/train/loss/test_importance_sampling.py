@@ -48,6 +48,25 @@ def test_weights_by_mode_and_bounds(case: tuple[str, float | None, float | None]
     assert torch.allclose(weights, torch.tensor(EXPECTED[case], dtype=torch.float32), atol=1e-6)
 
 
+# geometric means of the rows: (2 x 0.5)^(1/2) = 1 and (0.25 x 1)^(1/2) = 0.5
+GEOMETRIC: dict[tuple[str, float | None, float | None], list[list[float]]] = {
+    ("token_truncate", None, 0.6): [[1.5, 0.5, 1], [0, 1, 0]],
+    ("token_truncate", 2.0, 0.5): [[1.5, 0.5, 1], [0.25, 1, 1]],
+    ("token_mask", 2.0, 0.6): [[0, 0.5, 1], [0, 1, 0]],
+    ("sequence_truncate", 0.9, None): [[0, 0, 1], [0.25, 1, 0.25]],
+}
+
+
+@pytest.mark.parametrize("case", GEOMETRIC, ids=str)
+def test_a_row_outside_the_geometric_bounds_has_no_weight_under_any_mode(
+    case: tuple[str, float | None, float | None],
+) -> None:
+    mode, high, low = case
+    bounds: dict[str, Any] = {"clip_max": 1.5, "clip_min": None, "geometric_max": high, "geometric_min": low}
+    weights = correction_weights(OLD, SAMPLING, MASK, mode=mode, **bounds)
+    assert torch.allclose(weights, torch.tensor(GEOMETRIC[case], dtype=torch.float32), atol=1e-6)
+
+
 def test_every_mode_is_worked_out() -> None:
     assert {mode for mode, _, _ in EXPECTED} == set(IMPORTANCE_SAMPLING_MODES)
 

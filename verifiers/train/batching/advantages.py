@@ -9,13 +9,14 @@ Not promised here: any weighting of rollouts against each other in the loss (see
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
 
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, ScoredBlock
+from verifiers.train.validation.loss_settings import ADVANTAGE_ESTIMATORS
 from verifiers.types import RolloutKey
 
 __all__ = [
@@ -84,29 +85,41 @@ def group_advantages(
     eps: float = 1e-4,
     *,
     require_full_groups: bool = False,
+    estimator: str = "group",
+    tokens: Sequence[Sequence[int]] | None = None,
 ) -> AdvantageResult:
-    """Turn the rewards of each group into advantages, (r - mean) / (std + eps).
+    """Turn the rewards of each group into advantages.
 
-    This is the group-relative advantage of DeepSeekMath (arXiv:2402.03300); `scale_rewards="none"` is that of
-    Dr. GRPO (arXiv:2503.20783), `"batch"` the mixed one of "Tricks or Traps?" (arXiv:2508.08221).
+    - "group": (r - mean) / (std + eps), the group-relative advantage of DeepSeekMath (arXiv:2402.03300);
+      `scale_rewards="none"` is that of Dr. GRPO (arXiv:2503.20783), `"batch"` the mixed one of "Tricks or Traps?"
+      (arXiv:2508.08221).
+    - "rloo": r minus the mean of the group's other rewards (Ahmadian et al., arXiv:2402.14740).
+    - "reinforce_plus_plus": (r - m) / (s + eps), with mean m and deviation s over the sampled tokens of all groups,
+      each with its rollout's reward (Hu et al., arXiv:2501.03262).
+    - "reinforce_plus_plus_baseline": the same, of r minus the mean of its group (there too).
 
     Args:
         rewards: one list a group; None is a rollout without a reward (it failed).
-        scale_rewards: "group" divides by the group's deviation, "batch" by that over all rewards of the call,
-            "none" leaves r - mean as it is. The mean is always the group's. Deviations have ddof = 1.
+        scale_rewards: of "group" alone: "group" divides by the group's deviation, "batch" by that over all rewards of
+            the call, "none" leaves r - mean as it is. The mean is always the group's. Deviations have ddof = 1.
         eps: added to the deviation; in units of reward.
         require_full_groups: keep a group out whole as soon as one of its rollouts has no reward.
+        estimator: one of `ADVANTAGE_ESTIMATORS`.
+        tokens: sampled tokens of each rollout, in the layout of `rewards`, by which the deviation s (ddof = 0) and
+            the mean m are weighted; one each when left out.
 
     Returns:
         The advantages in the layout of `rewards`. The only reward of a group gets 0.0, since there is nothing
-        to compare it with. Equal rewards get exactly 0.0, as does a reward that is the group's mean up to
-        rounding.
+        to compare it with (but for "reinforce_plus_plus", which compares with every group). Equal rewards get exactly
+        0.0, as does a reward that is the mean up to rounding.
 
     Raises:
-        ConfigError: for an unknown `scale_rewards`, or a reward that is infinite or not a number.
+        ConfigError: for an unknown `scale_rewards` or `estimator`, or a reward that is infinite or not a number.
     """
     if scale_rewards not in get_args(ScaleRewards):
         raise ConfigError(f"scale_rewards={scale_rewards!r} is unknown; use one of {get_args(ScaleRewards)}")
+    if estimator not in ADVANTAGE_ESTIMATORS:
+        raise ConfigError(f"advantage_estimator is {estimator!r}; choose one of {', '.join(ADVANTAGE_ESTIMATORS)}.")
     groups = [_floats(group) for group in rewards]
     incomplete = [require_full_groups and None in group for group in groups]
     groups = [[None] * len(group) if drop else group for group, drop in zip(groups, incomplete, strict=True)]
@@ -116,17 +129,19 @@ def group_advantages(
     everything = [reward for values in scored for reward in values]
     batch_std = _deviation(everything) if len(everything) > 1 else 0.0
 
-    advantages: list[list[float | None]] = []
-    for group, mean, std in zip(groups, means, stds, strict=True):
-        scale = {"group": (std or 0.0) + eps, "batch": batch_std + eps, "none": 1.0}[scale_rewards]
-        largest = max((abs(r) for r in group if r is not None), default=0.0)
-        least = ROUNDING * largest if std else math.inf
-        advantages.append(
-            [
-                None if r is None or mean is None else 0.0 if abs(r - mean) <= least else (r - mean) / scale
-                for r in group
-            ]
-        )
+    if estimator == "reinforce_plus_plus":
+        advantages = _whitened(groups, tokens, eps)
+    else:
+        advantages = [_differences(group, mean) for group, mean in zip(groups, means, strict=True)]
+    if estimator == "reinforce_plus_plus_baseline":
+        advantages = _whitened(advantages, tokens, eps)
+    elif estimator == "rloo":
+        # r - mean of all n is (n - 1) / n of r - mean of the n - 1 others
+        shares = [max(1, len(values) - 1) / max(1, len(values)) for values in scored]
+        advantages = [_divided(group, share) for group, share in zip(advantages, shares, strict=True)]
+    elif estimator == "group" and scale_rewards != "none":
+        scales = [(batch_std if scale_rewards == "batch" else std or 0.0) + eps for std in stds]
+        advantages = [_divided(group, scale) for group, scale in zip(advantages, scales, strict=True)]
     with_baseline = [std for std in stds if std is not None]
     return AdvantageResult(
         advantages=advantages,
@@ -139,11 +154,46 @@ def group_advantages(
     )
 
 
+def _differences(values: Sequence[float | None], mean: float | None) -> list[float | None]:
+    """Return each value minus the mean, exactly 0.0 where the two are equal up to rounding."""
+    least = ROUNDING * max((abs(value) for value in values if value is not None), default=0.0)
+    return [
+        None if value is None or mean is None else 0.0 if abs(value - mean) <= least else value - mean
+        for value in values
+    ]
+
+
+def _divided(values: Sequence[float | None], by: float) -> list[float | None]:
+    return [None if value is None else value / by for value in values]
+
+
+def _whitened(
+    groups: Sequence[Sequence[float | None]], tokens: Sequence[Sequence[int]] | None, eps: float
+) -> list[list[float | None]]:
+    """Subtract the mean over all groups and divide by the deviation, both weighted by `tokens`."""
+    counts = [[1] * len(group) for group in groups] if tokens is None else tokens
+    pairs = [
+        (value, count)
+        for group, sampled in zip(groups, counts, strict=True)
+        for value, count in zip(group, sampled, strict=True)
+        if value is not None and count
+    ]
+    if not pairs:
+        return [_divided(group, math.inf) for group in groups]
+    total = sum(count for _, count in pairs)
+    values = [value for value, _ in pairs]
+    mean = values[0] if _are_equal(values) else math.fsum(value * count for value, count in pairs) / total
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 * count for value, count in pairs) / total)
+    return [_divided(_differences(group, mean), deviation + eps) for group in groups]
+
+
 def rollout_advantages(
     block: ScoredBlock,
     *,
     scale_rewards: ScaleRewards = "group",
     eps: float = 1e-4,
+    estimator: str = "group",
+    penalties: Mapping[RolloutKey, float] | None = None,
     require_full_groups: bool = False,
     mask_truncated_completions: bool = False,
     zero_truncated_completions: bool = False,
@@ -158,25 +208,31 @@ def rollout_advantages(
         block: the scored block.
         scale_rewards: see `group_advantages`.
         eps: see `group_advantages`.
+        estimator: see `group_advantages`.
+        penalties: subtracted from the rewards before the statistics; 0 for a rollout that is not named.
         require_full_groups: drop every rollout of a group in which one failed.
         mask_truncated_completions: truncated rollouts keep their place in the statistics but get no loss
             (overlong filtering of DAPO, arXiv:2503.14476).
         zero_truncated_completions: the reward of a truncated rollout counts as 0 before the statistics.
 
     Raises:
-        ConfigError: where an environment's list of advantages has not one value per sampled token.
+        ConfigError: where an environment's list of advantages has not one value per sampled token, or it gave
+            advantages, which penalties do not reach.
     """
 
     def reward_of(rollout: Rollout) -> float | None:
         if rollout.outcome.is_failure or rollout.reward is None:
             return None
-        return 0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward)
+        reward = 0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward)
+        return reward - (penalties or {}).get(rollout.key, 0.0)
 
     result = group_advantages(
         [[reward_of(rollout) for rollout in group.rollouts] for group in block.groups],
         scale_rewards,
         eps,
         require_full_groups=require_full_groups,
+        estimator=estimator,
+        tokens=[[sum(row.sampled_tokens for row in one.rows) for one in group.rollouts] for group in block.groups],
     )
     advantages: dict[RolloutKey, float | list[float]] = {}
     left_out: dict[RolloutKey, str] = {}
@@ -189,8 +245,13 @@ def rollout_advantages(
             elif mask_truncated_completions and rollout.is_truncated:
                 left_out[rollout.key] = "masked_truncated"
             elif rollout.advantage is not None:
+                if penalties is not None:
+                    raise ConfigError(
+                        f"the environment gave {rollout.key} an advantage of its own, which kl_in_reward does not "
+                        "reach; set kl_in_reward=False, or let the environment give rewards alone."
+                    )
                 advantages[rollout.key] = _given_advantage(rollout)
-            elif std is None:
+            elif std is None and estimator != "reinforce_plus_plus":
                 left_out[rollout.key] = "no_baseline"
             else:
                 advantages[rollout.key] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,6 +36,7 @@ from verifiers.train.batching.packing import (
 )
 from verifiers.train.batching.weighting import num_items_in_batch, row_weights, weight_advantages
 from verifiers.train.config import GRPOConfig
+from verifiers.types import RolloutKey
 
 __all__ = [
     "TrainingBlock",
@@ -45,6 +46,7 @@ __all__ = [
     "refuse_forked_ratios",
     "replaced_rollouts",
     "rollouts_without_gradient",
+    "rows_to_score",
     "zero_advantage",
 ]
 
@@ -80,6 +82,7 @@ def build_training_block(
     *,
     skip_zero_advantage: bool = False,
     oldest_version: int | None = None,
+    penalties: Mapping[RolloutKey, float] | None = None,
 ) -> TrainingBlock:
     """Compute advantages, pick rows, shuffle them, split them into updates, and pack each update.
 
@@ -90,8 +93,9 @@ def build_training_block(
         skip_zero_advantage: leave out rollouts whose advantage is 0 on every token. They still count in every
             denominator, so loss and gradient are the same; only right where nothing else reaches the loss.
         oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
+        penalties: subtracted from the rollouts' rewards before the advantages.
     """
-    advantages = block_advantages(block, args)
+    advantages = block_advantages(block, args, penalties)
     samples, dropped = block_samples(block, advantages, args.max_seq_len, oldest_version)
     refuse_forked_ratios(block, samples, args)
     skipped = rollouts_without_gradient(samples) if skip_zero_advantage else set()
@@ -130,11 +134,26 @@ def build_training_block(
     return TrainingBlock(block.block_id, micro_steps, advantages, dropped)
 
 
-def block_advantages(block: ScoredBlock, args: GRPOConfig) -> BlockAdvantages:
+def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_token_id: int) -> MicroSteps:
+    """Pack the rows of every scored rollout, for log-probs that are needed before there are advantages.
+
+    Rows that `max_seq_len` drops are left out.
+    """
+    unweighted = {rollout.key: 0.0 for rollout in block.rollouts if rollout.is_scored}
+    samples, _ = block_samples(block, unweighted, args.max_seq_len)
+    rows, packing = _packed(row_tensors(samples), plan.steps_per_generation, plan, args, pad_token_id)
+    return packing.nested([pad_rows(part, pad_token_id) for part in split_tensor_dict(rows, packing.sizes)])
+
+
+def block_advantages(
+    block: ScoredBlock, args: GRPOConfig, penalties: Mapping[RolloutKey, float] | None = None
+) -> BlockAdvantages:
     """Return the advantages of a block's rollouts under the run's settings."""
     return rollout_advantages(
         block,
         scale_rewards=cast("ScaleRewards", args.scale_rewards),
+        estimator=args.advantage_estimator,
+        penalties=penalties,
         require_full_groups=args.require_full_groups,
         mask_truncated_completions=args.mask_truncated_completions,
         zero_truncated_completions=args.zero_truncated_completions,
@@ -147,9 +166,11 @@ def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], 
     Raises:
         ConfigError: with the setting; the rollout would weigh otherwise than the same tokens in one row.
     """
+    level, geometric = args.importance_sampling_level, (args.geometric_mask_min, args.geometric_mask_max)
     per_row = {
         f"loss_type={args.loss_type!r}": args.loss_type == "vespo",
-        f"importance_sampling_level={args.importance_sampling_level!r}": args.importance_sampling_level == "sequence",
+        f"importance_sampling_level={level!r}": level != "token",
+        f"geometric_mask_min={geometric[0]}, geometric_mask_max={geometric[1]}": geometric != (None, None),
         f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}": args.importance_correction
         and args.vllm_importance_sampling_mode.startswith("sequence"),
         f"off_policy_mask_threshold={args.off_policy_mask_threshold}": args.off_policy_mask_threshold is not None,
@@ -161,7 +182,8 @@ def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], 
             f"{block.rollouts[index].key} became {rows} rows, since a turn does not extend the one before, and "
             f"{setting} compares policies over each whole row, so the rollout would weigh otherwise than in one row; "
             "use loss_type='dapo' with importance_sampling_level='token', vllm_importance_sampling_mode="
-            "'token_truncate' and no off_policy_mask_threshold, or an environment that only appends messages."
+            "'token_truncate', no geometric mask and no off_policy_mask_threshold, or an environment that only "
+            "appends messages."
         )
 
 
@@ -207,8 +229,7 @@ def pack_update(
         micro_steps: their numbers within the update.
         rollouts_elsewhere, tokens_elsewhere: rollouts and sampled tokens of the update that are in none of `rows`.
     """
-    packing = _packing(row_lengths(rows), len(micro_steps), plan, args)
-    rows = shuffle_tensor_dict(append_padding(rows, packing.padding_rows, pad_token_id), packing.order)
+    rows, packing = _packed(rows, len(micro_steps), plan, args, pad_token_id)
     weights_R = _weights(rows, packing, args.loss_type, micro_steps, plan, rollouts_elsewhere)
     advantages = rows["advantages"]
     assert advantages is not None
@@ -231,6 +252,14 @@ def pack_update(
                 update_share = torch.tensor(float(batch["sampled_tokens"].sum()) * per_token)
                 batch.update(totals, num_items_in_batch=items, update_share=update_share)
     return nested
+
+
+def _packed(
+    rows: TensorDict, micro_steps: int, plan: BatchPlan, args: GRPOConfig, pad_token_id: int
+) -> tuple[TensorDict, Packing]:
+    """Return rows with their padding rows, in the order of their packing, and the packing."""
+    packing = _packing(row_lengths(rows), micro_steps, plan, args)
+    return shuffle_tensor_dict(append_padding(rows, packing.padding_rows, pad_token_id), packing.order), packing
 
 
 def _packing(lengths: list[int], micro_steps: int, plan: BatchPlan, args: GRPOConfig) -> Packing:

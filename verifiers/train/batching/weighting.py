@@ -169,9 +169,13 @@ class WeightedBeta(float):
     Args:
         beta: the KL coefficient.
         weights_R: weights of the micro-batch's rows, from `row_weights`.
+
+    Attributes:
+        kl_RC: terms that take the place of TRL's; None for TRL's own.
     """
 
     weights_R: Tensor  # noqa: N815
+    kl_RC: Tensor | None = None  # noqa: N815
 
     def __new__(cls, beta: float, weights_R: Tensor) -> WeightedBeta:
         self = super().__new__(cls, beta)
@@ -185,7 +189,7 @@ class WeightedBeta(float):
             raise ConfigError(
                 f"the KL terms have shape {tuple(other.shape)}, but there are {len(self.weights_R)} row weights"
             )
-        return other * (float(self) * self.weights_R.to(other).unsqueeze(1))
+        return (other if self.kl_RC is None else self.kl_RC) * (float(self) * self.weights_R.to(other).unsqueeze(1))
 
 
 class WeightedCoefficient(float):

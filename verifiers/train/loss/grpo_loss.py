@@ -22,20 +22,28 @@ from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.importance_sampling import (
     Mismatch,
     correction_weights,
+    geometric_ratios,
     join_mismatches,
     measure_mismatch,
     mismatch_metrics,
 )
+from verifiers.train.loss.kl_penalty import kl_terms
 from verifiers.train.loss.loss_metrics import LossMetrics
 
-__all__ = ["CorrectedLoss", "micro_step_loss", "only_advantages_matter", "weighted_coefficients"]
+__all__ = [
+    "CorrectedLoss",
+    "micro_step_loss",
+    "only_advantages_matter",
+    "sequence_token_reference",
+    "weighted_coefficients",
+]
 
 
 class CorrectedLoss:
     """Everything around each call of TRL's loss: the inputs before, the importance weights within, the metrics after.
 
     Args:
-        args: mode and bounds of the importance sampling.
+        args: mode and bounds of the importance sampling, level of the ratio, and estimator of the KL term.
     """
 
     def __init__(self, args: GRPOConfig) -> None:
@@ -45,6 +53,7 @@ class CorrectedLoss:
     def reset(self) -> None:
         """Forget what was measured, and a call that was cut off."""
         self._inputs: dict[str, Any] | None = None
+        self._beta: WeightedBeta | None = None
         self._mismatches: list[Mismatch] = []
         self.metrics = LossMetrics()
 
@@ -62,6 +71,7 @@ class CorrectedLoss:
         before, logged[mode] = logged[mode], defaultdict(list)
         try:
             with weighted_coefficients(trainer, inputs):
+                self._beta = trainer.beta if isinstance(trainer.beta, WeightedBeta) else None
                 yield prepared
         finally:
             self.end()
@@ -95,7 +105,18 @@ class CorrectedLoss:
         if inputs is None:
             return logps_RC
         logps_RC = torch.where(inputs["tool_mask"].bool(), logps_RC, 0.0)
+        old_RC = inputs.get("old_per_token_logps")
+        if self._beta is not None and self._args.kl_estimator in ("k1", "k2"):
+            self._beta.kl_RC = kl_terms(
+                logps_RC,
+                inputs["ref_per_token_logps"],
+                old_RC,
+                self._args.kl_estimator,
+                corrected=self._args.use_bias_correction_kl,
+            )
         mismatch = self._weight_advantages(inputs, logps_RC.detach())
+        if self._args.importance_sampling_level == "sequence_token" and old_RC is not None:
+            inputs["old_per_token_logps"] = sequence_token_reference(logps_RC.detach(), old_RC, inputs["tool_mask"])
         if mismatch is not None and training:
             self._mismatches.append(mismatch)
         return logps_RC
@@ -116,6 +137,8 @@ class CorrectedLoss:
             mode=mode,
             clip_max=args.vllm_importance_sampling_clip_max,
             clip_min=args.vllm_importance_sampling_clip_min,
+            geometric_max=args.geometric_mask_max,
+            geometric_min=args.geometric_mask_min,
         )
         if args.loss_type == "vespo":
             inputs["importance_sampling_ratio"] = weights_RC
@@ -137,6 +160,22 @@ class CorrectedLoss:
         return {**self.metrics.take(), **(mismatch_metrics(mismatch) if mismatch is not None else {})}
 
 
+def sequence_token_reference(logps_RC: Tensor, old_logps_RC: Tensor, loss_mask_RC: Tensor) -> Tensor:
+    """Return log-probs (R, C) in place of the old ones, under which a token's ratio is that of GSPO-token.
+
+    The ratio is sg[s] pi / sg[pi], with s the geometric mean of pi / pi_old over the row and sg[] without gradient
+    (Zheng et al., "Group sequence policy optimization", arXiv:2507.18071). So a token's advantage may be its own,
+    and the clipping is that of the row's ratio.
+
+    Args:
+        logps_RC: log pi, without gradient.
+        old_logps_RC: log pi_old.
+        loss_mask_RC: 1 on sampled tokens.
+    """
+    sequence_R1 = geometric_ratios(logps_RC, old_logps_RC, loss_mask_RC).log()
+    return torch.where(loss_mask_RC.bool(), logps_RC - sequence_R1, old_logps_RC)
+
+
 @contextlib.contextmanager
 def weighted_coefficients(trainer: trl.GRPOTrainer, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Weight the coefficients of the loss terms that advantages do not reach, for one call of TRL's loss.
@@ -146,6 +185,10 @@ def weighted_coefficients(trainer: trl.GRPOTrainer, inputs: Mapping[str, Any]) -
         inputs: the micro-batch, with `row_weights` and `update_share`.
     """
     beta, router, share = trainer.beta, trainer.router_aux_loss_coef, float(inputs["update_share"])
+    level = trainer.importance_sampling_level
+    if level == "sequence_token":
+        # TRL knows tokens' ratios, which are relative to what `sequence_token_reference` puts in
+        trainer.importance_sampling_level = "token"
     if beta != 0.0:
         trainer.beta = WeightedBeta(beta, inputs["row_weights"])
     trainer.entropy_coef = WeightedCoefficient(trainer.entropy_coef, share)
@@ -154,6 +197,7 @@ def weighted_coefficients(trainer: trl.GRPOTrainer, inputs: Mapping[str, Any]) -
         yield
     finally:
         trainer.beta, trainer.router_aux_loss_coef = beta, router
+        trainer.importance_sampling_level = level
         # adaptive control may have moved it
         trainer.entropy_coef = float(trainer.entropy_coef)
 

@@ -2,7 +2,9 @@
 
 A truncated weight w = min(pi_old / mu, cap), without gradient, multiplies each token's objective: decoupled PPO
 (Hilton et al., arXiv:2110.00641), with the truncation of Yao et al. ("Your efficient RL framework secretly
-brings you off-policy RL training", 2025). Clipping acts on pi / pi_old and is not touched.
+brings you off-policy RL training", 2025). "token_mask" with both bounds is IcePop (Ling team, arXiv:2510.18855), and
+the mask of rows by the geometric mean of their ratios is that of Liu, Li et al. ("When speed kills stability", 2025).
+Clipping acts on pi / pi_old and is not touched.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 __all__ = [
     "Mismatch",
     "correction_weights",
+    "geometric_ratios",
     "importance_ratios",
     "join_mismatches",
     "measure_mismatch",
@@ -53,6 +56,13 @@ def importance_ratios(old_logps_RC: Tensor, sampling_logps_RC: Tensor, loss_mask
     return log_ratio_RC.exp()
 
 
+def geometric_ratios(old_logps_RC: Tensor, sampling_logps_RC: Tensor, loss_mask_RC: Tensor) -> Tensor:
+    """Return the geometric mean (R, 1) of pi_old / mu over each row's sampled tokens; 1.0 where there are none."""
+    sampled_RC = loss_mask_RC.bool()
+    log_ratio_RC = torch.where(sampled_RC, old_logps_RC - sampling_logps_RC, 0.0)
+    return (log_ratio_RC.sum(-1, keepdim=True) / sampled_RC.sum(-1, keepdim=True).clamp(min=1)).exp()
+
+
 def correction_weights(
     old_logps_RC: Tensor,
     sampling_logps_RC: Tensor,
@@ -61,6 +71,8 @@ def correction_weights(
     mode: str,
     clip_max: float | None,
     clip_min: float | None,
+    geometric_max: float | None = None,
+    geometric_min: float | None = None,
 ) -> Tensor:
     """Return the weights (R, C), 1.0 where `loss_mask_RC` is 0.
 
@@ -70,19 +82,27 @@ def correction_weights(
         mode: "token_" or "sequence_" (the product over a row's sampled tokens) and "truncate" (ratios are cut to
             the bounds) or "mask" (ratios outside the bounds become 0).
         clip_max, clip_min: the bounds; None for none.
+        geometric_max, geometric_min: rows whose geometric mean ratio is outside are 0 on every token; None for none.
     """
     sampled_RC = loss_mask_RC.bool()
     ratio_RC = importance_ratios(old_logps_RC, sampling_logps_RC, loss_mask_RC, mode)
     if mode.endswith("truncate"):
         weights_RC = ratio_RC.clamp(min=clip_min, max=clip_max) if clip_min or clip_max else ratio_RC
     else:
-        keep_RC = torch.ones_like(sampled_RC)
-        if clip_max is not None:
-            keep_RC &= ratio_RC <= clip_max
-        if clip_min is not None:
-            keep_RC &= ratio_RC >= clip_min
-        weights_RC = torch.where(keep_RC, ratio_RC, 0.0)
+        weights_RC = torch.where(_inside(ratio_RC, clip_min, clip_max), ratio_RC, 0.0)
+    if geometric_max is not None or geometric_min is not None:
+        ratio_R1 = geometric_ratios(old_logps_RC, sampling_logps_RC, loss_mask_RC)
+        weights_RC = torch.where(_inside(ratio_R1, geometric_min, geometric_max), weights_RC, 0.0)
     return torch.where(sampled_RC, weights_RC, 1.0)
+
+
+def _inside(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    keep = torch.ones_like(ratio, dtype=torch.bool)
+    if high is not None:
+        keep &= ratio <= high
+    if low is not None:
+        keep &= ratio >= low
+    return keep
 
 
 def measure_mismatch(

@@ -9,12 +9,19 @@ from verifiers.errors import ConfigError
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
 
-__all__ = ["IMPORTANCE_SAMPLING_MODES", "LOSS_TYPES", "refuse_bad_loss"]
+__all__ = ["ADVANTAGE_ESTIMATORS", "IMPORTANCE_SAMPLING_MODES", "LOSS_TYPES", "refuse_bad_loss"]
 
 LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo")
 """Every loss type of trl 1.16."""
 
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+RATIO_LEVELS = ("token", "sequence", "sequence_token")
+"""Values of `importance_sampling_level`: the first two are TRL's."""
+
+ADVANTAGE_ESTIMATORS = ("group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+KL_ESTIMATORS = (None, "k1", "k2", "k3")
 
 
 def refuse_bad_loss(args: GRPOConfig) -> None:
@@ -36,6 +43,35 @@ def refuse_bad_loss(args: GRPOConfig) -> None:
             "loss_type='dr_grpo' divides by max_completion_length, which is None; give it a number of tokens, or "
             "use 'dapo'."
         )
+    _refuse_bad_ratios(args)
+    _refuse_bad_correction(args)
+    _refuse_bad_kl(args)
+    _refuse_bad_advantages(args)
+    _refuse_bad_passes(args)
+
+
+def _refuse_bad_ratios(args: GRPOConfig) -> None:
+    level = args.importance_sampling_level
+    if level not in RATIO_LEVELS:
+        raise ConfigError(f"importance_sampling_level is {level!r}; choose one of {', '.join(RATIO_LEVELS)}.")
+    if args.loss_type == "vespo" and level != "token":
+        raise ConfigError(
+            f"loss_type='vespo' weighs by the ratio of the whole row at every level, so importance_sampling_level="
+            f"{level!r} would change its metrics alone; leave it out."
+        )
+    if args.loss_type == "luspo" and level == "sequence_token":
+        raise ConfigError(
+            "loss_type='luspo' multiplies the objective of a row by its length, which importance_sampling_level="
+            "'sequence_token' takes apart into tokens; set 'sequence'."
+        )
+    if args.delta is not None and args.loss_type in ("cispo", "sapo", "vespo"):
+        raise ConfigError(
+            f"delta={args.delta:g} bounds the clipped objective, which loss_type={args.loss_type!r} does not have; "
+            "leave it out."
+        )
+
+
+def _refuse_bad_correction(args: GRPOConfig) -> None:
     if args.vllm_importance_sampling_mode not in IMPORTANCE_SAMPLING_MODES:
         raise ConfigError(
             f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}; choose one of "
@@ -46,7 +82,55 @@ def refuse_bad_loss(args: GRPOConfig) -> None:
             f"loss_type='vespo' multiplies the tokens' ratios itself, so vllm_importance_sampling_mode="
             f"{args.vllm_importance_sampling_mode!r} counts a row's ratio once a token; use 'token_truncate'."
         )
-    _refuse_bad_passes(args)
+    geometric = args.geometric_mask_min, args.geometric_mask_max
+    if geometric != (None, None) and not (args.importance_correction and args.vllm_importance_sampling_correction):
+        raise ConfigError(
+            f"geometric_mask_min={geometric[0]} and geometric_mask_max={geometric[1]} belong to the correction, "
+            "which is off; set importance_correction=True, or leave them out."
+        )
+    bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    for prefix, (low, high) in {"vllm_importance_sampling_clip": bounds, "geometric_mask": geometric}.items():
+        if (low is not None and not 0 <= low <= 1) or (high is not None and not high >= 1):
+            raise ConfigError(
+                f"{prefix}_min={low} and {prefix}_max={high} leave out a ratio of 1, which is that of every token on "
+                f"policy; give {prefix}_min between 0 and 1, and {prefix}_max of 1 or more."
+            )
+
+
+def _refuse_bad_kl(args: GRPOConfig) -> None:
+    estimator = args.kl_estimator
+    if estimator not in KL_ESTIMATORS:
+        raise ConfigError(f"kl_estimator is {estimator!r}; choose one of k1, k2, k3.")
+    if args.beta == 0.0 and (estimator is not None or args.kl_in_reward):
+        name, value = ("kl_in_reward", True) if args.kl_in_reward else ("kl_estimator", estimator)
+        raise ConfigError(f"{name}={value!r} has no effect with beta=0; set beta, such as 0.001, or leave it out.")
+    if args.kl_in_reward and estimator not in (None, "k1"):
+        raise ConfigError(
+            f"kl_estimator={estimator!r} with kl_in_reward=True: in the reward k1 alone has the gradient of the KL; "
+            "leave kl_estimator out, or set kl_in_reward=False."
+        )
+    if estimator == "k1" and not args.kl_in_reward and not args.use_bias_correction_kl:
+        raise ConfigError(
+            "kl_estimator='k1' with use_bias_correction_kl=False is a term whose gradient is 0 in expectation; set "
+            "use_bias_correction_kl=True, kl_estimator='k2', or kl_in_reward=True."
+        )
+
+
+def _refuse_bad_advantages(args: GRPOConfig) -> None:
+    estimator = args.advantage_estimator
+    if estimator not in ADVANTAGE_ESTIMATORS:
+        raise ConfigError(f"advantage_estimator is {estimator!r}; choose one of {', '.join(ADVANTAGE_ESTIMATORS)}.")
+    if estimator != "group" and args.scale_rewards not in ("group", True):
+        raise ConfigError(
+            f"scale_rewards={args.scale_rewards!r} has no effect with advantage_estimator={estimator!r}, which has a "
+            "scale of its own; leave one of them out."
+        )
+    if estimator == "reinforce_plus_plus" and args.dynamic_sampling:
+        raise ConfigError(
+            "dynamic_sampling replaces groups whose rewards are all equal, which advantage_estimator="
+            "'reinforce_plus_plus' learns from, as it compares with the whole block; set dynamic_sampling=False, or "
+            "'reinforce_plus_plus_baseline'."
+        )
 
 
 def _refuse_bad_passes(args: GRPOConfig) -> None:

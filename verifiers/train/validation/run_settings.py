@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
 from verifiers.train.validation.loss_settings import refuse_bad_loss
 from verifiers.train.weight_sync.choice import WEIGHT_SYNCS
@@ -111,6 +112,14 @@ def _refuse_bad_asynchrony(args: GRPOConfig) -> None:
 
 def _refuse_unstreamable(args: GRPOConfig) -> None:
     """Refuse what needs the whole block, or the whole update, before its first micro-batch."""
+    if args.advantage_estimator.startswith("reinforce") or args.kl_in_reward:
+        name, value = (
+            ("kl_in_reward", True) if args.kl_in_reward else ("advantage_estimator", args.advantage_estimator)
+        )
+        raise ConfigError(
+            f"{name}={value!r} needs the rollouts of the whole block before its first micro-batch is trained; set "
+            "streaming=False."
+        )
     if args.scale_rewards == "batch":
         raise ConfigError(
             "scale_rewards='batch' needs the rewards of the whole block before its first micro-batch is trained; "
@@ -133,7 +142,7 @@ def _refuse_unstreamable(args: GRPOConfig) -> None:
         )
 
 
-def refuse_mid_block_saves(args: GRPOConfig, updates_per_block: int) -> None:
+def refuse_mid_block_saves(args: GRPOConfig, plan: BatchPlan) -> None:
     """Refuse to save or evaluate every so many steps where that is inside a block.
 
     Raises:
@@ -147,7 +156,8 @@ def refuse_mid_block_saves(args: GRPOConfig, updates_per_block: int) -> None:
             continue
         if every < 1:
             # a share of the run, which transformers rounds up in the same way
-            every = math.ceil(args.max_steps * every)
+            every = math.ceil(plan.max_steps * every)
+        updates_per_block = plan.updates_per_block
         if every % updates_per_block:
             lower = max(1, int(every) // updates_per_block) * updates_per_block
             raise ConfigError(

@@ -1,0 +1,155 @@
+"""The data loop on two ranks, each a thread: what each trains, and what is logged of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verifiers.data.batch_plan import make_plan
+from verifiers.monitoring.stage_timer import StageTimer
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
+from verifiers.train.batching.advantages import group_advantages
+from verifiers.train.batching.collate import MicroBatch
+from verifiers.train.block_metrics import block_metrics
+from verifiers.train.config import GRPOConfig
+from verifiers.train.data_loop import DataLoop
+from verifiers.types import Outcome, RolloutKey
+
+PLAN = make_plan(
+    per_device_train_batch_size=4, num_processes=2, num_generations=4, max_steps=1, num_prompts=9, seed=3
+)
+
+
+class Meeting:
+    """Where two ranks exchange what they have."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=60.0)
+        self._held: list[Any] = [None, None]
+
+    def exchange(self, rank: int, own: Any) -> list[Any]:
+        self._held[rank] = own
+        self._barrier.wait()
+        held = list(self._held)
+        self._barrier.wait()
+        return held
+
+
+class RankOfTwo:
+    """The interface of `Ranks`, for one of two threads."""
+
+    count = 2
+
+    def __init__(self, meeting: Meeting, index: int) -> None:
+        self._meeting, self.index = meeting, index
+
+    def gather(self, own: Any) -> list[Any]:
+        return self._meeting.exchange(self.index, own)
+
+    def on_rank_0(self, work: Callable[[], Any]) -> Any:
+        return self._meeting.exchange(self.index, work() if self.index == 0 else None)[0]
+
+    def scatter(self, work: Callable[[], Sequence[Any]]) -> Any:
+        return self.on_rank_0(work)[self.index]
+
+
+def a_block(rewards: Sequence[float]) -> ScoredBlock:
+    """Return two groups of four; the rollouts have different lengths and one of them two rows."""
+
+    def row(tokens: int) -> TokenSequence:
+        return TokenSequence([1, 2], [3] * tokens, [1] * tokens, [-0.5] * tokens, [0] * tokens)
+
+    def rollout(index: int) -> Rollout:
+        key = RolloutKey(0, index // 4, index % 4)
+        rows = [row(1 + index % 5)] + [row(2)] * (index == 6)
+        return Rollout(key, Outcome.COMPLETED, prompt="p", completion="c", reward=rewards[index], rows=rows)
+
+    return ScoredBlock(0, [Group(number, [rollout(4 * number + g) for g in range(4)]) for number in range(2)])
+
+
+def reference(batch: MicroBatch) -> Tensor:
+    """Return log-probs under which each token of rollout i is 0.1 i nats less likely than when it was sampled."""
+    return batch["sampling_per_token_logps"] - 0.1 * batch["rollout_index"].unsqueeze(1)
+
+
+def run_ranks(block: ScoredBlock, **settings: Any) -> tuple[list[list[MicroBatch]], list[dict[str, float]]]:
+    """Return the micro-batches and the logged metrics of each rank."""
+    args = GRPOConfig("unused", use_cpu=True, bf16=False, **settings)
+    meeting, logged = Meeting(), [dict[str, float](), dict[str, float]()]
+    prefetcher: Any = SimpleNamespace(
+        check=lambda: None, begin=lambda *_: None, take=lambda *_: block, oldest_version=lambda _: None
+    )
+
+    def run(rank: int) -> list[MicroBatch]:
+        ranks: Any = RankOfTwo(meeting, rank)
+        logprobs: Any = SimpleNamespace(of_reference=reference)
+        loop = DataLoop(
+            PLAN,
+            args,
+            ranks,
+            logprobs,
+            beta=0.0,
+            timer=StageTimer(),
+            pad_token_id=0,
+            skip_zero_advantage=False,
+            prefetcher=lambda: prefetcher,
+            record=lambda block, trained, step: block_metrics(block, trained, PLAN, optimizer_step=step),
+            log=logged[rank].update,
+        )
+        return loop.micro_batches(0, 0)
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, range(2))), logged
+
+
+def rollouts_of(batches: Sequence[MicroBatch]) -> list[int]:
+    return sorted({index for batch in batches for index in batch["rollout_index"].tolist() if index >= 0})
+
+
+def test_every_rank_logs_the_mean_of_rank_0_and_the_mean_of_all() -> None:
+    plain = [0.1 * index for index in range(8)]
+    plain_block = a_block(plain)
+    plain_block.groups[1].rollouts[2].rows.pop()
+    first, second = map(rollouts_of, run_ranks(plain_block)[0])
+    assert len(first) == len(second) == 4
+    rewards = dict(zip(first, [0.4, 0.5, 0.45, 0.55], strict=True))
+    rewards |= dict(zip(second, [0.3075, 0.4075, 0.5075, 0.4075], strict=True))
+    block = a_block([rewards[index] for index in range(8)])
+    block.groups[1].rollouts[2].rows.pop()
+    batches, logged = run_ranks(block)
+    assert [*map(rollouts_of, batches)] == [first, second]
+    assert logged[0] == logged[1]
+    assert logged[0]["reward/mean_per_completion"] == pytest.approx(0.475)
+    assert logged[0]["reward"] == logged[0]["reward/mean_per_completion_global"] == pytest.approx(0.44125)
+    assert logged[0]["reward/denominator/completions_local"] == 4
+    assert logged[0]["reward/denominator/completions_global"] == 8
+
+
+def test_the_kl_of_a_rollout_is_subtracted_from_its_reward_whichever_ranks_train_its_rows() -> None:
+    rewards = [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
+    block = a_block(rewards)
+    batches, logged = run_ranks(block, beta=0.5, kl_in_reward=True, loss_type="dapo")
+    tokens = [sum(row.sampled_tokens for row in rollout.rows) for rollout in block.rollouts]
+    assert tokens == [1, 2, 3, 4, 5, 1, 4, 3]
+    kl = [0.1 * index * count for index, count in enumerate(tokens)]
+    penalised = [reward - 0.5 * nats for reward, nats in zip(rewards, kl, strict=True)]
+    wanted = group_advantages([penalised[:4], penalised[4:]]).advantages
+    found = {}
+    for batch in (batch for own in batches for batch in own):
+        # a row of dapo has the weight 1
+        found |= dict(zip(batch["rollout_index"].tolist(), batch["advantages"].tolist(), strict=True))
+        assert "ref_per_token_logps" not in batch
+    found.pop(-1, None)
+    assert [found[index] for index in range(8)] == pytest.approx([*wanted[0], *wanted[1]], abs=1e-5)
+    assert logged[0] == logged[1]
+    assert logged[0]["kl"] == pytest.approx(sum(kl) / sum(tokens), abs=1e-6)
+    assert logged[0]["reward/kl_penalty"] == pytest.approx(0.5 * sum(kl) / 8, abs=1e-6)
+    assert logged[0]["reward"] == pytest.approx(0.5), "what the environment gave"
+    torch.testing.assert_close(penalised[1], 0.9)
