@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import training_runs
 
 from verifiers.reports.evaluation import write_comparison_report, write_evaluation_report
 from verifiers.reports.server import RunServer
@@ -292,6 +293,54 @@ async def test_a_live_page_follows_its_run(browser: Any, tmp_path: Path, rows: A
     finally:
         await server.close()
     assert [entry for entry in browser.errors if "favicon" not in entry and "404" not in entry] == []
+
+
+@pytest.mark.parametrize(("generations", "labels"), [(3, "1 2 3"), (6, "1 2 4 6"), (17, "1 2 4 8 17")])
+async def test_the_pass_at_k_chart_labels_its_last_k(
+    browser: Any, tmp_path: Path, rows: Any, generations: int, labels: str
+) -> None:
+    many = [rows(example, generation) for example in range(4) for generation in range(generations)]
+    await open_run(browser, store(tmp_path / "run", many))
+    chart = "[...document.querySelectorAll('figure')].find(one => one.textContent.includes('right from'))"
+    texts = await browser.run(
+        f"[...{chart}.querySelectorAll('text[y]')].map(one => [one.getAttribute('y'), one.textContent])"
+    )
+    lowest = [text for y, text in texts if text.isdigit() and float(y) > 190]
+    assert " ".join(lowest) == labels
+
+
+async def test_the_list_leads_to_runs_and_back_and_fits_a_narrow_window(
+    browser: Any, tmp_path: Path, rows: Any
+) -> None:
+    reward = {"mean": 0.5, "stderr": 0.05, "low": 0.4, "high": 0.6}
+    known = {"env_args": {"difficulty": "hard", "words": ["a"] * 40}, "summary": {"rewards": {"reward": reward}}}
+    store(tmp_path / "evals" / "an-environment-of-a-long-name--some-model" / "abcd1234", [rows(0, 0)], **known)
+    store(tmp_path / "evals" / "sums--some-model" / "abcd5678", [rows(0, 0)], **known)
+    training_runs.write_run(tmp_path / "my-run", [training_runs.line(1)], [training_runs.sample(1, 0)])
+    server = RunServer(tmp_path)
+    await server.start()
+    try:
+        for width in (1400, 420):
+            await browser.size(width, 800)
+            await browser.open(server.url)
+            assert await browser.run("document.documentElement.scrollWidth <= innerWidth")
+            boxes = await browser.run(
+                "[...document.querySelectorAll('.card, .runs td')].map(one => one.getBoundingClientRect().right)"
+            )
+            assert max(boxes) <= width
+            links = await browser.run("[...document.querySelectorAll('.runs a')].map(one => one.href)")
+            assert len(links) == 3
+            compared = f"{server.url}compare?" + "&".join(
+                "run=" + link.partition("/run/")[2].rstrip("/") for link in links if "evals" in link
+            )
+            for address in (*links, compared):
+                await browser.open(address)
+                assert await browser.run("document.documentElement.scrollWidth <= innerWidth")
+                await browser.run("document.querySelector('.back').click()")
+                await browser.until("document.querySelector('.runs')")
+    finally:
+        await server.close()
+    assert browser.errors == []
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ async def test_later_turns_are_recognized_by_their_prompt_and_unknown_ones_get_j
     assert len(await ask({"role": "user", "content": "another"})) == 1
 
 
+async def test_a_row_without_an_answer_is_answered_with_its_question_or_junk() -> None:
+    env = vf.SingleTurnEnv(eval_dataset=[{"question": "Where is it?"}], system_prompt="Be kind.", rubric=vf.Rubric())
+    groups = list(iter_requests(env.get_eval_dataset(), 1, None))
+    endpoint = FakeEndpoint(groups)
+    calls = [await endpoint.call("/chat/completions", {"messages": groups[0][0].prompt}) for _ in range(20)]
+    texts = {call["choices"][0]["message"]["content"] for call in calls}
+    assert len(texts) == 2
+    assert "Where is it?" in texts
+
+
 # -- tools -----------------------------------------------------------------------------------------------------
 
 

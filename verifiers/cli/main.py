@@ -6,25 +6,24 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import difflib
 import errno
 import importlib
-import logging
 import os
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verifiers.cli.arguments import CommandParser
 from verifiers.deprecated import FormerNameWarning
 from verifiers.errors import ConfigError, Error
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = [
     "COMMANDS",
@@ -133,6 +132,8 @@ def _former_names_logged() -> Iterator[None]:
 
         def log(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
             if issubclass(category, FormerNameWarning):
+                import logging
+
                 logging.getLogger("verifiers").warning("%s", message)
             else:
                 show(message, category, *args, **kwargs)
@@ -170,6 +171,8 @@ def handle_interrupts(name: str, work: Interruptible) -> Iterator[None]:
         name: of the command, for the printed sentence.
         work: the work to end.
     """
+    import asyncio
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -230,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif name in (others := _commands_of_other_packages()):
         code = others[name].load()(rest)
     else:
+        import difflib
+
         near = difflib.get_close_matches(name, [*COMMANDS, *others], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`vf --help` lists the commands that are installed."
         print(f"vf: there is no command {name!r}; {hint}", file=sys.stderr)
@@ -257,6 +262,8 @@ def parser(parsers: Mapping[str, argparse.ArgumentParser] | None = None) -> Comm
 
 
 def _commands_of_other_packages() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points
+
     scripts = {point.name: point for point in entry_points(group="console_scripts") if point.name.startswith("vf-")}
     found = {name.removeprefix("vf-"): point for name, point in scripts.items()}
     return {name: point for name, point in sorted(found.items()) if name not in COMMANDS}

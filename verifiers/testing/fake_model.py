@@ -1,8 +1,9 @@
 """The endpoint behind `-m fake`: no key, no network, no model.
 
 It knows the rows' answers and gives them to some requests and junk to others, by a coin that depends on the prompt
-and on how often it was asked. It calls the tools that it is offered before it answers, and can play a judge. What it
-scores says nothing about any policy; it shows that an environment works.
+and on how often it was asked; where a row has no answer, the question takes its place. It calls the tools that it is
+offered before it answers, and can play a judge. What it scores says nothing about any policy; it shows that an
+environment works.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 from verifiers.inference.wire import WireObject, request_body
 from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.rubrics.judge import LazyOpenAI
+from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.testing.fake_tools import fake_value, wanted_tool
 
 __all__ = ["FAKE_MODEL", "FAKE_URL", "FakeEndpoint", "judge_answer", "play_judges"]
@@ -52,7 +55,9 @@ class FakeEndpoint:
         self._asked: Counter[bytes] = Counter()
         for group in groups:
             prompt, answer = group[0].prompt, group[0].answer
-            self._answers[_key(prompt)] = "" if answer is None else str(answer), group[0].task
+            # for a row without an answer the question itself is the likeliest text to pass any check
+            known = str(answer) if answer not in (None, "") else question_text(prompt)
+            self._answers[_key(prompt)] = known, group[0].task
             if not isinstance(prompt, str):
                 self._lengths.add(len(prompt))
 
@@ -108,9 +113,7 @@ def play_judges(env: Any, seed: int | None = None) -> int:
         env: whose rubrics are changed.
         seed: of the coin.
     """
-    # modules for scoring and for tests, which a fake endpoint alone does not need
-    from verifiers.rubrics.judge import LazyOpenAI
-    from verifiers.rubrics.judge_rubric import JudgeRubric
+    # a module for tests, which a fake endpoint alone does not need
     from verifiers.testing.fake_client import FakeClient
 
     played = 0

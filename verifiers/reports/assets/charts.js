@@ -2,6 +2,7 @@
 
 const BINS = 20;
 const MOST_CELL_PROMPTS = 100;
+const LABEL_WIDTH = 24;
 
 function ofRun(index) {
   return rollouts.filter((rollout) => rollout.run === index);
@@ -223,8 +224,12 @@ function passCurve() {
     yLabel: "pass@k",
   });
   const x = (k) => (most === 1 ? (place.left + place.right) / 2 : place.x(Math.log2(k)));
-  for (const k of new Set(curves.flatMap((curve) => curve.map((point) => point.k))))
+  const sizes = [...new Set(curves.flatMap((curve) => curve.map((point) => point.k)))].sort((one, two) => one - two);
+  sizes.forEach((k, at) => {
+    // the largest k may stand close to the power of two before it
+    if (at + 1 < sizes.length && x(sizes[at + 1]) - x(k) < LABEL_WIDTH) return;
     place.root.append(svg("text", { x: x(k), y: place.bottom + 15, "text-anchor": "middle" }, String(k)));
+  });
   curves.forEach((curve, index) => {
     const kind = `of-${isPair ? index : 1}`;
     const banded = curve.filter((point) => point.low !== null && point.high !== null);
