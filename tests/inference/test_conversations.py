@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from verifiers.inference.token_in import ChatCall, TokenTurns, read_chat_call
-from verifiers.inference.wire import SampledTokens
+from verifiers.inference.wire import SampledTokens, request_body
 
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b", "reasoning_content": "hm"}
@@ -16,7 +16,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 
 
 def call(messages: list[Any], **fields: Any) -> ChatCall:
-    read = read_chat_call({"model": "m", "messages": messages, **fields})
+    read = read_chat_call(request_body({"model": "m", "messages": messages, **fields}))
     assert isinstance(read, ChatCall), read
     return read
 
@@ -130,6 +130,6 @@ def test_arguments_become_sampling_parameters_and_the_rest_stays_where_it_belong
     ],
 )
 def test_what_has_no_counterpart_is_named(fields: dict[str, Any], word: str) -> None:
-    read = read_chat_call({"model": "m", "messages": [USER], **fields})
+    read = read_chat_call(request_body({"model": "m", "messages": [USER], **fields}))
     assert isinstance(read, str)
     assert word in read

@@ -31,7 +31,7 @@ from verifiers.inference.rendering import (
     derender_body,
 )
 from verifiers.inference.retries import RetryPolicy
-from verifiers.inference.wire import SampledTokens, WireObject, request_body
+from verifiers.inference.wire import SampledTokens, WireObject
 
 __all__ = [
     "CachedPrefix",
@@ -214,9 +214,9 @@ class ChatCall:
     context: str
 
 
-def read_chat_call(arguments: Mapping[str, Any]) -> ChatCall | str:
-    """Return a chat call as it can be made by token ids, or a word for what in it cannot."""
-    body = request_body(arguments)
+def read_chat_call(body: Mapping[str, Any]) -> ChatCall | str:
+    """Return a chat call, given as its JSON body, as it can be made by token ids; or a word for what in it cannot."""
+    body = dict(body)
     messages = body.pop("messages", None)
     model = body.pop("model", "")
     tools = body.pop("tools", None) or None
@@ -299,12 +299,12 @@ class TokenTurns:
     _shared: TokenIn
     _prefixes: list[CachedPrefix] = field(default_factory=list)
 
-    async def ask(self, send: Send, arguments: Mapping[str, Any]) -> tuple[Any, ChatCall | None]:
+    async def ask(self, send: Send, body: Mapping[str, Any]) -> tuple[Any, ChatCall | None]:
         """Answer one chat call by token ids.
 
         Args:
             send: makes a call to the server, with retries and recorded failures.
-            arguments: of `chat.completions.create`.
+            body: of the chat call, as `request_body` gives it.
 
         Returns:
             The chat completion, with ids and log-probs, or None where the call is to go as messages; and what is to
@@ -312,7 +312,7 @@ class TokenTurns:
         """
         if self._shared.is_refused:
             return None, None
-        call = read_chat_call(arguments)
+        call = read_chat_call(body)
         if isinstance(call, str):
             self._shared.warn_once(f"a call with {call} goes as messages, not as token ids.")
             return None, None

@@ -19,7 +19,7 @@ from verifiers.inference.limits import Limiter, call_with_retries
 from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns
-from verifiers.inference.wire import given_arguments, neutral_where_unset, plain_data, sampled_tokens
+from verifiers.inference.wire import given_arguments, neutral_where_unset, plain_data, request_body, sampled_tokens
 from verifiers.rollouts.rollout import TokenSequence
 from verifiers.types import Usage, message_field
 
@@ -197,7 +197,8 @@ class RolloutClient:
             arguments = self._prepared(path, arguments)
             response = None
             if self._tokens is not None and path == CHAT:
-                response, call = await self._tokens.ask(functools.partial(self._send, began=began), arguments)
+                send = functools.partial(self._send, began=began)
+                response, call = await self._tokens.ask(send, request_body(arguments))
             if response is None:
                 response = await self._send(path, arguments, began)
         except OverlongPromptError:

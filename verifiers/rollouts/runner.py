@@ -118,10 +118,9 @@ class RolloutRunner:
                     for group in groups:
                         await self.limiter.wait_for_room()
                         running.append(tasks.create_task(self.run_group(group)))
+                return [task.result() for task in running]
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
-        else:
-            return [task.result() for task in running]
         raise first
 
     async def run_one(self, request: RolloutRequest) -> Rollout:
