@@ -96,7 +96,9 @@ def test_names_that_are_not_promised_say_so(name: str) -> None:
         getattr(vf, name)
 
 
-@pytest.mark.parametrize("module", ["envs.experimental", "envs.experimental.cli_agent_env", "v1", "v1.x", "serve"])
+@pytest.mark.parametrize(
+    "module", ["envs.experimental", "envs.experimental.cli_agent_env", "envs.integrations", "v1", "v1.x", "serve"]
+)
 def test_modules_that_are_not_promised_say_so(module: str) -> None:
     with pytest.raises(ImportError, match=r"verifiers\.[\w.]+ belongs to .* does not provide"):
         importlib.import_module(f"verifiers.{module}")

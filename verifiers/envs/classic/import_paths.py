@@ -45,7 +45,14 @@ _MODULES: dict[str, dict[str, str]] = {
     },
     "verifiers.utils.save_utils": {"make_dataset": "verifiers.envs.classic.batch_api:to_dataset"},
 }
-_REFUSED = ("verifiers.v1", "verifiers.serve", "verifiers.gepa", "verifiers.rl")
+_REFUSED = (
+    "verifiers.envs.experimental",
+    "verifiers.envs.integrations",
+    "verifiers.gepa",
+    "verifiers.rl",
+    "verifiers.serve",
+    "verifiers.v1",
+)
 
 Response = ModelResponse
 """The late second generation's name of a model's answer."""
@@ -135,7 +142,7 @@ def spec_of(name: str) -> ModuleSpec | None:
     if any(name == path or name.startswith(f"{path}.") for path in _REFUSED):
         raise ImportError(
             f"{name} belongs to the hosted or experimental part of the classic verifiers, which this package does "
-            "not provide.",
+            "not provide; vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is.",
             name=name,
         )
     return ModuleSpec(name, _Loader()) if name in _MODULES else None  # type: ignore[arg-type]

@@ -1,7 +1,0 @@
-"""A part of the classic package that is not provided here."""
-
-raise ImportError(
-    "verifiers.envs.experimental belongs to the hosted or experimental part of the classic verifiers, "
-    "which this package does not provide; vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is.",
-    name=__name__,
-)
