@@ -14,17 +14,17 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tiny_models import random_qwen3, two_role_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin"
 KEY = "a-key-of-the-tests"
-SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<bot>"]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}</tools>{% endif %}"
@@ -33,20 +33,6 @@ TEMPLATE = (
     "{{ c.function.arguments }}}</tool_call>{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
-
-
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *letters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<bot>"]})
-    fast.chat_template = TEMPLATE
-    return fast
 
 
 def examples(rng: random.Random) -> list[tuple[str, str]]:
@@ -65,23 +51,9 @@ def examples(rng: random.Random) -> list[tuple[str, str]]:
 
 def taught_model(directory: Path, steps: int = 250) -> Path:
     """Write a tiny model that calls the tool it is offered, reads the result, and answers all else with 4."""
-    torch.manual_seed(0)
     torch.set_num_threads(1)
-    tokenizer = character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
+    tokenizer = two_role_tokenizer(TEMPLATE)
+    model = random_qwen3(tokenizer, max_position_embeddings=512, initializer_range=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     rng = random.Random(0)
     for step in range(steps):

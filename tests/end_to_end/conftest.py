@@ -42,23 +42,18 @@ def server(model_dir: Path) -> Iterator[tiny_world.EmbeddedServer]:
 
 
 @pytest.fixture
-def make_trainer(
-    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
-) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
-    """Make trainers against the module's server, each with a recording client, and close them."""
+def new_trainer(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
+    """Make trainers of a model against a server, each with a recording client, and close them."""
     made: list[tiny_world.ObservedTrainer] = []
 
-    def make(
-        env: Any, *, client: Any = None, weight_sync: Any = None, **overrides: Any
-    ) -> tiny_world.ObservedTrainer:
-        evaluated = {name: overrides.pop(name) for name in ("eval_dataset", "eval_env") if name in overrides}
+    def make(model: Path, env: Any, url: str, *, client: Any = None, **overrides: Any) -> tiny_world.ObservedTrainer:
+        names = ("weight_sync", "eval_dataset", "eval_env")
+        options = {name: overrides.pop(name) for name in names if name in overrides}
         output_dir = overrides.pop("output_dir", tmp_path / f"run-{len(made)}")
-        args = tiny_world.config(output_dir, server.url, **overrides)
-        client = client if client is not None else tiny_world.RecordingBackend(server.url)
-        options = {"client": client, "weight_sync": weight_sync, **evaluated}
-        trainer = tiny_world.ObservedTrainer(str(model_dir), env, args, **options)
-        made.append(trainer)
-        return trainer
+        args = tiny_world.config(output_dir, url, **overrides)
+        client = client if client is not None else tiny_world.RecordingBackend(url)
+        made.append(tiny_world.ObservedTrainer(str(model), env, args, client=client, **options))
+        return made[-1]
 
     yield make
     for trainer in made:
@@ -66,22 +61,19 @@ def make_trainer(
 
 
 @pytest.fixture
-def make_fake_trainer(wide_model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
+def make_trainer(
+    new_trainer: Callable[..., tiny_world.ObservedTrainer], model_dir: Path, server: tiny_world.EmbeddedServer
+) -> Callable[..., tiny_world.ObservedTrainer]:
+    """Make trainers against the module's server."""
+    return lambda env, **options: new_trainer(model_dir, env, server.url, **options)
+
+
+@pytest.fixture
+def make_fake_trainer(
+    new_trainer: Callable[..., tiny_world.ObservedTrainer], wide_model_dir: Path
+) -> Callable[..., tiny_world.ObservedTrainer]:
     """Make trainers against a fake server, whose log-probs belong to no model: the probe accepts anything."""
-    made: list[tiny_world.ObservedTrainer] = []
-
-    def make(env: Any, url: str, *, weight_sync: Any = None, **overrides: Any) -> tiny_world.ObservedTrainer:
-        output_dir = overrides.pop("output_dir", tmp_path / f"fake-{len(made)}")
-        args = tiny_world.config(output_dir, url, **{"probe_tolerance": 1e9, **overrides})
-        client = tiny_world.RecordingBackend(url)
-        options = {"client": client, "weight_sync": weight_sync}
-        trainer = tiny_world.ObservedTrainer(str(wide_model_dir), env, args, **options)
-        made.append(trainer)
-        return trainer
-
-    yield make
-    for trainer in made:
-        trainer.close()
+    return lambda env, url, **options: new_trainer(wide_model_dir, env, url, **{"probe_tolerance": 1e9, **options})
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
-"""Training on turns that were sent as token ids: one row a rollout, and the trainer computes what the server did."""
+"""Training on many turns, sent as messages or token ids: on exactly what was sampled, in as few rows as can be."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +27,18 @@ THINKING_TEMPLATE = (
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Iterator[Callable[..., tiny_world.ObservedTrainer]]:
-    """Trains a policy against a server of its own, and gives the trainer."""
-    made: list[tiny_world.ObservedTrainer] = []
+def train(new_trainer: Callable[..., tiny_world.ObservedTrainer]) -> Callable[..., tiny_world.ObservedTrainer]:
+    """Train a policy against a server of its own, and return the trainer."""
 
     def run(directory: Path, env: Any, **overrides: Any) -> tiny_world.ObservedTrainer:
         with tiny_world.EmbeddedServer(directory) as server:
-            args = tiny_world.config(tmp_path / f"run-{len(made)}", server.url, **overrides)
-            client = tiny_world.RecordingBackend(server.url)
-            trainer = tiny_world.ObservedTrainer(str(directory), env, args, client=client)
-            made.append(trainer)
+            trainer = new_trainer(directory, env, server.url, **overrides)
             trainer.keeps_logps = True
             trainer.train()
             trainer.close()
         return trainer
 
-    yield run
-    for trainer in made:
-        trainer.close()
-
-
-def trained_spans(trainer: tiny_world.ObservedTrainer) -> list[tuple[list[int], list[int], list[float]]]:
-    return sorted(span for row in trainer.rows() for span in tiny_world.spans(row))
-
-
-def largest_difference(trainer: tiny_world.ObservedTrainer) -> float:
-    """Between the trainer's log-probs and the sampler's, over trained tokens of on-policy micro-steps."""
-    worst = 0.0
-    for batch in trainer.seen:
-        trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
-        gap = (batch["current_logps"] - batch["sampling_per_token_logps"]).abs()[trained]
-        if gap.numel():
-            worst = max(worst, gap.max().item())
-    return worst
+    return run
 
 
 def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets(
@@ -70,13 +49,43 @@ def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets
     said = sorted(trainer.client.sampled())
     assert len(said) == 8 * TURNS
     # byte for byte: every trained span is an answer of the server, behind exactly the ids that it was sent
-    assert trained_spans(trainer) == said
+    assert trainer.trained_spans() == said
     assert len(list(trainer.rows())) == 8
     assert trainer.logged("rollouts/fork_rate") == [0.0]
     assert trainer.logged("rollouts/turns") == [float(TURNS)]
-    assert largest_difference(trainer) < 1e-4
+    assert trainer.largest_difference() < 1e-4
     sent = [body for body, _ in trainer.client.answers if "sampling_params" in body and "seed" in str(body)]
     assert len(sent) == 8 * (TURNS - 1)
+
+
+def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    directory = tool_world.make_model(tmp_path / "policy")
+    trainer = train(directory, tool_world.environment(TURNS), max_steps=1, generation="messages")
+    answers = sorted(trainer.client.sampled())
+    assert len(answers) == 8 * TURNS
+    assert trainer.trained_spans() == answers
+    rows = list(trainer.rows())
+    assert len(rows) == 8
+    assert trainer.logged("rollouts/fork_rate") == [0.0]
+    assert trainer.logged("rollouts/turns") == [float(TURNS)]
+    # the tool's words between the calls are seen and carry no loss
+    assert all(0 < sum(row[2]) < len(row[2]) for row in rows)
+    assert trainer.largest_difference() < 1e-4
+
+
+def test_a_template_that_forgets_makes_forks_and_no_crash(train: Callable[..., Any], tmp_path: Path) -> None:
+    turns = 12
+    directory = tool_world.make_model(tmp_path / "policy", tool_world.FORGETFUL_TEMPLATE)
+    trainer = train(directory, tool_world.environment(turns), max_steps=1, generation="messages")
+    answers = sorted(trainer.client.sampled())
+    assert len(answers) == 8 * turns
+    assert trainer.trained_spans() == answers
+    # turn two extends turn one, every later turn begins a row
+    assert trainer.logged("rollouts/fork_rate") == [pytest.approx((turns - 2) / turns)]
+    assert len(list(trainer.rows())) == 8 * (turns - 1)
+    assert trainer.largest_difference() < 1e-4
 
 
 @pytest.mark.parametrize("generation", ["messages", "auto"])
@@ -94,8 +103,8 @@ def test_a_template_that_strips_thoughts_forks_with_messages_alone(
     else:
         assert rates == [0.0, 0.0]
         assert len(list(trainer.rows())) == 16
-    assert trained_spans(trainer) == sorted(trainer.client.sampled())
-    assert largest_difference(trainer) < 1e-4
+    assert trainer.trained_spans() == sorted(trainer.client.sampled())
+    assert trainer.largest_difference() < 1e-4
 
 
 def test_the_same_seeds_give_the_same_tokens_by_messages_and_by_ids(server: tiny_world.EmbeddedServer) -> None:

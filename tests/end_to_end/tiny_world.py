@@ -19,8 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tiny_models import character_tokenizer, write_random_qwen3
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from verifiers_embedded.in_process_server import InProcessServer
 from verifiers_embedded.loading import load_model
 
@@ -42,12 +42,13 @@ TEMPLATE = (
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character. The end token is also the padding token, so only masks can tell them apart."""
-    vocabulary = {token: index for index, token in enumerate([END, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=":"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=END, eos_token=END, chat_template=TEMPLATE, padding_side="left"
+    return character_tokenizer(
+        [END, *CHARACTERS],
+        unknown=":",
+        pad_token=END,
+        eos_token=END,
+        chat_template=TEMPLATE,
+        padding_side="left",
     )
 
 
@@ -57,26 +58,9 @@ def make_model(directory: Path, *, seed: int = 0, tied: bool = False, vocab_size
     Args:
         vocab_size: of the network, where it is to hold more ids than the tokenizer (those of the fake server).
     """
-    torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    config = Qwen3Config(
-        vocab_size=vocab_size or len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    size = vocab_size or len(tokenizer)
+    return write_random_qwen3(directory, tokenizer, seed=seed, tie_word_embeddings=tied, vocab_size=size)
 
 
 def plain_log_probs(
@@ -230,6 +214,19 @@ class ObservedTrainer(GRPOTrainer):
                 if not batch["sampled_tokens"][place]:
                     continue
                 yield (*sequence(batch, place), batch, place)
+
+    def trained_spans(self) -> list[tuple[list[int], list[int], list[float]]]:
+        """Return what was trained, span by span, in the order of the ids."""
+        return sorted(span for row in self.rows() for span in spans(row))
+
+    def largest_difference(self) -> float:
+        """Return the largest |trainer - sampler| log-prob, in nats, over trained tokens of on-policy micro-steps."""
+        worst = 0.0
+        for batch in self.seen:
+            trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
+            gap = (batch["current_logps"] - batch["sampling_per_token_logps"]).abs()[trained]
+            worst = max(worst, gap.max().item() if gap.numel() else 0.0)
+        return worst
 
     def logged(self, name: str) -> list[float]:
         """Every value that was logged under a name."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import tiny_world
 import torch
+from tiny_models import random_qwen3
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 import verifiers as vf
 
@@ -46,26 +47,9 @@ def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 def make_model(directory: Path, template: str = TEMPLATE) -> Path:
     """Write the policy: generation prompt -> call -> a digit -> close -> end, each with a probability near 1."""
-    torch.manual_seed(0)
     tokenizer = make_tokenizer(template)
-    hidden, classes = 64, 5
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=4096,
-            initializer_range=0.15,
-            tie_word_embeddings=False,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        )
-    )
+    classes = 5
+    model = random_qwen3(tokenizer, max_position_embeddings=4096, initializer_range=0.15, tie_word_embeddings=False)
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in (":", CALL, CLOSE, tiny_world.END, *DIGITS)}
     follows = [(ids[":"], [ids[CALL]]), (ids[CALL], [ids[digit] for digit in DIGITS])]
     with torch.no_grad():

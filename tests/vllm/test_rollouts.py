@@ -14,20 +14,6 @@ import vllm_world
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
-def trained_spans(trainer: tiny_world.ObservedTrainer) -> list[Any]:
-    return sorted(span for row in trainer.rows() for span in tiny_world.spans(row))
-
-
-def largest_difference(trainer: tiny_world.ObservedTrainer) -> float:
-    """Between the trainer's log-probs and the sampler's, over trained tokens of on-policy micro-steps."""
-    worst = 0.0
-    for batch in trainer.seen:
-        trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
-        gap = (batch["current_logps"] - batch["sampling_per_token_logps"]).abs()[trained]
-        worst = max(worst, gap.max().item() if gap.numel() else 0.0)
-    return worst
-
-
 def run(model: Path, env: Any, url: str, directory: Path, **overrides: Any) -> tiny_world.ObservedTrainer:
     args = tiny_world.config(directory, url, **{"max_steps": 2, "server_wait": 30.0, **overrides})
     client = tiny_world.RecordingBackend(url)
@@ -47,9 +33,9 @@ def test_turns_are_trained_as_they_were_sampled(
     trainer = run(models["policy"], tiny_world.Dialogue(), server.url, tmp_path, generation=generation)
     answers = trainer.client.sampled()
     assert len(answers) == 2 * 8 * 3
-    assert trained_spans(trainer) == sorted((prompt, ids, logps) for prompt, ids, logps in answers)
+    assert trainer.trained_spans() == sorted((prompt, ids, logps) for prompt, ids, logps in answers)
     assert trainer.logged("rollouts/fork_rate") == [0.0, 0.0]
-    assert largest_difference(trainer) < 1e-3
+    assert trainer.largest_difference() < 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +63,7 @@ def test_tool_calls_are_trained_as_they_were_sampled(
     trainer = run(tool_model, tool_world.environment(turns), server.url, tmp_path)
     server.stop()
     answers = trainer.client.sampled()
-    assert trained_spans(trainer) == sorted((prompt, ids, logps) for prompt, ids, logps in answers)
+    assert trainer.trained_spans() == sorted((prompt, ids, logps) for prompt, ids, logps in answers)
     assert trainer.logged("rollouts/fork_rate") == [0.0, 0.0]
     assert min(trainer.logged("rollouts/turns")) > 4
-    assert largest_difference(trainer) < 1e-3
+    assert trainer.largest_difference() < 1e-3

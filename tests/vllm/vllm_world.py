@@ -14,34 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import tiny_world
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import write_random_qwen3
 
 PYTHON = os.environ["VERIFIERS_VLLM_PYTHON"]
 
 
 def make_model(directory: Path, *, seed: int, tied: bool = False) -> Path:
     """Return a random Qwen3 with heads of 32; its distributions are far from flat."""
-    torch.manual_seed(seed)
-    tokenizer = tiny_world.make_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    sizes = {"head_dim": 32, "max_position_embeddings": 1024, "initializer_range": 0.2}
+    return write_random_qwen3(directory, tiny_world.make_tokenizer(), seed=seed, tie_word_embeddings=tied, **sizes)
 
 
 class Server:

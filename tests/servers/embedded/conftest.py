@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import string
 import sys
 from collections.abc import AsyncIterator, Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+
+# test modules are imported without a package (import mode importlib), so what they share is found by path
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[2] / "end_to_end")])
 
 # Read once, when torch is imported: one thread a test process, and no spinning beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,19 +24,15 @@ import pytest_asyncio
 import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tiny_models import two_role_tokenizer, write_random_qwen3
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from verifiers_embedded.app import Routes
 from verifiers_embedded.engine import Engine
 from verifiers_embedded.loading import LoadedModel, load_model
 from verifiers_embedded.prompts import ChatText
 
-# test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.insert(0, str(Path(__file__).parent))
-
 torch.set_num_threads(1)
 
-SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<bot>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
@@ -44,41 +42,22 @@ CONTEXT = 256
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer of one token a character, a few special tokens, and a chat template of two roles."""
-    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *letters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<bot>"]})
-    fast.chat_template = TEMPLATE
-    return fast
+    return two_role_tokenizer(TEMPLATE)
 
 
 def make_model(directory: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2) -> Path:
     """Write a random Qwen3 model whose distributions are far from flat, with its tokenizer."""
-    torch.manual_seed(seed)
-    tokenizer = character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+    return write_random_qwen3(
+        directory,
+        character_tokenizer(),
+        seed=seed,
+        tie_word_embeddings=tied,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=hidden // 4,
         max_position_embeddings=CONTEXT,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 class Reference:

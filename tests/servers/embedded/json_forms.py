@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
+from tiny_models import write_random_qwen3
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tool_templates import PRINTS_TEXT
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 PERSON = {
     "type": "object",
@@ -79,24 +79,16 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_model(directory: Path, tokenizer: Any) -> Path:
     """Save a random model with a longer context than the other tests', and some rows that the tokenizer lacks."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return write_random_qwen3(
+        directory,
+        tokenizer,
         vocab_size=len(tokenizer) + 13,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
         max_position_embeddings=1024,
         initializer_range=0.2,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
+        **sizes,
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 async def events_of(server: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
