@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 from verifiers.data.batch_plan import BatchPlan, Position
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.collate import Dropped, MicroBatch, rollout_tokens
-from verifiers.train.batching.packing import MicroSteps, all_micro_batches, packing_metrics
+from verifiers.train.batching.collate import Dropped, rollout_tokens
+from verifiers.train.batching.packing import MicroBatch, MicroSteps, all_micro_batches, packing_metrics
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import BlockStream
 from verifiers.train.batching.training_block import TrainingBlock, build_training_block, rows_to_score

@@ -10,10 +10,8 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.recording_client import Turn, rows_from_turns
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import rollout_advantages
-from verifiers.train.batching.buffers import shuffle_tensor_dict, split_tensor_dict
 from verifiers.train.batching.collate import (
     Dropped,
-    MicroBatch,
     TrainingSample,
     append_padding,
     block_samples,
@@ -21,6 +19,7 @@ from verifiers.train.batching.collate import (
     row_lengths,
     row_tensors,
 )
+from verifiers.train.batching.packing import MicroBatch, shuffle_tensor_dict, split_tensor_dict
 from verifiers.types import Outcome, RolloutKey
 
 PAD = 0

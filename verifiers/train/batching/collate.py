@@ -18,13 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import BlockAdvantages
-from verifiers.train.batching.buffers import TensorDict
+from verifiers.train.batching.packing import MicroBatch, TensorDict
 from verifiers.types import RolloutKey
 
 __all__ = [
     "PADDING_INDEX",
     "Dropped",
-    "MicroBatch",
     "TrainingSample",
     "append_padding",
     "block_samples",
@@ -36,12 +35,6 @@ __all__ = [
 
 PADDING_INDEX = -1
 """`rollout_index` of a padding row: it belongs to no rollout."""
-
-PADDING_LENGTH = 2
-"""Tokens of a padding row."""
-
-MicroBatch = dict[str, Tensor]
-"""Tensors of the rows that go through the model together, under the names that TRL's loss reads."""
 
 
 @dataclass(frozen=True, slots=True)

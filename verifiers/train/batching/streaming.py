@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.collate import Dropped, MicroBatch, block_samples, row_tensors
-from verifiers.train.batching.packing import MicroSteps
+from verifiers.train.batching.collate import Dropped, block_samples, row_tensors
+from verifiers.train.batching.packing import MicroBatch, MicroSteps
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.training_block import (
     TrainingBlock,

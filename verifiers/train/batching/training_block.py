@@ -14,10 +14,8 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, ScoredBlock
 from verifiers.train.batching.advantages import BlockAdvantages, ScaleRewards, rollout_advantages, why_unscored
-from verifiers.train.batching.buffers import TensorDict, shuffle_tensor_dict, split_tensor_dict
 from verifiers.train.batching.collate import (
     Dropped,
-    MicroBatch,
     TrainingSample,
     append_padding,
     block_samples,
@@ -27,12 +25,16 @@ from verifiers.train.batching.collate import (
     row_tensors,
 )
 from verifiers.train.batching.packing import (
+    MicroBatch,
     MicroBatchLimit,
     MicroSteps,
     Packing,
+    TensorDict,
     all_micro_batches,
     balance_by_length,
     keep_micro_steps,
+    shuffle_tensor_dict,
+    split_tensor_dict,
 )
 from verifiers.train.batching.weighting import num_items_in_batch, row_weights, weight_advantages
 from verifiers.train.config import GRPOConfig

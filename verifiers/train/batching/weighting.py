@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from verifiers.errors import ConfigError
-from verifiers.train.batching.buffers import Column
+from verifiers.train.batching.packing import Column
 from verifiers.train.validation.loss_settings import LOSS_TYPES
 
 __all__ = [

@@ -16,7 +16,7 @@ import trl
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 
-from verifiers.train.batching.collate import MicroBatch
+from verifiers.train.batching.packing import MicroBatch
 from verifiers.train.batching.weighting import WeightedBeta, WeightedCoefficient
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.importance_sampling import (
