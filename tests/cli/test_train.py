@@ -18,7 +18,7 @@ from verifiers.cli.train import main
 from verifiers.data.batch_plan import make_plan
 from verifiers.monitoring.run_log import read_run
 from verifiers.train.checkpoint.checkpoint import mark_complete
-from verifiers.train.checkpoint.resume import lock_output_dir
+from verifiers.train.checkpoint.run_directory import lock_output_dir
 
 RUN = """
 [environment]

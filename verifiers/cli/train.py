@@ -66,7 +66,7 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
 
     run = load_run_file(run_file)
     from verifiers.train.checkpoint.checkpoint import model_name
-    from verifiers.train.checkpoint.resume import finished_steps, note_saved
+    from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
     from verifiers.train.config import GRPOConfig, lora_defaults
     from verifiers.train.distributed import on_rank_0
     from verifiers.train.evaluation.eval_sets import choose_eval_sets

@@ -12,8 +12,7 @@ from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.checkpoint.checkpoint import resume_step
 from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
-from verifiers.train.checkpoint.resume import ResumePoint, visible_checkpoint
-from verifiers.train.checkpoint.run_directory import RunDirectory
+from verifiers.train.checkpoint.run_directory import ResumePoint, RunDirectory, visible_checkpoint
 from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.evaluator import Evaluator
 from verifiers.train.evaluation.schedule import EvaluationSchedule

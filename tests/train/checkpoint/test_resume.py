@@ -18,7 +18,7 @@ from verifiers.data.batch_plan import make_plan
 from verifiers.errors import CheckpointError
 from verifiers.monitoring.run_log import read_run
 from verifiers.train.checkpoint.checkpoint import MARKER, mark_complete, newest_complete
-from verifiers.train.checkpoint.resume import (
+from verifiers.train.checkpoint.run_directory import (
     LOCK,
     ResumePoint,
     archive_later_checkpoints,
@@ -171,7 +171,7 @@ def test_going_back_to_a_run_whose_best_checkpoint_has_moved_says_so(
 
 HOLDS = """
 import sys, time
-from verifiers.train.checkpoint.resume import lock_output_dir
+from verifiers.train.checkpoint.run_directory import lock_output_dir
 lock = lock_output_dir(sys.argv[1])
 print("held", flush=True)
 time.sleep(60)
@@ -179,7 +179,7 @@ time.sleep(60)
 
 FORKS = """
 import os, sys, time
-from verifiers.train.checkpoint.resume import lock_output_dir
+from verifiers.train.checkpoint.run_directory import lock_output_dir
 lock = lock_output_dir(sys.argv[1])
 if not os.fork():
     lock.release()

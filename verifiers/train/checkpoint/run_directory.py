@@ -1,38 +1,315 @@
-"""The output directory of a run, from its first to its last step: lock, block log, checkpoints."""
+"""The output directory of a run: where the run starts in it, what earlier runs left there, and its checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
-from verifiers.errors import Error
+from verifiers.errors import CheckpointError, Error
+from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES, read_run
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.collate import Dropped
-from verifiers.train.checkpoint.block_log import BlockLog, block_record
+from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record
 from verifiers.train.checkpoint.checkpoint import (
+    MARKER,
+    check_resumable,
+    checkpoints_in,
+    describe_run,
     extra_state,
+    is_same_run,
     mark_complete,
     mark_incomplete,
+    newest_complete,
     raises_checkpoint_error,
+    resume_step,
     rotate_checkpoints,
 )
 from verifiers.train.checkpoint.pending_blocks import save_pending_blocks
-from verifiers.train.checkpoint.resume import (
-    ResumePoint,
-    choose_resume_point,
-    lock_output_dir,
-    prepare_output_dir,
-)
 from verifiers.train.config import GRPOConfig
 from verifiers.train.distributed import Ranks
+from verifiers.train.evaluation.storage import EVALUATIONS, remove_later_evaluations
 
-__all__ = ["RunDirectory"]
+__all__ = [
+    "LOCK",
+    "ResumePoint",
+    "RunDirectory",
+    "archive_later_checkpoints",
+    "archive_previous_run",
+    "choose_resume_point",
+    "finished_steps",
+    "lock_output_dir",
+    "note_saved",
+    "prepare_output_dir",
+    "visible_checkpoint",
+]
 
 logger = logging.getLogger("verifiers.train")
+
+LOCK = ".lock"
+"""The lock file in an output directory; the lock ends with its process, the file stays."""
+
+_VISIBLE_WITHIN_S = 2.0
+
+# the tables that TRL writes with log_completions, into a directory that it makes with the trainer
+_COMPLETIONS = "completions"
+
+# without any other of a run's files, these are not worth keeping
+_DESCRIPTIONS = (RUN, "report.html")
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The point at which a run starts.
+
+    Attributes:
+        checkpoint: the checkpoint that the run resumes from; None for step 0.
+        resumes: a checkpoint was asked for, whether or not there is one.
+        is_found: the checkpoint was looked for in `output_dir`, not given by its path.
+    """
+
+    checkpoint: str | None
+    resumes: bool
+    is_found: bool = False
+
+    @property
+    def step(self) -> int:
+        """The optimizer step."""
+        return resume_step(self.checkpoint) if self.checkpoint else 0
+
+
+def lock_output_dir(output_dir: str | Path) -> Any:
+    """Lock a directory until the returned lock's `release` is called, or this process ends.
+
+    Where the file system has no locks, or the lock file cannot be made, nothing is locked.
+
+    Raises:
+        CheckpointError: another run, of this process or any other, holds the lock.
+    """
+    import filelock
+
+    lock = filelock.FileLock(Path(output_dir) / LOCK, thread_local=False)
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise CheckpointError(
+            f"another run writes to {output_dir} ({LOCK} there is locked); wait for its end, or give another "
+            "output_dir."
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        logger.debug("%s cannot be locked: %s", output_dir, error)
+    return lock
+
+
+def choose_resume_point(
+    output_dir: str, asked: str | bool | None, plan: BatchPlan, rows: Any = None, model: str | None = None
+) -> ResumePoint:
+    """Return where to start; on rank 0, which holds the directory's lock.
+
+    Args:
+        output_dir: the run's directory.
+        asked: a checkpoint's path, True for the newest complete one of `output_dir`, else step 0.
+        plan: the run's batch plan.
+        rows: the training rows, which must be those of the checkpoint.
+        model: path or hub name of the policy's start, which must be that of the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or of another plan, other rows or another model.
+    """
+    found = newest_complete(output_dir) if asked is True else None
+    given = str(asked) if asked and asked is not True else None
+    checkpoint = str(found) if found is not None else given
+    if checkpoint is not None:
+        check_resumable(checkpoint, plan, rows, model)
+    return ResumePoint(checkpoint, bool(asked), is_found=found is not None)
+
+
+def visible_checkpoint(point: ResumePoint, output_dir: str, rank: int) -> str | None:
+    """Return the checkpoint's path on this rank.
+
+    Raises:
+        CheckpointError: this rank does not see the checkpoint that rank 0 chose.
+    """
+    if point.checkpoint is None:
+        return None
+    path = Path(point.checkpoint)
+    if point.is_found:
+        path = Path(output_dir) / path.name
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    # a file system over the network may be behind for a moment
+    while rank and not (path / MARKER).is_file():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank 0 resumes from {point.checkpoint}, and rank {rank} does not see {path}: output_dir must be on "
+                "a file system that all hosts mount, under the same path."
+            )
+        time.sleep(0.1)
+    return str(path)
+
+
+# -- an earlier run in the directory -------------------------------------------------------------------------------
+
+
+def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Path] = ()) -> None:
+    """Archive what the directory holds of other runs than the one that starts, and log it; on rank 0.
+
+    Args:
+        point: where the run starts.
+        output_dir: the run's directory.
+        keeps: stored evaluations of this run.
+
+    Raises:
+        CheckpointError: the files cannot be moved.
+    """
+    if point.checkpoint and Path(point.checkpoint).resolve().parent == Path(output_dir).resolve():
+        archive = archive_later_checkpoints(output_dir, point.step)
+        if archive is not None:
+            logger.warning("the checkpoints in %s after step %d are now in %s", output_dir, point.step, archive)
+        remove_later_evaluations(output_dir, point.step)
+        return
+    archive = archive_previous_run(output_dir, keeps)
+    if point.checkpoint:
+        _warn_if_best_is_gone(Path(point.checkpoint))
+    if archive is None:
+        return
+    if point.resumes and point.checkpoint is None:
+        text = "no complete checkpoint in %s yet: the run starts at step 0, and the files there are now in %s"
+    else:
+        text = "%s held an earlier run, which is now in %s"
+    logger.warning(text, output_dir, archive)
+
+
+def archive_previous_run(output_dir: str | Path, keeps: Collection[Path] = ()) -> Path | None:
+    """Move everything that an earlier run wrote into a directory earlier-N of its own; a user's files stay.
+
+    The newest checkpoints go first, so that what a kill in the middle leaves is the earlier run at an earlier step.
+
+    Args:
+        output_dir: of the run that starts.
+        keeps: stored evaluations that are this run's.
+
+    Returns:
+        The directory; None where there was nothing to move.
+
+    Raises:
+        CheckpointError: the files cannot be moved.
+    """
+    root = Path(output_dir)
+    tables = root / _COMPLETIONS
+    # without run.json, a directory is not that of a finished run
+    found = [root / RUN, *reversed(checkpoints_in(root))]
+    found += [root / name for name in (BLOCK_LOG, METRICS, SAMPLES, "report.html", _COMPLETIONS)]
+    found += (root / EVALUATIONS).glob("step-*")
+    paths = [
+        path for path in found if path.exists() and path not in keeps and (path != tables or any(path.iterdir()))
+    ]
+    if not any(path.name not in _DESCRIPTIONS and (path.is_dir() or path.stat().st_size) for path in paths):
+        return None
+    archive = _archive(root, paths)
+    if tables in paths:
+        # TRL made it with the trainer, and writes to it
+        tables.mkdir()
+    return archive
+
+
+def archive_later_checkpoints(output_dir: str | Path, step: int) -> Path | None:
+    """Move the complete checkpoints after a step: a run that resumes there makes others with their numbers.
+
+    Returns:
+        The directory; None where there were none.
+
+    Raises:
+        CheckpointError: they cannot be moved.
+    """
+    root = Path(output_dir)
+    # the newest first: what a kill in the middle leaves is never a lineage with a gap
+    complete = [path for path in reversed(checkpoints_in(root)) if (path / MARKER).is_file()]
+    later = [path for path in complete if int(path.name.removeprefix("checkpoint-")) > step]
+    return _archive(root, later) if later else None
+
+
+def _archive(root: Path, paths: list[Path]) -> Path:
+    numbers = [path.name.removeprefix("earlier-") for path in root.glob("earlier-*")]
+    archive = root / f"earlier-{1 + max((int(number) for number in numbers if number.isdigit()), default=0)}"
+    try:
+        for path in paths:
+            target = archive / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"the files of an earlier run in {root} cannot be moved ({error}); give another output_dir."
+        ) from error
+    return archive
+
+
+def _warn_if_best_is_gone(checkpoint: Path) -> None:
+    try:
+        best = json.loads((checkpoint / "trainer_state.json").read_text()).get("best_model_checkpoint")
+    except (OSError, ValueError):
+        return
+    if best and not Path(best).is_dir():
+        logger.warning(
+            "the best checkpoint before step %d, %s, is not there, perhaps moved beside %s: only a better one after "
+            "it is kept as the best, or loaded at the end.",
+            resume_step(checkpoint),
+            best,
+            checkpoint,
+        )
+
+
+# -- a finished run ------------------------------------------------------------------------------------------------
+
+
+def finished_steps(output_dir: str | Path, plan: BatchPlan, rows: Any = None, model: str | None = None) -> int | None:
+    """Return the steps of the run in a directory, where it has nothing left to do; else None.
+
+    Such a run ended well, saved its model, was to have as many steps, and was of the same plan, rows and model. A run
+    that a callback ended early is finished, too.
+
+    Raises:
+        CheckpointError: the newest complete checkpoint is of another plan, so the run can neither be resumed nor be
+            this one; or another run writes to the directory.
+    """
+    if not Path(output_dir).is_dir():
+        return None
+    lock_output_dir(output_dir).release()
+    newest = newest_complete(output_dir)
+    if newest is not None:
+        check_resumable(newest, plan, rows, model)
+    run = read_run(output_dir)
+    saved, ended = run.get("saved"), run.get("ended")
+    if run.get("status") != "finished" or not isinstance(saved, dict) or not isinstance(ended, (int, float)):
+        return None
+    if saved.get("at", 0.0) < ended or saved.get("max_steps", 0) < plan.max_steps:
+        return None
+    step = int(saved["step"])
+    return step if is_same_run(saved.get("of") or {}, describe_run(plan, step, rows, model)) else None
+
+
+def note_saved(
+    output_dir: str | Path, step: int, plan: BatchPlan, rows: Any = None, model: str | None = None
+) -> None:
+    """Write down that the model of a finished run is saved; where that fails, the next run only saves it again."""
+    path = Path(output_dir) / RUN
+    of = describe_run(plan, step, rows, model)
+    saved = {"at": time.time(), "step": step, "max_steps": plan.max_steps, "of": of}
+    run = {**read_run(output_dir), "saved": saved}
+    partial = path.with_name(f".{RUN}.partial")
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, path)
+
+
+# -- the directory while a run is in progress ----------------------------------------------------------------------
 
 
 class RunDirectory:
