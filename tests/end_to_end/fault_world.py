@@ -35,7 +35,7 @@ from verifiers_embedded.app import Routes
 import verifiers as vf
 from verifiers.cli.main import run_command
 from verifiers.inference.replica import WeightUpdate
-from verifiers.train.rollout_session import RolloutSession
+from verifiers.train.run_lifecycle import RolloutSession
 
 # a thread of tqdm's own, which outlives its bars
 tqdm.tqdm.monitor_interval = 0

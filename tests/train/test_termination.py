@@ -129,8 +129,7 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
 
         return close
 
-    from verifiers.train.rollout_session import RolloutSession
-    from verifiers.train.run_lifecycle import RunLifecycle
+    from verifiers.train.run_lifecycle import RolloutSession, RunLifecycle
     from verifiers.train.weight_sync.publisher import WeightPublisher
 
     publisher = SimpleNamespace(

@@ -41,8 +41,7 @@ from verifiers.train.loss.logprobs import PolicyLogprobs
 from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.planned_run import planned_run
-from verifiers.train.rollout_session import RolloutSession
-from verifiers.train.run_lifecycle import RunLifecycle
+from verifiers.train.run_lifecycle import RolloutSession, RunLifecycle
 from verifiers.train.sampling_args import training_sampling_args
 from verifiers.train.termination import end_together
 from verifiers.train.validation.eval_settings import check_eval_sets
