@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from verifiers.parsers.parser import Parser, extract_boxed_answer, extract_hash_answer
     from verifiers.parsers.think_parser import MaybeThinkParser, ThinkParser
     from verifiers.parsers.xml_parser import XMLParser
-    from verifiers.rollouts.batch_request import BatchRequest
+    from verifiers.rollouts.block import BatchRequest
     from verifiers.rollouts.generator import AsyncBatchGenerator
     from verifiers.rubrics.judge_rubric import JudgeRubric
     from verifiers.rubrics.math_rubric import MathRubric
@@ -214,7 +214,7 @@ _LAZY_IMPORTS = {
     "Tool": "verifiers.envs.classic.tool_defs:ToolDef",
     "setup_logging": "verifiers.log:setup_logging",
     "AsyncBatchGenerator": "verifiers.rollouts.generator:AsyncBatchGenerator",
-    "BatchRequest": "verifiers.rollouts.batch_request:BatchRequest",
+    "BatchRequest": "verifiers.rollouts.block:BatchRequest",
     "RepeatSampler": "verifiers.data.sampler:RepeatSampler",
     "AssistantMessage": "verifiers.types:AssistantMessage",
     "ChatMessage": "verifiers.types:ChatMessage",

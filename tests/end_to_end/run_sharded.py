@@ -23,7 +23,7 @@ from accelerate import state
 
 from verifiers.train.config import lora_defaults
 from verifiers.train.weight_sync.lora import LoraSync
-from verifiers.train.weight_sync.tensors import gathered_tensors, is_sharded
+from verifiers.train.weight_sync.protocol import gathered_tensors, is_sharded
 
 
 def shard_on_the_cpu() -> None:

@@ -19,7 +19,7 @@ import tiny_world
 import verifiers as vf
 from verifiers.errors import DeadlineError, GenerationError, GeneratorClosedError
 from verifiers.errors import Error as VerifiersError
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.testing import FakeOpenAIServer, Fault

@@ -16,7 +16,7 @@ import tiny_world
 import trl
 
 from verifiers.data.sampler import RepeatSampler
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rubrics.rubric import Rubric
 from verifiers.train.batching import training_block

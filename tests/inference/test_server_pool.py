@@ -23,7 +23,7 @@ from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import WireObject
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import RolloutRequest, ScoredBlock

@@ -12,7 +12,7 @@ from verifiers.envs.environment import Environment
 from verifiers.monitoring.bottleneck import find_bottleneck
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.monitoring.time_metrics import RunTime, interval_metrics
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rubrics.rubric import Rubric

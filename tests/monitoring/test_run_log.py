@@ -16,8 +16,17 @@ from verifiers.data.batch_plan import make_plan
 from verifiers.errors import NothingScoredError
 from verifiers.log import Redactor
 from verifiers.monitoring.history import read_history, thin_points
-from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES, RunRecord, error_key, read_lines, read_run
-from verifiers.monitoring.samples import SampleChoice, shown_messages
+from verifiers.monitoring.run_log import (
+    METRICS,
+    RUN,
+    SAMPLES,
+    RunRecord,
+    SampleChoice,
+    error_key,
+    read_lines,
+    read_run,
+    shown_messages,
+)
 from verifiers.reports.training_run import training_data
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.train.batching.advantages import rollout_advantages

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.types import RolloutKey
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from verifiers.envs.environment import Environment
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import ConfigError, DeadlineError, NothingScoredError
-from verifiers.rollouts.batch_request import BatchRequest
-from verifiers.rollouts.block import GroupPolicy
+from verifiers.rollouts.block import BatchRequest, GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import STRAGGLER, Group, RolloutRequest, ScoredBlock
 from verifiers.rubrics.rubric import Rubric

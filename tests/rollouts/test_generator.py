@@ -20,7 +20,7 @@ from verifiers.errors import (
     NothingScoredError,
 )
 from verifiers.inference.retries import RetryPolicy
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rubrics.rubric import Rubric

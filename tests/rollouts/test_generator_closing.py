@@ -14,7 +14,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import GenerationError
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.testing import FakeOpenAIServer

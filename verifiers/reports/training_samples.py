@@ -11,8 +11,7 @@ from typing import Any
 from verifiers.errors import ConfigError
 from verifiers.evals.json_lines import RowReader
 from verifiers.evals.store import RESULTS, iter_rows
-from verifiers.monitoring.run_log import SAMPLES, read_lines
-from verifiers.monitoring.samples import shown_messages
+from verifiers.monitoring.run_log import SAMPLES, read_lines, shown_messages
 
 __all__ = ["sample_sections", "stored_evaluations"]
 

@@ -25,8 +25,7 @@ from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.token_in import token_in_for
 from verifiers.loop_thread import LoopThread
-from verifiers.rollouts.batch_request import BatchRequest
-from verifiers.rollouts.block import BlockRun, GroupPolicy
+from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
 from verifiers.types import Outcome

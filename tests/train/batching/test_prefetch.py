@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifiers.data.batch_plan import BatchPlan, make_plan, rollout_seed
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.types import Outcome, RolloutKey

@@ -11,7 +11,7 @@ from verifiers.data.batch_plan import BatchPlan, rollout_seed
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import GenerationError
 from verifiers.monitoring.stage_timer import StageTimer
-from verifiers.rollouts.batch_request import BatchRequest
+from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.types import RolloutKey

@@ -7,9 +7,8 @@ from verifiers.train.weight_sync.choice import WEIGHT_SYNCS, choose_sync
 from verifiers.train.weight_sync.in_process import InProcessSync
 from verifiers.train.weight_sync.lora import LoraSync
 from verifiers.train.weight_sync.nccl import NcclSync
-from verifiers.train.weight_sync.protocol import WeightSync
+from verifiers.train.weight_sync.protocol import WeightSync, has_tied_tensors, policy_tensors
 from verifiers.train.weight_sync.shared_directory import DirectorySync
-from verifiers.train.weight_sync.tensors import has_tied_tensors, policy_tensors
 from verifiers.train.weight_sync.verification import ProbeResult
 
 __all__ = [

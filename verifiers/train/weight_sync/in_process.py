@@ -10,8 +10,7 @@ import torch
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.server_pool import ServerPool
 from verifiers.installation import install_hint
-from verifiers.train.weight_sync.protocol import WeightSync
-from verifiers.train.weight_sync.tensors import policy_tensors
+from verifiers.train.weight_sync.protocol import WeightSync, policy_tensors
 
 __all__ = ["InProcessSync"]
 

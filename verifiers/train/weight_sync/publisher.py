@@ -18,8 +18,7 @@ from verifiers.inference.server_pool import ServerPool
 from verifiers.train.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
 from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
-from verifiers.train.weight_sync.protocol import WeightSync
-from verifiers.train.weight_sync.tensors import gathered_tensors, is_sharded
+from verifiers.train.weight_sync.protocol import WeightSync, gathered_tensors, is_sharded
 from verifiers.train.weight_sync.verification import LogprobCheck
 
 if TYPE_CHECKING:
