@@ -252,7 +252,7 @@ def _run_plan(
 ) -> dict[str, Any]:
     """Return the metadata of a run before its first rollout; names of keys and headers, never their values."""
     from verifiers.evals.provenance import environment_provenance, git_provenance, versions
-    from verifiers.evals.remaining import fingerprint
+    from verifiers.evals.run import fingerprint
     from verifiers.log import url_without_secrets
 
     urls: Sequence[str] = [url_without_secrets(url) for url in entry.urls]

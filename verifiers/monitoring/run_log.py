@@ -219,6 +219,8 @@ class ErrorCounts:
         return {**kept, OTHER_ERRORS: others} if others else kept
 
 
+# -- rollouts that are kept for reading ----------------------------------------------------------------------------
+
 _TIMES = 40
 _FOLLOWED = 3
 _ROLLOUTS = 4

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, SandboxError, WorkerCallError, WorkerError, WorkerTimeoutError
 from verifiers.sandbox.commands import MAX_RESULT_BYTES
-from verifiers.sandbox.opening import open_agent_sandbox
+from verifiers.sandbox.opening import installed_paths, module_places, open_agent_sandbox
 from verifiers.sandbox.process import AgentSandbox
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec, renamed_level
-from verifiers.sandbox.visible_paths import installed_paths, module_places
 
 __all__ = ["WorkerPool"]
 

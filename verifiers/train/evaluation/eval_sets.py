@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.evals.remaining import fingerprint
+from verifiers.evals.run import fingerprint
 
 __all__ = ["EvalSet", "choose_eval_sets"]
 
