@@ -8,7 +8,7 @@ import pytest
 
 from verifiers.inference.limits import ActivityReading, Limiter, RolloutActivity, counted_slot
 from verifiers.monitoring.stage_timer import StageTimer, StageUse, in_stage, peak_memory
-from verifiers.monitoring.time_metrics import interval_metrics, run_time
+from verifiers.monitoring.time_metrics import RunTime, interval_metrics
 
 
 class Time:
@@ -127,7 +127,9 @@ def test_no_more_rollouts_run_on_average_than_ever_ran_at_once() -> None:
 def test_the_sums_of_a_run_are_those_of_its_intervals() -> None:
     first = {**watched(("wait", 3.0, 8, 0), ("train", 1.0, 0, 0)), "steps": 10}
     second = {**watched(("wait", 1.0, 8, 0), ("train", 3.0, 8, 0)), "steps": 30}
-    total = run_time([first, {"step": 7, "eval_reward": 0.5}, second])
+    total = RunTime()
+    for line in (first, {"step": 7, "eval_reward": 0.5}, second):
+        total.take(line)
     assert total.steps == 40
     assert total.wall == 10 * 4.0 + 30 * 4.0
     assert total.share("wait") == pytest.approx((30 + 30) / 160)

@@ -15,7 +15,7 @@ from typing import Any
 from verifiers.inference.limits import ActivityReading
 from verifiers.monitoring.stage_timer import STAGES, StageUse
 
-__all__ = ["RunTime", "interval_metrics", "run_time"]
+__all__ = ["RunTime", "interval_metrics"]
 
 _NOT_WORKING = ("wait", "sync", "eval")
 _GIB = float(1 << 30)
@@ -143,14 +143,6 @@ def interval_metrics(
         if use.peak_bytes:
             metrics[f"memory/{stage}_gib"] = use.peak_bytes / _GIB
     return metrics
-
-
-def run_time(lines: Iterable[Mapping[str, Any]]) -> RunTime:
-    """Return the sums over logged intervals, as of `RunTime.take`."""
-    total = RunTime()
-    for line in lines:
-        total.take(line)
-    return total
 
 
 def _sum_of_others(uses: Mapping[str, StageUse], without: Iterable[str]) -> ActivityReading:
