@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from verifiers.deprecated import find_former_modules
-
 if TYPE_CHECKING:
     from verifiers.data.curriculum import Curriculum
     from verifiers.data.curriculum_policies import curriculum_from
@@ -313,9 +311,6 @@ _SUBMODULES = frozenset(
 )
 
 
-find_former_modules()
-
-
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
@@ -368,16 +363,17 @@ def _version() -> str:
         return "1.0.0.dev0"
 
 
-class _ClassicPaths:
-    """Finds modules of the classic package that have no file here."""
+class _FormerPaths:
+    """Finds modules of the last release and of the classic package that have no file here; it is asked last."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith("verifiers."):
             return None
+        from verifiers.deprecated import former_spec
         from verifiers.envs.classic.import_paths import spec_of
 
-        return spec_of(name)
+        return former_spec(name) or spec_of(name)
 
 
-sys.meta_path.append(_ClassicPaths)
+sys.meta_path.append(_FormerPaths)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
@@ -11,7 +10,7 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FORMER_NAMES", "FormerNameWarning", "find_former_modules", "former_name", "warn_renamed"]
+__all__ = ["FORMER_NAMES", "FormerNameWarning", "former_name", "former_spec", "warn_renamed"]
 
 FORMER_NAMES = {
     "verifiers.data.adaptive:AdaptiveRows": "verifiers.data.adaptive_curriculum:AdaptiveRows",
@@ -94,16 +93,11 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-class _FormerModules:
-    """An importer of the modules that have gone. It is asked last, so a module that is there comes first."""
+_MODULES = frozenset(name.partition(":")[0] for name in FORMER_NAMES)
 
-    modules = frozenset(name.partition(":")[0] for name in FORMER_NAMES)
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        is_package = any(module.startswith(f"{name}.") for module in self.modules)
-        if not name.startswith("verifiers.") or not (is_package or name in self.modules):
-            return None
-        return ModuleSpec(name, self, is_package=is_package)  # type: ignore[arg-type]
+class _FormerModule:
+    """The loader of a module that has gone: each of its names warns, and stands for the present one."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
@@ -112,9 +106,12 @@ class _FormerModules:
         module.__getattr__ = lambda name: former_name(module.__name__, name)  # type: ignore[method-assign]
 
 
-def find_former_modules() -> None:
-    """Let imports find the modules of former names."""
-    sys.meta_path.append(_FormerModules())
+def former_spec(name: str) -> ModuleSpec | None:
+    """Return how to import a module that has gone; None for one that the last release had not."""
+    is_package = any(module.startswith(f"{name}.") for module in _MODULES)
+    if not (is_package or name in _MODULES):
+        return None
+    return ModuleSpec(name, _FormerModule(), is_package=is_package)  # type: ignore[arg-type]
 
 
 def _block_part(planned_block: Callable[..., Any]) -> Callable[..., Any]:
