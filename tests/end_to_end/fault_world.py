@@ -34,7 +34,7 @@ from verifiers_embedded.app import Routes
 
 import verifiers as vf
 from verifiers.cli.main import run_command
-from verifiers.inference.replica import WeightUpdate
+from verifiers.inference.rollout_server import WeightUpdate
 from verifiers.train.run_lifecycle import RolloutSession
 
 # a thread of tqdm's own, which outlives its bars

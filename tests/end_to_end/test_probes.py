@@ -10,7 +10,7 @@ import pytest
 import tiny_world
 
 from verifiers.errors import ConfigError
-from verifiers.inference.server_client import NoAnswerError
+from verifiers.inference.rollout_server import NoAnswerError
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import LoraSync, verification

@@ -22,7 +22,7 @@ from verifiers.errors import ConfigError
 from verifiers.inference import server_pool
 from verifiers.inference.endpoint import Endpoint
 from verifiers.inference.load_balancer import LoadBalancer, backend_for, credentials
-from verifiers.inference.server_client import ServerClient
+from verifiers.inference.rollout_server import ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.weight_sync import DirectorySync

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from verifiers.inference.replica import WeightUpdate
-from verifiers.inference.server_client import ServerClient
+from verifiers.inference.rollout_server import ServerClient, WeightUpdate
 from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer
 from verifiers.testing.faults import Faults

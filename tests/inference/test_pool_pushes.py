@@ -11,10 +11,10 @@ import pytest
 from pool_world import NEVER_PUSHED, loads, pool_of, restarted, until, update
 
 from verifiers.errors import DeadlineError, WeightSyncError
-from verifiers.inference import replica as replica_module
+from verifiers.inference import rollout_server as replica_module
 from verifiers.inference import server_pool as pool_module
 from verifiers.inference.retries import RetryableError
-from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
+from verifiers.inference.rollout_server import NoAnswerError, RefusedError, ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer, Fault
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from verifiers.errors import WeightSyncError
-from verifiers.inference import server_client
-from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
+from verifiers.inference import rollout_server
+from verifiers.inference.rollout_server import NoAnswerError, RefusedError, ServerClient
 from verifiers.testing import FakeOpenAIServer, Fault
 
 
@@ -97,7 +97,7 @@ async def test_a_host_that_takes_no_connection_was_not_reached(monkeypatch: pyte
     async def dropping(*args: object, **kwargs: object) -> None:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(server_client, "_CONNECT_S", 0.05)
+    monkeypatch.setattr(rollout_server, "_CONNECT_S", 0.05)
     monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", dropping)
     with pytest.raises(NoAnswerError, match=r"no connection within 0\.05 s") as gone:
         await ServerClient(f"{scheme}://127.0.0.1:9").request("GET", "/health", timeout_s=60.0)
@@ -105,7 +105,7 @@ async def test_a_host_that_takes_no_connection_was_not_reached(monkeypatch: pyte
 
 
 async def test_once_connected_an_answer_has_the_whole_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "_CONNECT_S", 0.05)
+    monkeypatch.setattr(rollout_server, "_CONNECT_S", 0.05)
     with FakeOpenAIServer(latency_s=0.3) as server:
         answer = await ServerClient(server.url).request("POST", "/v1/completions", {"prompt": "a"}, timeout_s=30.0)
     assert answer["choices"]

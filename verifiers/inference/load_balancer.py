@@ -12,9 +12,8 @@ from typing import Any
 
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import Backend, HttpBackend, single_backend_for
-from verifiers.inference.replica import Replica
 from verifiers.inference.retries import RetryableError
-from verifiers.inference.server_client import ServerClient
+from verifiers.inference.rollout_server import Replica, ServerClient
 
 __all__ = ["LoadBalancer", "SessionAffinity", "backend_for", "credentials", "each_server"]
 

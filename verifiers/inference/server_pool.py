@@ -19,9 +19,17 @@ from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.endpoint import CHAT, COMPLETIONS, GENERATE, Backend, HttpBackend
 from verifiers.inference.load_balancer import LoadBalancer, each_server
-from verifiers.inference.replica import HEALTH_S, SHUTDOWN_S, Replica, WeightUpdate, apply_update, release_all
 from verifiers.inference.retries import RetryableError
-from verifiers.inference.server_client import NoAnswerError, ServerClient
+from verifiers.inference.rollout_server import (
+    HEALTH_S,
+    SHUTDOWN_S,
+    NoAnswerError,
+    Replica,
+    ServerClient,
+    WeightUpdate,
+    apply_update,
+    release_all,
+)
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.loop_thread import LoopThread
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import WeightProbeError, WeightSyncError
-from verifiers.inference.server_client import NoAnswerError
+from verifiers.inference.rollout_server import NoAnswerError
 from verifiers.inference.server_pool import ServerPool
 from verifiers.train.weight_sync import verification
 from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verifiers.errors import WeightProbeError, WeightSyncError
-from verifiers.inference.server_client import ServerClient
+from verifiers.inference.rollout_server import ServerClient
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.config import lora_defaults
 from verifiers.train.weight_sync import (

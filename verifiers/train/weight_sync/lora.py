@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.inference.rollout_server import RefusedError, ServerClient
 from verifiers.train.weight_sync.shared_directory import DirectorySync
 
 __all__ = ["LoraSync", "adapter_tensors"]

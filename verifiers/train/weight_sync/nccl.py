@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import WeightSyncError
-from verifiers.inference.replica import PARTIALLY_LOADED, WeightUpdate
-from verifiers.inference.server_client import ServerClient, time_left
+from verifiers.inference.rollout_server import PARTIALLY_LOADED, ServerClient, WeightUpdate, time_left
 from verifiers.train.weight_sync.protocol import ServerSync
 
 __all__ = ["BUFFER_BYTES", "NcclGroup", "NcclSync", "TorchNcclGroup", "packed"]

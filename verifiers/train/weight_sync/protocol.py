@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.server_client import ServerClient
+from verifiers.inference.rollout_server import ServerClient
 from verifiers.inference.server_pool import ServerPool
 
 __all__ = [

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import WeightSyncError
-from verifiers.inference.replica import WeightUpdate
-from verifiers.inference.server_client import ServerClient
+from verifiers.inference.rollout_server import ServerClient, WeightUpdate
 from verifiers.train.weight_sync.protocol import ServerSync
 
 __all__ = ["DirectorySync", "VersionFiles"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import DeadlineError, Error, WeightProbeError
-from verifiers.inference.server_client import NoAnswerError, ServerClient
+from verifiers.inference.rollout_server import NoAnswerError, ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
 from verifiers.train.weight_sync.capabilities import log_probs_are_raw
