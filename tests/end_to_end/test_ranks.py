@@ -58,8 +58,9 @@ def failure_of_rank_0(output_dir: Path) -> dict[str, Any]:
         ("single", (1, 2, 4), {"loss_type": "dapo"}),
         ("forking", (1, 2), {"loss_type": "dapo"}),
         ("single", (1, 2), {"loss_type": "dapo", "streaming": True}),
+        ("forking", (1, 2), {"kl_in_reward": True, "beta": 0.5, "advantage_estimator": "reinforce_plus_plus"}),
     ],
-    ids=["1, 2 and 4", "forking", "streaming"],
+    ids=["1, 2 and 4", "forking", "streaming", "kl in the reward"],
 )
 def test_any_number_of_ranks_trains_the_rows_and_reaches_the_loss_and_weights_of_one(
     launch: Launch, env: str, ranks: tuple[int, ...], settings: dict[str, Any]

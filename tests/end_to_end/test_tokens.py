@@ -57,6 +57,8 @@ def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Calla
             {"importance_sampling_level": "sequence", "loss_type": "luspo", "streaming": True},
             "importance_sampling_level='sequence'",
         ),
+        ({"importance_sampling_level": "sequence_token"}, "importance_sampling_level='sequence_token'"),
+        ({"geometric_mask_max": 1.5}, r"geometric_mask_min=None, geometric_mask_max=1\.5"),
         ({"loss_type": "vespo"}, "loss_type='vespo'"),
         ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode='sequence_mask'"),
         ({"off_policy_mask_threshold": 0.5}, r"off_policy_mask_threshold=0\.5"),
