@@ -30,14 +30,14 @@ def test_the_line_counts_todays_speed_only_from_todays_rollouts() -> None:
         "sums",
         "3/12 rollouts",
         "reward 0.500",
+        "0:18 left",
         "1 failed",
         "3 retries",
         "7 in flight",
         "125 tokens/s",
-        "0:18 left",
     ]
     with_bar = progress_text(progress, env="sums", **known, with_bar=True)  # type: ignore[arg-type]
-    assert with_bar == "━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  " + text
+    assert with_bar == "━━━╌╌╌╌╌╌╌╌╌  " + text
 
 
 def test_nothing_is_made_up_before_the_first_rollout() -> None:
@@ -45,7 +45,7 @@ def test_nothing_is_made_up_before_the_first_rollout() -> None:
         Progress(), env="sums", planned=5, finished_before=0, ran=0, tokens=0, elapsed_s=0.0, in_flight=0
     )
     assert text.split("  ")[2] == "reward -"
-    assert text.endswith("? left")
+    assert "  ? left  " in text
 
 
 async def test_a_terminal_is_written_to_at_most_four_times_a_second() -> None:

@@ -24,7 +24,7 @@ __all__ = ["live_line", "print_table", "progress_text", "show_summary"]
 
 _TERMINAL_EVERY_S = 0.25
 _PLAIN_EVERY_S = 5.0
-_BAR_CHARACTERS = 20
+_BAR_CHARACTERS = 12
 
 
 def progress_text(
@@ -39,7 +39,7 @@ def progress_text(
     in_flight: int,
     with_bar: bool = False,
 ) -> str:
-    """Return the progress line: rollouts done, mean reward, failures, retries, tokens a second, time left.
+    """Return the progress line: rollouts done, mean reward, time left, failures, retries, tokens a second.
 
     Args:
         env: name of the environment.
@@ -61,11 +61,11 @@ def progress_text(
         env,
         f"{done}/{planned} rollouts",
         f"reward {mean}",
+        f"{eta} left",
         f"{progress.failed} failed",
         f"{progress.retries} retries",
         f"{in_flight} in flight",
         f"{rate:,.0f} tokens/s",
-        f"{eta} left",
     ]
     return "  ".join(parts)
 
