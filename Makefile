@@ -87,7 +87,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy -p verifiers_dataserver
 	MYPYPATH=servers/vllm $(BIN)/mypy -p verifiers_vllm
 	for file in environments/*/*.py; do $(BIN)/mypy $$file || exit 1; done
-	$(BIN)/mypy examples/demo/run.py examples/demo/warm_start.py
+	$(BIN)/mypy examples/demo/run.py
 	$(BIN)/lint-imports
 
 # each package alone: what it requires comes from where the wheel is installed

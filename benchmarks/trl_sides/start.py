@@ -13,9 +13,10 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 def main() -> None:
     sys.path.insert(0, str(DEMO))
     import torch
-    from model import make_model
     from run import environment_and_pairs
-    from warm_start import warm_start
+
+    from verifiers.train.tiny_model.char_model import make_model
+    from verifiers.train.tiny_model.warm_start import warm_start
 
     asked = arguments()
     out = Path(asked["output_dir"])

@@ -34,7 +34,6 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "demo"))
 
 ARMS = ("plain", "curriculum")
 STEPS = 300
@@ -146,10 +145,9 @@ def settings(args: argparse.Namespace) -> Any:
 
 def warm_started_model(output_dir: Path, seed: int) -> Path:
     """Return the demo's model after its supervised start on words of 3 to 5 letters; made once for each seed."""
-    from model import make_model
-    from warm_start import warm_start
-
     import verifiers as vf
+    from verifiers.train.tiny_model.char_model import make_model
+    from verifiers.train.tiny_model.warm_start import warm_start
 
     start = output_dir / f"start-{seed}"
     if (start / "config.json").is_file():

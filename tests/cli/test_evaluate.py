@@ -46,6 +46,7 @@ def test_a_table_is_printed_and_every_rollout_is_written(
     )
     assert "pass^2: mean 1.000" in shown
     assert "6 rollouts of 2 prompts" in shown
+    assert "2 of 2 prompts are training rows too: this is no held-out reward" in shown
     assert "6 completed; 0 retries; 12 completion tokens" in shown
     directory = results.directory
     assert directory.parent.name == "toy-sums-env--org--policy"
@@ -69,6 +70,7 @@ def test_a_table_is_printed_and_every_rollout_is_written(
     metadata = json.loads((directory / "metadata.json").read_text())
     assert (metadata["model"], metadata["num_examples"], metadata["rollouts_per_example"]) == ("org/policy", 2, 3)
     assert metadata["summary"]["rewards"]["reward"]["mean"] == 1.0
+    assert metadata["prompts_trained_on"] == metadata["summary"]["prompts_trained_on"] == 2
 
 
 def test_key_and_headers_are_sent_but_never_written(

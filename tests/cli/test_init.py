@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,3 +159,31 @@ def test_it_goes_to_the_directory_given_and_the_commands_say_so(capsys: pytest.C
     assert main(["my-env", "-p", "elsewhere"]) == 0
     assert Path("elsewhere/my_env/my_env.py").is_file()
     assert "vf-install my-env -p elsewhere" in capsys.readouterr().out
+
+
+def test_a_model_is_made_where_it_is_asked_for_and_never_over_something(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warm_start = pytest.importorskip("verifiers.train.tiny_model.warm_start", reason="needs the train extra")
+
+    def make(directory: Path) -> SimpleNamespace:
+        directory.mkdir(parents=True)
+        return SimpleNamespace(accuracy=0.36, seconds=40.0)
+
+    monkeypatch.setattr(warm_start, "make_tiny_model", make)
+    assert main(["--model", "tiny"]) == main(["models/mine", "--model", "tiny"]) == 0
+    assert Path("tiny").is_dir()
+    assert "vf-serve --model models/mine" in capsys.readouterr().out
+    assert main(["--model", "tiny"]) == 2
+    assert "'tiny' exists already" in capsys.readouterr().err
+
+
+def test_a_model_without_the_train_extra_and_a_package_without_a_name_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "verifiers.train.tiny_model.warm_start", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["--model", "tiny"]) == 2
+    assert capsys.readouterr().err.startswith("vf-init: --model needs torch, which is not installed; ")
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("vf-init: the name of the environment is missing; ")

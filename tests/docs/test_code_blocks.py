@@ -17,6 +17,7 @@ import pytest
 import trl
 
 from verifiers.cli.train import train
+from verifiers.envs.datasets import count_trained_on
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
 from verifiers.train.models import check_model_path
@@ -67,6 +68,10 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
                 check_run_file(tmp_path / title)
         elif language == "python":
             exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+            if title is not None and "def load_environment" in code:
+                env = namespace["load_environment"]()
+                if env.eval_dataset is not None:
+                    assert count_trained_on(env, env.eval_dataset) == 0, "held-out rows are not trained on"
     for name in set(sys.modules) - modules:
         if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
             del sys.modules[name]

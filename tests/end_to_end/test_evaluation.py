@@ -48,6 +48,8 @@ def test_an_evaluation_is_stored_as_vf_eval_stores_one(
         assert entry["eval_reward_stderr"] == pytest.approx(means["stderr"])
         assert entry["eval_pass_at_2"] == pytest.approx(run.metadata["summary"]["pass_at_k"]["2"]["mean"])
         assert (run.directory / "report.html").is_file()
+        # the four rows of the eval set are the first of the training set
+        assert run.metadata["prompts_trained_on"] == entry["eval_prompts_trained_on"] == 4
     run = Path(trainer.args.output_dir)
     assert set(find_runs(run)) == {run.name, "evals/step-2", "evals/step-4"}
     capsys.readouterr()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from verifiers.envs.datasets import format_dataset, format_prompt, row_fields
+import verifiers as vf
+from verifiers.envs.datasets import count_trained_on, format_dataset, format_prompt, row_fields
 from verifiers.errors import ConfigError
 
 SHOTS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
@@ -120,3 +121,31 @@ def test_what_a_table_adds_to_messages_and_tools_is_dropped_again() -> None:
     read = [row_fields(row) for row in table]
     assert [message for row in read for message in row[0]] == prompt
     assert read[0][3]["oai_tools"] == tools
+
+
+def numbered(*numbers: int, **further: Any) -> list[dict[str, Any]]:
+    return [{"question": f"{number}?", "answer": str(number), **further} for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluated", "count"),
+    [
+        (numbered(1, 2, 3), numbered(4, 5), 0),
+        (numbered(1, 2, 3), numbered(3, 4, 3), 2),
+        (numbered(1, 2), None, 2),
+        # the row of an environment that makes its prompt from a seed
+        (numbered(1, 2, info={"seed": 0}), numbered(1, 2, info={"seed": 1}), 0),
+        (numbered(1, 2, info={"seed": 0}), numbered(2, info='{"seed": 0}'), 1),
+    ],
+)
+def test_evaluated_rows_that_are_trained_on_are_counted(training: Any, evaluated: Any, count: int) -> None:
+    env = vf.SingleTurnEnv(dataset=training, eval_dataset=evaluated, system_prompt="Be brief.")
+    assert count_trained_on(env, env.get_eval_dataset()) == count
+
+
+def test_a_training_set_that_is_made_when_needed_is_not_made_for_the_count() -> None:
+    def never() -> Any:
+        raise AssertionError
+
+    env = vf.SingleTurnEnv(dataset=never, eval_dataset=numbered(1))
+    assert count_trained_on(env, env.get_eval_dataset()) == 0

@@ -307,6 +307,7 @@ def shown(stream: Any, *, rank: int = 0, disable_tqdm: bool = False) -> Progress
         lines.on_log(args, state, None, logs={"reward": reward, "loss": 0.1, "staleness": staleness})
     evaluation = {"eval_math_reward": 0.75, "eval_math_prompts": 4.0, "eval_rewards/exact_reward": 0.5}
     lines.on_log(args, state, None, logs=evaluation)
+    lines.on_log(args, state, None, logs={"eval_reward": 0.25, "eval_prompts_trained_on": 3.0})
     lines.end(None)
     return lines
 
@@ -315,12 +316,13 @@ def test_a_pipe_gets_one_line_a_log_step() -> None:
     stream = io.StringIO()
     shown(stream)
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
-    assert [line[:10] for line in lines] == ["step  1/10", "step  2/10", "step  3/10", "step  3/10"]
+    assert [line[:10] for line in lines] == ["step  1/10", "step  2/10", *["step  3/10"] * 3]
     assert "  reward 0.500  loss +0.1000  errors 0" in lines[0]
     assert "  reward -  " in lines[1]
     assert "  staleness -  " in lines[1]
     assert "  staleness 1  " in lines[2]
     assert "held-out reward of math 0.750  (4 prompts, 0 failed" in lines[3]
+    assert "reward on trained rows 0.250" in lines[4]
     assert "\x1b" not in stream.getvalue()
 
 

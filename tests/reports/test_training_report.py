@@ -110,6 +110,7 @@ def test_every_curve_that_was_logged_is_on_the_page_and_evaluated_ones_by_set(tm
     for name, value in {
         "reward": 0.5,
         "easy_reward": 0.75,
+        "easy_prompts_trained_on": 4.0,
         "pass_at_2": 0.625,
         "pass_at_2_stderr": 0.0625,
         "pass_hat_2": 0.25,
@@ -129,19 +130,20 @@ def test_every_curve_that_was_logged_is_on_the_page_and_evaluated_ones_by_set(tm
         "Length of dropped rows",
         "Dropped stragglers",
         "A block",
-        "Held-out pass@k",
-        "Held-out pass^k",
-        "Held-out reward functions",
-        "Held-out reward by environment",
+        "Evaluations: pass@k",
+        "Evaluations: pass^k",
+        "Evaluations: reward functions",
+        "Evaluations: reward by environment",
     } <= set(charts)
-    assert "Held-out best@k" not in charts
+    assert "Evaluations: best@k" not in charts
     pass_at = {
-        series["name"]: (series["x"], series["y"], series["errors"]) for series in charts["Held-out pass@k"]["series"]
+        series["name"]: (series["x"], series["y"], series["errors"])
+        for series in charts["Evaluations: pass@k"]["series"]
     }
     assert pass_at == {"pass@2": ([2], [0.625], [0.0625]), "pass@2 easy": ([2], [0.875], [None])}
-    names = [series["name"] for series in charts["Held-out reward functions"]["series"]]
+    names = [series["name"] for series in charts["Evaluations: reward functions"]["series"]]
     assert sorted(names) == ["exact_reward", "exact_reward easy", "short"]
-    assert [series["name"] for series in charts["Reward"]["series"]] == ["training", "held out", "held out easy"]
+    assert [series["name"] for series in charts["Reward"]["series"]] == ["training", "held out", "trained rows easy"]
     assert set(read_history(run).evaluations) == {"eval_reward", "eval_easy_reward"}
 
 

@@ -151,7 +151,7 @@ def _evaluate(
         shown["prices"] = load_prices(args.prices)
     dataset = env.get_eval_dataset(args.num_examples)
     backend, limiter = open_endpoint(args, entry, dataset, env)
-    plan = _run_plan(args, entry, env_args, sampling, dataset)
+    plan = _run_plan(args, entry, env_args, sampling, env, dataset)
     run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, redact=redact)
     say = (lambda text: None) if args.json else (lambda text: print(f"vf-eval: {text}", file=sys.stderr))
     if run.is_complete:
@@ -248,9 +248,11 @@ def _run_plan(
     entry: EndpointEntry,
     env_args: Mapping[str, Any],
     sampling: Mapping[str, Any],
+    env: Any,
     dataset: Any,
 ) -> dict[str, Any]:
     """Return the metadata of a run before its first rollout; names of keys and headers, never their values."""
+    from verifiers.envs.datasets import count_trained_on
     from verifiers.evals.provenance import environment_provenance, git_provenance, versions
     from verifiers.evals.run import fingerprint
     from verifiers.log import url_without_secrets
@@ -261,6 +263,7 @@ def _run_plan(
         **environment_provenance(args.env),
         "env_args": dict(env_args),
         "prompts": fingerprint(dataset),
+        "prompts_trained_on": count_trained_on(env, dataset),
         "model": entry.model,
         "base_url": urls[0],
         "base_urls": list(urls),

@@ -197,6 +197,9 @@ def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
         f"{summary['rollouts']} rollouts of {summary['prompts']} prompts in {summary['seconds']:.1f} s: {outcomes}"
         f"{missing}; {summary['retries']} retries; {summary['completion_tokens']:,} completion tokens{cost}"
     )
+    if trained_on := summary.get("prompts_trained_on"):
+        asked = run.metadata["num_examples"]
+        yield f"{trained_on} of {asked} prompts are training rows too: this is no held-out reward"
     variance = summary["variance"]
     if variance["share_between"] is not None and variance["advice"]:
         yield (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
@@ -13,7 +14,10 @@ from verifiers.types import ChatMessage, Info, Messages, MessageType
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["LazyDataset", "format_dataset", "format_prompt", "formatted", "row_fields"]
+__all__ = ["LazyDataset", "count_trained_on", "format_dataset", "format_prompt", "formatted", "row_fields"]
+
+
+_MOST_COMPARED = 50_000
 
 
 def format_prompt(
@@ -85,6 +89,32 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
         prompt = [_lean_message(message) for message in prompt]
     answer, task = row.get("answer"), row.get("task")
     return prompt, "" if answer is None else answer, task or "default", _info(row.get("info"))
+
+
+def count_trained_on(env: Any, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many of the rows are also training rows of an environment: same prompt, answer and info.
+
+    Args:
+        env: whose training rows they are compared with, the first `_MOST_COMPARED`. Where they are made by a function
+            that nobody has called yet, it is not called for this, and no row counts.
+        rows: of an evaluation.
+    """
+    training = vars(env).get("_dataset")
+    if training is None or callable(training):
+        return 0
+    evaluated = Counter(map(_asked, rows))
+    trained: set[str] = set()
+    for row in training.select(range(min(len(training), _MOST_COMPARED))):
+        if (asked := _asked(row)) in evaluated:
+            trained.add(asked)
+        if len(trained) == len(evaluated):
+            break
+    return sum(evaluated[asked] for asked in trained)
+
+
+def _asked(row: Mapping[str, Any]) -> str:
+    prompt, answer, _, info = row_fields(row)
+    return json.dumps((prompt, answer, info), sort_keys=True, default=str)
 
 
 def _lean_message(message: Any) -> Any:

@@ -104,6 +104,7 @@ class EvaluationRun:
         """
         before = (self.metadata.get("summary") or {}).get("seconds") or 0.0
         found = self.progress.summary(before + seconds, self.metadata, **options)
+        found["prompts_trained_on"] = self.metadata.get("prompts_trained_on")
         if self.lag.samples:
             found["loop_lag_ms"] = {"p50": self.lag.quantile_ms(0.5), "p95": self.lag.quantile_ms(0.95)}
             found["loop_lag_ms"]["max"] = round(self.lag.max_ms, 1)

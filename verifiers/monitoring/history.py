@@ -22,6 +22,8 @@ __all__ = [
     "History",
     "Points",
     "eval_set_label",
+    "is_trained_on",
+    "name_eval_reward",
     "read_history",
     "thin_points",
 ]
@@ -52,11 +54,15 @@ class ErrorCount:
 
 @dataclass(slots=True)
 class Evaluations:
-    """Held-out means of one set: steps, rewards, standard errors (NaN where there is none)."""
+    """Means of one evaluated set: steps, rewards, standard errors (NaN where there is none).
+
+    `trained_on` is True where prompts of the set are training rows too.
+    """
 
     steps: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
+    trained_on: bool = False
 
     @property
     def best(self) -> int:
@@ -84,7 +90,7 @@ class History:
         steps: optimizer steps of the logs.
         columns: every metric's values at `steps`; NaN where it has none.
         evaluations: by the metric's name, e.g. "eval_reward".
-        details: other held-out means: of "at_k", "function" and "task", by what a curve of them is called.
+        details: other means of evaluations: of "at_k", "function" and "task", by what a curve of them is called.
         failures: by error.
         time: sums over all of it.
         signal: tells whether the run learns.
@@ -120,10 +126,32 @@ class Points:
     is_thinned: bool = False
 
 
-def eval_set_label(name: str) -> str:
-    """Return the label of an eval reward: "held out", with the name of its set where it has one."""
+def eval_set_label(name: str, *, trained_on: bool) -> str:
+    """Return the label of an eval reward: "held out" or "trained rows", and the name of its set where it has one.
+
+    Args:
+        name: of the metric.
+        trained_on: prompts of the set are training rows too.
+    """
     inner = name.removeprefix("eval").removesuffix("reward").strip("_")
-    return f"held out {inner}".strip()
+    return f"{'trained rows' if trained_on else 'held out'} {inner}".strip()
+
+
+def name_eval_reward(name: str, logs: Mapping[str, Any]) -> str:
+    """Return what a line of text calls an eval reward, such as "held-out reward of easy".
+
+    Args:
+        name: of the metric.
+        logs: with the other metrics of the evaluation.
+    """
+    inner = name.removeprefix("eval").removesuffix("reward").strip("_")
+    kind = "reward on trained rows" if is_trained_on(name, logs) else "held-out reward"
+    return f"{kind} of {inner}" if inner else kind
+
+
+def is_trained_on(name: str, logs: Mapping[str, Any]) -> bool:
+    """Return True where the logs of an evaluation say that prompts of an eval reward are training rows too."""
+    return bool(logs.get(f"{name.removesuffix('reward')}prompts_trained_on"))
 
 
 def read_history(run_dir: str | Path) -> History:
@@ -173,10 +201,12 @@ def _take_evaluations(history: History, line: Mapping[str, Any], step: float) ->
         error = line.get(f"{name}_stderr")
         spread = float(error) if isinstance(error, (int, float)) else math.nan
         if EVAL_REWARD.fullmatch(name):
-            history.evaluations.setdefault(name, Evaluations()).put(step, float(value), spread)
-        elif found := _EVAL_DETAIL.fullmatch(name):
-            kind = next(kind for kind in ("at_k", "function", "task") if found[kind])
-            label = " ".join(filter(None, (_called(kind, found[kind]), found["set"])))
+            found = history.evaluations.setdefault(name, Evaluations())
+            found.put(step, float(value), spread)
+            found.trained_on |= is_trained_on(name, line)
+        elif detail := _EVAL_DETAIL.fullmatch(name):
+            kind = next(kind for kind in ("at_k", "function", "task") if detail[kind])
+            label = " ".join(filter(None, (_called(kind, detail[kind]), detail["set"])))
             history.details.setdefault(kind, {}).setdefault(label, Evaluations()).put(step, float(value), spread)
 
 

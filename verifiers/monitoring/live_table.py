@@ -16,7 +16,7 @@ from rich.text import Text
 
 from verifiers.monitoring.bottleneck import Bottleneck
 from verifiers.monitoring.figures import Trend, bar
-from verifiers.monitoring.history import EVAL_REWARD, eval_set_label
+from verifiers.monitoring.history import EVAL_REWARD, eval_set_label, is_trained_on
 from verifiers.monitoring.learning import NothingLearned
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.monitoring.time_metrics import RunTime
@@ -209,13 +209,13 @@ def _newest_log(latest: Mapping[str, Any]) -> Table:
 
 
 def _eval_rewards(latest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Held-out rewards: the trainer's own set, or the first of those that have names."""
+    """Rewards of evaluations: the trainer's own set, or the first of those that have names."""
     names = [name for name in latest if EVAL_REWARD.fullmatch(name) and _number(latest, name) is not None]
     rows = []
     for name in names[:_EVAL_SETS_SHOWN]:
         reward, error = _number(latest, name), _number(latest, f"{name}_stderr")
         shown = f"{reward:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-        rows.append((_cut(eval_set_label(name)), shown))
+        rows.append((_cut(eval_set_label(name, trained_on=is_trained_on(name, latest))), shown))
     if more := len(names) - len(rows):
         rows.append(("", f"and {more} more"))
     return rows

@@ -249,6 +249,7 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
         "expected": expected if expected and expected > 0 else None,
         "finished": _is_finished(metadata),
         "prompts": counts.prompts,
+        "promptsTrainedOn": _count(metadata.get("prompts_trained_on")),
         "scored": counts.scored,
         "outcomes": dict(counts.outcomes),
         "measures": _measures(numbers),

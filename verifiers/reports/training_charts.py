@@ -61,9 +61,11 @@ def _learning(history: History) -> list[_Chart]:
     functions = _named(history, "rewards/", "/mean")
     rates = [value for value in history.values("learning_rate") if math.isfinite(value)]
     is_constant = not rates or min(rates) == max(rates)
-    eval_sets = {eval_set_label(name): found for name, found in history.evaluations.items()}
+    eval_sets = {
+        eval_set_label(name, trained_on=found.trained_on): found for name, found in history.evaluations.items()
+    }
     lengths = {"mean": "completions/mean_length", "longest": "completions/max_length"}
-    reward = _chart(history, "Reward", {"training": "reward"}, "held out with 95 % intervals" if eval_sets else "")
+    reward = _chart(history, "Reward", {"training": "reward"}, "evaluations with 95 % intervals" if eval_sets else "")
     reward["series"] += _evaluations(eval_sets, first_colour=len(reward["series"]))
     return [
         reward,
@@ -89,7 +91,7 @@ def _evaluated(history: History) -> list[_Chart]:
     shown["reward by environment"] = history.details.get("task", {})
     charts = []
     for title, found in shown.items():
-        chart = _chart(history, f"Held-out {title}", {}, "with 95 % intervals" if title.endswith("k") else "")
+        chart = _chart(history, f"Evaluations: {title}", {}, "with 95 % intervals" if title.endswith("k") else "")
         chart["series"] = _evaluations(found)
         charts.append(chart)
     return charts

@@ -150,7 +150,11 @@ def _head(run: Mapping[str, Any], history: History) -> dict[str, Any]:
         "seconds": history.time.wall,
         "rewards": [math.fsum(some) / len(some) for some in (rewards[:part], rewards[-part:]) if some],
         "evaluations": [
-            {"name": eval_set_label(name), "last": found.estimate(-1), "best": found.estimate(found.best)}
+            {
+                "name": eval_set_label(name, trained_on=found.trained_on),
+                "last": found.estimate(-1),
+                "best": found.estimate(found.best),
+            }
             for name, found in history.evaluations.items()
         ],
         "sampledTokens": round(history.time.sampled_tokens),
@@ -251,7 +255,7 @@ def sample_sections(run_dir: Path) -> list[dict[str, Any]]:
     others = [line for name in once for line in followed.pop(name)] + others
     sections = [
         _section(
-            "The same held-out prompts over time",
+            "The same evaluated prompts over time",
             "greedy or sampled, as the evaluations were",
             [_card(name, lines) for name, lines in _evaluated(run_dir).items()],
         ),

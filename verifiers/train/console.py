@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from verifiers.data.batch_plan import BatchPlan
-from verifiers.monitoring.history import EVAL_REWARD
+from verifiers.monitoring.history import EVAL_REWARD, name_eval_reward
 from verifiers.monitoring.live_table import LiveTable, run_table
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.train.monitor import RunMonitor
@@ -123,10 +123,9 @@ class ProgressLines(TrainerCallback):
 
     def _evaluation_line(self, state: Any, logs: Mapping[str, float], prefix: str) -> str:
         error = logs.get(f"{prefix}_reward_stderr")
-        name = prefix.removeprefix("eval").removeprefix("_")
         return (
             f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
-            f"  held-out reward{' of ' + name if name else ''} {logs[f'{prefix}_reward']:.3f}"
+            f"  {name_eval_reward(f'{prefix}_reward', logs)} {logs[f'{prefix}_reward']:.3f}"
             + (f" ± {error:.3f}" if error is not None else "")
             + f"  ({logs.get(f'{prefix}_prompts', 0):.0f} prompts, {logs.get(f'{prefix}_failed', 0):.0f} failed,"
             f" {logs.get(f'{prefix}_seconds', 0.0):.1f} s)"

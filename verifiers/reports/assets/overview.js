@@ -119,6 +119,13 @@ function notices() {
     );
   }
   const failed = runs.reduce((sum, run) => sum + run.rollouts - run.scored, 0);
+  runs.forEach((run, index) => {
+    const trained = run.promptsTrainedOn;
+    if (trained)
+      found.push(
+        `${isPair ? `${"AB"[index]}: ` : ""}${counted(trained, "prompt")} also trained on: this is no held-out reward.`,
+      );
+  });
   if (failed) found.push(`${counted(failed, "rollout")} without a reward: in no mean.`);
   if (!data.live)
     runs.forEach(

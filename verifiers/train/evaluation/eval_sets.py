@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.envs.datasets import count_trained_on
 from verifiers.errors import ConfigError
 from verifiers.evals.run import fingerprint
 
@@ -25,12 +26,14 @@ class EvalSet:
         env: plays and scores the prompts.
         rows: the prompts; None for the held-out rows of `env`.
         most: the first so many of them; -1 for all.
+        trained_env: what is trained on, where that is known.
     """
 
     name: str
     env: Any
     rows: Any = None
     most: int = -1
+    trained_env: Any = None
 
     @property
     def env_name(self) -> str:
@@ -57,6 +60,11 @@ class EvalSet:
         """A hash of the prompts."""
         return fingerprint(self.dataset)
 
+    @functools.cached_property
+    def prompts_trained_on(self) -> int:
+        """Number of the prompts that are training rows too."""
+        return count_trained_on(self.trained_env, self.dataset) if self.trained_env is not None else 0
+
     def metric_prefix(self, prefix: str) -> str:
         """Return the beginning of its metrics' names: "eval", or "eval_<name>"."""
         return f"{prefix}_{self.name}" if self.name else prefix
@@ -80,7 +88,7 @@ def choose_eval_sets(
         raise ConfigError("both eval_dataset and eval_env are given; give one: an eval_env has rows of its own.")
     given = eval_env if eval_env is not None else eval_dataset
     if given is None:
-        return (EvalSet("", env, None, most),)
+        return (EvalSet("", env, None, most, env),)
     named = given if isinstance(given, Mapping) else {"": given}
     if not named:
         raise ConfigError("the eval sets are an empty dict; name at least one, or leave it out.")
@@ -91,5 +99,5 @@ def choose_eval_sets(
                 "metrics and paths."
             )
     if eval_env is not None:
-        return tuple(EvalSet(name, played, None, most) for name, played in named.items())
-    return tuple(EvalSet(name, env, rows, most) for name, rows in named.items())
+        return tuple(EvalSet(name, played, None, most, env) for name, played in named.items())
+    return tuple(EvalSet(name, env, rows, most, env) for name, rows in named.items())

@@ -293,6 +293,7 @@ class Evaluator:
             **provenance(one.env_name),
             "env_args": one.env_args,
             "prompts": one.fingerprint,
+            "prompts_trained_on": one.prompts_trained_on,
             "model": str(args.server_model),
             "base_url": urls[0],
             "base_urls": urls,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from verifiers.evals.provenance import environment_provenance, git_provenance, v
 from verifiers.evals.run import EvaluationRun, run_in
 from verifiers.evals.store import ResultStore
 from verifiers.log import Redactor
+from verifiers.monitoring.history import EVAL_REWARD, name_eval_reward
 from verifiers.rollouts.rollout import Rollout
 
 __all__ = [
@@ -161,9 +161,6 @@ def _fresh(directory: Path) -> Path:
     return found
 
 
-_REWARD = re.compile(r"eval(?:_(?P<name>[^/]+))?_reward")
-
-
 def evaluation_lines(state: Any, args: Any) -> list[str]:
     """Return lines with the last evaluation of each eval set, and with the best step where that was asked for.
 
@@ -173,14 +170,12 @@ def evaluation_lines(state: Any, args: Any) -> list[str]:
     """
     last: dict[str, dict[str, Any]] = {}
     for entry in state.log_history:
-        last.update({name: entry for name in entry if _REWARD.fullmatch(name)})
+        last.update({name: entry for name in entry if EVAL_REWARD.fullmatch(name)})
     lines = []
     for metric, entry in last.items():
-        found = _REWARD.fullmatch(metric)
-        assert found is not None
-        prefix, name = metric.removesuffix("_reward"), found["name"]
+        prefix = metric.removesuffix("_reward")
         error = entry.get(f"{metric}_stderr")
-        text = f"held-out reward{f' of {name}' if name else ''} at step {entry['step']}: {entry[metric]:.3f}"
+        text = f"{name_eval_reward(metric, entry)} at step {entry['step']}: {entry[metric]:.3f}"
         text += f" ± {error:.3f}" if error is not None else ""
         text += f" ({entry.get(f'{prefix}_prompts', 0):.0f} prompts"
         failed = entry.get(f"{prefix}_failed", 0)

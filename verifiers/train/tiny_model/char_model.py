@@ -1,7 +1,6 @@
-"""A small chat model made on the spot: a character tokenizer and a Qwen3 with random weights.
+"""A small chat model without a download: a character tokenizer and a Qwen3 with random weights.
 
-It stands in for a downloaded checkpoint where a run must need nothing but this machine. It knows nothing:
-`warm_start.py` teaches it just enough for reinforcement learning to begin.
+`warm_start.py` trains it until reinforcement learning can begin.
 """
 
 from __future__ import annotations
@@ -20,19 +19,45 @@ CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 PAD, START, END = "<pad>", "<|im_start|>", "<|im_end|>"
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
-    "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}{{- (message['content'] or '') + '<|im_end|>' -}}{%- endgeneration -%}"
-    "{%- else -%}"
-    "{{- (message['content'] or '') + '<|im_end|>' -}}"
-    "{%- endif -%}"
-    "{{- '\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
-"""ChatML. Rendering one more turn extends the rendering before it, so held tokens stay a prefix."""
+CONTEXT = 2048
+"""Tokens of a prompt with its completion; a tool takes some hundred."""
+
+CHAT_TEMPLATE = r"""
+{%- set system = messages[0]['content'] or '' if messages[0]['role'] == 'system' else none -%}
+{%- if tools or system is not none -%}
+    {{- '<|im_start|>system\n' + (system or '') + ('\n' if tools and system else '') -}}
+    {%- for tool in tools or [] -%}
+        {{- ('Tools:' if loop.first else '') + '\n' + tool.function.name + '(' -}}
+        {%- for name, value in ((tool.function.parameters or {}).properties or {}).items() -%}
+            {{- ('' if loop.first else ', ') + name + ': ' + (value.type or 'any') | string -}}
+        {%- endfor -%}
+        {{- '): ' + (tool.function.description or '') -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'assistant' -%}
+        {{- '<|im_start|>assistant\n' -}}
+        {%- generation -%}
+        {{- message['content'] or '' -}}
+        {%- for call in message['tool_calls'] or [] -%}
+            {%- set arguments = call.function.arguments -%}
+            {{- '<tool_call>{"name": ' + call.function.name | tojson + ', "arguments": ' -}}
+            {{- (arguments if arguments is string else arguments | tojson) + '}</tool_call>' -}}
+        {%- endfor -%}
+        {{- '<|im_end|>' -}}
+        {%- endgeneration -%}
+        {{- '\n' -}}
+    {%- elif not (loop.first and system is not none) -%}
+        {{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+"""ChatML with tools: each is a line of the system message, and calls are written as Hermes and Qwen 3 write them.
+
+Rendering one more turn extends the rendering before it, so held tokens stay a prefix.
+"""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -53,9 +78,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=END,
         extra_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.strip(),
         clean_up_tokenization_spaces=False,
-        model_max_length=512,
+        model_max_length=CONTEXT,
         padding_side="left",
     )
 
@@ -77,7 +102,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, *, seed: int, head_dim: int
         num_attention_heads=96 // head_dim,
         num_key_value_heads=96 // head_dim,
         head_dim=head_dim,
-        max_position_embeddings=512,
+        max_position_embeddings=CONTEXT,
         # Prompts have some hundred characters: the usual base of 10,000 would leave most frequencies unused.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         # Some rollout servers keep a tied head when weights are reloaded.

@@ -6,12 +6,15 @@ steps), so accuracy is measured every few steps, and a jump over the window is t
 learning rate. Few words are shown, because a model that has seen few is sure of what it says: its samples are nearly
 as good as its greedy answers, and groups of samples differ where there is something to learn.
 
-Accuracy here is greedy exact match on the held-out words. They stop the warm start and are never shown; that they are
-chosen by can only make the start look better than it is, and the gain after it smaller.
+Accuracy here is greedy exact match on words that are never shown, with or without `<answer>` tags. They stop the warm
+start; that they are chosen by can only make the start look better than it is, and the gain after it smaller.
 """
 
 from __future__ import annotations
 
+import random
+import re
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +25,14 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-__all__ = ["WarmStartResult", "greedy_answers", "warm_start"]
+from verifiers.train.tiny_model.char_model import make_model
 
-MAX_ANSWER_TOKENS = 12
+__all__ = ["WarmStartResult", "greedy_answers", "make_tiny_model", "spelling_pairs", "warm_start"]
+
+QUESTION = "Spell backward: {word}"
+NUM_SHOWN, NUM_HELD_OUT = 200, 100
+_LETTERS = ("bcdfghjklmnpqrstvwxyz", "aeiou")
+_TAGGED = "<answer>{answer}</answer>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,7 @@ class StopInWindow(TrainerCallback):
         self.accuracy: float | None = None
         self._model, self._tokenizer, self._pairs = model, tokenizer, pairs
         self._low, self._high = window
+        self._most_tokens = max(len(answer) for _, answer in pairs) + 7
         self._every = 20
         self._kept: dict[str, torch.Tensor] | None = None
 
@@ -137,8 +146,9 @@ class StopInWindow(TrainerCallback):
         return control
 
     def _measure(self) -> float:
-        answers = greedy_answers(self._model, self._tokenizer, [question for question, _ in self._pairs])
-        right = sum(answer.strip() == wanted for answer, (_, wanted) in zip(answers, self._pairs, strict=True))
+        questions, wanted = zip(*self._pairs, strict=True)
+        answers = greedy_answers(self._model, self._tokenizer, questions, max_new_tokens=self._most_tokens)
+        right = sum(_untagged(one) == _untagged(other) for one, other in zip(answers, wanted, strict=True))
         return right / len(self._pairs)
 
     def _take_back(self, optimizer: Any, scheduler: Any) -> None:
@@ -151,8 +161,49 @@ class StopInWindow(TrainerCallback):
         self._every = max(1, self._every // 2)
 
 
+def spelling_pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """Return questions with the answers of `make_tiny_model`'s task: different words of 3 to 5 letters, made up.
+
+    Every other answer stands in `<answer>` tags, so that a format is there to be rewarded.
+    """
+    rng = random.Random(seed)
+    words: dict[str, None] = {}
+    while len(words) < count:
+        first = rng.randrange(2)
+        kinds = (_LETTERS[(first + place) % 2] for place in range(rng.randint(3, 5)))
+        words["".join(map(rng.choice, kinds))] = None
+    return [
+        (QUESTION.format(word=word), _TAGGED.format(answer=word[::-1]) if place % 2 else word[::-1])
+        for place, word in enumerate(words)
+    ]
+
+
+def make_tiny_model(directory: str | Path, *, seed: int = 0) -> WarmStartResult:
+    """Make the small model of the tutorial: it spells a third of short words backward, half of them in tags.
+
+    Args:
+        directory: where model and tokenizer go; must not exist.
+        seed: of the weights, the words and their order.
+
+    Raises:
+        RuntimeError: as `warm_start`.
+    """
+    pairs = spelling_pairs(NUM_SHOWN + NUM_HELD_OUT, seed)
+    # more threads make a model of this size slower
+    torch.set_num_threads(1)
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # beside its place and renamed, so that the directory is never there half-written
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        random_dir, trained_dir = Path(scratch, "random"), Path(scratch, "trained")
+        make_model(random_dir, seed=seed)
+        made = warm_start(random_dir, trained_dir, shown=pairs[:NUM_SHOWN], held_out=pairs[NUM_SHOWN:], seed=seed)
+        trained_dir.rename(target)
+    return made
+
+
 @torch.no_grad()
-def greedy_answers(model: Any, tokenizer: Any, questions: Sequence[str]) -> list[str]:
+def greedy_answers(model: Any, tokenizer: Any, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
     """Return the model's greedy answer to each question, in one batch, left-padded."""
     prompts = [
         tokenizer.apply_chat_template(
@@ -164,6 +215,10 @@ def greedy_answers(model: Any, tokenizer: Any, questions: Sequence[str]) -> list
     inputs.pop("token_type_ids", None)
     was_training = model.training
     model.eval()
-    output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
     model.train(was_training)
     return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _untagged(answer: str) -> str:
+    return re.sub("</?answer>", "", answer).strip()
