@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from verifiers.errors import DeadlineError, GenerationError
+from verifiers.watchdog import running_function
 
 __all__ = ["LoopThread", "run_blocking"]
 
@@ -125,7 +126,8 @@ class LoopThread:
                 now = time.monotonic()
                 if not future.done() and now >= beat + stall_s:
                     ending_s = 0.0
-                    raise DeadlineError(f"code of the environment blocks the event loop, for {stall_s:.3g} s by now")
+                    function = running_function(self._thread.ident)
+                    raise DeadlineError(f"{function} blocks the event loop, for {stall_s:.3g} s by now")
                 if not future.done() and now >= began + timeout_s:
                     raise DeadlineError(f"work on the event loop did not end within {timeout_s:.3g} s")
             return future.result()

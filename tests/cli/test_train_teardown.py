@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,12 +93,14 @@ class Trained:
     """A trainer that has nothing to do."""
 
     fails = False
+    threads: frozenset[str] = frozenset()
     state = SimpleNamespace(global_step=3)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def train(self, **kwargs: Any) -> None:
+        Trained.threads = frozenset(thread.name for thread in threading.enumerate())
         if self.fails:
             raise GenerationError("it broke")
 
@@ -121,5 +124,6 @@ def test_a_teardown_that_hangs_keeps_neither_the_server_nor_the_command(
     shown = capsys.readouterr()
     assert code == int(fails), shown.err
     assert ("it broke" in shown.err) == fails
+    assert "verifiers-interpreter" in Trained.threads
     assert did == ["server", "teardown"]
     assert "did not end within 0.1 s" in caplog.text

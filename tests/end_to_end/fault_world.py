@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -34,6 +35,7 @@ from verifiers_embedded.app import Routes
 
 import verifiers as vf
 from verifiers.cli.main import run_command
+from verifiers.cli.train import ended_if_held
 from verifiers.inference.rollout_server import WeightUpdate
 from verifiers.train.run_lifecycle import RolloutSession
 
@@ -101,6 +103,11 @@ class Gate:
             await asyncio.sleep(PATIENCE_S)
 
 
+def tries_too_many_ways() -> None:
+    """Hold the interpreter's lock for ages."""
+    re.match("(a+)+$", "a" * 64 + "b")
+
+
 def write_whole(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text)
@@ -162,6 +169,9 @@ class Faulty(vf.SingleTurnEnv):
         if number == 0 and gate.fault == "environment blocks":
             gate.inject()
             time.sleep(3600)  # noqa: ASYNC251 - the mistake
+        if number == 0 and gate.fault == "interpreter held":
+            gate.inject()
+            tries_too_many_ways()
         if number < 2:
             # the other two are on their way to the server while the fault is injected
             await gate.until(lambda: gate.injected)
@@ -315,7 +325,8 @@ def _run(given: dict[str, Any], gate: Gate) -> int:
     if gate.fault == "generator thread killed" and trainer.accelerator.is_main_process:
         threading.Thread(target=_kill_generator, args=(gate, trainer), name="killer", daemon=True).start()
     try:
-        trainer.train(resume_from_checkpoint=True)
+        with ended_if_held(trainer.args, trainer.accelerator.is_main_process):
+            trainer.train(resume_from_checkpoint=True)
     finally:
         blocks = [trainer.plan.requests(block) for block in range(trainer.plan.blocks)]
         left = {

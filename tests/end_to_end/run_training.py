@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerCallback
 
 import verifiers as vf
+from verifiers.data.curriculum_policies import curriculum_from
 
 
 class WritesDown(TrainerCallback):
@@ -57,6 +58,12 @@ class BreaksInTheSecondBlock(tiny_world.Dialogue):
         return await super().rollout(*args, **kwargs)
 
 
+def leveled() -> vf.SingleTurnEnv:
+    """Three datasets of eight prompts, for levels and pools."""
+    rows = [{**row, "task": f"d{place % 3}"} for place, row in enumerate(tiny_world.rows(24))]
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows[:4], rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+
+
 @record
 def run(given: dict[str, Any]) -> None:
     """Train as `given` says."""
@@ -68,10 +75,13 @@ def run(given: dict[str, Any]) -> None:
         "single": tiny_world.single_turn,
         "multi": tiny_world.Dialogue,
         "forking": tiny_world.Rewriting,
+        "leveled": leveled,
         "breaking": lambda: BreaksInTheSecondBlock(output_dir / "broke"),
     }
     args = tiny_world.config(output_dir, given["url"], **given["settings"])
-    trainer = tiny_world.ObservedTrainer(given["model"], envs[given["env"]](), args)
+    # a policy keeps what it learned, so each process makes its own
+    curriculum = curriculum_from(given["curriculum"]) if given.get("curriculum") else None
+    trainer = tiny_world.ObservedTrainer(given["model"], envs[given["env"]](), args, curriculum=curriculum)
     if rank == 0:
         trainer.add_callback(WritesDown(trainer, output_dir / "trained.jsonl"))
     start = tiny_world.weights(trainer)

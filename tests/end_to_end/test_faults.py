@@ -5,6 +5,7 @@ The cells and what they expect stand in `fault_matrix.py`; what runs in `fault_w
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,20 @@ def run_cell(world: Any, cell: Cell) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_an_environment_that_blocks_the_event_loop_ends_the_run_at_the_deadline(make_world: Any) -> None:
+@pytest.mark.parametrize("ended_by", ["async_generation_timeout", "grading_timeout", "SIGTERM"])
+def test_an_environment_that_blocks_the_event_loop_ends_the_run_and_is_named(make_world: Any, ended_by: str) -> None:
     def run() -> float:
         world = make_world("environment blocks", "training")
-        run = world.train(async_generation_timeout=DEADLINE_S)
-        world.inject(run)
-        expected = Ends("DeadlineError", "code of the environment blocks the event loop", within_s=5.0 + DEADLINE_S)
+        if ended_by == "SIGTERM":
+            run = world.train()
+            world.inject(run)
+            run.kill(signal.SIGTERM)
+            expected = Ends("ended by SIGTERM", "")
+        else:
+            run = world.train(**{ended_by: DEADLINE_S})
+            world.inject(run)
+            words = r"_meet_the_fault \(.*fault_world.py, line \d+\) (has blocked|blocks) the event loop"
+            expected = Ends("DeadlineError", words, within_s=5.0 + DEADLINE_S)
         share = assert_ended_as(world, run, expected)
         # it sleeps on in its thread, which ends with the process
         assert set(world.ended()["threads"]) <= {*MAY_BE_LEFT, "verifiers-servers"}
@@ -92,6 +101,23 @@ def test_an_environment_that_blocks_the_event_loop_ends_the_run_at_the_deadline(
         return share
 
     assert_in_time(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_an_environment_that_holds_the_interpreter_ends_the_run_and_is_named(make_world: Any) -> None:
+    world = make_world("interpreter held", "training")
+    run = world.train(async_generation_timeout=DEADLINE_S, grading_timeout=DEADLINE_S)
+    world.inject(run)
+    # nothing of Python can handle it
+    run.kill(signal.SIGTERM)
+    assert world.wait(run) == 1
+    said = run.log.read_text()
+    assert "vf-train: a function of one of these threads has kept all others from running" in said
+    assert "in tries_too_many_ways" in said
+    go_on(world)
+    assert world.record()["status"] == "finished"
+    assert_every_row_is_accounted_for(world)
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -89,10 +91,11 @@ def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
     make_fake_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     let_go = threading.Event()
+    started = time.monotonic()
 
     async def answer(body: dict[str, Any]) -> str:
         if random.Random(body["seed"]).random() < 0.25 and body["seed"] > 1000:
-            await asyncio.to_thread(let_go.wait, 15)
+            await asyncio.to_thread(let_go.wait, 100)
         return letters(body)
 
     with FakeOpenAIServer(answer) as fake:
@@ -109,9 +112,11 @@ def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
     assert set(dropped) <= {"straggler", "no_baseline"}
     assert sum(trainer.logged("rows/dropped/straggler")) == dropped["straggler"]
     assert sum(trainer.logged("outcomes/cancelled")) == dropped["straggler"]
-    assert min(trainer.logged("time/straggler_mean_s")) >= 0.9
     items = [item for record in read_block_log(tmp_path) for item in record["dropped"]]
-    assert min(item["seconds"] for item in items if item["reason"] == "straggler") >= 0.9
+    seconds = [item["seconds"] for item in items if item["reason"] == "straggler"]
+    # a straggler may have begun after the wait for its block, and never before this test
+    assert 0.0 < min(seconds) <= max(seconds) < time.monotonic() - started
+    assert trainer.logged("time/straggler_mean_s") == [pytest.approx(fmean(seconds), abs=0.002)]
 
 
 def test_a_failed_rollout_is_run_again_where_that_is_asked(

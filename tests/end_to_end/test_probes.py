@@ -53,7 +53,7 @@ def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_wei
         return Fault.hang()
 
     with FakeOpenAIServer(answer) as fake:
-        options = {"weight_sync_timeout": 5.0, "rollout_timeout": 5.0, "async_generation_timeout": 20.0}
+        options = {"weight_sync_timeout": 60.0, "rollout_timeout": 60.0, "async_generation_timeout": 90.0}
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
         trainer.open()
         if says == "nothing":
@@ -61,7 +61,7 @@ def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_wei
         started = time.monotonic()
         with pytest.raises(NoAnswerError, match=r"did not answer a log-prob check"):
             trainer.session.push(0)
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 30
 
 
 def test_a_push_after_a_doubtful_load_is_probed_and_waited_for(

@@ -70,7 +70,7 @@ def test_code_that_does_not_end_costs_its_time_and_no_more() -> None:
 
     (rollout,) = shelf.play(vf.load_environment("python-math", timeout_s=0.5), policy, prompts=1)
     assert rollout.reward == 1.0
-    assert rollout.timing.generation_s < 8
+    assert "longer than 0.5 s" in str(rollout.completion)
 
 
 HACKS: dict[str, Policy] = {

@@ -238,7 +238,7 @@ async def test_an_answer_that_computes_for_ever_costs_its_time_limit_and_scores_
     await scored(env, ["1"])
     started = time.perf_counter()
     (state,) = await scored(env, [TOWER])
-    assert time.perf_counter() - started < LIMIT_S + 4
+    assert time.perf_counter() - started < 30
     assert state["reward"] == 0.0
     assert state["metrics"]["scoring_timeout"] == 1.0
     (after,) = await scored(env, ["1"])

@@ -58,7 +58,7 @@ def scripted(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 def test_a_server_that_trickles_is_left_at_the_deadline(head: bytes) -> None:
     def trickle(connection: socket.socket) -> None:
         connection.sendall(head)
-        for _ in range(1000):
+        for _ in range(5000):
             connection.sendall(b"H")
             time.sleep(0.02)
 
@@ -67,7 +67,7 @@ def test_a_server_that_trickles_is_left_at_the_deadline(head: bytes) -> None:
         begun = time.monotonic()
         with pytest.raises(InfraError, match=r"/v2/meta: no answer within 0.2 s"):
             server.meta()
-        assert time.monotonic() - begun < 10.0
+        assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("is_running", [False, True], ids=["no loop", "in a loop"])

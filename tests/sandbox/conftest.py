@@ -52,7 +52,7 @@ def contained() -> str:
 
 @pytest.fixture
 async def box(isolation: IsolationLevel) -> AsyncIterator[AgentSandbox]:
-    async with await open_sandbox(SandboxSpec(isolation, wall_time_s=10)) as sandbox:
+    async with await open_sandbox(SandboxSpec(isolation, wall_time_s=60)) as sandbox:
         assert isinstance(sandbox, AgentSandbox)
         yield sandbox
 
@@ -83,7 +83,7 @@ def wait_until_gone() -> Callable[[str], None]:
         pytest.skip("needs /proc")
 
     def wait(word: str) -> None:
-        end = time.monotonic() + 8
+        end = time.monotonic() + 60
         while left := processes_with(word):
             assert time.monotonic() < end, f"still alive: {left}"
             time.sleep(0.01)
@@ -99,7 +99,7 @@ def count_of() -> Callable[[str], int]:
 @pytest.fixture
 async def sealed(contained: str) -> AsyncIterator[AgentSandbox]:
     """Yield a sandbox of the level that contains everything."""
-    async with await open_sandbox(SandboxSpec(isolation="bubblewrap", wall_time_s=10)) as sandbox:
+    async with await open_sandbox(SandboxSpec(isolation="bubblewrap", wall_time_s=60)) as sandbox:
         assert isinstance(sandbox, AgentSandbox)
         yield sandbox
 
@@ -118,5 +118,5 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
 def pool(request: pytest.FixtureRequest, functions: str) -> Iterator[WorkerPool]:
     """Yield one worker of each level, which the tests of a file share: what they do to it must not matter."""
     need(request.param)
-    with WorkerPool(workers=1, isolation=request.param, timeout_s=5, paths=[functions]) as pool:
+    with WorkerPool(workers=1, isolation=request.param, timeout_s=60, paths=[functions]) as pool:
         yield pool

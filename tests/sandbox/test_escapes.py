@@ -71,7 +71,7 @@ async def test_ignoring_signals_does_not_help(
 ) -> None:
     result = await box.run(f"trap '' TERM INT HUP QUIT XCPU; sleep {marker}; sleep {marker}", timeout_s=0.4)
     assert result.timed_out
-    assert result.elapsed_s < 5
+    assert result.elapsed_s < 30
     wait_until_gone(marker)
 
 

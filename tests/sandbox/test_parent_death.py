@@ -77,7 +77,7 @@ def program(
 
 
 def wait_for_end(pid: int) -> None:
-    end = time.monotonic() + 8
+    end = time.monotonic() + 30
     while True:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -126,7 +126,7 @@ FORKED = SANDBOX.replace(
         if os.fork() == 0:
             # a copy of the sandbox's socket stays open here, as in any process that was forked
             os.close(1)
-            time.sleep(6)
+            time.sleep(60)
             os._exit(0)
         print(""",
 )
@@ -142,7 +142,7 @@ def test_a_forked_child_that_holds_the_socket_keeps_nothing_alive(
     process.wait(10)
     started = time.monotonic()
     wait_for_end(first)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert os.listdir(tmp_path) == []
 
 

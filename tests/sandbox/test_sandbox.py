@@ -55,7 +55,7 @@ async def test_time_that_runs_out_kills_the_command_and_what_it_started(
     result = await box.run(f"sleep {marker} & sleep {marker}", timeout_s=0.3)
     assert result.timed_out
     assert result.exit_code is None
-    assert result.elapsed_s < 5
+    assert result.elapsed_s < 30
     wait_until_gone(marker)
     assert (await box.run("echo on")).stdout == "on\n"
 

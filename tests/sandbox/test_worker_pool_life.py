@@ -58,7 +58,7 @@ def test_a_pool_that_ends_while_a_cancelled_call_closes_its_worker_leaves_no_pro
 
 
 async def test_a_queued_calls_time_starts_when_a_worker_takes_it(pool: WorkerPool) -> None:
-    results = await asyncio.gather(*(pool.call("time:sleep", 0.3, timeout_s=0.8) for _ in range(4)))
+    results = await asyncio.gather(*(pool.call("time:sleep", 0.6, timeout_s=2.0) for _ in range(4)))
     assert results == [None] * 4
 
 
@@ -73,7 +73,7 @@ async def test_cancelling_a_call_kills_it_and_frees_the_worker(
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(30):
         assert await pool.call("math:sqrt", 4) == 2
     wait_until_gone(marker)
 

@@ -110,8 +110,8 @@ def test_a_server_that_hangs_is_killed_soon_after_a_failure_with_what_it_started
     begun = time.monotonic()
     with pytest.raises(InterruptedError):
         fail()
-    assert time.monotonic() - begun < 10
-    deadline = time.monotonic() + 5.0
+    assert time.monotonic() - begun < 30
+    deadline = time.monotonic() + 30
     while running := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, running
         time.sleep(0.01)

@@ -22,7 +22,8 @@ from verifiers.cli.evaluate_endpoint import (
     require_key,
     require_listener,
 )
-from verifiers.cli.main import DONE, INTERRUPTED, CommandFailedError, handle_interrupts, make_importable, run_command
+from verifiers.cli.interrupts import handle_interrupts
+from verifiers.cli.main import DONE, INTERRUPTED, CommandFailedError, make_importable, run_command
 from verifiers.errors import ConfigError, Error
 from verifiers.keywords import check_keywords
 
@@ -224,7 +225,7 @@ async def _run(
     try:
         await require_listener(entry)
         async with line:
-            with handle_interrupts("vf-eval", run.interruption):
+            with handle_interrupts("vf-eval", run.interruption, runner.grading_timeout_s):
                 await run.run(runner, dataset, store)
     finally:
         await runner.backend.close()

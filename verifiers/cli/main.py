@@ -1,4 +1,4 @@
-"""The command `vf`, which holds all others, and what they share: import paths, exit codes, interrupts.
+"""The command `vf`, which holds all others, and what they share: import paths, exit codes.
 
 `vf eval` is `vf-eval`, and so on; commands of other packages (`vf-serve`) are there where these are installed.
 """
@@ -10,13 +10,11 @@ import contextlib
 import errno
 import importlib
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.arguments import CommandParser
 from verifiers.deprecated import FormerNameWarning
@@ -32,9 +30,8 @@ __all__ = [
     "FAILED",
     "INTERRUPTED",
     "USAGE",
+    "BlockedLoopError",
     "CommandFailedError",
-    "Interruptible",
-    "handle_interrupts",
     "main",
     "make_importable",
     "module_name",
@@ -93,6 +90,18 @@ class CommandFailedError(Error, RuntimeError):
     """Raised by a command whose task failed; never seen outside of the command line."""
 
 
+class BlockedLoopError(KeyboardInterrupt):
+    """Raised in the main thread inside of code that blocks the event loop; `except Exception` does not catch it.
+
+    Attributes:
+        exit_code: of the command that it ends.
+    """
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Run a command's body and turn what it raises into an exit code and one sentence.
 
@@ -120,6 +129,9 @@ def run_command(name: str, command: Callable[[], int]) -> int:
             raise
         print(f"{name}: {_sentence_of(error)}", file=sys.stderr)
         return FAILED
+    except BlockedLoopError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -148,56 +160,6 @@ def _sentence_of(error: OSError) -> str:
     if error.strerror and error.filename is not None:
         return f"{error.filename!s}: {error.strerror}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-class Interruptible(Protocol):
-    """Work that can be ended; `drain_s` is the time in seconds that `drain` gives."""
-
-    drain_s: float
-    requested: bool
-
-    def drain(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-@contextlib.contextmanager
-def handle_interrupts(name: str, work: Interruptible) -> Iterator[None]:
-    """Drain `work` on SIGINT and SIGTERM, and abort it on the second one.
-
-    Used inside the event loop; does nothing outside of the main thread, which alone receives signals.
-
-    Args:
-        name: of the command, for the printed sentence.
-        work: the work to end.
-    """
-    import asyncio
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in signals}
-
-    def interrupt() -> None:
-        if not work.requested:
-            print(
-                f"{name}: finishing the work in flight, for at most {work.drain_s:g} s; again to stop at once",
-                file=sys.stderr,
-            )
-            work.drain()
-        else:
-            work.abort()
-
-    for number in signals:
-        loop.add_signal_handler(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
-            signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 # -- vf --------------------------------------------------------------------------------------------------------

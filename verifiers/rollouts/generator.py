@@ -29,6 +29,7 @@ from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
 from verifiers.types import Outcome
+from verifiers.watchdog import LoopWatchdog
 
 __all__ = ["AsyncBatchGenerator"]
 
@@ -109,6 +110,7 @@ class AsyncBatchGenerator:
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: LoopThread | None = None
+        self._watchdog: LoopWatchdog | None = None
         self._limiter = Limiter(max_concurrent, requests_per_second)
         self.activity = RolloutActivity()
         self.launched = 0
@@ -123,6 +125,9 @@ class AsyncBatchGenerator:
                 raise GeneratorClosedError("the generator is closed; make a new one.")
             if self._thread is None:
                 self._thread = self._loop_thread()
+                limit_s = self._runner_options["grading_timeout_s"]
+                self._watchdog = LoopWatchdog(self._thread.loop, limit_s, self._fail_blocked)
+                self._watchdog.start()
         return self
 
     def _loop_thread(self) -> LoopThread:
@@ -140,6 +145,8 @@ class AsyncBatchGenerator:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if self._thread is not None:
             self._thread.close()
 
@@ -363,6 +370,14 @@ class AsyncBatchGenerator:
             if self._failure is None:
                 self._failure = error
             self._changed.notify_all()
+
+    def _fail_blocked(self, function: str) -> None:
+        limit_s = self._runner_options["grading_timeout_s"]
+        error = DeadlineError(
+            f"{function} has blocked the event loop of all rollouts for {limit_s:.3g} s (grading_timeout); let it "
+            "await, or make it a plain function, which runs in a thread."
+        )
+        self._fail(error)
 
     def _raise_if_broken(self) -> None:
         if self._failure is not None:

@@ -1,0 +1,192 @@
+"""Commands end, with the function's name, where a reward function lets nothing else run; signals end them sooner."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verifiers as vf
+from verifiers.watchdog import LoopWatchdog, running_function
+
+SOURCE = """
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+
+import verifiers as vf
+
+
+def stored():
+    return sum(path.read_text().count("\\n") for path in Path("outputs/evals").glob("*/*/results.jsonl"))
+
+
+def must_block(info):
+    if info["row"] != 2 or Path("mended").exists():
+        return False
+    while stored() < 2:
+        time.sleep(0.01)
+    Path("blocks").touch()
+    return True
+
+
+def tries_too_many_ways(completion, info):
+    if must_block(info):
+        re.match("(a+)+$", "a" * 64 + "b")
+    return 1.0
+
+
+async def sleeps(completion, info):
+    while info["row"] == 2 and not Path("mended").exists() and stored() < 2:
+        await asyncio.sleep(0.01)
+    if must_block(info):
+        json.loads("1", parse_int=lambda _: time.sleep(3600))
+    return 1.0
+
+
+def load_environment(how):
+    rows = [{"question": f"question {row}", "answer": "4", "info": {"row": row}} for row in range(3)]
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric([globals()[how]]))
+"""
+
+# the deadline of grading is no flag of the command
+COMMAND = """
+import sys
+from verifiers.cli import evaluate
+handle = evaluate.handle_interrupts
+evaluate.handle_interrupts = lambda name, work, limit_s: handle(name, work, float(sys.argv[1]))
+sys.exit(evaluate.main(sys.argv[2:]))
+"""
+
+
+class Blocked:
+    """A vf-eval of three rollouts of which the third blocks."""
+
+    def __init__(self, how: str, limit_s: float) -> None:
+        Path("blocking_env.py").write_text(SOURCE)
+        flags = ["blocking_env.py", "-a", json.dumps({"how": how}), "-m", "fake", "-n", "3", "-r", "1"]
+        self._command = [sys.executable, "-c", COMMAND, str(limit_s), *flags]
+        self._process = subprocess.Popen(self._command, stdout=-1, stderr=-1, text=True)
+        until = time.monotonic() + 60
+        while not Path("blocks").exists():
+            assert self._process.poll() is None, self._process.communicate()
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        """Return exit code and what was printed to stderr."""
+        _, said = self._process.communicate(timeout=90)
+        return self._process.returncode, said
+
+    def resume(self) -> str:
+        """Run the command again, with nothing that blocks; return what was printed."""
+        Path("mended").touch()
+        again = subprocess.run(self._command, capture_output=True, text=True, timeout=90)
+        assert again.returncode == 0, again.stderr
+        return again.stderr
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_regular_expression_that_holds_the_interpreter_ends_an_evaluation(results: Any) -> None:
+    run = Blocked("tries_too_many_ways", 3.0)
+    # no Python code can handle it, so the deadline ends the run then too
+    run.signal(signal.SIGTERM)
+    code, said = run.end()
+    assert code == 1, said
+    assert "a function of one of these threads has kept all others from running for 3 s" in said
+    assert "in tries_too_many_ways" in said
+    assert {row["example_id"] for row in results.rows} == {0, 1}
+    assert "2 of 3 rollouts are there" in run.resume()
+    assert [row["outcome"] for row in results.rows] == ["completed"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_coroutine_that_sleeps_ends_an_evaluation(results: Any) -> None:
+    run = Blocked("sleeps", 3.0)
+    code, said = run.end()
+    assert code == 1, said
+    (sentence,) = [line for line in said.splitlines() if "has blocked the event loop for 3" in line]
+    assert sentence.startswith("vf-eval: sleeps (")
+    assert "Traceback" not in said
+    assert {row["example_id"] for row in results.rows} == {0, 1}
+    assert results.metadata["status"] == "stopped"
+    assert "2 of 3 rollouts are there" in run.resume()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_an_evaluation_whose_event_loop_is_blocked(results: Any, number: signal.Signals) -> None:
+    run = Blocked("sleeps", 3600.0)
+    run.signal(number)
+    code, said = run.end()
+    assert code == 130, said
+    assert "vf-eval: sleeps (" in said
+    assert results.metadata["status"] == "stopped"
+
+
+def test_a_loop_that_runs_is_not_blocked_and_one_that_stands_still_is() -> None:
+    found: list[str] = []
+    noticed = threading.Event()
+
+    def blocked(function: str) -> None:
+        found.append(function)
+        noticed.set()
+
+    async def busy() -> None:
+        watchdog = LoopWatchdog(asyncio.get_running_loop(), 0.4, blocked)
+        watchdog.start()
+        try:
+            await asyncio.to_thread(time.sleep, 0.8)
+            assert found == []
+            _of_a_user(lambda: noticed.wait(20))
+        finally:
+            watchdog.stop()
+
+    asyncio.run(busy())
+    assert noticed.is_set()
+
+
+def _of_a_user(work: Callable[[], Any]) -> None:
+    work()
+
+
+def test_the_function_of_the_user_is_named_and_not_the_library_that_it_calls() -> None:
+    waits, over = threading.Event(), threading.Event()
+
+    def reward(completion: Any) -> float:
+        json.loads("1", parse_int=lambda _: (waits.set(), over.wait(20)))
+        return 1.0
+
+    rubric = vf.Rubric([reward])
+    state = vf.State(prompt="", completion="", answer="")
+    scoring = threading.Thread(target=lambda: asyncio.run(rubric.score_group([state])), daemon=True)
+    scoring.start()
+    assert waits.wait(20)
+    (of_reward,) = [thread for thread in threading.enumerate() if thread.name == "verifiers-reward function"]
+    try:
+        assert running_function(of_reward.ident).startswith(f"reward ({__file__}, line ")
+    finally:
+        over.set()
+        scoring.join(20)
