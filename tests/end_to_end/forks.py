@@ -71,7 +71,7 @@ class Forks:
             self._parent.stdin.write(json.dumps(order).encode() + b"\n")
             self._parent.stdin.flush()
             # importing is what takes long, and only the first start waits for it
-            assert self._changed.wait_for(lambda: bool(self._started), 60.0), (
+            assert self._changed.wait_for(lambda: bool(self._started), 300.0), (
                 "the parent of the forks does not answer"
             )
             forked = self._started.pop(0)

@@ -22,7 +22,7 @@ from fault_cells import (
 from fault_matrix import CELLS, Ends
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,7 @@ def test_a_row_over_the_budget_is_trained_alone_and_said_once(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_two_ranks_with_a_budget_reach_the_weights_of_one_rank_without(
     model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path, streaming: bool

@@ -11,7 +11,7 @@ import pytest
 import sharded_world
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 

@@ -19,7 +19,7 @@ import sharded_world
 import tiny_world
 from fault_cells import assert_in_time
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parent / "run_faulty_rank.py"
 ENDS_WITHIN_S = 5.0
@@ -45,7 +45,7 @@ class Launched:
 
     def assert_is_over(self) -> float:
         """All processes have ended, with an error; gives the time from the break on as a share of its bound."""
-        code = self.launcher.wait(100)
+        code = self.launcher.wait(400)
         ended_at = time.time()
         assert code != 0
         assert (self.directory / "broke").exists(), self.printed[-6000:]

@@ -225,7 +225,7 @@ class Killed:
 
     def __init__(self, forks: Forks, given: dict[str, Any], directory: Path) -> None:
         self._forks, self.directory = forks, directory
-        self._given = {**given, "output_dir": str(directory), "resume": True, "env": "single"}
+        self._given = {"env": "single", **given, "output_dir": str(directory), "resume": True}
         self.log = directory.with_suffix(".log")
         self.started_at = 0.0
 
@@ -249,7 +249,7 @@ class Killed:
         return steps - (int(newest.name.removeprefix("checkpoint-")) if newest is not None else 0)
 
     def finish(self, process: Forked) -> None:
-        assert self._forks.wait(process, 120) == 0, self.log.read_text()
+        assert self._forks.wait(process, 300) == 0, self.log.read_text()
 
     def weights(self) -> dict[str, torch.Tensor]:
         weights: dict[str, torch.Tensor] = torch.load(self.directory / "final-0.pt")["weights"]
@@ -258,13 +258,13 @@ class Killed:
     def kill(self, process: Forked) -> bool:
         """Kill a process; return False where it had ended before."""
         process.kill()
-        code = self._forks.wait(process, 20)
+        code = self._forks.wait(process, 60)
         assert code in (0, -signal.SIGKILL), self.log.read_text()
         return code != 0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 def test_a_run_killed_while_it_saves_continues_by_the_same_command(
     model_dir: Path, server: Any, forks: Forks, tmp_path: Path
 ) -> None:
@@ -286,28 +286,20 @@ def test_a_run_killed_while_it_saves_continues_by_the_same_command(
     assert same(whole.weights(), killed.weights())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("ahead", "drains"), [(1, True), (2, False)], ids=["one ahead, drained", "two ahead, not drained"]
-)
-def test_a_run_killed_at_random_moments_trains_every_planned_row_once_and_in_order(
-    model_dir: Path, server: Any, forks: Forks, tmp_path: Path, ahead: int, drains: bool
-) -> None:
-    """Five kills; as many as VERIFIERS_TEST_KILLS says where it is set."""
-    kills, steps = int(os.environ.get("VERIFIERS_TEST_KILLS", "5")), 30
+STEPS = 30
+SHORT = {
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "save_total_limit": 1,
+    "max_completion_length": 6,
+}
+
+
+def kill_at_random_moments(whole: Killed, killed: Killed) -> list[int]:
+    """Finish both runs, the second one after five kills, or as many as VERIFIERS_TEST_KILLS says; return its pids."""
+    kills, steps = int(os.environ.get("VERIFIERS_TEST_KILLS", "5")), STEPS
     chance = random.Random(os.environ.get("VERIFIERS_TEST_SEED", "0"))
-    settings = {
-        "max_steps": steps,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "save_total_limit": 1,
-        "num_batches_ahead": ahead,
-        "drain_before_sync": drains,
-        "max_completion_length": 6,
-    }
-    given = {"model": str(model_dir), "url": server.url, "settings": settings}
-    whole, killed = (Killed(forks, given, tmp_path / name) for name in ("whole", "killed"))
     process = whole.start()
     until_first_s = whole.until_trained(1, process)
     step_s = (whole.until_trained(steps, process) - until_first_s) / steps
@@ -328,8 +320,23 @@ def test_a_run_killed_at_random_moments_trains_every_planned_row_once_and_in_ord
     print(f"killed {len(ended)} times")
     assert 2 * len(ended) > kills
     killed.finish(killed.start())
+    return ended
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ahead", "drains"), [(1, True), (2, False)], ids=["one ahead, drained", "two ahead, not drained"]
+)
+def test_a_run_killed_at_random_moments_trains_every_planned_row_once_and_in_order(
+    model_dir: Path, server: Any, forks: Forks, tmp_path: Path, ahead: int, drains: bool
+) -> None:
+    settings = {**SHORT, "num_batches_ahead": ahead, "drain_before_sync": drains}
+    given = {"model": str(model_dir), "url": server.url, "settings": settings}
+    whole, killed = (Killed(forks, given, tmp_path / name) for name in ("whole", "killed"))
+    ended = kill_at_random_moments(whole, killed)
     one, other = lineage(whole.directory), lineage(killed.directory)
-    assert [record["step"] for record in other] == list(range(steps))
+    assert [record["step"] for record in other] == list(range(STEPS))
     for expected, record in zip(one, other, strict=True):
         if drains:
             assert record["rows"] == expected["rows"]
@@ -342,3 +349,31 @@ def test_a_run_killed_at_random_moments_trains_every_planned_row_once_and_in_ord
     assert not [path for pid in ended for path in Path("/dev/shm").glob(f"verifiers-weights-{pid}-*")]
     if drains:
         assert same(whole.weights(), killed.weights())
+
+
+POLICIES = {
+    "levels": {"datasets": ["d0", "d1", "d2"], "window": 4, "raise_at": 0.55, "lower_at": 0.25, "passes_at": 2.0},
+    "pools": {"passes_at": 2.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("policy", "ahead"), [("levels", 2), ("pools", 1)])
+def test_a_drained_run_with_an_adaptive_curriculum_that_is_killed_samples_the_same_tokens(
+    model_dir: Path, forks: Forks, tmp_path: Path, policy: str, ahead: int
+) -> None:
+    """A server that batches rounds otherwise with each crowd, and the curriculum follows each token."""
+    settings = {**SHORT, "num_batches_ahead": ahead, "drain_before_sync": True}
+    with tiny_world.EmbeddedServer(model_dir) as crowded:
+        given = {"model": str(model_dir), "url": crowded.url, "settings": settings, "env": "leveled"}
+        given["curriculum"] = {policy: POLICIES[policy]}
+        whole, killed = (Killed(forks, given, tmp_path / name) for name in ("whole", "killed"))
+        kill_at_random_moments(whole, killed)
+    one, other = lineage(whole.directory), lineage(killed.directory)
+    assert [record["rows"] for record in other] == [record["rows"] for record in one]
+    assert len(one) == STEPS
+    log = torch.load(whole.directory / "final-0.pt")["log"]
+    name = {"levels": "curriculum/level", "pools": "curriculum/pool/easy"}[policy]
+    # the curriculum had something to decide
+    assert len({entry[name] for entry in log if name in entry}) > 2

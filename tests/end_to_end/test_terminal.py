@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import tiny_world
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run_in_terminal(

@@ -20,7 +20,7 @@ from verifiers_dataserver.cli import main
 from verifiers.server_process import process_lives
 
 # processes that start in seconds take many on a busy machine
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 COMMAND = [sys.executable, "-m", "verifiers_dataserver"]
 

@@ -145,7 +145,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("pushed", CASES, indirect=True, ids=lambda case: "-".join(map(str, case)))
 async def test_every_token_has_the_probability_that_its_own_weights_give_it(pushed: Pushed) -> None:
     done, found = asyncio.Event(), []

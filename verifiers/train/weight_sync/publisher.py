@@ -163,7 +163,7 @@ class WeightPublisher:
             self.servers = backend_for(self.sync.own_url)
         pool = self.pool
         pool.restart_timeout_s = pool.up_timeout_s = self._args.server_restart_timeout
-        pool.stall_timeout_s = self._args.async_generation_timeout
+        pool.stall_timeout_s = min(self._args.grading_timeout, self._args.async_generation_timeout)
         pool.on_version = self.on_version
         if self.sync.pool is not None:
             self._check_capabilities(pool)
