@@ -235,7 +235,7 @@ def _completion_parser() -> CommandParser:
     parser = CommandParser(
         "vf completion",
         "Print the script by which a shell completes `vf` and every `vf-...` command.",
-        examples=('eval "$(vf completion bash)"', "vf completion fish > ~/.config/fish/completions/vf.fish"),
+        examples=('eval "$(vf completion bash)"', "vf completion fish > ~/.config/fish/conf.d/vf.fish"),
     )
     parser.group("shell")("shell", choices=("bash", "zsh", "fish", "tcsh", "powershell"), help="name of the shell")
     return parser
