@@ -41,7 +41,7 @@ def environment(**kwargs: Any) -> vf.Environment:
         (lambda: environment(rubrics=vf.Rubric([right])), "rubrics", "rubric"),
         (lambda: environment(systm_prompt="be brief"), "systm_prompt", "system_prompt"),
         (lambda: vf.SingleTurnEnv(datset=ROWS), "datset", "dataset"),  # type: ignore[call-arg]
-        (lambda: vf.MultiTurnEnv(dataset=ROWS, max_turn=3), "max_turn", "max_turns"),  # type: ignore[call-arg]
+        (lambda: vf.ToolEnv(dataset=ROWS, max_turn=3), "max_turn", "max_turns"),
         (lambda: vf.ToolEnv(dataset=ROWS, tool=[right]), "tool", "tools"),
         (lambda: vf.Rubric([right], wieghts=[1.0]), "wieghts", "weights"),
         (lambda: vf.RubricGroup([vf.Rubric()], praser=None), "praser", "parser"),

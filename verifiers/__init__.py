@@ -288,9 +288,6 @@ _LAZY_IMPORTS = {
 }
 """The place of each public name: name -> "module:attribute"."""
 
-_NOT_PROVIDED = frozenset(
-    {"BrowserEnv", "CliAgentEnv", "Env", "Harness", "HarborEnv", "RLMEnv", "RLTrainer", "Taskset", "Toolset"}
-)
 _SUBMODULES = frozenset(
     {
         "cli",
@@ -320,13 +317,10 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         value = importlib.import_module(f"{__name__}.{name}")
-    elif name in _NOT_PROVIDED:
-        raise AttributeError(
-            f"verifiers.{name} belongs to the hosted or experimental part of the classic verifiers, "
-            "which this package does not provide."
-        )
     else:
-        raise AttributeError(f"module 'verifiers' has no attribute {name!r}")
+        from verifiers.deprecated import former_name
+
+        value = former_name(__name__, name)
     globals()[name] = value
     return value
 
@@ -363,17 +357,16 @@ def _version() -> str:
         return "1.0.0.dev0"
 
 
-class _FormerPaths:
+class _MovedPaths:
     """Finds modules of the last release and of the classic package that have no file here; it is asked last."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith("verifiers."):
             return None
-        from verifiers.deprecated import former_spec
-        from verifiers.envs.classic.import_paths import spec_of
+        from verifiers.deprecated import moved_spec
 
-        return former_spec(name) or spec_of(name)
+        return moved_spec(name)
 
 
-sys.meta_path.append(_FormerPaths)
+sys.meta_path.append(_MovedPaths)

@@ -20,9 +20,12 @@ __all__ = [
     "OverdueError",
     "at_loop_end",
     "gather_owned",
+    "one_by_one",
     "relaxed_gc",
     "threads_for",
 ]
+
+YIELD_AFTER_S = 0.005
 
 T = TypeVar("T")
 
@@ -41,6 +44,19 @@ async def gather_owned(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [task.result() for task in running]
     # out here, where raising it leaves its own cause and context alone
     raise first
+
+
+async def one_by_one(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await coroutines one after the other, and let others have the event loop now and then."""
+    since = time.perf_counter()
+    results = []
+    for coroutine in work:
+        results.append(await coroutine)
+        # quick functions add up over a large group, and other rollouts share the loop
+        if time.perf_counter() - since > YIELD_AFTER_S:
+            await asyncio.sleep(0)
+            since = time.perf_counter()
+    return results
 
 
 _pending_ends: set[Callable[[], Awaitable[None]]] = set()

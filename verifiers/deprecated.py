@@ -1,7 +1,12 @@
-"""Former names that keep working for one release, each with a DeprecationWarning that names the present one."""
+"""Names that are imported from where they no longer are.
+
+Names of the last release keep working for one release, each with a DeprecationWarning that names the present one.
+Names of the classic API keep working without a warning; their table is `verifiers.envs.classic.import_paths`.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +15,7 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FORMER_NAMES", "FormerNameWarning", "former_name", "former_spec", "warn_renamed"]
+__all__ = ["FORMER_NAMES", "FormerNameWarning", "former_name", "moved_spec", "warn_renamed"]
 
 FORMER_NAMES = {
     "verifiers.data.adaptive:AdaptiveRows": "verifiers.data.adaptive_curriculum:AdaptiveRows",
@@ -60,6 +65,9 @@ FORMER_NAMES = {
 """Names that documentation gave, by their former place and by their present one, each as "module:name"."""
 
 
+_CLASSIC = "verifiers.envs.classic.import_paths"
+
+
 class FormerNameWarning(DeprecationWarning):
     """Use of a former name; commands log it."""
 
@@ -75,14 +83,16 @@ def warn_renamed(old: str, new: str, stacklevel: int = 1) -> None:
 
 
 def former_name(module: str, name: str) -> Any:
-    """Return what a name of a module stands for now, with a warning; for the module's `__getattr__`.
+    """Return what a name of a module stands for now; for the module's `__getattr__`.
+
+    One that was renamed since the last release comes with a warning, one of the classic API without.
 
     Raises:
-        AttributeError: the module never had that name, or not in the last release.
+        AttributeError: the module has neither.
     """
     old = f"{module}:{name}"
     if old not in FORMER_NAMES:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return _load(f"{_CLASSIC}:classic_name")(module, name)
     found = _load(FORMER_NAMES[old])
     warn_renamed(f"{module}.{name}", FORMER_NAMES[old].replace(":", "."), stacklevel=2)
     return _ADAPTED[old](found) if old in _ADAPTED else found
@@ -93,25 +103,39 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-_MODULES = frozenset(name.partition(":")[0] for name in FORMER_NAMES)
-
-
-class _FormerModule:
-    """The loader of a module that has gone: each of its names warns, and stands for the present one."""
+class _MovedModule:
+    """The loader of a module whose names are elsewhere."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
+        names = _moved_modules().get(module.__name__, [])
+        module.__dict__["__all__"] = names
         module.__getattr__ = lambda name: former_name(module.__name__, name)  # type: ignore[method-assign]
 
 
-def former_spec(name: str) -> ModuleSpec | None:
-    """Return how to import a module that has gone; None for one that the last release had not."""
-    is_package = any(module.startswith(f"{name}.") for module in _MODULES)
-    if not (is_package or name in _MODULES):
+@functools.cache
+def _moved_modules() -> dict[str, list[str]]:
+    """Return the names of each module of both tables."""
+    modules: dict[str, list[str]] = {}
+    for old in (*FORMER_NAMES, *_load(f"{_CLASSIC}:CLASSIC_NAMES")):
+        module, _, name = old.partition(":")
+        modules.setdefault(module, []).append(name)
+    return modules
+
+
+def moved_spec(name: str) -> ModuleSpec | None:
+    """Return how to import a module whose names are elsewhere; None for one that neither table has.
+
+    Raises:
+        ImportError: it is a part of the classic package that is not provided here.
+    """
+    _load(f"{_CLASSIC}:refuse_hosted")(name)
+    is_package = any(module.startswith(f"{name}.") for module in _moved_modules())
+    if not is_package and name not in _moved_modules():
         return None
-    return ModuleSpec(name, _FormerModule(), is_package=is_package)  # type: ignore[arg-type]
+    return ModuleSpec(name, _MovedModule(), is_package=is_package)  # type: ignore[arg-type]
 
 
 def _block_part(planned_block: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,8 @@ Error:
     │   └── UnknownEnvironmentError           no entry point and no module has that name
     ├── EnvironmentLoadError (RuntimeError)   an environment's own code failed while it was loaded
     ├── ModelError                            the policy's endpoint did not give a usable answer
-    │   ├── EmptyModelResponseError           a response without a choice
+    │   ├── InvalidModelResponseError         a response that cannot be read
+    │   │   └── EmptyModelResponseError       it has no choice
     │   ├── OverlongPromptError               the prompt does not fit the context; the rollout is truncated
     │   ├── MissingTokenIdsError              training was asked for, the server sent no token ids or log-probs
     │   └── ProviderError (ConnectionError)   the endpoint refused, failed or could not be reached
@@ -44,6 +45,7 @@ __all__ = [
     "GeneratorClosedError",
     "GradingError",
     "InfraError",
+    "InvalidModelResponseError",
     "MissingTokenIdsError",
     "ModelError",
     "NothingScoredError",
@@ -83,7 +85,11 @@ class ModelError(Error):
     """The policy's endpoint did not give a usable answer. The rollout ends as `provider_error`."""
 
 
-class EmptyModelResponseError(ModelError):
+class InvalidModelResponseError(ModelError):
+    """The policy's endpoint gave an answer that cannot be read."""
+
+
+class EmptyModelResponseError(InvalidModelResponseError):
     """The endpoint answered without a choice."""
 
 

@@ -16,6 +16,8 @@ from urllib.parse import unquote, urlsplit
 __all__ = ["EXTRAS", "SERVERS", "install_hint"]
 
 EXTRAS = {
+    # what came with 0.1.x, so that its packages import it without requiring it
+    **dict.fromkeys(("httpx", "jinja2", "nest_asyncio", "numpy", "requests", "tenacity"), "classic"),
     **dict.fromkeys(("accelerate", "peft", "safetensors", "torch", "transformers", "trl"), "train"),
     "gymnasium": "gym",
     "mcp": "mcp",

@@ -265,6 +265,6 @@ class Failure:
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
+    from verifiers.deprecated import former_name
 
-    return importlib.import_module("verifiers.envs.classic.import_paths").classic_name(__name__, name)
+    return former_name(__name__, name)

@@ -272,3 +272,20 @@ async def test_results_have_the_fields_of_the_second_generation(rows: Rows, clie
     ids = {state["trajectory_id"] for state in results["state"]}
     assert len(ids) == 6
     assert {step["trajectory_id"] for state in results["state"] for step in state["trajectory"]} == ids
+
+
+async def test_a_response_has_its_message_with_tool_calls_and_the_reason_it_ended(rows: Rows) -> None:
+    seen: list[Any] = []
+
+    class Asks(vf.SingleTurnEnv):
+        async def get_model_response(self, state: vf.State, prompt: vf.Messages, **kwargs: Any) -> Any:  # type: ignore[override]
+            seen.append(await super().get_model_response(state, prompt, **kwargs))
+            return seen[-1]
+
+    policy = FakeClient({"content": "hm", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]})
+    await Asks(dataset=rows[:1]).evaluate(policy, "m")
+    (response,) = seen
+    message = response.message
+    assert (message.content, message.finish_reason, message.is_truncated) == ("hm", "tool_calls", False)
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("add", '{"a": 1}')]
+    assert "message" not in response.model_dump()

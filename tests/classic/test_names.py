@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
+from verifiers.envs.classic.import_paths import CLASSIC_NAMES
 
 
 def names(text: str) -> list[str]:
@@ -29,16 +31,20 @@ ERRORS = names("""Error ModelError EmptyModelResponseError OverlongPromptError T
 TYPES = names("""ChatMessage Message Messages MessageType ModelResponse Info State SamplingArgs RewardFunc
     GenerateInputs GenerateOutputs RolloutScore RolloutScores ProcessedOutputs RolloutInput TrajectoryStep""")
 MODULES = {
+    "verifiers": """Client DatasetBuilder InvalidModelResponseError MissingKeyError Response SandboxState ensure_keys
+        log_level quiet_verifiers""",
     "verifiers.types": """Messages State ChatCompletion Completion Response GenerateMetadata RolloutOutput
-        RolloutTiming DatasetBuilder Tool ToolCall""",
+        RolloutTiming DatasetBuilder Tool ToolCall TextContentPart ImageUrlContentPart""",
     "verifiers.utils.data_utils": """BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_boxed_answer
         extract_hash_answer load_example_dataset""",
-    "verifiers.utils.tool_utils": "convert_func_to_oai_tool",
+    "verifiers.utils.tool_utils": "convert_func_to_oai_tool convert_func_to_tool_def",
     "verifiers.utils.message_utils": """messages_to_printable cleanup_messages sanitize_tool_calls
-        message_to_printable cleanup_message""",
-    "verifiers.utils.async_utils": "maybe_await",
+        message_to_printable cleanup_message concat_messages normalize_messages""",
+    "verifiers.utils.async_utils": "maybe_await maybe_semaphore",
+    "verifiers.utils.config_utils": "MissingKeyError ensure_keys",
     "verifiers.utils.client_utils": "setup_client setup_openai_client",
-    "verifiers.utils.logging_utils": "setup_logging print_prompt_completions_sample",
+    "verifiers.utils.logging_utils": """setup_logging print_prompt_completions_sample log_level
+        quiet_verifiers""",
     "verifiers.scripts.eval": "main",
     "verifiers.envs.environment": "Environment",
     "verifiers.envs.multiturn_env": "MultiTurnEnv",
@@ -57,6 +63,14 @@ MODULES = {
     "verifiers.clients": "Client setup_client",
     "verifiers.decorators": "stop cleanup teardown",
     "verifiers.envs.python_env": "PythonEnv",
+    "verifiers.envs.sandbox_env": "SandboxEnv SandboxState",
+    "verifiers.envs.experimental.gym_env": "GymEnv EpisodicSumRubric",
+    "verifiers.envs.experimental.mcp_env": "MCPEnv",
+    "verifiers.envs.integrations.openenv_env": "OpenEnvEnv",
+    "verifiers.envs.integrations.reasoninggym_env": "ReasoningGymEnv",
+    "verifiers.envs.integrations.textarena_env": "TextArenaEnv",
+    "verifiers.envs.reasoninggym_env": "ReasoningGymEnv",
+    "verifiers.envs.textarena_env": "TextArenaEnv",
     "verifiers.parsers.maybe_think_parser": "MaybeThinkParser",
     "verifiers.utils.env_utils": "load_environment",
     "verifiers.utils.eval_utils": "load_environment",
@@ -86,18 +100,42 @@ def test_every_promised_module_has_its_names() -> None:
                 assert value is getattr(vf, name)
 
 
+def test_every_moved_name_is_there() -> None:
+    for old, target in CLASSIC_NAMES.items():
+        module, _, name = old.partition(":")
+        home, _, attribute = target.partition(":")
+        found = importlib.import_module(module)
+        assert getattr(found, name) is getattr(importlib.import_module(home), attribute)
+
+
+def test_moved_modules_are_modules_in_every_form_of_import() -> None:
+    names: dict[str, Any] = {}
+    exec("from verifiers.utils.data_utils import *\nfrom verifiers.utils import tool_utils", names)
+    assert names["extract_boxed_answer"] is vf.extract_boxed_answer
+    assert names["tool_utils"] is importlib.import_module("verifiers.utils.tool_utils")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'verifiers\.utils\.nothing'"):
+        importlib.import_module("verifiers.utils.nothing")
+    with pytest.raises(AttributeError, match=r"module 'verifiers\.utils\.env_utils' has no attribute 'nothing'"):
+        _ = importlib.import_module("verifiers.utils.env_utils").nothing
+
+
 def test_every_error_is_one_of_ours() -> None:
     assert all(issubclass(getattr(vf, name), vf.Error) for name in ERRORS)
 
 
-@pytest.mark.parametrize("name", ["CliAgentEnv", "HarborEnv", "RLMEnv", "RLTrainer"])
-def test_names_that_are_not_promised_say_so(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"verifiers.{name} belongs to .* does not provide"):
-        getattr(vf, name)
+@pytest.mark.parametrize("name", ["CliAgentEnv", "Env", "HarborEnv", "RLMEnv", "RLTrainer", "v1"])
+def test_names_that_are_not_promised_say_so_in_both_forms_of_import(name: str) -> None:
+    if name != "v1":
+        with pytest.raises(AttributeError, match=f"verifiers.{name} belongs to .* does not provide"):
+            getattr(vf, name)
+        assert not hasattr(vf, name)
+    with pytest.raises(ImportError, match=f"verifiers.{name} belongs to .* does not provide"):
+        exec(f"from verifiers import {name}")
 
 
 @pytest.mark.parametrize(
-    "module", ["envs.experimental", "envs.experimental.cli_agent_env", "envs.integrations", "v1", "v1.x", "serve"]
+    "module",
+    ["envs.experimental.cli_agent_env", "envs.experimental.rlm_env", "envs.integrations.browser_env", "v1", "v1.x"],
 )
 def test_modules_that_are_not_promised_say_so(module: str) -> None:
     with pytest.raises(ImportError, match=r"verifiers\.[\w.]+ belongs to .* does not provide"):
@@ -178,3 +216,21 @@ def test_a_sample_of_rollouts_is_printed_with_rewards(monkeypatch: pytest.Monkey
     newest = printed(monkeypatch, ["a"], ["b"], [ValueError("broke")], [0.25], 3, 1)
     assert ("Step 3" in newest, "0.25" in newest, "broke" in newest) == (True, True, True)
     assert "0.25" in printed(monkeypatch, prompts=["a"], completions=["b"], rewards=[0.25], step=1, num_samples=5)
+
+
+def test_missing_keys_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "1")
+    vf.ensure_keys(["HERE"])
+    with pytest.raises(ValueError, match="The environment variables A_KEY, B_KEY are not set") as caught:
+        vf.ensure_keys(["A_KEY", "HERE", "B_KEY"])
+    assert (type(caught.value), caught.value.keys) == (vf.MissingKeyError, ["A_KEY", "B_KEY"])
+
+
+def test_the_log_is_quieter_inside_a_block() -> None:
+    logger = logging.getLogger("verifiers")
+    before = logger.level
+    with vf.log_level("DEBUG"):
+        assert logger.level == logging.DEBUG
+        with vf.quiet_verifiers():
+            assert logger.level == logging.WARNING
+    assert logger.level == before

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from verifiers.cli.install import main, read_requirements
+from verifiers.installation import EXTRAS
 
 VERSION = metadata.version("verifiers")
 
@@ -80,7 +82,7 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     program.write_text(FAKE_UV.replace("{python}", sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("FAKE_SITE", str(site))
     monkeypatch.setenv("FAKE_RECORD", str(record))
     monkeypatch.setattr(sys, "base_prefix", "/not/a/virtual/environment")
@@ -150,6 +152,39 @@ def test_a_classic_package_is_reported_by_its_module(uv: Recorded, capfd: pytest
     write_package("environments/zz_env", requires='["verifiers>=0.1.4"]', entry_point=False)
     assert main(["zz-env"]) == 0
     assert "environment zz-env (module, " in capfd.readouterr().out
+
+
+def test_modules_that_came_with_0_1_x_are_installed_for_a_package_that_does_not_require_them(
+    uv: Recorded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    package = write_package("environments/zz_env", requires='["verifiers>=0.1.4"]', entry_point=False)
+    (package / "zz_env.py").write_text(
+        "import json, zz_classic.part, zz_unknown\n"
+        "from typing import TYPE_CHECKING\n"
+        "try:\n    import zz_optional\nexcept ImportError:\n    pass\n"
+        "if TYPE_CHECKING:\n    import zz_typing\n"
+        "def load_environment():\n    from zz_also_classic import retry\n"
+    )
+    for module in ("zz_classic", "zz_also_classic"):
+        monkeypatch.setitem(EXTRAS, module, "classic")
+    assert main(["zz-env", "--no-deps"]) == 0
+    said = capfd.readouterr().out
+    missing = re.findall(r"zz-env imports (\w+), which it does not require and is not installed: (.*)", said)
+    brought = f"install it by `pip install 'verifiers[classic]=={VERSION}'`"
+    assert missing == [
+        ("zz_also_classic", brought),
+        ("zz_classic", brought),
+        ("zz_unknown", "install the package that provides it"),
+    ]
+    assert len(uv()) == 1
+    assert main(["zz-env"]) == 0
+    assert uv()[-1] == [f"verifiers[classic]=={VERSION}"]
+
+
+def test_the_extra_classic_brings_what_is_said_to_come_with_it() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    brought = {re.split("[<>=]", line)[0].replace("-", "_") for line in project["optional-dependencies"]["classic"]}
+    assert brought == {module for module, extra in EXTRAS.items() if extra == "classic"}
 
 
 def test_a_git_url_goes_to_the_installer_as_it_is(uv: Recorded, capfd: pytest.CaptureFixture[str]) -> None:

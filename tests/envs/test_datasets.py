@@ -69,8 +69,6 @@ def test_the_dataset_given_stays_as_it_is() -> None:
     ("dataset", "text"),
     [
         ([{"text": "x", "label": 1}], "neither a column 'prompt' nor a column 'question', only text, label"),
-        ([], "is empty"),
-        (Dataset.from_dict({"question": []}), "is empty"),
         (["q1", "q2"], "must hold dicts"),
         ({"question": ["q"]}, "not dict"),
         (DatasetDict(train=Dataset.from_dict({"question": ["q"]})), "give one of them"),

@@ -207,7 +207,7 @@ def test_what_cannot_be_one_group_is_refused_with_a_sentence() -> None:
     numbered = vf.SingleTurnEnv(dataset=[{"question": "a", "answer": 4}])
     with pytest.raises(ValueError, match="at least one environment"):
         vf.EnvGroup([])
-    with pytest.raises(ValueError, match="The number of env_names must match the number of envs: 1 names"):
+    with pytest.raises(ValueError, match="Number of env_names must match number of envs: 1 names"):
         vf.EnvGroup([chat, chat], ["x"])
     with pytest.raises(ValueError, match="must all be different"):
         vf.EnvGroup([chat, chat], ["x", "x"])
@@ -246,12 +246,11 @@ def test_the_first_rows_to_evaluate_alternate_between_environments(evaluated: bo
         for name, count in (("a", 5), ("b", 2), ("c", 3))
     ]
     group = vf.EnvGroup(envs)
-    shown = list(group.get_eval_dataset(7)["answer"])
+    shown = list(group.rows_to_evaluate(7)["answer"])
     assert shown == ["a0", "b0", "c0", "a1", "b1", "c1", "a2"]
-    assert list(group.get_eval_dataset(100)["answer"]) == [*shown, "c2", "a3", "a4"]
+    assert list(group.rows_to_evaluate(100)["answer"]) == [*shown, "c2", "a3", "a4"]
     everything = [f"{name}{n}" for name, count in (("a", 5), ("b", 2), ("c", 3)) for n in range(count)]
-    assert list(group.get_eval_dataset()["answer"]) == everything
-    assert len(group.get_eval_dataset(4, seed=1)) == 4
+    assert list(group.rows_to_evaluate()["answer"]) == list(group.get_eval_dataset()["answer"]) == everything
     if not evaluated:
         assert list(group.get_dataset(3)["answer"]) == everything[:3]
 

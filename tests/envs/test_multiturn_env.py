@@ -197,9 +197,8 @@ async def test_a_final_env_response_ends_the_rollout_and_is_the_last_word(
             state["final_env_response"] = final
             return reply
 
-    completion, state = await Wins(dataset=rows).rollout(client, "m", ASK)
-    assert [message["content"] for message in completion] == ["re: start", "you won"]
-    assert state["completion"] == completion
+    state = await Wins(dataset=rows).rollout({"prompt": ASK, "example_id": 0}, client, "m")
+    assert [message["content"] for message in state["completion"]] == ["re: start", "you won"]
     assert (state["turn"], state["stop_condition"]) == (1, "final_env_response")
 
 
@@ -226,8 +225,14 @@ async def test_a_prompt_that_grew_too_long_ends_the_rollout_without_an_error(row
 
 
 async def test_the_base_class_says_what_to_override(client: FakeClient, rows: Rows) -> None:
-    with pytest.raises(NotImplementedError, match="MultiTurnEnv must override env_response"):
-        await vf.MultiTurnEnv(dataset=rows).rollout(client, "m", ASK)
+    with pytest.raises(TypeError, match="make a subclass of it that has an env_response"):
+        vf.MultiTurnEnv(dataset=rows)
+
+    class Silent(vf.MultiTurnEnv):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Silent must override env_response"):
+        await Silent(dataset=rows).rollout(client, "m", ASK)
 
 
 async def test_an_override_may_wrap_the_rollout_in_either_generations_way(client: FakeClient, rows: Rows) -> None:

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 from openai.types.chat import ChatCompletionMessage
 
+from verifiers.parsers.messages import sanitize_tool_calls
 from verifiers.utils.async_utils import maybe_await
-from verifiers.utils.message_utils import cleanup_messages, messages_to_printable, sanitize_tool_calls
+from verifiers.utils.message_utils import cleanup_message, cleanup_messages, messages_to_printable
+from verifiers.utils.message_utils import sanitize_tool_calls as to_json_text
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
@@ -61,3 +63,15 @@ def test_tool_calls_become_data_that_json_holds() -> None:
         {"role": "assistant", "tool_calls": [CALL]},
         plain,
     ]
+    assert to_json_text("text") == "text"
+    texts = to_json_text([message, plain])
+    assert [type(call) for call in texts[0]["tool_calls"]] == [str]
+    assert json.loads(texts[0]["tool_calls"][0]) == {"id": "c1", "function": vars(function)}
+    assert texts[1] == plain
+
+
+def test_a_part_of_sound_loses_the_fields_of_other_parts() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
+    mixed = {**sound, "text": "of a neighbour", "image_url": {"url": "of a neighbour"}}
+    cleaned = cleanup_message({"role": "user", "content": [{"type": "text", "text": "t"}, mixed]})
+    assert cleaned["content"] == [{"type": "text", "text": "t"}, sound]

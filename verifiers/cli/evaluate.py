@@ -150,7 +150,7 @@ def _evaluate(
     shown: dict[str, Any] = {"right_from": args.right_from}
     if args.prices is not None:
         shown["prices"] = load_prices(args.prices)
-    dataset = env.get_eval_dataset(args.num_examples)
+    dataset = env.rows_to_evaluate(args.num_examples)
     backend, limiter = open_endpoint(args, entry, dataset, env)
     plan = _run_plan(args, entry, env_args, sampling, env, dataset)
     run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, redact=redact)

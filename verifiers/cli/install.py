@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
 import difflib
+import importlib.util
 import json
 import shlex
 import shutil
@@ -11,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -21,6 +24,7 @@ from verifiers.cli.arguments import CommandParser
 from verifiers.cli.list import distributions_by_name, installed_environments
 from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, CommandFailedError, module_name, run_command
 from verifiers.errors import ConfigError
+from verifiers.installation import EXTRAS, install_hint
 
 __all__ = ["Requirements", "main", "parser", "read_requirements", "snapshot"]
 
@@ -101,7 +105,7 @@ def install(args: argparse.Namespace) -> int:
         # installers skip a package of the installed version, though its code may differ
         _run(alone)
         after = _fresh_snapshot()
-    _report(before, after)
+    _add_undeclared(_report(before, after), [] if args.no_deps else [*installer, f"verifiers[classic]=={version}"])
     return DONE
 
 
@@ -275,8 +279,39 @@ def snapshot() -> dict[str, Any]:
     return {
         "verifiers": verifiers and {"version": verifiers.version, "location": str(verifiers.locate_file(""))},
         "packages": {name: _state_of(distribution) for name, distribution in found.items()},
-        "environments": [asdict(env) for env in installed_environments()],
+        "environments": [
+            {**asdict(env), "missing": missing_modules(Path(env.where)) if env.where else []}
+            for env in installed_environments()
+        ],
     }
+
+
+def missing_modules(file: Path) -> list[str]:
+    """Return the top-level modules that an environment imports and that are not installed.
+
+    Imports inside `try`, which the code can do without, and those for type checkers alone do not count.
+
+    Args:
+        file: of the environment's module; of a package its `__init__.py`, which stands for all files below it.
+    """
+    names: set[str] = set()
+    for source in file.parent.rglob("*.py") if file.name == "__init__.py" else [file]:
+        with contextlib.suppress(SyntaxError, ValueError):
+            names.update(_imported_modules(ast.parse(source.read_text(encoding="utf-8", errors="replace"))))
+    return sorted(name for name in names if importlib.util.find_spec(name) is None)
+
+
+def _imported_modules(node: ast.AST) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            if child.module and not child.level:
+                yield child.module.partition(".")[0]
+        elif not isinstance(child, ast.Try) and not (
+            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        ):
+            yield from _imported_modules(child)
 
 
 def _state_of(distribution: Distribution) -> dict[str, Any]:
@@ -299,7 +334,8 @@ def _fresh_snapshot() -> dict[str, Any]:
     return found
 
 
-def _report(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _report(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+    """Say what was installed, and return its environments."""
     was, now = before["verifiers"], after["verifiers"]
     if now != was or after["packages"]["verifiers"] != before["packages"]["verifiers"]:
         found = "is gone" if now is None else f"was replaced by {now['version']} in {now['location']}"
@@ -324,6 +360,25 @@ def _report(before: dict[str, Any], after: dict[str, Any]) -> None:
         print(f"next: vf-eval {environments[0]['name']} -m MODEL -b URL")
     else:
         print("  it declares no environment, and none of its modules has load_environment")
+    return environments
+
+
+def _add_undeclared(environments: Iterable[dict[str, Any]], command: Sequence[str]) -> None:
+    """Say which modules environments import that are not installed, and install those that 0.1.x brought.
+
+    Args:
+        environments: those that were installed.
+        command: installs the extra `classic`; empty to install nothing.
+    """
+    brings = False
+    for env in environments:
+        for module in env["missing"]:
+            extra = EXTRAS.get(module)
+            brings = brings or extra == "classic"
+            how = install_hint(extra) if extra else "install the package that provides it"
+            print(f"{env['distribution']} imports {module}, which it does not require and is not installed: {how}")
+    if brings and command:
+        _run(command)
 
 
 def _normalized(name: str) -> str:

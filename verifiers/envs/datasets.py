@@ -8,13 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
+from verifiers.keywords import warn_once
 from verifiers.parsers.messages import drop_none
 from verifiers.types import ChatMessage, Info, Messages, MessageType
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["LazyDataset", "count_trained_on", "format_dataset", "format_prompt", "formatted", "row_fields"]
+__all__ = [
+    "LazyDataset",
+    "count_trained_on",
+    "format_dataset",
+    "format_prompt",
+    "formatted",
+    "row_fields",
+    "selected",
+]
 
 
 _MOST_COMPARED = 50_000
@@ -38,7 +47,8 @@ def format_dataset(
 ) -> Dataset:
     """Return the dataset with columns `id` (0 .. N-1), `prompt` and `answer` added where they are absent.
 
-    A prompt that is there already is left alone: neither system prompt nor examples are put before it.
+    A prompt that is there already is left alone: neither system prompt nor examples are put before it. A dataset
+    without rows is taken, with a warning: what is run on it says so.
 
     Args:
         dataset: a `datasets.Dataset`, or rows as dicts.
@@ -46,12 +56,13 @@ def format_dataset(
         answer_key: the column that `answer` is copied from.
 
     Raises:
-        ConfigError: no rows; neither a prompt nor a question; rows whose values differ in type.
+        ConfigError: neither a prompt nor a question; rows whose values differ in type.
     """
     table = _as_dataset(dataset)
-    if len(table) == 0:
-        raise ConfigError("The dataset is empty: an environment needs at least one row.")
     columns = table.column_names
+    if len(table) == 0:
+        warn_once(__name__, "A dataset is empty: there is nothing to train on or to evaluate.")
+        return type(table).from_dict({name: [] for name in (*columns, "prompt", "answer", "id")})
     if "prompt" not in columns and question_key not in columns:
         raise ConfigError(
             f"The dataset has neither a column 'prompt' nor a column {question_key!r}, only {', '.join(columns)}."
@@ -148,8 +159,6 @@ def _info(value: Any) -> Info:
 def _as_dataset(dataset: Any) -> Dataset:
     if isinstance(dataset, Sequence) and not isinstance(dataset, (str, bytes)):
         rows: list[Mapping[str, Any]] = list(dataset)
-        if not rows:
-            raise ConfigError("The dataset is empty: an environment needs at least one row.")
         if not all(isinstance(row, Mapping) for row in rows):
             raise ConfigError("A dataset given as a list must hold dicts, one a row.")
         return _from_rows(rows)
@@ -189,6 +198,13 @@ def _map(table: Dataset, function: Any) -> Dataset:
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+def selected(dataset: Dataset, n: int, seed: int | None) -> Dataset:
+    """Return the first `n` rows, or all where it is negative; after a shuffle where `seed` is given."""
+    if seed is not None:
+        dataset = dataset.shuffle(seed=seed)
+    return dataset if n < 0 else dataset.select(range(min(n, len(dataset))))
 
 
 def formatted(env: Any, dataset: Any) -> Any:

@@ -64,7 +64,8 @@ def group_datasets(
         evaluation = {name: env.get_eval_dataset() for name, env in env_map.items()}
     tables = []
     for of_env in (train, evaluation):
-        parts = {name: _with_tasks(dataset, name, routes, renamed) for name, dataset in of_env.items()}
+        filled = {name: dataset for name, dataset in of_env.items() if len(dataset)}
+        parts = {name: _with_tasks(dataset, name, routes, renamed) for name, dataset in filled.items()}
         tables.append(_concatenated(parts) if parts else None)
     return tables[0], tables[1], routes
 
@@ -245,7 +246,7 @@ class EnvGroup(Environment):
             raise ConfigError("EnvGroup requires at least one environment; give a list of them.")
         if len(self.env_names) != len(self.envs):
             raise ConfigError(
-                f"The number of env_names must match the number of envs: {len(self.env_names)} names were given for "
+                f"Number of env_names must match number of envs: {len(self.env_names)} names were given for "
                 f"{len(self.envs)} environments."
             )
         if len(set(self.env_names)) < len(self.env_names):
@@ -258,11 +259,11 @@ class EnvGroup(Environment):
                 f"prompts ({named}); make a group of each."
             )
 
-    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
+    def rows_to_evaluate(self, n: int = -1) -> Dataset:
         """Return the evaluation rows; the first `n` alternate between the environments."""
-        if n < 0 or seed is not None:
-            return super().get_eval_dataset(n, seed)
-        rows = super().get_eval_dataset()
+        rows = self.get_eval_dataset()
+        if n < 0:
+            return rows
         routes = (_route_of(task, self.env_map, self._routes) for task in rows["task"])
         return rows.select(alternating("" if route is None else route.name for route in routes)[:n])
 

@@ -80,7 +80,7 @@ class Environment:
         **kwargs: Any,
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
-        set_extra_keywords(self, kwargs, ("env_id", "env_args"))
+        set_extra_keywords(self, kwargs, ("env_id", "env_args", "client", "model"))
         if rubric is not None and not hasattr(rubric, "score_rollout"):
             raise ConfigError(f"rubric is {rubric!r}; give a rubric, such as Rubric(funcs=[my_reward_function]).")
         if message_type not in ("chat", "completion"):
@@ -154,14 +154,18 @@ class Environment:
         """
         if self.dataset is None:
             raise ConfigError(f"{type(self).__name__} has no training dataset; pass dataset= when you make it.")
-        return _selected(self.dataset, n, seed)
+        return datasets.selected(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
         """Return the held-out rows, or, with a warning, the training rows where there are none."""
         if self.eval_dataset is None:
             self.logger.warning("No eval dataset was given: evaluating on the training dataset.")
             return self.get_dataset(n, seed)
-        return _selected(self.eval_dataset, n, seed)
+        return datasets.selected(self.eval_dataset, n, seed)
+
+    def rows_to_evaluate(self, n: int = -1) -> Dataset:
+        """Return the rows that an evaluation of `n` prompts plays; -1 for all."""
+        return self.get_eval_dataset(n)
 
     def get_reward_funcs(self) -> list[RewardFunc]:
         """Return the rubric's reward functions."""
@@ -288,8 +292,8 @@ class Environment:
     async def a_generate(
         self,
         inputs: Any,
-        client: Any,
-        model: str,
+        client: Any = None,
+        model: str | None = None,
         sampling_args: SamplingArgs | None = None,
         score_rollouts: bool = True,
         max_concurrent: int = -1,
@@ -299,6 +303,9 @@ class Environment:
         **kwargs: Any,
     ) -> GenerateOutputs:
         """Roll out and score columns of prompts (a dict, GenerateInputs, or a Dataset).
+
+        Args:
+            client: left out, the one that the environment was made with; `model` likewise.
 
         Returns:
             prompt, completion, answer, state, task, info, reward, metrics; `reward` is [] with
@@ -320,18 +327,20 @@ class Environment:
             interleave_scoring=interleave_scoring,
         )
 
-    def generate(self, inputs: Any, client: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """`a_generate`, for both generations of callers: read the result at once, or await it."""
         return batch_api.complete_or_awaitable(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
 
-    def generate_sync(self, inputs: Any, client: Any, model: str, *args: Any, **kwargs: Any) -> GenerateOutputs:
+    def generate_sync(
+        self, inputs: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
+    ) -> GenerateOutputs:
         """`a_generate`, blocking; also inside a running event loop."""
         return run_blocking(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
 
     async def a_evaluate(
         self,
-        client: Any,
-        model: str,
+        client: Any = None,
+        model: str | None = None,
         sampling_args: SamplingArgs | None = None,
         num_examples: int = -1,
         rollouts_per_example: int = 1,
@@ -344,11 +353,13 @@ class Environment:
         inputs = {name: list(values) * rollouts_per_example for name, values in rows.items()}
         return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)
 
-    def evaluate(self, client: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """`a_evaluate`, for both generations of callers: read the result at once, or await it."""
         return batch_api.complete_or_awaitable(lambda: self.a_evaluate(client, model, *args, **kwargs))
 
-    def evaluate_sync(self, client: Any, model: str, *args: Any, **kwargs: Any) -> GenerateOutputs:
+    def evaluate_sync(
+        self, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
+    ) -> GenerateOutputs:
         """`a_evaluate`, blocking."""
         return run_blocking(lambda: self.a_evaluate(client, model, *args, **kwargs))
 
@@ -433,9 +444,3 @@ class Environment:
         )
 
     process_env_results = process_env_results_vllm
-
-
-def _selected(dataset: Dataset, n: int, seed: int | None) -> Dataset:
-    if seed is not None:
-        dataset = dataset.shuffle(seed=seed)
-    return dataset if n < 0 else dataset.select(range(min(n, len(dataset))))

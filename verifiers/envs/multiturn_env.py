@@ -86,11 +86,16 @@ class MultiTurnEnv(Environment):
         timeout_seconds: seconds after which a rollout ends with what was said so far, and is scored by that; None
             for no bound.
         **kwargs: as `Environment`.
+
+    Raises:
+        TypeError: it is made itself, instead of a subclass.
     """
 
     def __init__(
         self, max_turns: int = -1, timeout_seconds: float | None = None, **kwargs: Unpack[EnvironmentOptions]
     ) -> None:
+        if type(self) is MultiTurnEnv:
+            raise TypeError("MultiTurnEnv is a base class; make a subclass of it that has an env_response.")
         super().__init__(**kwargs)
         self.max_turns = max_turns
         self.timeout_seconds = timeout_seconds
@@ -166,8 +171,9 @@ class MultiTurnEnv(Environment):
         """One rollout, called in either generation's way.
 
         First: `rollout(client, model, prompt, answer="", task="default", info=None, sampling_args=None)` returns
-        (completion, state). Second: `rollout(input, client, model, sampling_args=None)` returns the state; an
-        `Error` that is raised inside stands in `state["error"]`, and the conversation so far is kept.
+        (completion, state), where the state's own `completion` is empty as it was then. Second:
+        `rollout(input, client, model, sampling_args=None)` returns the state; an `Error` that is raised inside stands
+        in `state["error"]`, and the conversation so far is kept.
         """
         row: RolloutInput = {
             "prompt": prompt,
@@ -177,7 +183,8 @@ class MultiTurnEnv(Environment):
             "example_id": kwargs.pop("example_id", 0),
         }
         state = await self._play(row, client, model, sampling_args, kwargs, keeps_errors=False)
-        return state["completion"], state
+        completion, state["completion"] = state["completion"], type(state["completion"])()
+        return completion, state
 
     def _play_row(self, row: RolloutInput, model: str, sampling_args: SamplingArgs, client: Any) -> Awaitable[Any]:
         if type(self).rollout is MultiTurnEnv.rollout and "rollout" not in vars(self):

@@ -162,10 +162,12 @@ def run_in(
         redact: takes secrets out of what is written.
 
     Raises:
-        ConfigError: the stored run is damaged.
+        ConfigError: the stored run is damaged, or there is no prompt to run.
     """
     redact = redact or Redactor(())
     metadata: dict[str, Any] = {**plan, "identity": run_identity(plan)}
+    if metadata["num_examples"] == 0:
+        raise ConfigError("the dataset has no rows to evaluate; give the environment an eval_dataset that has some.")
     planned = metadata["num_examples"] * metadata["rollouts_per_example"]
     whole_groups = scores_whole_groups(rubric)
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")

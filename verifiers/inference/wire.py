@@ -76,6 +76,8 @@ class WireObject:
             value = _wrapped(data[name])
         elif name in _OPTIONAL:
             value = None
+        elif name == "message" and data.get("choices"):
+            return _first_message(self.choices[0])
         else:
             raise AttributeError(f"the server's answer has no field {name!r}; it has {sorted(data)}")
         self.__dict__[name] = value
@@ -113,6 +115,13 @@ class WireObject:
 
     def __repr__(self) -> str:
         return f"WireObject({self.model_dump(exclude_none=True)!r})"
+
+
+def _first_message(choice: Any) -> MessageRecord:
+    """Return the answer as the late classic API has it: `response.message`, with its `finish_reason`."""
+    message = assistant_message(choice.message)
+    message.update(finish_reason=choice.finish_reason, is_truncated=choice.finish_reason == "length")
+    return message
 
 
 def plain_data(response: Any) -> Mapping[str, Any]:

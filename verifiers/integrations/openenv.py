@@ -160,7 +160,7 @@ class OpenEnvEnv(MultiTurnEnv):
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str = "",
         dataset: Dataset | Sequence[Mapping[str, Any]] | None = None,
         eval_dataset: Dataset | Sequence[Mapping[str, Any]] | None = None,
         *,
@@ -184,7 +184,7 @@ class OpenEnvEnv(MultiTurnEnv):
     ) -> None:
         if not isinstance(base_url, str) or not re.match(r"(https?|wss?)://[^/\s]", base_url):
             raise ConfigError(
-                f"base_url is {base_url!r}; give an OpenEnv server's URL, like 'http://127.0.0.1:8000'."
+                f"base_url is {base_url!r}; start the OpenEnv server and give its URL, like 'http://127.0.0.1:8000'."
             )
         if kwargs.get("message_type", "chat") != "chat":
             raise ConfigError("an OpenEnv server is played in chat; leave out message_type='completion'.")

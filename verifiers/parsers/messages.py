@@ -100,7 +100,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if hasattr(value, "model_dump"):
-        return plain(value.model_dump(exclude_none=True))
+        return drop_none(plain(value.model_dump()))
     if hasattr(value, "__dict__"):
         return {name: plain(item) for name, item in vars(value).items() if not name.startswith("_")}
     return json.loads(json.dumps(value, default=str))
@@ -121,8 +121,16 @@ def _printable_part(part: Any) -> str:
 def _lean_message(message: ChatMessage) -> ChatMessage:
     lean: ChatMessage = drop_none(message)
     if "content" in message:
-        lean["content"] = drop_none(message["content"])
+        content = drop_none(message["content"])
+        lean["content"] = [_lean_part(part) for part in content] if isinstance(content, list) else content
     return lean
+
+
+def _lean_part(part: Any) -> Any:
+    """Return a content part; one of sound without the fields of other kinds, which a table's schema adds."""
+    if not isinstance(part, dict) or part.get("type") != "input_audio":
+        return part
+    return {name: part[name] for name in ("type", "input_audio") if name in part}
 
 
 def drop_none(value: Any) -> Any:

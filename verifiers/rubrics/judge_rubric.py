@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import re
 import string
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, MutableMapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from verifiers.errors import ConfigError, GradingError
+from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import message_field, message_text
 from verifiers.parsers.parser import Parser
 from verifiers.rubrics.judge import Gate, JudgeCall, LazyOpenAI
@@ -17,6 +20,7 @@ from verifiers.types import Messages, RewardFunc, State
 
 __all__ = ["DEFAULT_JUDGE_PROMPT", "JudgeRubric", "judge_yes_no", "parse_yes_no", "question_text"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULT_JUDGE_PROMPT = """Compare a response with the reference answer to the same question. \
@@ -35,6 +39,39 @@ Is the response correct?
 </response>
 
 Answer with one word: "yes" or "no"."""
+
+
+class _ReadyText(str):
+    """A text that may be awaited too, also as a coroutine: `asyncio.run` takes nothing else."""
+
+    def __await__(self) -> Generator[Any, Any, str]:
+        yield from ()
+        return str(self)
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration(str(self))
+
+    def throw(self, error: BaseException, *_: Any) -> Any:
+        raise error
+
+    def close(self) -> None:
+        pass
+
+
+def read_or_awaited(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, str]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, str]]:
+    """Return an async method whose text is there at once where no event loop runs, and still may be awaited."""
+
+    @functools.wraps(method)
+    def call(rubric: Any, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, str]:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return _ReadyText(run_blocking(lambda: method(rubric, *args, **kwargs)))  # type: ignore[return-value]
+        return method(rubric, *args, **kwargs)
+
+    return call
 
 
 class JudgeRubric(Rubric):
@@ -119,8 +156,12 @@ class JudgeRubric(Rubric):
             verdict=self.verdict,
         )
 
+    @read_or_awaited
     async def judge(self, prompt: Messages, completion: Messages, answer: Any, state: State, **kwargs: Any) -> str:
         """Return the judge's answer about a completion; from `state["judge_response"]` where it is there.
+
+        Synchronous functions call it without `await`, as packages of 0.1.0 to 0.1.2 do: without a running event loop
+        the answer is there at once.
 
         Raises:
             GradingError: the judge failed, or its prompt names a text that there is none of.

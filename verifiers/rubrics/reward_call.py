@@ -67,7 +67,8 @@ class PreparedCall:
         self._is_async = _is_async(func)
         self.on_loop = self._is_async
         self._quick_in_a_row = 0
-        self._stays_in_threads = False
+        # without an event loop around it, a synchronous function need not await the judge
+        self._stays_in_threads = "judge" in self._names
 
     @property
     def waits(self) -> bool:

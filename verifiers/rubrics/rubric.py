@@ -7,10 +7,10 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from verifiers.concurrency import gather_owned
+from verifiers.concurrency import gather_owned, one_by_one
 from verifiers.errors import ConfigError, GradingError
 from verifiers.keywords import set_extra_keywords, warn_once
 from verifiers.parsers.parser import Parser
@@ -32,9 +32,6 @@ from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutSco
 __all__ = ["Rubric"]
 
 MAX_PREPARED_CALLS = 1024
-YIELD_AFTER_S = 0.005
-
-T = TypeVar("T")
 
 
 class Rubric:
@@ -53,13 +50,13 @@ class Rubric:
 
     Args:
         funcs: reward functions.
-        weights: one for each function; 1.0 each when left out.
+        weights: one for each function; 1.0 each when left out. Surplus ones are dropped, with a warning.
         parser: given to functions that name it; a plain `Parser` when left out.
         parallelize_scoring: functions of one rollout run side by side; False: one after the other, in order.
         **kwargs: every further keyword becomes an attribute, with a warning.
 
     Raises:
-        ConfigError (a ValueError): not as many weights as functions; a misspelled keyword or parameter of a function.
+        ConfigError (a ValueError): fewer weights than functions; a misspelled keyword or parameter of a function.
     """
 
     def __init__(
@@ -252,7 +249,7 @@ class Rubric:
             extra: further arguments that functions may name.
 
         Raises:
-            ConfigError: group functions where `as_group` is False, or not as many weights as functions.
+            ConfigError: group functions where `as_group` is False, or fewer weights than functions.
         """
         self._check_weights()
         if self.is_empty:
@@ -265,7 +262,7 @@ class Rubric:
         if len(inputs) > 1 and any(self._waits(call) for call in calls if not call.is_group):
             values = await gather_owned(rollouts)
         else:
-            values = await _one_by_one(rollouts)
+            values = await one_by_one(rollouts)
         for index, call in enumerate(calls):
             if call.is_group and inputs:
                 async with gate:
@@ -407,11 +404,16 @@ class Rubric:
         return call
 
     def _check_weights(self) -> None:
-        if len(self.reward_funcs) != len(self.reward_weights):
+        count = len(self.reward_funcs)
+        if len(self.reward_weights) < count:
             raise ConfigError(
-                f"The rubric has {len(self.reward_funcs)} reward functions but {len(self.reward_weights)} weights; "
-                "give each function one weight."
+                f"The rubric has {count} reward functions but {len(self.reward_weights)} weights; give each function "
+                "one weight."
             )
+        if surplus := self.reward_weights[count:]:
+            text = f"A rubric has {count} reward functions: the weights {surplus} beyond them have no effect."
+            warn_once(self.logger.name, text)
+            self.reward_weights = self.reward_weights[:count]
 
     def _failed_value(self, call: PreparedCall, inputs: Iterable[ScoringInput], error: BaseException) -> float:
         """Return the value of a function that gave none: nan where it has no weight, so that the grade stands."""
@@ -432,16 +434,3 @@ class Rubric:
         self._seen_failing.add(key)
         for item in inputs:
             item.note_failure(name, error)
-
-
-async def _one_by_one(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await coroutines one after the other, and let others have the event loop now and then."""
-    since = time.perf_counter()
-    results = []
-    for coroutine in work:
-        results.append(await coroutine)
-        # quick functions add up over a large group, and other rollouts share the loop
-        if time.perf_counter() - since > YIELD_AFTER_S:
-            await asyncio.sleep(0)
-            since = time.perf_counter()
-    return results

@@ -46,6 +46,11 @@ class ScoringInput:
     task: str
     info: Info
 
+    def __post_init__(self) -> None:
+        # the first generation leaves it empty, and functions of the second read it there
+        if isinstance(self.state, MutableMapping) and self.state.get("completion") in ([], ""):
+            self.state["completion"] = self.completion
+
     @classmethod
     def from_state(cls, state: State) -> ScoringInput:
         """Return the rollout that a state holds, at its top (both generations) or under `input` (the second)."""
@@ -90,7 +95,7 @@ class ScoringInput:
             "tasks": tasks if tasks is not None else ["default"] * len(prompts),
             "infos": infos if infos is not None else [None] * len(prompts),
         }
-        if len({len(column) for column in columns.values()}) > 1:
+        if len(prompts) and len({len(column) for column in columns.values()}) > 1:
             raise ConfigError(
                 "The columns to score differ in length: "
                 + ", ".join(f"{len(column)} {name}" for name, column in columns.items())
@@ -98,7 +103,7 @@ class ScoringInput:
             )
         return [
             cls(prompt, completion, answer, state, task, info if info is not None else {})
-            for prompt, completion, answer, state, task, info in zip(*columns.values(), strict=True)
+            for prompt, completion, answer, state, task, info in zip(*columns.values(), strict=False)
         ]
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verifiers.parsers.messages import message_field
@@ -33,14 +33,14 @@ class ToolRubric(Rubric):
         for name in self.tool_names:
             self.add_metric(self.get_tool_call_count_func(name))
 
-    def total_tool_calls(self, completion: Messages) -> float:
+    async def total_tool_calls(self, completion: Messages) -> float:
         """Count the tools that the rollout called."""
         return float(len(_called(completion)))
 
-    def get_tool_call_count_func(self, tool_name: str) -> Callable[..., float]:
+    def get_tool_call_count_func(self, tool_name: str) -> Callable[..., Awaitable[float]]:
         """Return a reward function, named `{tool_name}_calls`, that counts the calls of one tool."""
 
-        def count(completion: Messages) -> float:
+        async def count(completion: Messages) -> float:
             return float(_called(completion).count(tool_name))
 
         count.__name__ = count.__qualname__ = f"{tool_name}_calls"

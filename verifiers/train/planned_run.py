@@ -39,6 +39,8 @@ def planned_run(
             "the environment rubric=Rubric(funcs=[...])."
         )
     rows = env.get_dataset()
+    if len(rows) == 0:
+        raise ConfigError("the environment's training dataset has no rows; give it dataset= with some.")
     plan = args.batch_plan(len(rows))
     refuse_mid_block_saves(args, plan)
     prompt = rows[0]["prompt"]

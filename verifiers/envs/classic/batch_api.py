@@ -105,7 +105,7 @@ async def generate(
     env: RunsRollouts,
     inputs: Any,
     client: Any,
-    model: str,
+    model: str | None,
     *,
     sampling_args: SamplingArgs | None,
     score: bool,
@@ -123,6 +123,12 @@ async def generate(
             its rollout's state, and raised only where every rollout failed.
     """
     started = time.time()
+    client = client if client is not None else getattr(env, "client", None)
+    model = model if model is not None else getattr(env, "model", None)
+    if client is None or model is None:
+        raise ConfigError(
+            f"{type(env).__name__} has no client and model; give both to this call or when you make it."
+        )
     rubric: Any = env.rubric
     limiter = Limiter(max_concurrent_scoring or -1)
     columns = {name: values for name, values in columns_of(inputs).items() if values is not None}

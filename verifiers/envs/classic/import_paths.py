@@ -1,105 +1,98 @@
-"""Import paths and names of the classic package that have no file of their own here.
+"""Names of the classic package that are elsewhere here, and those that are not here at all.
 
-`verifiers` looks here for a submodule that it does not find, and `verifiers.types` for a name that it does not have.
+`verifiers.deprecated` looks in this table for a submodule of `verifiers` that has no file, and `verifiers` and
+`verifiers.types` for a name that they do not have.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
-from verifiers.types import ModelResponse, Record
+__all__ = ["CLASSIC_NAMES", "classic_name", "refuse_hosted"]
 
-__all__ = ["ClassicModule", "classic_name", "spec_of"]
 
-_TYPES = {
-    "AssistantMessage": "verifiers.types:AssistantMessage",
-    "ChatCompletion": "openai.types.chat:ChatCompletion",
-    "ClientConfig": "verifiers.types:ClientConfig",
-    "Completion": "openai.types:Completion",
-    "DatasetBuilder": "verifiers.envs.classic.import_paths:DatasetBuilder",
-    "GenerateMetadata": "verifiers.envs.classic.import_paths:GenerateMetadata",
-    "Response": "verifiers.envs.classic.import_paths:Response",
-    "RolloutOutput": "verifiers.envs.classic.import_paths:RolloutOutput",
-    "RolloutTiming": "verifiers.envs.classic.import_paths:RolloutTiming",
-    "Tool": "verifiers.envs.classic.tool_defs:ToolDef",
-}
-_SETUP = {"setup_client": "verifiers.envs.classic.clients:setup_client"}
-_MODULES: dict[str, dict[str, str]] = {
-    "verifiers.clients": {"Client": "openai:AsyncOpenAI", **_SETUP},
-    "verifiers.decorators": {name: f"verifiers.envs.lifecycle:{name}" for name in ("stop", "cleanup", "teardown")},
-    "verifiers.envs.python_env": {"PythonEnv": "verifiers.envs.sandbox_env:PythonEnv"},
-    "verifiers.envs.reasoninggym_env": {
-        "ReasoningGymEnv": "verifiers.integrations.reasoning_gym:ReasoningGymEnv",
-    },
-    "verifiers.envs.textarena_env": {"TextArenaEnv": "verifiers.integrations.textarena:TextArenaEnv"},
-    "verifiers.parsers.maybe_think_parser": {"MaybeThinkParser": "verifiers.parsers.think_parser:MaybeThinkParser"},
-    "verifiers.utils.env_utils": {"load_environment": "verifiers.envs.registry:load_environment"},
-    "verifiers.utils.error_utils": {"ErrorChain": "verifiers.envs.classic.import_paths:ErrorChain"},
-    "verifiers.utils.eval_utils": {"load_environment": "verifiers.envs.registry:load_environment"},
-    "verifiers.utils.response_utils": {
-        "parse_response_message": "verifiers.envs.classic.import_paths:parse_response_message",
-    },
-    "verifiers.utils.save_utils": {"make_dataset": "verifiers.envs.classic.batch_api:to_dataset"},
-}
-_REFUSED = (
-    "verifiers.envs.experimental",
-    "verifiers.envs.integrations",
-    "verifiers.gepa",
-    "verifiers.rl",
-    "verifiers.serve",
-    "verifiers.v1",
+def _moved(module: str, home: str, names: str) -> dict[str, str]:
+    return {f"{module}:{name}": f"{home}:{name}" for name in names.split()}
+
+
+_LATE = "verifiers.envs.classic.late_names"
+_LATE_TYPES = (
+    "DatasetBuilder GenerateMetadata GroupRewardFunc ImageUrlContentPart IndividualRewardFunc InputAudioContentPart "
+    "Response RolloutOutput RolloutTiming TextContentPart TrajectoryStepTokens"
 )
 
-Response = ModelResponse
-"""The late second generation's name of a model's answer."""
+CLASSIC_NAMES = {
+    # verifiers and verifiers.types
+    **_moved("verifiers", "verifiers.envs.classic.sandboxes", "SandboxState"),
+    **_moved("verifiers", _LATE, "MissingKeyError ensure_keys log_level quiet_verifiers"),
+    **_moved("verifiers", "verifiers.errors", "InvalidModelResponseError"),
+    "verifiers:Client": "openai:AsyncOpenAI",
+    "verifiers.types:ChatCompletion": "openai.types.chat:ChatCompletion",
+    "verifiers.types:Completion": "openai.types:Completion",
+    "verifiers.types:Tool": "verifiers.envs.classic.tool_defs:ToolDef",
+    **_moved("verifiers", _LATE, _LATE_TYPES),
+    **_moved("verifiers.types", _LATE, _LATE_TYPES),
+    # modules that have gone
+    **_moved("verifiers.clients", "verifiers.envs.classic.clients", "setup_client"),
+    "verifiers.clients:Client": "openai:AsyncOpenAI",
+    **_moved("verifiers.decorators", "verifiers.envs.lifecycle", "stop cleanup teardown"),
+    **_moved("verifiers.envs.experimental.gym_env", "verifiers.integrations.gymnasium", "GymEnv"),
+    **_moved("verifiers.envs.experimental.gym_env", "verifiers.rubrics.shaping", "EpisodicSumRubric"),
+    **_moved("verifiers.envs.experimental.mcp_env", "verifiers.integrations.mcp", "MCPEnv MCPServerConfig"),
+    **_moved("verifiers.envs.integrations.openenv_env", "verifiers.integrations.openenv", "OpenEnvEnv"),
+    **_moved("verifiers.envs.python_env", "verifiers.envs.sandbox_env", "PythonEnv"),
+    **_moved("verifiers.envs.stateful_tool_env", "verifiers.envs.tool_env", "StatefulToolEnv"),
+    **{
+        f"{package}.{name}": f"verifiers.integrations.{name.replace(old, new)}"
+        for package in ("verifiers.envs", "verifiers.envs.integrations")
+        for name, old, new in (
+            ("textarena_env:TextArenaEnv", "textarena_env", "textarena"),
+            ("reasoninggym_env:ReasoningGymEnv", "reasoninggym_env", "reasoning_gym"),
+        )
+    },
+    **_moved("verifiers.parsers.maybe_think_parser", "verifiers.parsers.think_parser", "MaybeThinkParser"),
+    **_moved("verifiers.utils.async_utils", "verifiers.envs.lifecycle", "maybe_await"),
+    **_moved("verifiers.utils.async_utils", _LATE, "maybe_semaphore"),
+    **_moved("verifiers.utils.client_utils", "verifiers.envs.classic.clients", "setup_client"),
+    "verifiers.utils.client_utils:setup_openai_client": "verifiers.envs.classic.clients:setup_client",
+    **_moved("verifiers.utils.config_utils", _LATE, "MissingKeyError ensure_keys"),
+    **_moved(
+        "verifiers.utils.data_utils",
+        "verifiers.parsers.parser",
+        "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_boxed_answer extract_hash_answer",
+    ),
+    **_moved("verifiers.utils.data_utils", "verifiers.envs.classic.example_datasets", "load_example_dataset"),
+    **_moved("verifiers.utils.env_utils", "verifiers.envs.registry", "load_environment"),
+    **_moved("verifiers.utils.error_utils", _LATE, "ErrorChain"),
+    **_moved("verifiers.utils.eval_utils", "verifiers.envs.registry", "load_environment"),
+    **_moved("verifiers.utils.logging_utils", "verifiers.log", "setup_logging"),
+    **_moved("verifiers.utils.logging_utils", "verifiers.parsers.messages", "print_prompt_completions_sample"),
+    **_moved("verifiers.utils.logging_utils", _LATE, "log_level quiet_verifiers"),
+    **_moved(
+        "verifiers.utils.message_utils",
+        "verifiers.parsers.messages",
+        "cleanup_message cleanup_messages message_to_printable messages_to_printable",
+    ),
+    **_moved("verifiers.utils.message_utils", _LATE, "concat_messages sanitize_tool_calls"),
+    "verifiers.utils.message_utils:normalize_messages": "verifiers.types:as_messages",
+    **_moved("verifiers.utils.response_utils", _LATE, "parse_response_message"),
+    "verifiers.utils.save_utils:make_dataset": "verifiers.envs.classic.batch_api:to_dataset",
+    **_moved("verifiers.utils.tool_utils", "verifiers.envs.classic.tool_defs", "convert_func_to_tool_def"),
+    **_moved("verifiers.utils.tool_utils", "verifiers.envs.tools", "convert_func_to_oai_tool"),
+}
+"""The place of each name that has gone or moved, by its classic place; both as "module:name"."""
 
-DatasetBuilder = Any
-"""A function without arguments that returns a dataset."""
-
-
-class GenerateMetadata(Record):
-    """Figures that the rollouts of one call share: `results.metadata`."""
-
-
-class RolloutOutput(Record):
-    """One rollout of `results.outputs`."""
-
-
-class RolloutTiming(Record):
-    """Milliseconds of a rollout: generation_ms, scoring_ms, total_ms."""
-
-
-class ErrorChain:
-    """An error with its causes, as text.
-
-    Args:
-        error: the outermost.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        self.root_error = error
-        self.chain: list[BaseException] = []
-        following: BaseException | None = error
-        while following is not None and following not in self.chain:
-            self.chain.append(following)
-            following = following.__cause__
-
-    def __str__(self) -> str:
-        return " -> ".join(type(error).__name__ for error in self.chain)
-
-    def __contains__(self, kind: type[BaseException]) -> bool:
-        return any(isinstance(error, kind) for error in self.chain)
-
-
-async def parse_response_message(response: Any) -> list[Any]:
-    """Return a model's answer as messages."""
-    from verifiers.inference.wire import assistant_message
-
-    return [assistant_message(response.choices[0].message)]
+_HOSTED_MODULES = "envs.experimental envs.integrations gepa rl serve v1"
+_HOSTED_NAMES = (
+    "AnthropicMessagesClient BrowserEnv CLIHarness CliAgentEnv Env EnvConfig Harness HarnessConfig HarborEnv "
+    "HarborTaskset HarborTasksetConfig MCPTool MCPToolConfig MiniSWEAgent OpenAIChatCompletionsClient "
+    "OpenAICompletionsClient OpenAIResponsesClient OpenCode Pi RLConfig RLM RLMEnv RLTrainer RendererClient "
+    "SandboxConfig Task Taskset TasksetConfig Toolset ToolsetConfig TunnelError User UserConfig advantage metric "
+    "reward setup update"
+)
+_HOSTED = frozenset(f"verifiers.{path}" for path in f"{_HOSTED_MODULES} {_HOSTED_NAMES}".split())
+_SERVED = {name.partition(":")[0] for name in CLASSIC_NAMES}
 
 
 def classic_name(module: str, name: str) -> Any:
@@ -108,41 +101,31 @@ def classic_name(module: str, name: str) -> Any:
     Raises:
         AttributeError: it has no such name here.
     """
-    target = (_TYPES if module == "verifiers.types" else _MODULES.get(module, {})).get(name)
-    if target is None:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    path, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(path), attribute)
+    target = CLASSIC_NAMES.get(f"{module}:{name}")
+    if target is not None:
+        home, _, attribute = target.partition(":")
+        return getattr(importlib.import_module(home), attribute)
+    path = f"{module}.{name}"
+    raise AttributeError(_refusal(path) if path in _HOSTED else f"module {module!r} has no attribute {name!r}")
 
 
-class ClassicModule(ModuleType):
-    """A module of the classic package whose names are elsewhere here."""
+def refuse_hosted(path: str) -> None:
+    """Refuse to import a part of the classic package that is not provided here.
 
-    def __getattr__(self, name: str) -> Any:
-        return classic_name(self.__name__, name)
-
-
-class _Loader:
-    """Makes a `ClassicModule`; there is nothing to run."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return ClassicModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        names: Mapping[str, str] = _MODULES[module.__name__]
-        module.__dict__["__all__"] = sorted(names)
-
-
-def spec_of(name: str) -> ModuleSpec | None:
-    """Return how to import a classic module; None for a module that the classic package has not.
+    Args:
+        path: of a module, or of a name that `from verifiers import NAME` did not find.
 
     Raises:
-        ImportError: it is a part that is not provided here.
+        ImportError: it is such a part.
     """
-    if any(name == path or name.startswith(f"{path}.") for path in _REFUSED):
-        raise ImportError(
-            f"{name} belongs to the hosted or experimental part of the classic verifiers, which this package does "
-            "not provide; vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is.",
-            name=name,
-        )
-    return ModuleSpec(name, _Loader()) if name in _MODULES else None  # type: ignore[arg-type]
+    if any(served == path or served.startswith(f"{path}.") for served in _SERVED):
+        return
+    if any(path == hosted or path.startswith(f"{hosted}.") for hosted in _HOSTED):
+        raise ImportError(_refusal(path), name=path)
+
+
+def _refusal(path: str) -> str:
+    return (
+        f"{path} belongs to the hosted or experimental part of the classic verifiers, which this package does not "
+        "provide; vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is."
+    )

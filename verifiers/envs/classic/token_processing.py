@@ -10,6 +10,7 @@ leaves history alone.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ __all__ = [
     "process_results",
 ]
 
-_TOKEN_ID = "token_id:"
+_TOKEN_ID = re.compile(r"(?:token_)?id:(\d+)")
 
 TokenLists = tuple[list[int], list[int], list[int], list[int], list[float]]
 """prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs."""
@@ -104,14 +105,14 @@ def _tokens(response: ModelResponse, entries: Sequence[Any] | None) -> list[int]
     ids = _list_field(_choice(response), "token_ids")
     if ids is not None:
         return [int(token_id) for token_id in ids]
-    tokens = [str(message_field(entry, "token", entry)) for entry in entries or ()]
+    tokens = [_TOKEN_ID.fullmatch(str(message_field(entry, "token", entry))) for entry in entries or ()]
     # a bare number may be text that was sampled
-    if entries is None or not all(token.startswith(_TOKEN_ID) for token in tokens):
+    if entries is None or not all(tokens):
         raise MissingTokenIdsError(
             "an answer has neither token_ids nor tokens written as 'token_id:123'; ask the server for them with "
             "extra_body={'return_token_ids': True} or {'return_tokens_as_token_ids': True}."
         )
-    return [int(token.removeprefix(_TOKEN_ID)) for token in tokens]
+    return [int(token[1]) for token in tokens if token is not None]
 
 
 def _choice(response: ModelResponse) -> Any:

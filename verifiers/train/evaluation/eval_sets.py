@@ -49,7 +49,7 @@ class EvalSet:
     def dataset(self) -> Any:
         """The prompts, formatted as the environment plays them."""
         if self.rows is None:
-            return self.env.get_eval_dataset(self.most)
+            return self.env.rows_to_evaluate(self.most)
         rows = self.rows
         if "prompt" not in (getattr(rows, "column_names", None) or ()):
             rows = self.env.format_dataset(rows, self.env.system_prompt, self.env.few_shot)
