@@ -82,5 +82,5 @@ def test_no_printed_command_asks_an_index_for_a_package_of_ours() -> None:
     assert FOREIGN.search("pip install 'verifiers[rg]'")
     assert FOREIGN.search("pip install verifiers-embedded")
     assert not FOREIGN.search("pip install 'verifiers[rg]==1.0'")
-    assert not FOREIGN.search('pip install "verifiers-embedded @ git+$REPOSITORY"')
+    assert not FOREIGN.search('pip install "verifiers-embedded @ git+$URL"')
     assert not FOREIGN.search("pip install dist/verifiers-1.0-py3-none-any.whl")
