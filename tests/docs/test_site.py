@@ -70,6 +70,13 @@ def test_each_public_name_has_one_entry_in_the_api_reference() -> None:
     assert set(verifiers._LAZY_IMPORTS) - set(entries) == set()
 
 
+def test_pictures_are_small_and_each_is_shown_on_a_page() -> None:
+    shown = "".join(page.read_text() for page in [*DOCS.rglob("*.md"), ROOT / "README.md"])
+    for picture in (DOCS / "assets").glob("*.[ps][nv]g"):
+        assert picture.stat().st_size < 150_000, picture.name
+        assert picture.name in shown
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the built site; `zensical` takes no other place for it than the one beside its settings."""
