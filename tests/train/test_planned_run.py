@@ -58,6 +58,12 @@ def test_a_dataset_too_small_for_the_runs_blocks_is_refused_before_the_run() -> 
         planned_run(config(per_device_train_batch_size=12), group, STAGES)
 
 
+def test_saves_inside_a_block_are_refused_with_the_plan_so_that_a_dry_run_sees_them() -> None:
+    saving = config(num_iterations=2, save_strategy="steps", save_steps=3)
+    with pytest.raises(ConfigError, match=r"save_steps is 3, but a block serves 2 optimizer steps.*give 2 or 4"):
+        planned_run(saving, vf.EnvGroup([env_with(None)], ["a"]))
+
+
 def test_a_checkpoints_blocks_are_kept_where_their_prompts_are_still_the_plans() -> None:
     source = StagedRows(STAGES, {"a": range(20), "b": range(20, 60)})
     plan = make_plan(per_device_train_batch_size=4, num_generations=2, max_steps=3, num_prompts=60, source=source)
