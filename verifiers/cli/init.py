@@ -31,8 +31,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = parser().parse_args(argv)
-    return run_command("vf-init", lambda: init(args) if args.model is None else init_model(args))
+    return run_command("vf-init", lambda: init(parser().parse_args(argv)))
 
 
 def parser() -> CommandParser:
@@ -64,8 +63,7 @@ def parser() -> CommandParser:
     return parser
 
 
-def init_model(args: argparse.Namespace) -> int:
-    """Make a model; raise errors instead of printing them."""
+def _init_model(args: argparse.Namespace) -> int:
     target = Path(args.env or args.model)
     _refuse_existing(target)
     # read once, when torch is imported: idle threads must not spin
@@ -83,7 +81,9 @@ def init_model(args: argparse.Namespace) -> int:
 
 
 def init(args: argparse.Namespace) -> int:
-    """Write the package; raise errors instead of printing them."""
+    """Write the package, or make the model; raise errors instead of printing them."""
+    if args.model is not None:
+        return _init_model(args)
     if args.env is None:
         raise ConfigError("the name of the environment is missing; give lower-case words such as 'my-env'.")
     name, module = args.env.replace("_", "-"), module_name(args.env)
