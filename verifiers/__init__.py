@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from verifiers.data.sampler import RepeatSampler
     from verifiers.envs.classic.example_datasets import load_example_dataset
     from verifiers.envs.classic.tool_defs import ToolDef as Tool
+    from verifiers.envs.agent_env import AgentEnv
     from verifiers.envs.env_group import EnvGroup
     from verifiers.envs.environment import Environment
     from verifiers.envs.lifecycle import cleanup, stop, teardown
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from verifiers.envs.singleturn_env import SingleTurnEnv
     from verifiers.envs.tool_env import StatefulToolEnv, ToolEnv
     from verifiers.errors import (
+        AgentError,
         ConfigError,
         EmptyModelResponseError,
         Error,
@@ -110,6 +112,8 @@ if TYPE_CHECKING:
 __version__: str
 
 __all__ = [
+    "AgentEnv",
+    "AgentError",
     "AssistantMessage",
     "AsyncBatchGenerator",
     "BatchRequest",
@@ -200,6 +204,7 @@ _LAZY_IMPORTS = {
     "XMLParser": "verifiers.parsers.xml_parser:XMLParser",
     "Rubric": "verifiers.rubrics.rubric:Rubric",
     "Environment": "verifiers.envs.environment:Environment",
+    "AgentEnv": "verifiers.envs.agent_env:AgentEnv",
     "MultiTurnEnv": "verifiers.envs.multiturn_env:MultiTurnEnv",
     "SingleTurnEnv": "verifiers.envs.singleturn_env:SingleTurnEnv",
     "load_environment": "verifiers.envs.registry:load_environment",
@@ -236,6 +241,7 @@ _LAZY_IMPORTS = {
     "ToolMessage": "verifiers.types:ToolMessage",
     "TrajectoryStep": "verifiers.types:TrajectoryStep",
     "UserMessage": "verifiers.types:UserMessage",
+    "AgentError": "verifiers.errors:AgentError",
     "ConfigError": "verifiers.errors:ConfigError",
     "EmptyModelResponseError": "verifiers.errors:EmptyModelResponseError",
     "Error": "verifiers.errors:Error",

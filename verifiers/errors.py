@@ -13,6 +13,7 @@ Error:
     ├── ToolError
     │   ├── ToolParseError (ValueError)       arguments of a tool call that are not the JSON asked for
     │   └── ToolCallError (RuntimeError)      a tool that raised
+    ├── AgentError (RuntimeError)             an agent that owns its loop failed, or made no call
     ├── InfraError (RuntimeError)             the machinery around the policy failed
     │   ├── SandboxError                      a sandbox could not be started or died
     │   └── WorkerError                       a worker process died
@@ -35,6 +36,7 @@ it always did. `asyncio.CancelledError` is none of these and always passes.
 from __future__ import annotations
 
 __all__ = [
+    "AgentError",
     "CheckpointError",
     "ConfigError",
     "DeadlineError",
@@ -71,6 +73,10 @@ class Error(Exception):
 
 class ConfigError(Error, ValueError):
     """A setting, size, dataset or file given by the user cannot work; the message says how to mend it."""
+
+
+class AgentError(Error, RuntimeError):
+    """An agent that owns its loop failed, or ended without a call. The rollout ends as `environment_error`."""
 
 
 class UnknownEnvironmentError(ConfigError):

@@ -265,7 +265,8 @@ class RolloutRecord:
         for name, value in (("prompt", request.prompt), ("answer", request.answer), ("task", request.task)):
             state.setdefault(name, value)
         state.setdefault("info", dict(request.info))
-        truncated = self.client.finish_reason == "length" or _is_overlong(self.client, state)
+        cut_off = self.client.finish_reason == "length" or self.client.is_cut_off
+        truncated = cut_off or _is_overlong(self.client, state)
         rows, forks = rows_from_turns(self.client.turns)
         # reward functions may ask the same server, but what it answers them is not trained on
         self.client.stop_recording()

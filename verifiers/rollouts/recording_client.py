@@ -23,7 +23,7 @@ from verifiers.inference.wire import given_arguments, neutral_where_unset, plain
 from verifiers.rollouts.rollout import TokenSequence
 from verifiers.types import Usage, message_field
 
-__all__ = ["RolloutClient", "Turn", "refuse_non_text", "rows_from_turns", "turn_seed"]
+__all__ = ["RecordedAnswer", "RolloutClient", "Turn", "refuse_non_text", "rows_from_turns", "turn_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,20 @@ class Turn:
     versions: Sequence[int]
     finish_reason: str | None = None
     newest_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedAnswer:
+    """One answer of the trained policy, as far as the rollout's counts and trace are concerned.
+
+    Attributes:
+        usage: tokens of the call, as the server counted them.
+        turn: None where the server gave no token ids.
+    """
+
+    finish_reason: str | None
+    usage: Usage
+    turn: Turn | None
 
 
 def turn_seed(rollout_seed: int, turn: int) -> int:
@@ -80,7 +94,8 @@ class _Create:
         self._path = path
 
     async def create(self, **arguments: Any) -> Any:
-        return await self._client._call(self._path, arguments)
+        response, _ = await self._client.call(self._path, arguments)
+        return response
 
 
 class _Chat:
@@ -107,11 +122,11 @@ class RolloutClient:
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
 
     Attributes:
-        turns: the trained policy's answers with token ids, in the order in which they came back.
-        calls: trained calls that got an answer. usage: their tokens. retries: tries that were repeated.
+        answers: of the trained policy, in the order in which they came back.
+        retries: tries that were repeated.
         last_error: what the newest trained call failed with, or None where it succeeded.
         overlong: a call's prompt did not fit the context.
-        finish_reason: of the newest trained call.
+        is_cut_off: a budget of calls or tokens ended the rollout.
         trains: `group`, where the rollout is for training; else None.
         batch: the `BatchClient` that the handle belongs to, if any.
         call_slot: gives the slot of one call, for a rollout that holds none itself.
@@ -144,13 +159,11 @@ class RolloutClient:
         self._check_call = check_call
         self._begun = 0
         self._trained = True
-        self.turns: list[Turn] = []
-        self.calls = 0
-        self.usage = Usage()
+        self.answers: list[RecordedAnswer] = []
         self.retries = 0
         self.last_error: Exception | None = None
         self.overlong = False
-        self.finish_reason: str | None = None
+        self.is_cut_off = False
         self.trains = group if require_tokens else None
         self.batch: object = None
         self.call_slot: Callable[[], AbstractAsyncContextManager[None]] | None = None
@@ -165,6 +178,27 @@ class RolloutClient:
     @property
     def api_key(self) -> str:
         return self._backend.api_key
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The answers with token ids."""
+        return [answer.turn for answer in self.answers if answer.turn is not None]
+
+    @property
+    def calls(self) -> int:
+        """Number of trained calls that got an answer."""
+        return len(self.answers)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all trained calls."""
+        used = [answer.usage for answer in self.answers]
+        return Usage(sum(each.prompt_tokens for each in used), sum(each.completion_tokens for each in used))
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the newest trained call."""
+        return self.answers[-1].finish_reason if self.answers else None
 
     @property
     def untrained(self) -> RolloutClient:
@@ -184,13 +218,22 @@ class RolloutClient:
     async def close(self) -> None:
         """Nothing to close: connections belong to the run."""
 
-    async def _call(self, path: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
+        """Make a call of `chat.completions` or `completions`, as `create` does.
+
+        Returns:
+            The response, and what was recorded of it; None for a call that is not trained.
+        """
         if not self._trained or (self._model is not None and arguments.get("model") != self._model):
-            return await self._send(path, arguments, [0])
+            return await self._send(path, arguments, [0]), None
         async with nullcontext() if self.has_slot or self.call_slot is None else self.call_slot():
             return await self._call_policy(path, arguments)
 
-    async def _call_policy(self, path: str, arguments: dict[str, Any]) -> Any:
+    def forget(self, answer: RecordedAnswer) -> None:
+        """Take an answer out of the trace and the counts: nobody read it."""
+        self.answers.remove(answer)
+
+    async def _call_policy(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         began = [0]
         call: ChatCall | None = None
         try:
@@ -207,8 +250,7 @@ class RolloutClient:
         except Exception as error:
             self.last_error = error
             raise
-        self._record(response, began[0], call)
-        return response
+        return response, self._record(response, began[0], call)
 
     async def _send(self, path: str, arguments: Mapping[str, Any], began: list[int]) -> Any:
         """Send a call, with retries; `began` gets the policy version at the start of the newest try that samples."""
@@ -257,7 +299,7 @@ class RolloutClient:
             arguments["extra_body"] = extra
         return arguments
 
-    def _record(self, response: Any, version_before: int, call: ChatCall | None) -> None:
+    def _record(self, response: Any, version_before: int, call: ChatCall | None) -> RecordedAnswer | None:
         """Put an answer into the trace, and, where it answers a `call`, into what later turns may extend."""
         if not getattr(response, "choices", None):
             self.last_error = EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
@@ -267,26 +309,27 @@ class RolloutClient:
         answer = plain_data(response)
         choices = answer.get("choices")
         if not choices:
-            return
-        self.calls += 1
+            return None
         choice = choices[0]
-        self.finish_reason = choice.get("finish_reason")
-        usage = answer.get("usage") or {}
-        self.usage.prompt_tokens += usage.get("prompt_tokens") or 0
-        self.usage.completion_tokens += usage.get("completion_tokens") or 0
+        used = answer.get("usage") or {}
+        usage = Usage(used.get("prompt_tokens") or 0, used.get("completion_tokens") or 0)
         sampled = sampled_tokens(answer)
         if self._tokens is not None and call is not None:
             self._tokens.hold(call, choice.get("message") or {}, sampled)
         prompt_ids, completion_ids, logprobs = sampled.prompt_ids, sampled.completion_ids, sampled.logprobs
         if self._require_tokens:
             _require(self.base_url, prompt_ids, completion_ids, logprobs)
-        if prompt_ids is None or completion_ids is None or logprobs is None:
-            return
-        versions, all_reported = _versions(sampled.versions, len(completion_ids), version_before)
-        version_after = version_before if all_reported else self._version_now()
-        # it is unknown before which token a push in between came, so both versions stand for all of them
-        newest = version_after if version_after != version_before else None
-        self.turns.append(Turn(prompt_ids, completion_ids, logprobs, versions, self.finish_reason, newest))
+        reason = choice.get("finish_reason")
+        turn = None
+        if prompt_ids is not None and completion_ids is not None and logprobs is not None:
+            versions, all_reported = _versions(sampled.versions, len(completion_ids), version_before)
+            version_after = version_before if all_reported else self._version_now()
+            # it is unknown before which token a push in between came, so both versions stand for all of them
+            newest = version_after if version_after != version_before else None
+            turn = Turn(prompt_ids, completion_ids, logprobs, versions, reason, newest)
+        recorded = RecordedAnswer(reason, usage, turn)
+        self.answers.append(recorded)
+        return recorded
 
 
 def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, logprobs: list[float] | None) -> None:
@@ -354,16 +397,17 @@ def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
     for turn in turns:
         if not turn.completion_ids:
             continue
-        added: Sequence[int] | None = None
+        # of several rows that a prompt extends, the longest: it leaves the fewest tokens to be given once more
+        longest: tuple[TokenSequence, Sequence[int]] | None = None
         for row in reversed(rows):
             added = _added_ids(row, turn.prompt_ids)
-            if added is not None:
-                break
-        else:
+            if added is not None and (longest is None or len(added) < len(longest[1])):
+                longest = row, added
+        if longest is None:
             forks += bool(rows)
-            row = TokenSequence(prompt_ids=list(turn.prompt_ids))
-            rows.append(row)
-        _append_turn(row, added or (), turn)
+            longest = TokenSequence(prompt_ids=list(turn.prompt_ids)), ()
+            rows.append(longest[0])
+        _append_turn(*longest, turn)
     return rows, forks
 
 

@@ -1,0 +1,167 @@
+"""AgentEnv: an agent that owns its loop, and knows only a base URL and a key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Unpack
+
+from verifiers.concurrency import threads_for
+from verifiers.envs.conversation import new_state
+from verifiers.envs.environment import Environment
+from verifiers.envs.signatures import takes_rollout_input
+from verifiers.errors import AgentError, ConfigError
+from verifiers.gateway.gateway import gateway_of_loop
+from verifiers.gateway.session import Budget, Session
+from verifiers.inference.endpoint import single_backend_for
+from verifiers.inference.wire import WireObject
+from verifiers.keywords import EnvironmentOptions
+from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.types import RolloutInput, SamplingArgs, State
+
+__all__ = ["AgentEnv", "RunAgent"]
+
+RunAgent = Callable[..., Any]
+"""`run(row, *, base_url, api_key, model)`, sync or async; it returns the final answer, or the state's further items."""
+
+WIND_UP_S = 5.0
+"""Seconds that an agent has for its end after a call was refused for the budget."""
+
+
+class AgentEnv(Environment):
+    """An environment around an agent: a function that runs any framework against the base URL and key it is given.
+
+    The agent's calls come in by a gateway, which records them as those of any other rollout: token for token, with
+    the run's sampling, whatever the agent asks for. The gateway speaks OpenAI's chat completions, text completions
+    and Responses API, and Anthropic's Messages API.
+
+    Args:
+        run: `run(row, *, base_url, api_key, model)`, sync (in a thread) or async. `row` has prompt, answer, task,
+            info and example_id. It returns the final answer as text, or a dict of items for the state; a
+            `completion` in it is what the rubric reads.
+        train: further names by which the agent may call the policy; "*" for every name.
+        helpers: other models by the name that the agent calls them by: an `Endpoint`, a base URL or a client each.
+            Their answers are not trained. A name that is neither is refused with a 404.
+        max_turns: calls of the policy in one rollout; -1 for no bound. A rollout that asks for more is truncated and
+            scored by what there is.
+        max_total_completion_tokens: sampled tokens in one rollout, with the same end.
+        timeout_seconds: seconds after which the agent is cancelled, with the same end; None for the run's deadline
+            alone, which makes the rollout `timed_out`.
+        **kwargs: as `Environment`.
+    """
+
+    def __init__(
+        self,
+        run: RunAgent,
+        *,
+        train: str | Iterable[str] = (),
+        helpers: Mapping[str, Any] | None = None,
+        max_turns: int = -1,
+        max_total_completion_tokens: int | None = None,
+        timeout_seconds: float | None = None,
+        **kwargs: Unpack[EnvironmentOptions],
+    ) -> None:
+        super().__init__(**kwargs)
+        if not callable(run):
+            raise ConfigError(f"run is {run!r:.100}; give a function run(row, *, base_url, api_key, model).")
+        self.run = run
+        self.train = frozenset([train] if isinstance(train, str) else train)
+        self.helpers = {name: RolloutClient(single_backend_for(client)) for name, client in (helpers or {}).items()}
+        self.budget = Budget(None if max_turns < 0 else max_turns, max_total_completion_tokens)
+        self.timeout_seconds = timeout_seconds
+
+    @takes_rollout_input
+    async def rollout(
+        self,
+        input: RolloutInput,  # noqa: A002 - the name is the classic API's
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Run the agent once.
+
+        Returns:
+            The state, with `completion`, and the calls that were read in `trajectory`.
+
+        Raises:
+            AgentError: the agent failed, or made no call.
+        """
+        if not isinstance(client, RolloutClient):
+            client = RolloutClient(single_backend_for(client), model=model)
+        state = new_state(input, client, model, sampling_args, self.oai_tools)
+        started = time.perf_counter()
+        helpers = {name: helper.untrained for name, helper in self.helpers.items()}
+        session = Session(client, model, sampling_args or {}, self.budget, self.train, helpers)
+        gateway = await gateway_of_loop()
+        async with gateway.serving(session):
+            result = await self._run_within_budget(input, session, gateway.base_url, model)
+        self._finish(state, session, result)
+        elapsed_ms = (time.perf_counter() - started) * 1000
+        state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
+        return state
+
+    async def _run_within_budget(self, row: RolloutInput, session: Session, base_url: str, model: str) -> Any:
+        """Return what the agent gave, or None where its budget ended it."""
+        client = session.client
+        deadline = asyncio.timeout(self.timeout_seconds)
+        watch = asyncio.create_task(_cancel_over_budget(session, deadline))
+        try:
+            async with deadline:
+                return await self._call(row, session, base_url, model)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise AgentError(f"the agent failed: {error!r}") from error
+            client.is_cut_off = True
+            return None
+        except Exception as error:
+            if client.is_cut_off or client.overlong:
+                return None
+            if client.last_error is not None:
+                raise AgentError(f"the agent failed after {client.last_error}: {error!r}") from client.last_error
+            raise AgentError(f"the agent failed: {error!r}") from error
+        finally:
+            watch.cancel()
+
+    async def _call(self, row: RolloutInput, session: Session, base_url: str, model: str) -> Any:
+        given = {"base_url": base_url, "api_key": session.key, "model": model}
+        if inspect.iscoroutinefunction(self.run) or inspect.iscoroutinefunction(getattr(self.run, "__call__", None)):
+            return await self.run(row, **given)
+        result = await threads_for("agent", 256).run(lambda: self.run(row, **given))
+        return await result if isinstance(result, Awaitable) else result
+
+    def _finish(self, state: State, session: Session, result: Any) -> None:
+        calls = session.calls
+        if not calls and not session.client.overlong:
+            raise AgentError("the agent ended without a call of the policy; does it use the base URL and key given?")
+        for call in calls:
+            message = call.answer["choices"][0]
+            said = message.get("message") or {"role": "assistant", "content": message.get("text") or ""}
+            state["trajectory"].append(
+                {
+                    "prompt": call.request.get("messages") or call.request.get("prompt"),
+                    "completion": [said],
+                    "response": WireObject(call.answer),
+                }
+            )
+            state["responses"].append(WireObject(call.answer))
+        state["turn"] = len(calls)
+        state["is_truncated"] = session.client.is_cut_off or session.client.overlong
+        if isinstance(result, Mapping):
+            state.update(result)
+        if not isinstance(result, Mapping) or "completion" not in result:
+            last = state["trajectory"][-1]["completion"][0] if calls else {"role": "assistant", "content": ""}
+            answer = last if result is None or isinstance(result, Mapping) else {"role": "assistant", "content": str(result)}
+            chat = not isinstance(state["prompt"], str)
+            state["completion"] = [answer] if chat else answer["content"]
+        state["is_completed"] = True
+
+
+async def _cancel_over_budget(session: Session, deadline: asyncio.Timeout) -> None:
+    """End an agent that goes on after a refusal for its budget."""
+    await session.is_over_budget.wait()
+    with contextlib.suppress(RuntimeError):
+        # it has ended meanwhile where this raises
+        deadline.reschedule(asyncio.get_running_loop().time() + WIND_UP_S)

@@ -1,0 +1,204 @@
+"""Anthropic's Messages API, as the gateway reads and answers it. Needs the package `anthropic` for its types."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from anthropic.types import MessageParam
+from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+from anthropic.types.message_create_params import MessageCreateParamsNonStreaming as Params
+from pydantic import TypeAdapter
+
+from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
+from verifiers.gateway.session import Session, read_arguments
+from verifiers.gateway.wire import joined_text, named_event, refuse_unsupported, text_pieces, validated, validated_body
+from verifiers.inference.endpoint import CHAT
+
+__all__ = ["MessagesWire"]
+
+_BODY: TypeAdapter[Any] = TypeAdapter(Params)
+_COUNT: TypeAdapter[Any] = TypeAdapter(MessageCountTokensParams)
+_MESSAGE: TypeAdapter[Any] = TypeAdapter(MessageParam)
+_READ = frozenset(
+    {"model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream", "metadata",
+     "thinking", "service_tier", "cache_control", "betas", "output_config", "inference_geo", "context_management"}
+)  # fmt: skip
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_ERRORS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 501: "api_error",
+}  # fmt: skip
+
+
+class MessagesWire:
+    """`POST /v1/messages`; with `counts_only`, `POST /v1/messages/count_tokens`."""
+
+    keep_alive = named_event({"type": "ping"})
+
+    def __init__(self, *, counts_only: bool = False) -> None:
+        self._counts_only = counts_only
+
+    def read(self, body: Any, session: Session) -> AgentCall:
+        checked = validated_body(_COUNT if self._counts_only else _BODY, body, messages=[])
+        refuse_unsupported(body, _READ | SAMPLING_ARGUMENTS, {"container": (), "mcp_servers": ([],)})
+        given = body.get("messages")
+        if not isinstance(given, list):
+            raise RefusedCallError("messages: give a list.")
+        messages: list[dict[str, Any]] = []
+        system = joined_text(body.get("system"), ("text",))
+        if system:
+            messages.append({"role": "system", "content": system})
+        for place, message in enumerate(given):
+            validated(_MESSAGE, message, f"messages.{place}")
+            messages += _messages(message, place, session)
+        arguments: dict[str, Any] = {"messages": messages}
+        if body.get("tools"):
+            arguments["tools"] = [_tool(tool) for tool in body["tools"]]
+            choice = body.get("tool_choice") or {"type": "auto"}
+            arguments["tool_choice"] = _CHOICES.get(choice["type"]) or {
+                "type": "function",
+                "function": {"name": choice["name"]},
+            }
+            if choice.get("disable_parallel_tool_use"):
+                arguments["parallel_tool_calls"] = False
+        if body.get("stop_sequences"):
+            arguments["stop"] = body["stop_sequences"]
+        return AgentCall(
+            CHAT,
+            checked["model"],
+            arguments,
+            {name: body[name] for name in body.keys() & SAMPLING_ARGUMENTS},
+            body.get("max_tokens"),
+            bool(body.get("stream")),
+        )
+
+    def answer(self, completion: Mapping[str, Any], call: AgentCall, session: Session) -> dict[str, Any]:
+        choice = completion["choices"][0]
+        message = choice["message"]
+        content: list[dict[str, Any]] = []
+        if message.get("reasoning_content"):
+            content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+        if message.get("content"):
+            content.append({"type": "text", "text": message["content"], "citations": None})
+        content += [
+            {
+                "type": "tool_use",
+                "id": made["id"],
+                "name": made["function"]["name"],
+                "input": read_arguments(made["function"]["arguments"]),
+            }
+            for made in message.get("tool_calls") or ()
+        ]
+        matched = choice.get("stop_reason")
+        reason = "end_turn"
+        if choice["finish_reason"] == "length":
+            reason = "max_tokens"
+        elif message.get("tool_calls"):
+            reason = "tool_use"
+        elif isinstance(matched, str) and matched in (call.arguments.get("stop") or ()):
+            reason = "stop_sequence"
+        usage = completion.get("usage") or {}
+        return {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": matched if reason == "stop_sequence" else None,
+            "usage": {
+                "input_tokens": usage.get("prompt_tokens") or 0,
+                "output_tokens": usage.get("completion_tokens") or 0,
+            },
+        }
+
+    def events(self, answer: Mapping[str, Any], call: AgentCall) -> Iterator[bytes]:
+        for event in _events(answer):
+            yield named_event(event)
+
+    def error(self, refusal: RefusedCallError) -> dict[str, Any]:
+        kind = _ERRORS.get(refusal.status, "api_error")
+        text = str(refusal)
+        if refusal.code == "context_length_exceeded":
+            # by these words clients know it
+            text = f"prompt is too long: {text}"
+        return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
+
+    def error_event(self, refusal: RefusedCallError) -> bytes:
+        return named_event(self.error(refusal))
+
+
+def _events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    usage = answer["usage"]
+    begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    yield {"type": "message_start", "message": begun}
+    for index, block in enumerate(answer["content"]):
+        kind = block["type"]
+        empty: dict[str, Any] = {"input": {}} if kind == "tool_use" else {kind: ""}
+        yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+        text = json.dumps(block["input"], ensure_ascii=False) if kind == "tool_use" else block[kind]
+        delta, name = {
+            "tool_use": ("input_json_delta", "partial_json"),
+            "thinking": ("thinking_delta", "thinking"),
+            "text": ("text_delta", "text"),
+        }[kind]
+        for piece in text_pieces(text):
+            yield {"type": "content_block_delta", "index": index, "delta": {"type": delta, name: piece}}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
+    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": usage["output_tokens"]}}
+    yield {"type": "message_stop"}
+
+
+def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[dict[str, Any]]:
+    """Return one message as chat messages: results of tools are messages of their own, before what the user says."""
+    role, content = message["role"], message["content"]
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thinking = ""
+    for block in content:
+        kind = block["type"]
+        if kind == "text":
+            parts.append({"type": "text", "text": block["text"]})
+        elif kind == "thinking":
+            thinking += block["thinking"]
+        elif kind == "image" and block["source"]["type"] in ("base64", "url"):
+            source = block["source"]
+            url = source.get("url") or f"data:{source['media_type']};base64,{source['data']}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        elif kind == "tool_use":
+            arguments = session.arguments_text(block["id"], block["input"])
+            calls.append({"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}})
+        elif kind == "tool_result":
+            output = joined_text(block.get("content") or "", ("text",))
+            if not isinstance(output, str):
+                raise RefusedCallError(f"messages.{place} has a tool's result that is not text.", code="unsupported_value")
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": output})
+        else:
+            raise RefusedCallError(
+                f"messages.{place} has a block of type {kind!r}, which is not supported here; send text, tool calls "
+                "and their results.",
+                code="unsupported_value",
+            )
+    said: dict[str, Any] = {"role": role, "content": joined_text(parts, ("text",))}
+    if thinking:
+        said["reasoning_content"] = thinking
+    if calls:
+        said["tool_calls"] = calls
+    return [*results, *([said] if parts or calls or thinking or not results else [])]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom") or "input_schema" not in tool:
+        raise RefusedCallError(
+            f"the tool {tool.get('name')!r} runs on Anthropic's servers; give tools with an input_schema alone.",
+            code="unsupported_value",
+        )
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}

@@ -1,0 +1,294 @@
+"""The HTTP application of the gateway: keys, routes, and answers that are known to have been read."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from verifiers.concurrency import at_loop_end
+from verifiers.errors import ConfigError
+from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.session import Exchange, Session
+from verifiers.inference.endpoint import CHAT, COMPLETIONS
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from verifiers.gateway.wire import WireFormat
+
+__all__ = ["Gateway", "gateway_of_loop"]
+
+logger = logging.getLogger("verifiers.gateway")
+
+MAX_BODY = 32 * 2**20
+KEEP_ALIVE_S = 10.0
+SEALED_KEYS = 100_000
+_OVER = "the rollout of this key is over."
+
+
+class Gateway:
+    """An HTTP server on which each rollout's agent has a session of its own.
+
+    Args:
+        host: address to listen on.
+        port: 0 for a free one.
+        keep_alive_s: seconds between the lines that keep a streamed answer's connection alive while it is generated.
+
+    Attributes:
+        url: without the version; `base_url` has it.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self.url = ""
+        self._host, self._port = host, port
+        self._keep_alive_s = keep_alive_s
+        self._sessions: dict[str, Session] = {}
+        self._sealed: OrderedDict[str, None] = OrderedDict()
+        self._close_runner: Callable[[], Awaitable[None]] | None = None
+        self._formats: dict[str, WireFormat] = {}
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    async def start(self, on_close: Callable[[], object] = bool) -> None:
+        """Listen, on the running event loop, until `close` or the loop's end.
+
+        Args:
+            on_close: called at the end.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        from aiohttp import web
+
+        # a handler whose connection is gone is cancelled, so that a repeated call finds its answer unread
+        runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, self._host, self._port, backlog=4096)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            where = f"{self._host}:{self._port}"
+            raise ConfigError(f"the gateway cannot listen on {where}: {error}; give another port.") from error
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+        async def end() -> None:
+            on_close()
+            await runner.cleanup()
+
+        self._close_runner = at_loop_end(end)
+
+    async def close(self) -> None:
+        """Stop listening and seal every session."""
+        for session in list(self._sessions.values()):
+            self._end(session)
+        if self._close_runner is not None:
+            close, self._close_runner = self._close_runner, None
+            await close()
+
+    @asynccontextmanager
+    async def serving(self, session: Session) -> AsyncIterator[Session]:
+        """Answer a session's calls inside; afterwards it is sealed, and its key answers 409."""
+        self._sessions[session.key] = session
+        try:
+            yield session
+        finally:
+            self._end(session)
+
+    def _end(self, session: Session) -> None:
+        session.seal()
+        self._sessions.pop(session.key, None)
+        self._sealed[session.key] = None
+        while len(self._sealed) > SEALED_KEYS:
+            self._sealed.popitem(last=False)
+
+    # -- the application ------------------------------------------------------------------------------------------
+
+    def _application(self) -> web.Application:
+        from aiohttp import web
+
+        from verifiers.gateway.openai_chat import OpenAIWire
+        from verifiers.gateway.openai_responses import ResponsesWire
+
+        self._formats = {
+            CHAT: OpenAIWire(CHAT),
+            COMPLETIONS: OpenAIWire(COMPLETIONS),
+            "/responses": ResponsesWire(),
+        }
+        anthropic = ("/messages", "/messages/count_tokens")
+        try:
+            from verifiers.gateway.anthropic_messages import MessagesWire
+        except ModuleNotFoundError as error:
+            if error.name != "anthropic":
+                raise
+        else:
+            self._formats |= {path: MessagesWire(counts_only=path != anthropic[0]) for path in anthropic}
+        app = web.Application(client_max_size=MAX_BODY)
+        # Anthropic's SDK adds the version itself: with either base URL its calls arrive
+        for root in ("/v1", "/v1/v1"):
+            for path, wire in self._formats.items():
+                app.router.add_post(root + path, functools.partial(self._serve, wire, path))
+            app.router.add_get(f"{root}/models", self._models)
+            for path in anthropic:
+                if path not in self._formats:
+                    app.router.add_post(root + path, self._without_anthropic)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        return app
+
+    def _session_of(self, request: web.Request) -> Session:
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "")
+        key = given.removeprefix("Bearer ").strip()
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
+        if key in self._sealed:
+            raise RefusedCallError(_OVER, status=409, code="session_ended")
+        raise RefusedCallError("the API key is not that of a running rollout.", status=401, code="invalid_api_key")
+
+    async def _serve(self, wire: WireFormat, path: str, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        try:
+            session = self._session_of(request)
+            try:
+                raw = await request.read()
+            except web.HTTPRequestEntityTooLarge as error:
+                text = f"the body has more than {MAX_BODY // 2**20} MiB."
+                raise RefusedCallError(text, status=413, code="request_too_large") from error
+            call = wire.read(_object(raw), session)
+            if path.endswith("/count_tokens"):
+                return _json({"input_tokens": await session.count_tokens(call)})
+            retries = request.headers.get("x-stainless-retry-count", "0")
+            async with session.exchange(call, path.encode() + raw, is_retry=retries != "0") as exchange:
+                send = self._stream if call.stream else self._send
+                response = await send(wire, request, session, exchange)
+                transport = request.transport
+                if exchange.body is not None and transport is not None and not transport.is_closing():
+                    exchange.is_delivered = True
+                return response
+        except RefusedCallError as refusal:
+            return _refused(wire, refusal)
+        except ConnectionError:
+            # the agent hung up while it was answered; the answer stays unread
+            return web.Response()
+
+    async def _answered(self, wire: WireFormat, session: Session, exchange: Exchange) -> dict[str, Any]:
+        try:
+            # a reader that goes away leaves the generation to the next try
+            completion, _ = await asyncio.shield(exchange.task)
+        except asyncio.CancelledError:
+            if not session.is_sealed:
+                raise
+            raise RefusedCallError(_OVER, status=409, code="session_ended") from None
+        if exchange.body is None:
+            exchange.body = wire.answer(completion, exchange.call, session)
+            session.remember(exchange.call, completion, exchange.body["id"])
+        return exchange.body
+
+    async def _send(
+        self, wire: WireFormat, request: web.Request, session: Session, exchange: Exchange
+    ) -> web.StreamResponse:
+        response = _json(await self._answered(wire, session, exchange))
+        await response.prepare(request)
+        await response.write_eof()
+        return response
+
+    async def _stream(
+        self, wire: WireFormat, request: web.Request, session: Session, exchange: Exchange
+    ) -> web.StreamResponse:
+        from aiohttp import web
+
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        # a refusal that comes soon has a status of its own
+        await asyncio.wait({exchange.task}, timeout=self._keep_alive_s)
+        if exchange.task.done():
+            answer = await self._answered(wire, session, exchange)
+            await response.prepare(request)
+        else:
+            await response.prepare(request)
+            while not exchange.task.done():
+                await response.write(wire.keep_alive)
+                await asyncio.wait({exchange.task}, timeout=self._keep_alive_s)
+            try:
+                answer = await self._answered(wire, session, exchange)
+            except RefusedCallError as refusal:
+                await response.write(wire.error_event(refusal))
+                await response.write_eof()
+                return response
+        await response.write(b"".join(wire.events(answer, exchange.call)))
+        await response.write_eof()
+        return response
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        wire = self._formats[CHAT]
+        try:
+            session = self._session_of(request)
+        except RefusedCallError as refusal:
+            return _refused(wire, refusal)
+        names = [session.model, *session.helpers]
+        return _json(
+            {
+                "object": "list",
+                "data": [{"id": name, "object": "model", "created": 0, "owned_by": "verifiers"} for name in names],
+            }
+        )
+
+    async def _without_anthropic(self, request: web.Request) -> web.StreamResponse:
+        text = "Anthropic's Messages API needs the package `anthropic` beside the gateway; install it with pip."
+        error = {"type": "api_error", "message": text}
+        return _json({"type": "error", "error": error}, status=501, headers={"x-should-retry": "false"})
+
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        routes = ", ".join(f"/v1{path}" for path in (*self._formats, "/models"))
+        text = f"there is no {request.method} {request.path} here; the gateway has {routes}."
+        return _refused(self._formats[CHAT], RefusedCallError(text, status=404, code="not_found"))
+
+
+_of_loops: dict[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = {}
+
+
+async def gateway_of_loop() -> Gateway:
+    """Return the gateway of the running event loop, started at the first call and closed with the loop."""
+    loop = asyncio.get_running_loop()
+    starting = _of_loops.get(loop)
+    if starting is None or (starting.done() and (starting.cancelled() or starting.exception())):
+        starting = _of_loops[loop] = loop.create_task(_start_for(loop))
+    return await asyncio.shield(starting)
+
+
+async def _start_for(loop: asyncio.AbstractEventLoop) -> Gateway:
+    gateway = Gateway()
+    await gateway.start(on_close=lambda: _of_loops.pop(loop, None))
+    return gateway
+
+
+def _object(raw: bytes) -> Any:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RefusedCallError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RefusedCallError("the body is not a JSON object.")
+    return body
+
+
+def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    from aiohttp import web
+
+    content = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
+    return web.Response(body=content, status=status, headers=headers, content_type="application/json")
+
+
+def _refused(wire: WireFormat, refusal: RefusedCallError) -> web.Response:
+    # official SDKs repeat a 409 and a 5xx unless they are told
+    headers = {"x-should-retry": "true" if refusal.may_retry else "false"}
+    return _json(wire.error(refusal), refusal.status, headers)
