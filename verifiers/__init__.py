@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from verifiers.data.curriculum import Curriculum
     from verifiers.data.curriculum_policies import curriculum_from
     from verifiers.data.sampler import RepeatSampler
+    from verifiers.envs.agent_env import AgentEnv
     from verifiers.envs.classic.example_datasets import load_example_dataset
     from verifiers.envs.classic.tool_defs import ToolDef as Tool
-    from verifiers.envs.agent_env import AgentEnv
     from verifiers.envs.env_group import EnvGroup
     from verifiers.envs.environment import Environment
     from verifiers.envs.lifecycle import cleanup, stop, teardown

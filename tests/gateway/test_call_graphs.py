@@ -111,7 +111,9 @@ class Agent:
     async def play(self, http: aiohttp.ClientSession) -> None:
         for _ in range(self.rng.randint(1, 7)):
             conversation = self.rng.choice(self.conversations)
-            move = self.rng.choice(["turn", "turn", "retry", "lost", "fail", "parallel", "sub-agent", "compact", "same"])
+            move = self.rng.choice(
+                ["turn", "turn", "retry", "lost", "fail", "parallel", "sub-agent", "compact", "same"]
+            )
             if move == "retry":
                 await self._hang_up(http, conversation)
                 await self._turn(http, conversation, is_retry=self.rng.random() < 0.5)
@@ -182,7 +184,7 @@ async def play_one(gateway: Gateway, seed: int) -> None:
     assert trained == expected_rows(read), seed
 
 
-@pytest.mark.parametrize("graphs", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 async def test_random_call_graphs_train_what_was_read(graphs: int) -> None:
     gateway = Gateway()
     await gateway.start()

@@ -25,7 +25,7 @@ from verifiers.types import RolloutInput, SamplingArgs, State
 __all__ = ["AgentEnv", "RunAgent"]
 
 RunAgent = Callable[..., Any]
-"""`run(row, *, base_url, api_key, model)`, sync or async; it returns the final answer, or the state's further items."""
+"""`run(row, *, base_url, api_key, model)`, sync or async; gives the final answer, or items of the state."""
 
 WIND_UP_S = 5.0
 """Seconds that an agent has for its end after a call was refused for the budget."""
@@ -127,7 +127,7 @@ class AgentEnv(Environment):
 
     async def _call(self, row: RolloutInput, session: Session, base_url: str, model: str) -> Any:
         given = {"base_url": base_url, "api_key": session.key, "model": model}
-        if inspect.iscoroutinefunction(self.run) or inspect.iscoroutinefunction(getattr(self.run, "__call__", None)):
+        if inspect.iscoroutinefunction(self.run):
             return await self.run(row, **given)
         result = await threads_for("agent", 256).run(lambda: self.run(row, **given))
         return await result if isinstance(result, Awaitable) else result
@@ -135,7 +135,10 @@ class AgentEnv(Environment):
     def _finish(self, state: State, session: Session, result: Any) -> None:
         calls = session.calls
         if not calls and not session.client.overlong:
-            raise AgentError("the agent ended without a call of the policy; does it use the base URL and key given?")
+            # from the failure of its calls, where they failed
+            raise AgentError(
+                "the agent ended without an answer of the policy; does it use the base URL and key given?"
+            ) from session.client.last_error
         for call in calls:
             message = call.answer["choices"][0]
             said = message.get("message") or {"role": "assistant", "content": message.get("text") or ""}
@@ -153,7 +156,11 @@ class AgentEnv(Environment):
             state.update(result)
         if not isinstance(result, Mapping) or "completion" not in result:
             last = state["trajectory"][-1]["completion"][0] if calls else {"role": "assistant", "content": ""}
-            answer = last if result is None or isinstance(result, Mapping) else {"role": "assistant", "content": str(result)}
+            answer = (
+                last
+                if result is None or isinstance(result, Mapping)
+                else {"role": "assistant", "content": str(result)}
+            )
             chat = not isinstance(state["prompt"], str)
             state["completion"] = [answer] if chat else answer["content"]
         state["is_completed"] = True

@@ -14,7 +14,14 @@ from pydantic import TypeAdapter
 
 from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
 from verifiers.gateway.session import Session, read_arguments
-from verifiers.gateway.wire import joined_text, named_event, refuse_unsupported, text_pieces, validated, validated_body
+from verifiers.gateway.wire import (
+    joined_text,
+    named_event,
+    refuse_unsupported,
+    text_pieces,
+    validated,
+    validated_body,
+)
 from verifiers.inference.endpoint import CHAT
 
 __all__ = ["MessagesWire"]
@@ -133,7 +140,13 @@ class MessagesWire:
 
 def _events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     usage = answer["usage"]
-    begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    begun = {
+        **answer,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**usage, "output_tokens": 0},
+    }
     yield {"type": "message_start", "message": begun}
     for index, block in enumerate(answer["content"]):
         kind = block["type"]
@@ -174,11 +187,15 @@ def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[
             parts.append({"type": "image_url", "image_url": {"url": url}})
         elif kind == "tool_use":
             arguments = session.arguments_text(block["id"], block["input"])
-            calls.append({"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}})
+            calls.append(
+                {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
+            )
         elif kind == "tool_result":
             output = joined_text(block.get("content") or "", ("text",))
             if not isinstance(output, str):
-                raise RefusedCallError(f"messages.{place} has a tool's result that is not text.", code="unsupported_value")
+                raise RefusedCallError(
+                    f"messages.{place} has a tool's result that is not text.", code="unsupported_value"
+                )
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": output})
         else:
             raise RefusedCallError(
@@ -200,5 +217,9 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
             f"the tool {tool.get('name')!r} runs on Anthropic's servers; give tools with an input_schema alone.",
             code="unsupported_value",
         )
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": tool["input_schema"],
+    }
     return {"type": "function", "function": function}

@@ -145,7 +145,7 @@ class Gateway:
         return app
 
     def _session_of(self, request: web.Request) -> Session:
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "")
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization") or ""
         key = given.removeprefix("Bearer ").strip()
         session = self._sessions.get(key)
         if session is not None:

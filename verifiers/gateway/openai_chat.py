@@ -19,7 +19,7 @@ from verifiers.inference.endpoint import CHAT, COMPLETIONS
 
 __all__ = ["OpenAIWire", "openai_error"]
 
-_BODY = {CHAT: TypeAdapter(ChatParams), COMPLETIONS: TypeAdapter(TextParams)}
+_BODY: dict[str, TypeAdapter[Any]] = {CHAT: TypeAdapter(ChatParams), COMPLETIONS: TypeAdapter(TextParams)}
 # by role, so that each message is checked against one type
 _MESSAGES: TypeAdapter[Any] = TypeAdapter(list[Annotated[ChatCompletionMessageParam, Field(discriminator="role")]])
 
@@ -97,7 +97,9 @@ class OpenAIWire:
         choice = answer["choices"][0]
 
         def chunk(reason: str | None = None, **content: Any) -> bytes:
-            return data_event({**head, "choices": [{"index": 0, "logprobs": None, "finish_reason": reason, **content}]})
+            return data_event(
+                {**head, "choices": [{"index": 0, "logprobs": None, "finish_reason": reason, **content}]}
+            )
 
         if chat:
             message = choice["message"]

@@ -14,7 +14,14 @@ from pydantic import TypeAdapter
 from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
 from verifiers.gateway.openai_chat import openai_error
 from verifiers.gateway.session import Session
-from verifiers.gateway.wire import joined_text, named_event, refuse_unsupported, text_pieces, validated, validated_body
+from verifiers.gateway.wire import (
+    joined_text,
+    named_event,
+    refuse_unsupported,
+    text_pieces,
+    validated,
+    validated_body,
+)
 from verifiers.inference.endpoint import CHAT
 
 __all__ = ["ResponsesWire"]
@@ -70,7 +77,10 @@ class ResponsesWire:
             {name: body[name] for name in body.keys() & SAMPLING_ARGUMENTS},
             body.get("max_output_tokens"),
             bool(body.get("stream")),
-            {name: body.get(name) for name in ("instructions", "tools", "tool_choice", "metadata", "previous_response_id")},
+            {
+                name: body.get(name)
+                for name in ("instructions", "tools", "tool_choice", "metadata", "previous_response_id")
+            },
         )
 
     def answer(self, completion: Mapping[str, Any], call: AgentCall, session: Session) -> dict[str, Any]:
@@ -83,7 +93,7 @@ class ResponsesWire:
         is_cut = choice["finish_reason"] == "length"
         status = "incomplete" if is_cut else "completed"
         if message.get("content") or not message.get("tool_calls"):
-            part = {"type": "output_text", "text": message.get("content") or "", "annotations": []}
+            part: dict[str, Any] = {"type": "output_text", "text": message.get("content") or "", "annotations": []}
             output.append(
                 {"id": _new("msg"), "type": "message", "role": "assistant", "status": status, "content": [part]}
             )
@@ -144,7 +154,7 @@ def _events(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "response.in_progress", "response": begun}
     for place, item in enumerate(answer["output"]):
         at = {"output_index": place, "item_id": item["id"]}
-        empty = {"content": []} if "content" in item else {"arguments": ""}
+        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
         added = {**item, **empty, **({"status": "in_progress"} if "status" in item else {})}
         yield {"type": "response.output_item.added", "output_index": place, "item": added}
         if item["type"] == "function_call":
@@ -163,7 +173,7 @@ def _content_events(parts: Iterable[Mapping[str, Any]], item: Mapping[str, Any])
     for index, part in enumerate(parts):
         at = {**item, "content_index": index}
         name = "reasoning_text" if part["type"] == "reasoning_text" else "output_text"
-        shown = {} if name == "reasoning_text" else {"logprobs": []}
+        shown: dict[str, Any] = {} if name == "reasoning_text" else {"logprobs": []}
         yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
         for piece in text_pieces(part["text"]):
             yield {"type": f"response.{name}.delta", **at, "delta": piece, **shown}
@@ -175,7 +185,11 @@ def _messages(items: Iterable[Any]) -> list[dict[str, Any]]:
     """Return input items as chat messages: what the policy said in one answer is one message again."""
     messages: list[dict[str, Any]] = []
     for place, given in enumerate(items):
-        item = given if isinstance(given, dict) and ("type" in given or "role" not in given) else {"type": "message", **given}
+        item = (
+            given
+            if isinstance(given, dict) and ("type" in given or "role" not in given)
+            else {"type": "message", **given}
+        )
         validated(_ITEM, item, f"input.{place}")
         kind = item.get("type")
         if kind == "message":

@@ -198,7 +198,7 @@ class Session:
             self._argument_texts[made["id"]] = made["function"]["arguments"]
         self._conversations[response_id] = [*call.arguments.get("messages", ()), dict(message)]
 
-    # -- one generation ------------------------------------------------------------------------------------------------
+    # -- one generation -------------------------------------------------------------------------------------------
 
     def _repeated(self, digest: bytes, is_retry: bool) -> Exchange | None:
         known = [exchange for exchange in self._exchanges.get(digest, ()) if not _has_failed(exchange)]

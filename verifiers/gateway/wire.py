@@ -11,7 +11,16 @@ from pydantic import TypeAdapter, ValidationError
 from verifiers.gateway.calls import AgentCall, RefusedCallError
 from verifiers.gateway.session import Session
 
-__all__ = ["WireFormat", "data_event", "joined_text", "named_event", "refuse_unsupported", "text_pieces", "validated", "validated_body"]
+__all__ = [
+    "WireFormat",
+    "data_event",
+    "joined_text",
+    "named_event",
+    "refuse_unsupported",
+    "text_pieces",
+    "validated",
+    "validated_body",
+]
 
 PIECE = 48
 """Characters in one event of a streamed answer."""
@@ -101,7 +110,9 @@ def refuse_unsupported(body: Mapping[str, Any], known: Iterable[str], neutral: M
     for name, value in body.items():
         if value is None or name in known or value in neutral.get(name, ()):
             continue
-        raise RefusedCallError(f"{name}={value!r:.100} is not supported here; leave it out.", code="unsupported_value")
+        raise RefusedCallError(
+            f"{name}={value!r:.100} is not supported here; leave it out.", code="unsupported_value"
+        )
 
 
 def joined_text(parts: Any, kinds: Iterable[str]) -> Any:

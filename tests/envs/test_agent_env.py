@@ -1,0 +1,121 @@
+"""AgentEnv: what an agent's end makes of its rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+import verifiers as vf
+from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.types import Outcome, RolloutKey
+
+ROWS = [{"question": "6 times 7?", "answer": "42"}]
+
+
+async def two_calls(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = list(row["prompt"])
+        for text in ("really?", "sure?"):
+            answer = await client.chat.completions.create(model=model, messages=messages, temperature=0.1)
+            messages += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                {"role": "user", "content": text},
+            ]
+    return answer.choices[0].message.content or ""
+
+
+def env_of(run: Any, **arguments: Any) -> vf.AgentEnv:
+    def correct(completion: Any, answer: str) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    return vf.AgentEnv(run, dataset=ROWS, eval_dataset=ROWS, rubric=vf.Rubric(funcs=[correct]), **arguments)
+
+
+async def played(env: vf.AgentEnv, server: FakeOpenAIServer, **limits: Any) -> Any:
+    backend = HttpBackend(Endpoint(server.url))
+    runner = RolloutRunner(env, backend, "fake", {"temperature": 0.7}, require_tokens=True, **limits)
+    prompt = [{"role": "user", "content": "6 times 7?"}]
+    group = await runner.run_group([RolloutRequest(RolloutKey(0, 0, 0), prompt, "42", seed=3)])
+    await backend.close()
+    return group.rollouts[0]
+
+
+async def test_an_agents_calls_are_one_trained_row() -> None:
+    async with FakeOpenAIServer(["41", "42"]) as server:
+        rollout = await played(env_of(two_calls), server)
+    assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.COMPLETED, 1.0, 2)
+    assert len(rollout.rows) == 1
+    assert {request.body["temperature"] for request in server.requests} == {0.7}
+    assert [step["completion"][0]["content"] for step in rollout.state["trajectory"]] == ["41", "42"]
+
+
+def test_a_synchronous_agent_is_evaluated() -> None:
+    def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            answer = client.responses.create(model=model, input=row["prompt"][-1]["content"])
+        return answer.output_text
+
+    with FakeOpenAIServer("42") as server:
+        results = env_of(run).evaluate_sync(server.url, "fake", num_examples=1)
+    assert results.reward == [1.0]
+
+
+async def raises(row: Any, **_: Any) -> str:
+    raise KeyError("lost")
+
+
+async def never_calls(row: Any, **_: Any) -> str:
+    return "42"
+
+
+async def hangs(row: Any, **_: Any) -> str:
+    await asyncio.sleep(600)
+    return ""
+
+
+async def swallows(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+    try:
+        return await two_calls(row, base_url=base_url, api_key=api_key, model=model)
+    except openai.APIStatusError:
+        return "42"
+
+
+@pytest.mark.parametrize(
+    ("run", "faults", "outcome", "text"),
+    [
+        (raises, None, Outcome.ENVIRONMENT_ERROR, "the agent failed: KeyError('lost')"),
+        (never_calls, None, Outcome.ENVIRONMENT_ERROR, "without an answer of the policy"),
+        (hangs, None, Outcome.TIMED_OUT, "rollout_timeout_s"),
+        (two_calls, [Fault(400)], Outcome.PROVIDER_ERROR, "400"),
+        (swallows, [Fault(400)], Outcome.PROVIDER_ERROR, "answer"),
+    ],
+)
+async def test_an_agent_that_fails_has_no_reward(run: Any, faults: Any, outcome: Outcome, text: str) -> None:
+    async with FakeOpenAIServer("42", faults=faults) as server:
+        rollout = await played(env_of(run), server, rollout_timeout_s=0.5 if run is hangs else 30.0)
+    assert (rollout.outcome, rollout.reward) == (outcome, None)
+    assert text in rollout.failure.text
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_total_completion_tokens": 2}])
+async def test_a_budget_truncates_and_scores_what_there_is(limits: dict[str, int]) -> None:
+    async with FakeOpenAIServer("42") as server:
+        rollout = await played(env_of(two_calls, **limits), server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.TRUNCATED, 1.0)
+    assert sum(row.sampled_tokens for row in rollout.rows) > 0
+
+
+async def test_the_time_of_a_rollout_truncates_it() -> None:
+    async def run(row: Any, **given: Any) -> str:
+        await two_calls(row, **given)
+        return await hangs(row)
+
+    async with FakeOpenAIServer("42") as server:
+        rollout = await played(env_of(run, timeout_seconds=0.5), server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.TRUNCATED, 1.0)

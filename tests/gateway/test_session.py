@@ -1,0 +1,98 @@
+"""Keys, budgets, helpers and the end of a session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from verifiers.errors import ConfigError
+from verifiers.gateway.session import Budget
+from verifiers.inference.endpoint import single_backend_for
+from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.testing import FakeOpenAIServer
+
+
+async def ask(url: str, key: str, text: str = "hi", **arguments: Any) -> openai.types.chat.ChatCompletion:
+    async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        return await client.chat.completions.create(
+            model=arguments.pop("model", "fake"), messages=[{"role": "user", "content": text}], **arguments
+        )
+
+
+async def test_an_unknown_key_is_refused_before_its_body_is_read(opened: Any) -> None:
+    _, url, server = await opened()
+    with pytest.raises(openai.AuthenticationError, match="not that of a running rollout"):
+        await ask(url, "sk-vf-other")
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/models") as response:
+        assert response.status == 401
+    assert not server.requests
+
+
+async def test_a_sealed_session_answers_409_and_adds_nothing(opened: Any) -> None:
+    session, url, server = await opened(latency_s=0.2)
+    running = asyncio.create_task(ask(url, session.key))
+    await asyncio.sleep(0.05)
+    session.seal()
+    with pytest.raises(openai.ConflictError, match="is over"):
+        await running
+    with pytest.raises(openai.ConflictError, match="is over"):
+        await ask(url, session.key)
+    assert session.client.calls == 0
+    assert len(server.requests) <= 1
+
+
+async def test_a_budget_of_calls_ends_the_rollout_as_truncated(opened: Any) -> None:
+    session, url, server = await opened(budget=Budget(calls=2))
+    await ask(url, session.key, "one")
+    await ask(url, session.key, "two")
+    with pytest.raises(openai.PermissionDeniedError, match="budget"):
+        await ask(url, session.key, "three")
+    assert session.client.is_cut_off
+    assert session.is_over_budget.is_set()
+    assert len(server.requests) == 2
+
+
+async def test_a_budget_of_tokens_bounds_the_next_call(opened: Any) -> None:
+    session, url, server = await opened("four", budget=Budget(completion_tokens=12), sampling_args={"max_tokens": 8})
+    for text in ("one", "two", "three"):
+        await ask(url, session.key, text, max_tokens=100)
+    spent = session.client.usage.completion_tokens
+    assert server.requests[0].body["max_tokens"] == 8
+    assert server.requests[2].body["max_tokens"] == 2
+    assert spent == 12
+    with pytest.raises(ConfigError, match="calls=0 lets no agent begin"):
+        Budget(calls=0)
+
+
+async def test_helpers_are_asked_with_the_agents_own_sampling_and_not_trained(opened: Any) -> None:
+    async with FakeOpenAIServer("helped", model="judge") as other:
+        helper = RolloutClient(single_backend_for(other.url)).untrained
+        session, url, server = await opened("mine", helpers={"judge": helper}, aliases=frozenset({"gpt-5"}))
+        answer = await ask(url, session.key, model="judge", temperature=0.3, max_tokens=50)
+        assert answer.choices[0].message.content == "helped"
+        assert other.requests[0].body["temperature"] == 0.3
+        assert session.client.calls == 0
+        answer = await ask(url, session.key, model="gpt-5")
+        assert (answer.choices[0].message.content, answer.model) == ("mine", "gpt-5")
+        assert server.requests[0].body["model"] == "fake"
+        with pytest.raises(openai.NotFoundError, match="ask for fake, judge"):
+            await ask(url, session.key, model="gpt-4")
+
+
+async def test_a_retry_gets_the_same_answer_and_adds_no_turn(opened: Any) -> None:
+    session, url, server = await opened(["first", "second"])
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"Authorization": f"Bearer {session.key}"}
+    answers = []
+    async with aiohttp.ClientSession(headers=headers) as http:
+        for retry in ("0", "1", "2"):
+            async with http.post(
+                f"{url}/chat/completions", json=body, headers={"x-stainless-retry-count": retry}
+            ) as response:
+                answers.append(await response.json())
+    assert answers[0] == answers[1] == answers[2]
+    assert session.client.calls == len(server.requests) == 1

@@ -1,0 +1,220 @@
+"""Each wire format through its own SDK: what is sent upstream, what comes back, streamed and whole."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from verifiers.gateway.session import Session
+from verifiers.testing import Fault
+
+TOOL = {
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+CALLS = {
+    "content": "Let me see.",
+    "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{ "a":1}'}}],
+}
+
+
+def openai_client(session: Session, url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url, api_key=session.key, max_retries=2)
+
+
+def anthropic_client(session: Session, url: str) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=session.key, max_retries=2)
+
+
+def text_of(row_ids: list[int]) -> str:
+    return "".join(map(chr, row_ids))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_with_tools_is_recorded_as_sampled(opened: Any, closing: AsyncExitStack, stream: bool) -> None:
+    session, url, server = await opened([CALLS, "It is 2."])
+    client = await closing.enter_async_context(openai_client(session, url))
+
+    async def ask(messages: list[Any]) -> Any:
+        arguments: dict[str, Any] = {"model": "fake", "messages": messages, "temperature": 0.2, "logprobs": True}
+        arguments["tools"] = [{"type": "function", "function": TOOL}]
+        if not stream:
+            return (await client.chat.completions.create(**arguments)).choices[0].message
+        async with client.chat.completions.stream(**arguments) as events:
+            async for _ in events:
+                pass
+            return (await events.get_final_completion()).choices[0].message
+
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]}
+    ]
+    first = await ask(messages)
+    assert first.tool_calls[0].function.arguments == '{ "a":1}'
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
+    second = await ask([*messages, first.model_dump(exclude_none=True), result])
+    assert second.content == "It is 2."
+
+    sent = [request.body for request in server.requests]
+    assert [message["content"] for message in sent[0]["messages"]] == ["1 + 1?"]
+    # the run's sampling, not the agent's
+    assert [body["temperature"] for body in sent] == [1.0, 1.0]
+    assert len({body["seed"] for body in sent}) == 2
+    turns = session.client.turns
+    assert [text_of(list(turn.completion_ids))[: len("It is 2.")] for turn in turns][1] == "It is 2."
+    assert all(len(turn.logprobs) == len(turn.completion_ids) for turn in turns)
+
+
+async def test_answers_keep_no_trace_fields_and_are_what_the_sdk_expects(
+    opened: Any, closing: AsyncExitStack
+) -> None:
+    session, url, _ = await opened("fine")
+    answer = await (await closing.enter_async_context(openai_client(session, url))).chat.completions.create(
+        model="fake", messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "How?"}]
+    )
+    plain = answer.model_dump(exclude_none=True)
+    ChatCompletion.model_validate(plain, strict=True)
+    assert not {"token_ids", "weight_versions", "logprobs"} & plain["choices"][0].keys()
+    assert "prompt_token_ids" not in plain
+
+
+async def test_text_completions(opened: Any, closing: AsyncExitStack) -> None:
+    session, url, _ = await opened("three")
+    client = await closing.enter_async_context(openai_client(session, url))
+    whole = await client.completions.create(model="fake", prompt="one two", max_tokens=8)
+    pieces = [chunk async for chunk in await client.completions.create(model="fake", prompt="one two ", stream=True)]
+    assert whole.choices[0].text == "".join(chunk.choices[0].text for chunk in pieces) == "three"
+    assert pieces[-1].choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="give one text"):
+        await client.completions.create(model="fake", prompt=["a", "b"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_continue_by_items_and_by_id(opened: Any, closing: AsyncExitStack, stream: bool) -> None:
+    session, url, server = await opened([CALLS, "It is 2.", "Yes."])
+    client = await closing.enter_async_context(openai_client(session, url))
+
+    async def ask(**arguments: Any) -> Any:
+        if not stream:
+            return await client.responses.create(model="fake", **arguments)
+        async with client.responses.stream(model="fake", **arguments) as events:
+            async for _ in events:
+                pass
+            return await events.get_final_response()
+
+    tools: Any = [{"type": "function", "strict": False, **TOOL}]
+    first = await ask(input="1 + 1?", instructions="Add.", tools=tools)
+    call = next(item for item in first.output if item.type == "function_call")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+    second = await ask(
+        input=[
+            {"role": "user", "content": "1 + 1?"},
+            *(item.model_dump(exclude_none=True) for item in first.output),
+            output,
+        ],
+        instructions="Add.",
+        tools=tools,
+    )
+    assert second.output_text == "It is 2."
+    third = await ask(input="Sure?", previous_response_id=second.id)
+    assert third.output_text == "Yes."
+    assert third.usage.output_tokens > 0
+    roles = [[message["role"] for message in request.body["messages"]] for request in server.requests]
+    assert roles[1] == ["system", "user", "assistant", "tool"]
+    assert roles[2] == [*roles[1], "assistant", "user"]
+    # the policy's own message again: its text and its calls in one, to the letter
+    assert server.requests[1].body["messages"][2] == {"role": "assistant", **CALLS}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropic_messages(opened: Any, closing: AsyncExitStack, stream: bool) -> None:
+    session, url, server = await opened([CALLS, "It is 2."])
+    client = await closing.enter_async_context(anthropic_client(session, url))
+
+    async def ask(messages: list[Any]) -> Any:
+        arguments: dict[str, Any] = {
+            "model": "fake",
+            "max_tokens": 64,
+            "system": [{"type": "text", "text": "Add."}],
+            "messages": messages,
+            "tools": [{"name": "add", "description": "Add.", "input_schema": TOOL["parameters"]}],
+        }
+        if not stream:
+            return await client.messages.create(**arguments)
+        async with client.messages.stream(**arguments) as events:
+            return await events.get_final_message()
+
+    asked = {"role": "user", "content": "1 + 1?"}
+    first = await ask([asked])
+    assert first.stop_reason == "tool_use"
+    assert first.content[1].input == {"a": 1}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "2"}]}
+    said = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}
+    second = await ask([asked, said, {"role": "user", "content": [result]}])
+    assert (second.content[0].text, second.stop_reason) == ("It is 2.", "end_turn")
+    # the arguments as the policy wrote them, space for space, though Anthropic's format carries an object
+    assert server.requests[1].body["messages"][2] == {"role": "assistant", **CALLS}
+    assert server.requests[1].body["max_tokens"] == 64
+
+
+async def test_the_base_url_serves_anthropics_sdk_as_it_is(opened: Any, closing: AsyncExitStack) -> None:
+    session, url, _ = await opened("hello")
+    client = await closing.enter_async_context(
+        anthropic.AsyncAnthropic(base_url=url, auth_token=session.key, api_key=None)
+    )
+    answer = await client.messages.create(model="fake", max_tokens=9, messages=[{"role": "user", "content": "hi"}])
+    assert answer.content[0].type == "text"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"messages": [{"role": "user"}]}, "messages.0.user.content: Field required"),
+        ({"messages": [{"role": "nobody", "content": ""}]}, "messages.0"),
+        ({"messages": [], "n": 2}, "n=2 is not supported here"),
+        ({"messages": [], "audio": {"voice": "x"}}, "audio"),
+        ({"messages": [], "model": "gpt-9"}, "there is no model 'gpt-9' here; ask for fake"),
+    ],
+)
+async def test_what_cannot_be_had_is_refused_in_openais_shape(
+    opened: Any, closing: AsyncExitStack, arguments: Any, text: str
+) -> None:
+    session, url, server = await opened()
+    with pytest.raises(openai.APIStatusError) as caught:
+        await (await closing.enter_async_context(openai_client(session, url))).post(
+            "/chat/completions", body={"model": "fake", **arguments}, cast_to=ChatCompletion
+        )
+    assert text in caught.value.body["message"]  # type: ignore[index]
+    assert not server.requests
+
+
+async def test_what_cannot_be_had_is_refused_in_anthropics_shape(opened: Any, closing: AsyncExitStack) -> None:
+    session, url, _ = await opened()
+    client = await closing.enter_async_context(anthropic_client(session, url))
+    tool: Any = {"type": "web_search_20250305", "name": "web_search"}
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        await client.messages.create(
+            model="fake", max_tokens=9, messages=[{"role": "user", "content": "hi"}], tools=[tool]
+        )
+    error = caught.value.body["error"]  # type: ignore[index]
+    assert error["type"] == "invalid_request_error"
+    assert "runs on Anthropic's servers" in error["message"]
+
+
+async def test_a_stream_is_kept_alive_and_ends_with_the_refusal_in_its_shape(
+    opened: Any, closing: AsyncExitStack
+) -> None:
+    session, url, _ = await opened(latency_s=0.3, faults=[Fault(500)])
+    client = await closing.enter_async_context(openai_client(session, url))
+    with pytest.raises(openai.APIError, match="500"):
+        async for _ in await client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "hi"}], stream=True
+        ):
+            pass
+    assert len(json.dumps(session.key)) > 32
