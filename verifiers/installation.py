@@ -19,6 +19,7 @@ EXTRAS = {
     # what came with 0.1.x, so that its packages import it without requiring it
     **dict.fromkeys(("httpx", "jinja2", "nest_asyncio", "numpy", "requests", "tenacity"), "classic"),
     **dict.fromkeys(("accelerate", "peft", "safetensors", "torch", "transformers", "trl"), "train"),
+    "anthropic": "anthropic",
     "gymnasium": "gym",
     "mcp": "mcp",
     "reasoning_gym": "rg",

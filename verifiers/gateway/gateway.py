@@ -16,11 +16,12 @@ from verifiers.errors import ConfigError
 from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.session import Exchange, Session
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
+from verifiers.installation import install_hint
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from verifiers.gateway.wire import WireFormat
+    from verifiers.gateway.wire_format import WireFormat
 
 __all__ = ["Gateway", "gateway_of_loop"]
 
@@ -243,7 +244,9 @@ class Gateway:
         )
 
     async def _without_anthropic(self, request: web.Request) -> web.StreamResponse:
-        text = "Anthropic's Messages API needs the package `anthropic` beside the gateway; install it with pip."
+        text = (
+            f"Anthropic's Messages API needs the package `anthropic` beside the gateway; {install_hint('anthropic')}."
+        )
         error = {"type": "api_error", "message": text}
         return _json({"type": "error", "error": error}, status=501, headers={"x-should-retry": "false"})
 

@@ -14,7 +14,14 @@ from pydantic import Field, TypeAdapter
 
 from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
 from verifiers.gateway.session import Session
-from verifiers.gateway.wire import data_event, joined_text, refuse_unsupported, text_pieces, validated, validated_body
+from verifiers.gateway.wire_format import (
+    data_event,
+    joined_text,
+    refuse_unsupported,
+    text_pieces,
+    validated,
+    validated_body,
+)
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 
 __all__ = ["OpenAIWire", "openai_error"]

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
 from verifiers.gateway.openai_chat import openai_error
 from verifiers.gateway.session import Session
-from verifiers.gateway.wire import (
+from verifiers.gateway.wire_format import (
     joined_text,
     named_event,
     refuse_unsupported,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -115,7 +115,7 @@ def refuse_unsupported(body: Mapping[str, Any], known: Iterable[str], neutral: M
         )
 
 
-def joined_text(parts: Any, kinds: Iterable[str]) -> Any:
+def joined_text(parts: Any, kinds: Collection[str]) -> Any:
     """Return parts that are all text as one string, as a chat template joins them; anything else as it is."""
     if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in parts):
         return "".join(part["text"] for part in parts)
