@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, module_name, run_command
+from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, hide_library_bars, module_name, run_command
 from verifiers.errors import ConfigError
 from verifiers.installation import install_hint
 
@@ -73,6 +73,7 @@ def _init_model(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"--model needs {error.name}, which is not installed; {install_hint('train')}.") from error
     print("making a model of 0.3 M parameters and training it for about a minute", flush=True)
+    hide_library_bars()
     made = make_tiny_model(target)
     print(f"{target}: spells {made.accuracy:.0%} of short words backward, after {made.seconds:.0f} s")
     print("\nnext:")

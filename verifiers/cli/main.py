@@ -32,6 +32,7 @@ __all__ = [
     "USAGE",
     "BlockedLoopError",
     "CommandFailedError",
+    "hide_library_bars",
     "main",
     "make_importable",
     "module_name",
@@ -72,6 +73,15 @@ def make_importable(env: str, directory: str | None = None, *, last: str | None 
         front += [root, *sorted(packages)]
     sys.path[:] = [*front, *sys.path, os.getcwd(), *([last] if last else [])]
     return env
+
+
+def hide_library_bars() -> None:
+    """Keep libraries' bars for reading and writing models out of a command's output."""
+    import datasets
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
 
 
 def module_name(env_name: str) -> str:

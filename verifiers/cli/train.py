@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, run_command
+from verifiers.cli.main import DONE, hide_library_bars, run_command
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
@@ -115,7 +115,7 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
     from verifiers.train.launch import launched_server, share_cores
     from verifiers.train.trainer import GRPOTrainer
 
-    _quiet_bars()
+    hide_library_bars()
     with contextlib.ExitStack() as stack:
         # left last: a server does not wait for it
         stack.enter_context(_torn_down([env, *(part.env for part in eval_sets)]))
@@ -162,15 +162,6 @@ def load_eval_environments(run: RunFile) -> Environment | dict[str, Environment]
     if run.eval_environment is not None:
         return _loaded(run.eval_environment)
     return {name: _loaded(table) for name, table in run.eval_environments.items()} or None
-
-
-def _quiet_bars() -> None:
-    """Keep libraries' bars for reading and writing models out of the lines and the table of the run."""
-    import datasets
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
 
 
 def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,127 @@
+"""The tutorial, from an empty directory, as it is printed: each command, each file, and the gain that it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert server.poll() is None, "the server ended"
+        with socket.socket() as caller:
+            if caller.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    raise AssertionError("the server does not listen")
+
+
+def shapes(text: str) -> list[str]:
+    """Return the lines without numbers and spacing, which differ from run to run."""
+    return [" ".join(re.sub(r"[-+]?\d[\d.,:]*", "#", line).split()) for line in text.splitlines()]
+
+
+class Reader:
+    """A person who follows the page in an empty directory, with one port for the page's 8000."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.port = directory, free_port()
+        self.servers: list[subprocess.Popen[bytes]] = []
+        self.outputs: dict[str, str] = {}
+        self._last = ""
+        # this interpreter's commands, with the paths that it was started with
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self._environment = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+        self._environment.pop("OMP_NUM_THREADS", None)
+
+    def follow(self, language: str, title: str | None, text: str) -> None:
+        """Do what one block asks for."""
+        if language == "text":
+            # a line that ends in "..." is the beginning of one
+            printed = shapes(self._last)
+            shown = [(line.removesuffix("..."), line.endswith("...")) for line in shapes(text)]
+            missing = [
+                line
+                for line, is_cut in shown
+                if not any(one.startswith(line) if is_cut else one == line for one in printed)
+            ]
+            assert not missing, f"the page shows {missing}, the command printed\n{self._last}"
+            return
+        text = text.replace("8000", str(self.port))
+        if language != "sh":
+            assert title is not None
+            (self.directory / title).write_text(text)
+        elif title is not None:
+            command = f"exec {text.strip()}" + ("" if str(self.port) in text else f" --port {self.port}")
+            server = subprocess.Popen(command, shell=True, cwd=self.directory, env=self._environment)
+            self.servers.append(server)
+            wait_for(self.port, server)
+        else:
+            for command in text.splitlines():
+                self.run(command)
+
+    def run(self, command: str) -> None:
+        done = subprocess.run(
+            command, shell=True, cwd=self.directory, env=self._environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        self._last = self.outputs[command] = done.stdout
+        print(f"$ {command}\n{done.stdout}", flush=True)
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    reader = Reader(tmp_path)
+    yield reader
+    for server in reader.servers:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+
+
+def test_no_held_out_word_of_the_page_was_shown_to_the_small_model() -> None:
+    warm_start = pytest.importorskip("verifiers.train.tiny_model.warm_start", reason="needs the train extra")
+    code = next(text for _, title, text in BLOCK.findall(PAGE.read_text()) if title == "backward.py")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    questions = namespace["load_environment"]().get_eval_dataset()["question"]
+    shown = {question for question, _ in warm_start.spelling_pairs(1000, 0)[: warm_start.NUM_SHOWN]}
+    assert len(questions) == 200
+    assert not shown & set(questions)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_tutorial_works_as_printed_and_ends_in_a_model_that_learned(reader: Reader) -> None:
+    blocks = BLOCK.findall(PAGE.read_text())
+    assert sum(language == "sh" for language, _, _ in blocks) >= 5
+    for language, title, text in blocks:
+        reader.follow(language, title or None, text)
+    compared = next(command for command in reader.outputs if command.startswith("vf-compare"))
+    reader.run(f"{compared} --json")
+    (comparison,) = json.loads(reader.outputs[f"{compared} --json"])["comparisons"]
+    print(comparison)
+    assert comparison["verdict"] == "B is better"
+    assert comparison["difference"]["low"] > 0.2
+    assert comparison["common_prompts"] == 200
+    assert (reader.directory / "runs/backward/report.html").stat().st_size > 10_000
