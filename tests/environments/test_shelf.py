@@ -47,7 +47,7 @@ def test_the_metadata_are_complete(name: str) -> None:
     assert project["readme"] == "README.md"
     assert project["description"].endswith(".")
     assert {"version", "license", "requires-python"} <= project.keys()
-    assert "verifiers" in project["dependencies"]
+    assert "verifiers>=1.0.0.dev0" in project["dependencies"]
     assert project["entry-points"]["verifiers.environments"] == {dist: f"{name}:load_environment"}
 
 

@@ -34,7 +34,7 @@ from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.types import Failure, Outcome, RolloutKey
 
-ARGS: Any = types.SimpleNamespace(rollout_chunk_size=64)
+ARGS: Any = types.SimpleNamespace(rollout_chunk_size=64, rollout_device=None)
 
 
 def logged(step: int, reward: float) -> dict[str, float]:

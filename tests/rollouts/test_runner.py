@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -337,3 +339,23 @@ async def test_every_finished_rollout_is_shown_once_scored_or_not() -> None:
     fake = FakeClient("4", faults=[Fault(401), None, None])
     await runner(Asks(), fake, on_rollout=shown.append).run_group([request(generation) for generation in range(3)])
     assert sorted(rollout.is_scored for rollout in shown) == [False, True, True]
+
+
+async def test_a_rollout_that_is_let_go_of_is_freed_without_the_garbage_collector() -> None:
+    clients: list[weakref.ref[Any]] = []
+
+    class Remembers(Asks):
+        async def ask(self, client: Any, model: str, prompt: Any, **arguments: Any) -> Any:
+            clients.append(weakref.ref(client))
+            return await super().ask(client, model, prompt, **arguments)
+
+    gc.disable()
+    try:
+        group = await runner(Remembers()).run_group([request(0), request(1)])
+        assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+        del group
+        # the loop holds the newest task until the next runs
+        await asyncio.sleep(0)
+        assert [client() for client in clients] == [None, None]
+    finally:
+        gc.enable()

@@ -270,6 +270,8 @@ class RolloutRecord:
         rows, forks = rows_from_turns(self.client.turns)
         # reward functions may ask the same server, but what it answers them is not trained on
         self.client.stop_recording()
+        # a batch holds its clients: without this cycle a rollout is freed when it is let go of
+        self.client.batch = self.client.call_slot = None
         # as the state has them: `setup_state` may draw the question, and the reward functions see that one
         return Rollout(
             key=request.key,

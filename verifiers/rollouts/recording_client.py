@@ -168,8 +168,16 @@ class RolloutClient:
         self.batch: object = None
         self.call_slot: Callable[[], AbstractAsyncContextManager[None]] | None = None
         self.has_slot = False
-        self.completions = _Create(self, COMPLETIONS)
-        self.chat = _Chat(_Create(self, CHAT))
+
+    # made when they are asked for: as attributes they would be cycles, and rollouts would wait for the collector
+
+    @property
+    def chat(self) -> _Chat:
+        return _Chat(_Create(self, CHAT))
+
+    @property
+    def completions(self) -> _Create:
+        return _Create(self, COMPLETIONS)
 
     @property
     def base_url(self) -> str:

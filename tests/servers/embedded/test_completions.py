@@ -161,8 +161,7 @@ async def test_a_client_that_goes_away_in_mid_generation_stops_costing_steps(sta
     await server.until(lambda: server.engine.counts["running"] == 1)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await server.until(lambda: server.engine.counts["running"] == 0)
-    assert server.engine.cache_allocated == (0, 0)
+    await server.until(lambda: server.engine.counts["running"] == 0 and server.engine.cache_allocated == (0, 0))
 
 
 async def test_an_engine_that_dies_answers_everyone_and_health_says_why(start: Any) -> None:
