@@ -119,3 +119,71 @@ async def test_the_time_of_a_rollout_truncates_it() -> None:
     async with FakeOpenAIServer("42") as server:
         rollout = await played(env_of(run, timeout_seconds=0.5), server)
     assert (rollout.outcome, rollout.reward) == (Outcome.TRUNCATED, 1.0)
+
+
+async def calls_after_an_overlong_one(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        with pytest.raises(openai.BadRequestError, match="context length"):
+            await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "much"}])
+        answer = await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "summary"}])
+    if row["answer"] == "fail":
+        raise KeyError("lost")
+    return answer.choices[0].message.content or ""
+
+
+OVERLONG = Fault(400, body={"error": {"message": "This model's maximum context length is 8 tokens", "code": 400}})
+
+
+async def test_an_agent_that_compacts_after_an_overlong_prompt_is_whole() -> None:
+    async with FakeOpenAIServer("42", faults=[OVERLONG]) as server:
+        rollout = await played(env_of(calls_after_an_overlong_one), server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 1.0)
+
+    async def fails(row: Any, **given: Any) -> str:
+        return await calls_after_an_overlong_one({**row, "answer": "fail"}, **given)
+
+    async with FakeOpenAIServer("42", faults=[OVERLONG]) as server:
+        rollout = await played(env_of(fails), server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
+
+
+@pytest.mark.parametrize("run", [two_calls, swallows])
+async def test_what_every_rollout_would_repeat_ends_the_run(run: Any) -> None:
+    def refuse(_: Any) -> None:
+        raise vf.ConfigError("samples otherwise")
+
+    async with FakeOpenAIServer("42") as server:
+        with pytest.raises(vf.ConfigError, match="samples otherwise"):
+            await played(env_of(run), server, check_call=refuse)
+
+
+async def test_a_call_that_the_agent_gave_up_does_not_decide_the_outcome() -> None:
+    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.2) as client:
+            with pytest.raises(openai.APITimeoutError):
+                await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "slow"}])
+        answer = await two_calls(row, base_url=base_url, api_key=api_key, model=model)
+        await asyncio.sleep(0.5)
+        return answer
+
+    async with FakeOpenAIServer("42", latency_s=lambda n: 0.6 if n == 0 else 0.0, faults=[Fault(400)]) as server:
+        rollout = await played(env_of(run), server)
+    assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.COMPLETED, 1.0, 2)
+
+
+async def test_an_agent_that_swallows_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verifiers.envs.agent_env.WIND_UP_S", 0.2)
+    over = asyncio.Event()
+
+    async def run(row: Any, **given: Any) -> str:
+        while not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError:
+                continue
+        return ""
+
+    async with FakeOpenAIServer("42") as server:
+        rollout = await asyncio.wait_for(played(env_of(run), server, rollout_timeout_s=0.3), 30)
+    over.set()
+    assert rollout.outcome is Outcome.TIMED_OUT

@@ -78,7 +78,7 @@ class Agent:
         return {"role": "user", "content": f"{text} {self._said}"}
 
     async def _ask(self, http: aiohttp.ClientSession, messages: Messages, *, is_retry: bool = False) -> str | None:
-        body = {"model": "policy", "messages": messages, "stream": hash(messages[-1]["content"]) % 2 == 0}
+        body = {"model": "policy", "messages": messages, "stream": len(messages[-1]["content"]) % 2 == 0}
         headers = {"Authorization": f"Bearer {self.session.key}"}
         if is_retry:
             headers["x-stainless-retry-count"] = "1"

@@ -51,8 +51,8 @@ async def test_a_budget_of_calls_ends_the_rollout_as_truncated(opened: Any) -> N
     await ask(url, session.key, "two")
     with pytest.raises(openai.PermissionDeniedError, match="budget"):
         await ask(url, session.key, "three")
-    assert session.client.is_cut_off
     assert session.is_over_budget.is_set()
+    assert session.newest_failure is not None
     assert len(server.requests) == 2
 
 
@@ -61,8 +61,7 @@ async def test_a_budget_of_tokens_bounds_the_next_call(opened: Any) -> None:
     for text in ("one", "two", "three"):
         await ask(url, session.key, text, max_tokens=100)
     spent = session.client.usage.completion_tokens
-    assert server.requests[0].body["max_tokens"] == 8
-    assert server.requests[2].body["max_tokens"] == 2
+    assert [request.body["max_completion_tokens"] for request in server.requests] == [8, 7, 2]
     assert spent == 12
     with pytest.raises(ConfigError, match="calls=0 lets no agent begin"):
         Budget(calls=0)
@@ -96,3 +95,26 @@ async def test_a_retry_gets_the_same_answer_and_adds_no_turn(opened: Any) -> Non
                 answers.append(await response.json())
     assert answers[0] == answers[1] == answers[2]
     assert session.client.calls == len(server.requests) == 1
+
+
+async def test_parallel_calls_share_a_budget_of_tokens(opened: Any) -> None:
+    session, url, server = await opened("four", budget=Budget(completion_tokens=12))
+    results = await asyncio.gather(*(ask(url, session.key, str(i)) for i in range(6)), return_exceptions=True)
+    assert session.client.usage.completion_tokens <= 12
+    assert len(server.requests) == sum(not isinstance(result, Exception) for result in results) < 6
+
+
+async def test_of_equal_calls_each_retry_gets_its_own_answer(opened: Any) -> None:
+    session, url, _ = await opened(["first", "second"])
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"Authorization": f"Bearer {session.key}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+
+        async def post(retry: str) -> str:
+            async with http.post(
+                f"{url}/chat/completions", json=body, headers={"x-stainless-retry-count": retry}
+            ) as response:
+                content: str = (await response.json())["choices"][0]["message"]["content"]
+                return content
+
+        assert [await post(retry) for retry in "0011"] == ["first", "second", "first", "second"]

@@ -6,6 +6,7 @@ import json
 from contextlib import AsyncExitStack
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
@@ -127,7 +128,8 @@ async def test_responses_continue_by_items_and_by_id(opened: Any, closing: Async
     assert third.usage.output_tokens > 0
     roles = [[message["role"] for message in request.body["messages"]] for request in server.requests]
     assert roles[1] == ["system", "user", "assistant", "tool"]
-    assert roles[2] == [*roles[1], "assistant", "user"]
+    # instructions are of one call
+    assert roles[2] == [*roles[1][1:], "assistant", "user"]
     # the policy's own message again: its text and its calls in one, to the letter
     assert server.requests[1].body["messages"][2] == {"role": "assistant", **CALLS}
 
@@ -160,7 +162,7 @@ async def test_anthropic_messages(opened: Any, closing: AsyncExitStack, stream: 
     assert (second.content[0].text, second.stop_reason) == ("It is 2.", "end_turn")
     # the arguments as the policy wrote them, space for space, though Anthropic's format carries an object
     assert server.requests[1].body["messages"][2] == {"role": "assistant", **CALLS}
-    assert server.requests[1].body["max_tokens"] == 64
+    assert server.requests[1].body["max_completion_tokens"] == 64
 
 
 async def test_the_base_url_serves_anthropics_sdk_as_it_is(opened: Any, closing: AsyncExitStack) -> None:
@@ -211,10 +213,66 @@ async def test_a_stream_is_kept_alive_and_ends_with_the_refusal_in_its_shape(
     opened: Any, closing: AsyncExitStack
 ) -> None:
     session, url, _ = await opened(latency_s=0.3, faults=[Fault(500)])
+    http = await closing.enter_async_context(aiohttp.ClientSession())
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with http.post(
+        f"{url}/chat/completions", json=body, headers={"Authorization": f"bearer {session.key}"}
+    ) as response:
+        lines = (await response.text()).split("\n\n")
+    assert response.status == 200
+    assert lines[0] == ": generating"
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "upstream_error"
     client = await closing.enter_async_context(openai_client(session, url))
-    with pytest.raises(openai.APIError, match="500"):
+    with pytest.raises(openai.APIError, match="not supported"):
         async for _ in await client.chat.completions.create(
-            model="fake", messages=[{"role": "user", "content": "hi"}], stream=True
+            model="fake", messages=[{"role": "user", "content": "hi again"}], stream=True, extra_body={"n": 3}
         ):
             pass
-    assert len(json.dumps(session.key)) > 32
+
+
+async def test_what_the_server_says_of_the_call_reaches_the_agent_with_its_status(
+    opened: Any, closing: AsyncExitStack
+) -> None:
+    session, url, _ = await opened(faults=[Fault(422), Fault(429), Fault(503)])
+    client = await closing.enter_async_context(openai_client(session, url))
+    found = []
+    for text in "abc":
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}])
+        found.append(caught.value.status_code)
+    assert found == [422, 429, 502]
+
+
+async def test_bodies_that_are_no_call_are_refused_and_never_a_server_error(
+    opened: Any, closing: AsyncExitStack
+) -> None:
+    session, url, server = await opened(sampling_args={"max_tokens": 8})
+    http = await closing.enter_async_context(
+        aiohttp.ClientSession(headers={"x-api-key": "other", "Authorization": f"Bearer {session.key}"})
+    )
+    deep: Any = {}
+    for _ in range(600):
+        deep = {"properties": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    bodies = {
+        "chat/completions": [[], {"model": "fake", "messages": 5}, {"model": "fake", "messages": [3]}],
+        "responses": [{"model": "fake", "input": 5}, {"model": "fake", "input": ["a"]}],
+        "messages": [{"model": "fake", "max_tokens": "many", "messages": []}],
+    }
+    bodies["chat/completions"].append({"model": "fake", "messages": [], "tools": [tool], "stream": "yes"})
+    for path, refused in bodies.items():
+        for body in refused:
+            async with http.post(f"{url}/{path}", json=body) as response:
+                assert response.status == 400, (path, body, await response.text())
+    assert not server.requests
+
+
+async def test_messages_that_repeat_an_answer_with_its_nulls_are_taken(opened: Any, closing: AsyncExitStack) -> None:
+    session, url, _ = await opened(["one", "two"])
+    client = await closing.enter_async_context(openai_client(session, url))
+    asked: Any = {"role": "user", "content": "?"}
+    first = await client.chat.completions.create(model="fake", messages=[asked])
+    again: Any = first.choices[0].message.model_dump()
+    assert None in again.values()
+    second = await client.chat.completions.create(model="fake", messages=[asked, again, asked])
+    assert second.choices[0].message.content == "two"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Unpack
@@ -14,21 +15,25 @@ from verifiers.envs.conversation import new_state
 from verifiers.envs.environment import Environment
 from verifiers.envs.signatures import takes_rollout_input
 from verifiers.errors import AgentError, ConfigError
+from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.gateway import gateway_of_loop
 from verifiers.gateway.session import Budget, Session
 from verifiers.inference.endpoint import single_backend_for
 from verifiers.inference.wire import WireObject
 from verifiers.keywords import EnvironmentOptions
+from verifiers.rollouts.batch_client import BatchClient
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import RolloutInput, SamplingArgs, State
 
 __all__ = ["AgentEnv", "RunAgent"]
 
+logger = logging.getLogger("verifiers.envs")
+
 RunAgent = Callable[..., Any]
 """`run(row, *, base_url, api_key, model)`, sync or async; gives the final answer, or items of the state."""
 
 WIND_UP_S = 5.0
-"""Seconds that an agent has for its end after a call was refused for the budget."""
+"""Seconds that an agent has for its end: after a call was refused for the budget, and after it was cancelled."""
 
 
 class AgentEnv(Environment):
@@ -89,6 +94,8 @@ class AgentEnv(Environment):
         Raises:
             AgentError: the agent failed, or made no call.
         """
+        if isinstance(client, BatchClient) and len(client) == 1:
+            client = client[0]
         if not isinstance(client, RolloutClient):
             client = RolloutClient(single_backend_for(client), model=model)
         state = new_state(input, client, model, sampling_args, self.oai_tools)
@@ -104,26 +111,32 @@ class AgentEnv(Environment):
         return state
 
     async def _run_within_budget(self, row: RolloutInput, session: Session, base_url: str, model: str) -> Any:
-        """Return what the agent gave, or None where its budget ended it."""
+        """Return what the agent gave, or None where a limit ended it."""
         client = session.client
         deadline = asyncio.timeout(self.timeout_seconds)
-        watch = asyncio.create_task(_cancel_over_budget(session, deadline))
+        watch = asyncio.create_task(_end_over_budget(session, deadline))
+        result, failure = None, None
         try:
             async with deadline:
-                return await self._call(row, session, base_url, model)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise AgentError(f"the agent failed: {error!r}") from error
-            client.is_cut_off = True
-            return None
+                result = await _ended(asyncio.create_task(self._call(row, session, base_url, model)))
         except Exception as error:
-            if client.is_cut_off or client.overlong:
-                return None
-            if client.last_error is not None:
-                raise AgentError(f"the agent failed after {client.last_error}: {error!r}") from client.last_error
-            raise AgentError(f"the agent failed: {error!r}") from error
+            failure = error
         finally:
             watch.cancel()
+        if client.fatal_error is not None:
+            # every other rollout would meet it
+            raise client.fatal_error
+        newest = session.newest_failure
+        is_cut = isinstance(newest, RefusedCallError) and newest.ends_rollout
+        client.overlong = False
+        client.is_cut_off = is_cut or deadline.expired()
+        if failure is not None and not client.is_cut_off:
+            cause = client.last_error if session.has_failure() and client.last_error is not None else failure
+            raise AgentError(f"the agent failed: {failure!r}") from cause
+        if newest is None or is_cut:
+            # of a call that the agent gave up, or tried again
+            client.last_error = None
+        return result
 
     async def _call(self, row: RolloutInput, session: Session, base_url: str, model: str) -> Any:
         given = {"base_url": base_url, "api_key": session.key, "model": model}
@@ -134,7 +147,7 @@ class AgentEnv(Environment):
 
     def _finish(self, state: State, session: Session, result: Any) -> None:
         calls = session.calls
-        if not calls and not session.client.overlong:
+        if not calls and not session.client.is_cut_off:
             # from the failure of its calls, where they failed
             raise AgentError(
                 "the agent ended without an answer of the policy; does it use the base URL and key given?"
@@ -151,11 +164,12 @@ class AgentEnv(Environment):
             )
             state["responses"].append(WireObject(call.answer))
         state["turn"] = len(calls)
-        state["is_truncated"] = session.client.is_cut_off or session.client.overlong
+        state["is_truncated"] = session.client.is_cut_off
         if isinstance(result, Mapping):
             state.update(result)
         if not isinstance(result, Mapping) or "completion" not in result:
-            last = state["trajectory"][-1]["completion"][0] if calls else {"role": "assistant", "content": ""}
+            last = {"role": "assistant", **(state["trajectory"][-1]["completion"][0] if calls else {})}
+            last["content"] = last.get("content") or ""
             answer = (
                 last
                 if result is None or isinstance(result, Mapping)
@@ -166,9 +180,26 @@ class AgentEnv(Environment):
         state["is_completed"] = True
 
 
-async def _cancel_over_budget(session: Session, deadline: asyncio.Timeout) -> None:
-    """End an agent that goes on after a refusal for its budget."""
+async def _end_over_budget(session: Session, deadline: asyncio.Timeout) -> None:
+    """Give an agent that was refused a call for its budget a little time for its end."""
     await session.is_over_budget.wait()
+    ends = asyncio.get_running_loop().time() + WIND_UP_S
     with contextlib.suppress(RuntimeError):
-        # it has ended meanwhile where this raises
-        deadline.reschedule(asyncio.get_running_loop().time() + WIND_UP_S)
+        # raised where it has ended meanwhile
+        deadline.reschedule(min(ends, deadline.when() or ends))
+
+
+async def _ended(task: asyncio.Task[Any]) -> Any:
+    """Return a task's result; where this is cancelled, so is the task, and one that does not end is left behind."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            task.cancel()
+            _, running = await asyncio.wait({task}, timeout=WIND_UP_S)
+            if running:
+                logger.warning(
+                    "an agent does not end though it was cancelled %g s ago; it is left behind.", WIND_UP_S
+                )
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise

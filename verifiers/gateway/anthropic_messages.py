@@ -17,6 +17,7 @@ from verifiers.gateway.session import Session, read_arguments
 from verifiers.gateway.wire_format import (
     joined_text,
     named_event,
+    reasoning_of,
     refuse_unsupported,
     text_pieces,
     validated,
@@ -31,7 +32,7 @@ _COUNT: TypeAdapter[Any] = TypeAdapter(MessageCountTokensParams)
 _MESSAGE: TypeAdapter[Any] = TypeAdapter(MessageParam)
 _READ = frozenset(
     {"model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream", "metadata",
-     "thinking", "service_tier", "cache_control", "betas", "output_config", "inference_geo", "context_management"}
+     "thinking", "service_tier", "cache_control", "betas", "output_config", "inference_geo"}
 )  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ERRORS = {
@@ -50,7 +51,9 @@ class MessagesWire:
 
     def read(self, body: Any, session: Session) -> AgentCall:
         checked = validated_body(_COUNT if self._counts_only else _BODY, body, messages=[])
-        refuse_unsupported(body, _READ | SAMPLING_ARGUMENTS, {"container": (), "mcp_servers": ([],)})
+        refuse_unsupported(
+            body, _READ | SAMPLING_ARGUMENTS, {"mcp_servers": ([],), "context_management": ({"edits": []},)}
+        )
         given = body.get("messages")
         if not isinstance(given, list):
             raise RefusedCallError("messages: give a list.")
@@ -73,12 +76,18 @@ class MessagesWire:
                 arguments["parallel_tool_calls"] = False
         if body.get("stop_sequences"):
             arguments["stop"] = body["stop_sequences"]
+        wanted = body.get("output_config") or {}
+        if wanted.get("effort"):
+            arguments["reasoning_effort"] = wanted["effort"]
+        if wanted.get("format"):
+            schema = {"name": "answer", "schema": wanted["format"]["schema"], "strict": True}
+            arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
         return AgentCall(
             CHAT,
             checked["model"],
             arguments,
             {name: body[name] for name in body.keys() & SAMPLING_ARGUMENTS},
-            body.get("max_tokens"),
+            checked.get("max_tokens"),
             bool(body.get("stream")),
         )
 
@@ -86,8 +95,8 @@ class MessagesWire:
         choice = completion["choices"][0]
         message = choice["message"]
         content: list[dict[str, Any]] = []
-        if message.get("reasoning_content"):
-            content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+        if reasoning_of(message):
+            content.append({"type": "thinking", "thinking": reasoning_of(message), "signature": ""})
         if message.get("content"):
             content.append({"type": "text", "text": message["content"], "citations": None})
         content += [

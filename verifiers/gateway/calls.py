@@ -24,14 +24,17 @@ class RefusedCallError(Exception):
     Attributes:
         status: of the HTTP answer.
         code: OpenAI's name for the cause, such as "context_length_exceeded".
-        may_retry: another try may succeed; official SDKs are told.
     """
 
-    def __init__(self, text: str, *, status: int = 400, code: str | None = None, may_retry: bool = False) -> None:
+    def __init__(self, text: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(text)
         self.status = status
         self.code = code
-        self.may_retry = may_retry
+
+    @property
+    def ends_rollout(self) -> bool:
+        """True where an agent that stops at it was cut off, and did not fail."""
+        return self.code in ("budget_exceeded", "context_length_exceeded")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.concurrency import at_loop_end
 from verifiers.errors import ConfigError
 from verifiers.gateway.calls import RefusedCallError
-from verifiers.gateway.session import Exchange, Session
+from verifiers.gateway.session import OVER, Exchange, Session
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.installation import install_hint
 
@@ -30,7 +30,6 @@ logger = logging.getLogger("verifiers.gateway")
 MAX_BODY = 32 * 2**20
 KEEP_ALIVE_S = 10.0
 SEALED_KEYS = 100_000
-_OVER = "the rollout of this key is over."
 
 
 class Gateway:
@@ -70,7 +69,8 @@ class Gateway:
         from aiohttp import web
 
         # a handler whose connection is gone is cancelled, so that a repeated call finds its answer unread
-        runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None)
+        options: dict[str, Any] = {"access_log": None, "shutdown_timeout": 2.0, "keepalive_timeout": 75.0}
+        runner = web.AppRunner(self._application(), handler_cancellation=True, **options)
         await runner.setup()
         site = web.TCPSite(runner, self._host, self._port, backlog=4096)
         try:
@@ -146,13 +146,15 @@ class Gateway:
         return app
 
     def _session_of(self, request: web.Request) -> Session:
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization") or ""
-        key = given.removeprefix("Bearer ").strip()
-        session = self._sessions.get(key)
-        if session is not None:
-            return session
-        if key in self._sealed:
-            raise RefusedCallError(_OVER, status=409, code="session_ended")
+        scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
+        # a client may have a key of its own for the one, and the session's for the other
+        keys = [request.headers.get("x-api-key") or "", token.strip() if scheme.lower() == "bearer" else ""]
+        for key in keys:
+            session = self._sessions.get(key)
+            if session is not None:
+                return session
+        if any(key in self._sealed for key in keys):
+            raise RefusedCallError(OVER, status=409, code="session_ended")
         raise RefusedCallError("the API key is not that of a running rollout.", status=401, code="invalid_api_key")
 
     async def _serve(self, wire: WireFormat, path: str, request: web.Request) -> web.StreamResponse:
@@ -171,16 +173,24 @@ class Gateway:
             retries = request.headers.get("x-stainless-retry-count", "0")
             async with session.exchange(call, path.encode() + raw, is_retry=retries != "0") as exchange:
                 send = self._stream if call.stream else self._send
-                response = await send(wire, request, session, exchange)
+                try:
+                    response = await send(wire, request, session, exchange)
+                except RefusedCallError as refusal:
+                    response = _refused(wire, refusal)
+                    await response.prepare(request)
+                    await response.write_eof()
                 transport = request.transport
-                if exchange.body is not None and transport is not None and not transport.is_closing():
-                    exchange.is_delivered = True
+                exchange.is_delivered |= transport is not None and not transport.is_closing()
                 return response
         except RefusedCallError as refusal:
             return _refused(wire, refusal)
         except ConnectionError:
             # the agent hung up while it was answered; the answer stays unread
             return web.Response()
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            text = f"the gateway failed: {type(error).__name__}: {error}"
+            return _refused(wire, RefusedCallError(text, status=500, code="gateway_error"))
 
     async def _answered(self, wire: WireFormat, session: Session, exchange: Exchange) -> dict[str, Any]:
         try:
@@ -189,10 +199,10 @@ class Gateway:
         except asyncio.CancelledError:
             if not session.is_sealed:
                 raise
-            raise RefusedCallError(_OVER, status=409, code="session_ended") from None
+            raise RefusedCallError(OVER, status=409, code="session_ended") from None
         if exchange.body is None:
+            session.remember_arguments(completion)
             exchange.body = wire.answer(completion, exchange.call, session)
-            session.remember(exchange.call, completion, exchange.body["id"])
         return exchange.body
 
     async def _send(
@@ -292,6 +302,5 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
 
 
 def _refused(wire: WireFormat, refusal: RefusedCallError) -> web.Response:
-    # official SDKs repeat a 409 and a 5xx unless they are told
-    headers = {"x-should-retry": "true" if refusal.may_retry else "false"}
-    return _json(wire.error(refusal), refusal.status, headers)
+    # official SDKs repeat a 409, a 429 and a 5xx unless they are told
+    return _json(wire.error(refusal), refusal.status, {"x-should-retry": "false"})

@@ -17,10 +17,12 @@ from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import (
     data_event,
     joined_text,
+    reasoning_of,
     refuse_unsupported,
     text_pieces,
     validated,
     validated_body,
+    without_none,
 )
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 
@@ -63,8 +65,12 @@ class OpenAIWire:
         refuse_unsupported(body, _CARRIED | _READ | SAMPLING_ARGUMENTS, _NEUTRAL)
         arguments = {name: body[name] for name in body.keys() & _CARRIED if body[name] is not None}
         if self._path == CHAT:
-            validated(_MESSAGES, body.get("messages"), "messages")
-            arguments["messages"] = [_plain_message(message) for message in body["messages"]]
+            given = body.get("messages")
+            if not isinstance(given, list):
+                raise RefusedCallError("messages: give a list.")
+            messages = [without_none(each) if isinstance(each, dict) else each for each in given]
+            validated(_MESSAGES, messages, "messages")
+            arguments["messages"] = [_plain_message(message) for message in messages]
         elif not isinstance(body["prompt"], str):
             raise RefusedCallError("prompt: give one text; batches and token ids are not recorded as one rollout.")
         return AgentCall(
@@ -72,7 +78,7 @@ class OpenAIWire:
             checked["model"],
             arguments,
             {name: body[name] for name in body.keys() & SAMPLING_ARGUMENTS},
-            body.get("max_completion_tokens") or body.get("max_tokens"),
+            checked.get("max_completion_tokens") or checked.get("max_tokens"),
             bool(body.get("stream")),
             {
                 "include_usage": bool((body.get("stream_options") or {}).get("include_usage")),
@@ -111,8 +117,9 @@ class OpenAIWire:
         if chat:
             message = choice["message"]
             yield chunk(delta={"role": "assistant", "content": ""})
-            for name in ("reasoning_content", "content", "refusal"):
-                for piece in text_pieces(message.get(name) or ""):
+            told = {"reasoning_content": reasoning_of(message), **{n: message.get(n) for n in ("content", "refusal")}}
+            for name, text in told.items():
+                for piece in text_pieces(text or ""):
                     yield chunk(delta={name: piece})
             for index, made in enumerate(message.get("tool_calls") or ()):
                 yield chunk(delta={"tool_calls": [{"index": index, **made}]})
@@ -139,8 +146,7 @@ def openai_error(refusal: RefusedCallError) -> dict[str, Any]:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: value for name, value in message.items() if value is not None}
-    plain["content"] = joined_text(message.get("content"), ("text",))
+    plain = {**message, "content": joined_text(message.get("content"), ("text",))}
     if plain["role"] == "developer":
         plain["role"] = "system"
     return plain

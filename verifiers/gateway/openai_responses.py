@@ -17,10 +17,12 @@ from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import (
     joined_text,
     named_event,
+    reasoning_of,
     refuse_unsupported,
     text_pieces,
     validated,
     validated_body,
+    without_none,
 )
 from verifiers.inference.endpoint import CHAT
 
@@ -45,16 +47,16 @@ class ResponsesWire:
     def read(self, body: Any, session: Session) -> AgentCall:
         checked = validated_body(_BODY, body, input="")
         refuse_unsupported(body, _READ | SAMPLING_ARGUMENTS, _NEUTRAL)
-        messages: list[dict[str, Any]] = []
-        if body.get("previous_response_id"):
-            messages = list(session.conversation(body["previous_response_id"]))
-            if body.get("instructions") and messages and messages[0]["role"] == "system":
-                # instructions are of one call; those of the earlier one are not carried over
-                messages = messages[1:]
-        if body.get("instructions"):
-            messages.insert(0, {"role": "system", "content": body["instructions"]})
+        said: list[dict[str, Any]] = []
+        if checked.get("previous_response_id"):
+            said = list(session.conversation(checked["previous_response_id"]))
         given = body.get("input") or ""
-        messages += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
+        if not isinstance(given, (str, list)):
+            raise RefusedCallError("input: give a text or a list of items.")
+        said += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
+        # instructions are of one call: what is continued by its id is `said`
+        instructions = checked.get("instructions")
+        messages = [{"role": "system", "content": instructions}, *said] if instructions else said
         arguments: dict[str, Any] = {"messages": messages}
         if body.get("tools"):
             arguments["tools"] = [_tool(tool) for tool in body["tools"]]
@@ -75,7 +77,7 @@ class ResponsesWire:
             checked.get("model") or session.model,
             arguments,
             {name: body[name] for name in body.keys() & SAMPLING_ARGUMENTS},
-            body.get("max_output_tokens"),
+            checked.get("max_output_tokens"),
             bool(body.get("stream")),
             {
                 name: body.get(name)
@@ -87,8 +89,8 @@ class ResponsesWire:
         choice = completion["choices"][0]
         message = choice["message"]
         output: list[dict[str, Any]] = []
-        if message.get("reasoning_content"):
-            text = {"type": "reasoning_text", "text": message["reasoning_content"]}
+        if reasoning_of(message):
+            text = {"type": "reasoning_text", "text": reasoning_of(message)}
             output.append({"id": _new("rs"), "type": "reasoning", "summary": [], "content": [text]})
         is_cut = choice["finish_reason"] == "length"
         status = "incomplete" if is_cut else "completed"
@@ -110,8 +112,11 @@ class ResponsesWire:
         ]
         usage = completion.get("usage") or {}
         read, sampled = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        response_id = _new("resp")
+        messages = list(call.arguments["messages"])[1 if call.echo["instructions"] else 0 :]
+        session.remember_conversation(response_id, [*messages, dict(message)])
         return {
-            "id": _new("resp"),
+            "id": response_id,
             "object": "response",
             "created_at": completion.get("created") or int(time.time()),
             "status": status,
@@ -185,6 +190,9 @@ def _messages(items: Iterable[Any]) -> list[dict[str, Any]]:
     """Return input items as chat messages: what the policy said in one answer is one message again."""
     messages: list[dict[str, Any]] = []
     for place, given in enumerate(items):
+        if not isinstance(given, dict):
+            raise RefusedCallError(f"input.{place}: give an object.")
+        given = without_none(given)
         item = (
             given
             if isinstance(given, dict) and ("type" in given or "role" not in given)
@@ -212,6 +220,8 @@ def _messages(items: Iterable[Any]) -> list[dict[str, Any]]:
             messages[-1].setdefault("tool_calls", []).append(made)
         elif kind == "function_call_output":
             output = joined_text(item["output"], _TEXT)
+            if not isinstance(output, str):
+                raise RefusedCallError(f"input.{place} is an output that is not text.", code="unsupported_value")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
             raise RefusedCallError(

@@ -12,13 +12,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.errors import ConfigError, ModelError, OverlongPromptError
+from verifiers.errors import ConfigError, ModelError, OverlongPromptError, ProviderError
 from verifiers.gateway.calls import AgentCall, RefusedCallError
-from verifiers.inference.endpoint import TOKENIZE
+from verifiers.inference.endpoint import CHAT, TOKENIZE
 from verifiers.inference.wire import plain_data
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 
-__all__ = ["Budget", "Exchange", "Session", "SessionCall"]
+__all__ = ["OVER", "Budget", "Exchange", "Session", "SessionCall"]
+
+OVER = "the rollout of this key is over."
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,29 @@ class Exchange:
     """One generation and the connections that wait for it or read it.
 
     Attributes:
+        max_tokens: that the call may still sample; 0 where nobody counts.
         body: the answer in the agent's dialect, made once: a repeated call gets the same ids.
-        is_delivered: the whole answer was written to a connection that was open to its end.
+        is_delivered: the whole answer, or the refusal, was written to a connection that was open to its end.
+        repeats: calls that were answered by this one.
     """
 
     call: AgentCall
     task: asyncio.Task[tuple[dict[str, Any], RecordedAnswer | None]]
+    max_tokens: int = 0
     body: dict[str, Any] | None = None
     readers: int = 0
     is_delivered: bool = False
+    repeats: int = 0
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The refusal that the generation ended with."""
+        task = self.task
+        return task.exception() if task.done() and not task.cancelled() else None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +114,7 @@ class Session:
     is_sealed: bool = False
     _exchanges: dict[bytes, list[Exchange]] = field(default_factory=lambda: defaultdict(list))
     _order: list[Exchange] = field(default_factory=list)
+    _refusal: RefusedCallError | None = None
     _argument_texts: dict[str, str] = field(default_factory=dict)
     _conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -118,10 +135,16 @@ class Session:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             found = self._repeated(digest, is_retry)
+        if found is None and self.is_policy(call):
+            await self._wait_for_tokens()
+        if self.is_sealed:
+            raise RefusedCallError(OVER, status=409, code="session_ended")
         if found is None:
             found = self._begin(call)
             self._exchanges[digest].append(found)
             self._order.append(found)
+        else:
+            found.repeats += 1
         found.readers += 1
         try:
             yield found
@@ -136,7 +159,7 @@ class Session:
         for exchange in self._order:
             if not exchange.task.done():
                 exchange.task.cancel()
-            elif not exchange.is_delivered and not exchange.task.cancelled() and exchange.task.exception() is None:
+            elif not exchange.is_delivered and not exchange.has_failed:
                 _, recorded = exchange.task.result()
                 if recorded is not None:
                     self.client.forget(recorded)
@@ -159,8 +182,31 @@ class Session:
     @property
     def calls(self) -> list[SessionCall]:
         """The policy's answers that were read, in the order in which they were asked for."""
-        delivered = [exchange for exchange in self._order if exchange.is_delivered and self.is_policy(exchange.call)]
-        return [SessionCall(exchange.call.arguments, exchange.task.result()[0]) for exchange in delivered]
+        read = [exchange for exchange in self._read_by_agent() if not exchange.has_failed]
+        return [SessionCall(exchange.call.arguments, exchange.task.result()[0]) for exchange in read]
+
+    @property
+    def newest_failure(self) -> BaseException | None:
+        """What failed in the newest call of the policy whose end the agent knows, or None where it was answered.
+
+        The refusal of a budget counts as one.
+        """
+        if self._refusal is not None:
+            return self._refusal
+        read = self._read_by_agent()
+        return read[-1].failure if read else None
+
+    def has_failure(self) -> bool:
+        """Return True if the agent was refused a call by a failure of the policy that no later try made good."""
+        good = {id(each) for known in self._exchanges.values() if any(e.body for e in known) for each in known}
+        failures = [each.failure for each in self._read_by_agent() if each.has_failed and id(each) not in good]
+        return any(isinstance(failure, RefusedCallError) and not failure.ends_rollout for failure in failures)
+
+    def _policy_calls(self) -> list[Exchange]:
+        return [exchange for exchange in self._order if self.is_policy(exchange.call)]
+
+    def _read_by_agent(self) -> list[Exchange]:
+        return [exchange for exchange in self._policy_calls() if exchange.is_delivered]
 
     def is_policy(self, call: AgentCall) -> bool:
         """Return True if a call's model is the policy."""
@@ -191,27 +237,46 @@ class Session:
             )
         return messages
 
-    def remember(self, call: AgentCall, answer: Mapping[str, Any], response_id: str) -> None:
-        """Keep what a later call may refer to: the arguments of tool calls, and the conversation by its id."""
-        message = (answer["choices"][0].get("message")) or {}
+    def remember_arguments(self, completion: Mapping[str, Any]) -> None:
+        """Keep the arguments of tool calls as the policy wrote them."""
+        message = completion["choices"][0].get("message") or {}
         for made in message.get("tool_calls") or ():
             self._argument_texts[made["id"]] = made["function"]["arguments"]
-        self._conversations[response_id] = [*call.arguments.get("messages", ()), dict(message)]
+
+    def remember_conversation(self, response_id: str, messages: list[dict[str, Any]]) -> None:
+        """Keep the messages up to an answer and with it, which a later call may continue by the answer's id."""
+        self._conversations[response_id] = messages
 
     # -- one generation -------------------------------------------------------------------------------------------
 
     def _repeated(self, digest: bytes, is_retry: bool) -> Exchange | None:
-        known = [exchange for exchange in self._exchanges.get(digest, ()) if not _has_failed(exchange)]
+        known = [exchange for exchange in self._exchanges.get(digest, ()) if not exchange.has_failed]
         unread = [exchange for exchange in known if not exchange.readers and not exchange.is_delivered]
         if unread:
             return unread[0]
-        return known[-1] if known and is_retry else None
+        # of several equal calls each retry is another's
+        return min(known, key=lambda exchange: exchange.repeats) if known and is_retry else None
+
+    async def _wait_for_tokens(self) -> None:
+        """Wait, where tokens are counted, until the calls in flight leave some or have ended."""
+        while self._tokens_left() == 0:
+            running = [exchange.task for exchange in self._order if not exchange.task.done()]
+            if not running:
+                break
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+
+    def _tokens_left(self) -> int | None:
+        if self.budget.completion_tokens is None:
+            return None
+        promised = sum(exchange.max_tokens for exchange in self._order if not exchange.task.done())
+        return max(self.budget.completion_tokens - self.client.usage.completion_tokens - promised, 0)
 
     def _begin(self, call: AgentCall) -> Exchange:
-        if self.is_sealed:
-            raise RefusedCallError("the rollout of this key is over.", status=409, code="session_ended")
+        max_tokens = 0
         if self.is_policy(call):
             arguments = self._policy_arguments(call)
+            if self.budget.completion_tokens is not None:
+                max_tokens = arguments.get("max_completion_tokens") or arguments["max_tokens"]
             work = self._ask(self.client, call, arguments)
         elif call.model in self.helpers:
             limit = {} if call.max_tokens is None else {"max_tokens": call.max_tokens}
@@ -226,27 +291,27 @@ class Session:
         task = asyncio.create_task(work)
         # nobody may be left to ask for its failure
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return Exchange(call, task)
+        return Exchange(call, task, max_tokens)
 
     def _policy_arguments(self, call: AgentCall) -> dict[str, Any]:
-        begun = sum(self.is_policy(each.call) and not _has_failed(each) for each in self._order)
-        left = None
-        if self.budget.completion_tokens is not None:
-            left = self.budget.completion_tokens - self.client.usage.completion_tokens
-        if (self.budget.calls is not None and begun >= self.budget.calls) or (left is not None and left <= 0):
-            self.client.is_cut_off = True
+        left = self._tokens_left()
+        calls = self.budget.calls
+        if left == 0 or (calls is not None and calls <= sum(not each.has_failed for each in self._policy_calls())):
             self.is_over_budget.set()
-            raise RefusedCallError(
-                f"the rollout has used its budget of {self.budget.calls or 'any number of'} calls and "
+            self._refusal = RefusedCallError(
+                f"the rollout has used its budget of {calls or 'any number of'} calls and "
                 f"{self.budget.completion_tokens or 'any number of'} sampled tokens.",
                 status=403,
                 code="budget_exceeded",
             )
-        arguments = {**call.arguments, **self.sampling_args, "model": self.model}
+            raise self._refusal
+        given = {name: value for name, value in self.sampling_args.items() if value is not None}
+        arguments = {**call.arguments, **given, "model": self.model}
         limits = [arguments.pop(name, None) for name in ("max_tokens", "max_completion_tokens")]
         limits = [value for value in (*limits, call.max_tokens, left) if value is not None]
         if limits:
-            arguments["max_tokens"] = min(limits)
+            # the name that every chat model knows; text completions have the other alone
+            arguments["max_completion_tokens" if call.path == CHAT else "max_tokens"] = min(limits)
         stops = [*_listed(call.arguments.get("stop")), *_listed(self.sampling_args.get("stop"))]
         if stops:
             arguments["stop"] = list(dict.fromkeys(stops))
@@ -262,8 +327,10 @@ class Session:
         except ConfigError as error:
             raise RefusedCallError(str(error), code="unsupported_value") from error
         except ModelError as error:
-            # the run's own retries are over
-            raise RefusedCallError(str(error), status=502, code="upstream_error") from error
+            # the run's own retries are over; what the server says of the call itself, the agent may mend
+            status = (error.status or 0) if isinstance(error, ProviderError) else 0
+            kept = status if status in (400, 413, 422, 429) else 502
+            raise RefusedCallError(str(error), status=kept, code="upstream_error") from error
         return dict(plain_data(response)), recorded
 
 
@@ -274,11 +341,6 @@ def read_arguments(text: str) -> Any:
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
-
-
-def _has_failed(exchange: Exchange) -> bool:
-    task = exchange.task
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _listed(stop: Any) -> list[str]:

@@ -16,10 +16,12 @@ __all__ = [
     "data_event",
     "joined_text",
     "named_event",
+    "reasoning_of",
     "refuse_unsupported",
     "text_pieces",
     "validated",
     "validated_body",
+    "without_none",
 ]
 
 PIECE = 48
@@ -68,7 +70,8 @@ def validated_body(adapter: TypeAdapter[Any], body: Mapping[str, Any], **replace
     """
     if not isinstance(body.get("stream"), (bool, type(None))):
         raise RefusedCallError("stream: give true or false.")
-    checked: dict[str, Any] = validated(adapter, {**body, "stream": False, **replaced})
+    given = {name: value for name, value in body.items() if value is not None}
+    checked: dict[str, Any] = validated(adapter, {**given, "stream": False, **replaced})
     return checked
 
 
@@ -80,6 +83,8 @@ def validated(adapter: TypeAdapter[Any], value: Any, name: str = "") -> Any:
     """
     try:
         return _materialized(adapter.validate_python(value))
+    except RecursionError:
+        raise RefusedCallError(f"{name or 'the body'} is nested too deep.") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in ((name,) if name else ()) + first["loc"])
@@ -95,6 +100,16 @@ def _materialized(value: Any) -> Any:
     if isinstance(value, Iterable):
         return [_materialized(item) for item in value]
     return value
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Return the reasoning of a chat message, under either of the names that servers give it."""
+    return message.get("reasoning_content") or message.get("reasoning") or ""
+
+
+def without_none(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object without its null fields, which SDKs repeat from what they were answered."""
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def refuse_unsupported(body: Mapping[str, Any], known: Iterable[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:

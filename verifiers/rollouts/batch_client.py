@@ -292,7 +292,7 @@ class RolloutRecord:
         )
 
     def _judge(self, state: State) -> None:
-        policy_error, stored = self.client.last_error, state.get("error")
+        policy_error, stored = self.client.fatal_error or self.client.last_error, state.get("error")
         if isinstance(policy_error, FATAL_ERRORS):
             raise policy_error
         if policy_error is not None:

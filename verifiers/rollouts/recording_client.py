@@ -89,6 +89,9 @@ def refuse_non_text(messages: Any, whose: str) -> None:
 class _Create:
     """`client.chat.completions` or `client.completions`: one method, `create`."""
 
+    # made for each call, so that an assignment to `create` must fail instead of being lost
+    __slots__ = ("_client", "_path")
+
     def __init__(self, client: RolloutClient, path: str) -> None:
         self._client = client
         self._path = path
@@ -125,6 +128,7 @@ class RolloutClient:
         answers: of the trained policy, in the order in which they came back.
         retries: tries that were repeated.
         last_error: what the newest trained call failed with, or None where it succeeded.
+        fatal_error: the newest failure of a trained call that every other rollout would repeat.
         overlong: a call's prompt did not fit the context.
         is_cut_off: a budget of calls or tokens ended the rollout.
         trains: `group`, where the rollout is for training; else None.
@@ -162,6 +166,7 @@ class RolloutClient:
         self.answers: list[RecordedAnswer] = []
         self.retries = 0
         self.last_error: Exception | None = None
+        self.fatal_error: Exception | None = None
         self.overlong = False
         self.is_cut_off = False
         self.trains = group if require_tokens else None
@@ -252,13 +257,15 @@ class RolloutClient:
                 response, call = await self._tokens.ask(send, request_body(arguments))
             if response is None:
                 response = await self._send(path, arguments, began)
+            return response, self._record(response, began[0], call)
         except OverlongPromptError:
             self.overlong = True
             raise
         except Exception as error:
             self.last_error = error
+            if isinstance(error, (ConfigError, MissingTokenIdsError)):
+                self.fatal_error = error
             raise
-        return response, self._record(response, began[0], call)
 
     async def _send(self, path: str, arguments: Mapping[str, Any], began: list[int]) -> Any:
         """Send a call, with retries; `began` gets the policy version at the start of the newest try that samples."""
@@ -310,8 +317,7 @@ class RolloutClient:
     def _record(self, response: Any, version_before: int, call: ChatCall | None) -> RecordedAnswer | None:
         """Put an answer into the trace, and, where it answers a `call`, into what later turns may extend."""
         if not getattr(response, "choices", None):
-            self.last_error = EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
-            raise self.last_error
+            raise EmptyModelResponseError(f"{self.base_url} answered without a choice: {response!r:.300}")
         self.last_error = None
         # the plain JSON where it is ours: wrapping every token's entry would cost more than the call
         answer = plain_data(response)
@@ -320,8 +326,9 @@ class RolloutClient:
             return None
         choice = choices[0]
         used = answer.get("usage") or {}
-        usage = Usage(used.get("prompt_tokens") or 0, used.get("completion_tokens") or 0)
         sampled = sampled_tokens(answer)
+        sampled_count = used.get("completion_tokens") or len(sampled.completion_ids or ())
+        usage = Usage(used.get("prompt_tokens") or 0, sampled_count)
         if self._tokens is not None and call is not None:
             self._tokens.hold(call, choice.get("message") or {}, sampled)
         prompt_ids, completion_ids, logprobs = sampled.prompt_ids, sampled.completion_ids, sampled.logprobs
