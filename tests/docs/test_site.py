@@ -102,7 +102,7 @@ def test_the_search_finds_each_public_name_where_it_is_described(site: Path) -> 
     page = (site / "reference/api/training/index.html").read_text(encoding="utf-8")
     for text in ('id="verifiers.GRPOTrainer"', 'id="verifiers.GRPOConfig"', "num_batches_ahead"):
         assert text in page
-    signature = re.search(r'<div class="doc-signature.*?</pre>', page, re.DOTALL)
+    signature = re.search(r'id="verifiers.GRPOTrainer".*?doc-signature.*?</pre>', page, re.DOTALL)
     assert signature is not None
     assert "processing_class" in signature[0]
 
