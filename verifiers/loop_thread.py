@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from verifiers.errors import DeadlineError, GenerationError
-from verifiers.watchdog import running_function
+from verifiers.watchdog import LoopPulse, running_function, tick_s
 
 __all__ = ["LoopThread", "run_blocking"]
 
@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 _HEARING_S = 1.0
 _CLOSING_S = 3.0
-_LISTENS_EVERY_S = 1.0
 
 
 class LoopThread:
@@ -103,7 +102,7 @@ class LoopThread:
             GenerationError: the loop ended meanwhile though nobody closed it.
         """
         ended = threading.Event()
-        began = beat = time.monotonic()
+        began = time.monotonic()
 
         async def noted() -> T:
             try:
@@ -111,24 +110,20 @@ class LoopThread:
             finally:
                 ended.set()
 
-        def note_beat() -> None:
-            nonlocal beat
-            beat = time.monotonic()
-
         future = asyncio.run_coroutine_threadsafe(noted(), self.loop)
+        pulse = LoopPulse(self.loop)
         try:
             while not future.done():
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    self.loop.call_soon_threadsafe(note_beat)
                 # an interrupt that comes just before a wait does not end that wait, only the next one
                 left_s = max(0.0, began + timeout_s - time.monotonic())
-                concurrent.futures.wait([future], min(_LISTENS_EVERY_S, stall_s / 4, left_s))
-                now = time.monotonic()
-                if not future.done() and now >= beat + stall_s:
+                due_s = min(tick_s(stall_s), left_s)
+                concurrent.futures.wait([future], due_s)
+                pulse.ask(due_s)
+                if not future.done() and pulse.silent_s >= stall_s:
                     ending_s = 0.0
                     function = running_function(self._thread.ident)
                     raise DeadlineError(f"{function} blocks the event loop, for {stall_s:.3g} s by now")
-                if not future.done() and now >= began + timeout_s:
+                if not future.done() and time.monotonic() >= began + timeout_s:
                     raise DeadlineError(f"work on the event loop did not end within {timeout_s:.3g} s")
             return future.result()
         except concurrent.futures.CancelledError:

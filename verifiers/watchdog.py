@@ -10,19 +10,77 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import functools
+import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
+from typing import Any
 
-__all__ = ["LoopWatchdog", "exit_if_interpreter_is_held", "running_function"]
+__all__ = [
+    "BLOCKING_ADVICE",
+    "LoopPulse",
+    "LoopWatchdog",
+    "exit_if_interpreter_is_held",
+    "restored_handlers",
+    "running_function",
+    "tick_s",
+]
 
-_PACKAGE = str(Path(__file__).parent)
-_TICK_S = 1.0
-_LATE_S = 2.0
+BLOCKING_ADVICE = (
+    "make it an async def that awaits its slow part (asyncio.to_thread); a plain function runs on the loop too, once "
+    "three calls in a row were quick"
+)
+"""How to mend a function that blocks an event loop, for the end of a sentence."""
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+
+
+def tick_s(limit_s: float) -> float:
+    """Return the seconds between two looks at what may last `limit_s` seconds."""
+    return min(1.0, limit_s / 4)
+
+
+class LoopPulse:
+    """The time for which an event loop runs nothing, as counted by another thread that asks the loop regularly.
+
+    Of an interval that lasted too long, twice its due length counts: the asking thread could not run either, because
+    the process was stopped or the machine was overloaded, and the loop has to get a chance to answer.
+
+    Attributes:
+        thread: identifier of the loop's thread, once the loop has answered.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.thread: int | None = None
+        self._loop = loop
+        self._counted_s, self._asked = 0.0, time.monotonic()
+        self._has_run = True
+        self.ask(0.0)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the loop has run nothing."""
+        return 0.0 if self._has_run else self._counted_s
+
+    def ask(self, due_s: float) -> None:
+        """Count the time since the last call, which was to last `due_s` seconds, and ask the loop again."""
+        now = time.monotonic()
+        elapsed_s, self._asked = now - self._asked, now
+        if not self._has_run:
+            self._counted_s += min(elapsed_s, 2 * due_s)
+            return
+        self._counted_s, self._has_run = 0.0, False
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self.thread, self._has_run = threading.get_ident(), True
 
 
 class LoopWatchdog:
@@ -36,9 +94,7 @@ class LoopWatchdog:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, blocked: Callable[[str], None]) -> None:
         self.limit_s = limit_s
-        self._loop, self._blocked = loop, blocked
-        self._beat = time.monotonic()
-        self._loop_thread: int | None = None
+        self._pulse, self._blocked = LoopPulse(loop), blocked
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="verifiers-watchdog", daemon=True)
 
@@ -52,24 +108,15 @@ class LoopWatchdog:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the loop last ran something."""
-        return time.monotonic() - self._beat
+        """Seconds for which the loop has run nothing."""
+        return self._pulse.silent_s
 
     def _watch(self) -> None:
-        woke = time.monotonic()
-        while not self._stopped.wait(min(_TICK_S, self.limit_s / 4)):
-            before, woke = woke, time.monotonic()
-            if woke - before > _TICK_S + _LATE_S:
-                # this thread could not run either: the process was stopped, which is no fault of the loop
-                self._beat = woke
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._note_beat)
+        while not self._stopped.wait(due_s := tick_s(self.limit_s)):
+            self._pulse.ask(due_s)
             if self.silent_s >= self.limit_s:
-                self._blocked(running_function(self._loop_thread))
+                self._blocked(running_function(self._pulse.thread))
                 return
-
-    def _note_beat(self) -> None:
-        self._beat, self._loop_thread = time.monotonic(), threading.get_ident()
 
 
 def running_function(thread_id: int | None) -> str:
@@ -97,7 +144,8 @@ def exit_if_interpreter_is_held(limit_s: float, sentence: str) -> Iterator[None]
     """End this process with exit code 1 where one thread keeps all others from running for `limit_s` seconds.
 
     Prints the stacks of all threads to stderr before. Nothing is closed or flushed. Uses the process's one timer of
-    `faulthandler.dump_traceback_later`.
+    `faulthandler.dump_traceback_later`. The time for which Ctrl-Z stops the process does not count where this is used
+    on the main thread.
 
     Args:
         limit_s: seconds.
@@ -105,23 +153,73 @@ def exit_if_interpreter_is_held(limit_s: float, sentence: str) -> Iterator[None]
     """
     # faulthandler prints file, line and name of functions, and no text of ours: so the sentence is the name of a file
     acquire = FunctionType(_acquire.__code__.replace(co_filename=sentence, co_name="watchdog"), {})
-    running = threading.Lock()
+    running, arming = threading.Lock(), threading.RLock()
     running.acquire()
 
-    def rearm() -> None:
-        faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
-        while not acquire(running, _TICK_S):
+    def arm() -> None:
+        with arming:
             faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
+
+    def rearm() -> None:
+        arm()
+        while not acquire(running, tick_s(limit_s)):
+            arm()
         faulthandler.cancel_dump_traceback_later()
 
+    def stop(number: int, frame: FrameType | None) -> None:
+        # the timer counts on while the process is stopped
+        with arming:
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            signal.signal(number, stop)
+
     thread = threading.Thread(target=rearm, name="verifiers-interpreter", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        running.release()
-        thread.join()
+    with contextlib.ExitStack() as handlers:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            handlers.enter_context(restored_handlers(signal.SIGTSTP))
+            signal.signal(signal.SIGTSTP, stop)
+        thread.start()
+        try:
+            yield
+        finally:
+            running.release()
+            thread.join()
 
 
 def _acquire(lock: threading.Lock, timeout_s: float) -> bool:
     return lock.acquire(timeout=timeout_s)
+
+
+_handlers_before: dict[int, Any] = {}
+
+
+@contextlib.contextmanager
+def restored_handlers(*numbers: int) -> Iterator[None]:
+    """Give signals their present handlers back in the end, and in processes forked meanwhile.
+
+    A forked child shares the file by which Python's handlers wake an event loop: a signal to the child would reach
+    the loop of its parent.
+    """
+    _restore_in_children()
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
+    _handlers_before.update(before)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            del _handlers_before[number]
+            signal.signal(number, handler)
+
+
+@functools.cache
+def _restore_in_children() -> None:
+    os.register_at_fork(after_in_child=_restore_handlers)
+
+
+def _restore_handlers() -> None:
+    if _handlers_before:
+        signal.set_wakeup_fd(-1)
+    for number, handler in _handlers_before.items():
+        signal.signal(number, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,12 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import verifiers as vf
-from verifiers.watchdog import LoopWatchdog, running_function
+from verifiers import watchdog
+from verifiers.cli.interrupts import handle_interrupts
+from verifiers.cli.main import BlockedLoopError
+from verifiers.watchdog import LoopPulse, LoopWatchdog, running_function
 
 SOURCE = """
 import asyncio
@@ -60,15 +65,6 @@ def load_environment(how):
     return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric([globals()[how]]))
 """
 
-# the deadline of grading is no flag of the command
-COMMAND = """
-import sys
-from verifiers.cli import evaluate
-handle = evaluate.handle_interrupts
-evaluate.handle_interrupts = lambda name, work, limit_s: handle(name, work, float(sys.argv[1]))
-sys.exit(evaluate.main(sys.argv[2:]))
-"""
-
 
 class Blocked:
     """A vf-eval of three rollouts of which the third blocks."""
@@ -76,8 +72,9 @@ class Blocked:
     def __init__(self, how: str, limit_s: float) -> None:
         Path("blocking_env.py").write_text(SOURCE)
         flags = ["blocking_env.py", "-a", json.dumps({"how": how}), "-m", "fake", "-n", "3", "-r", "1"]
-        self._command = [sys.executable, "-c", COMMAND, str(limit_s), *flags]
-        self._process = subprocess.Popen(self._command, stdout=-1, stderr=-1, text=True)
+        self._command = [sys.executable, "-m", "verifiers.cli.evaluate", *flags]
+        limit = ["--grading-timeout", str(limit_s)]
+        self._process = subprocess.Popen([*self._command, *limit], stdout=-1, stderr=-1, text=True)
         until = time.monotonic() + 60
         while not Path("blocks").exists():
             assert self._process.poll() is None, self._process.communicate()
@@ -93,7 +90,7 @@ class Blocked:
         return self._process.returncode, said
 
     def resume(self) -> str:
-        """Run the command again, with nothing that blocks; return what was printed."""
+        """Run the command again, with nothing that blocks and the default deadline; return what was printed."""
         Path("mended").touch()
         again = subprocess.run(self._command, capture_output=True, text=True, timeout=90)
         assert again.returncode == 0, again.stderr
@@ -155,17 +152,100 @@ def test_a_loop_that_runs_is_not_blocked_and_one_that_stands_still_is() -> None:
         noticed.set()
 
     async def busy() -> None:
-        watchdog = LoopWatchdog(asyncio.get_running_loop(), 0.4, blocked)
-        watchdog.start()
+        dog = LoopWatchdog(asyncio.get_running_loop(), 1.0, blocked)
+        dog.start()
         try:
-            await asyncio.to_thread(time.sleep, 0.8)
+            await asyncio.to_thread(time.sleep, 1.5)
             assert found == []
             _of_a_user(lambda: noticed.wait(20))
         finally:
-            watchdog.stop()
+            dog.stop()
 
     asyncio.run(busy())
     assert noticed.is_set()
+
+
+def test_time_for_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, answers = [0.0], []
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    pulse = LoopPulse(SimpleNamespace(call_soon_threadsafe=answers.append))  # type: ignore[arg-type]
+    for elapsed_s in (1.0, 3600.0, 1.0):
+        now[0] += elapsed_s
+        pulse.ask(1.0)
+    assert pulse.silent_s == 1.0 + 2.0 + 1.0
+    answers.pop()()
+    now[0] += 1.0
+    assert pulse.silent_s == 0.0
+    pulse.ask(1.0)
+    assert (pulse.silent_s, len(answers)) == (0.0, 1)
+
+
+class Work:
+    """What `handle_interrupts` ends; notes that it was asked to."""
+
+    drain_s, requested = 1.0, False
+
+    def drain(self) -> None:
+        self.requested = True
+
+    def abort(self) -> None: ...
+
+
+def test_a_plain_function_that_was_quick_before_is_told_how_to_leave_the_loop() -> None:
+    def reward(completion: Any) -> float:
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(60)
+        return 1.0
+
+    async def score() -> None:
+        rubric = vf.Rubric([reward])
+        with handle_interrupts("vf-eval", Work(), 1.0):
+            while True:
+                await rubric.score_group([vf.State(prompt="", completion="", answer="")])
+
+    with pytest.raises(BlockedLoopError, match=r"^reward .* a plain function runs on the loop too, once"):
+        asyncio.run(score())
+
+
+def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:
+    work = Work()
+
+    def fork_one_that_ends_itself() -> int:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+            os._exit(3)
+        return child
+
+    async def fork() -> int:
+        with handle_interrupts("vf-eval", work, 60.0):
+            child = fork_one_that_ends_itself()
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            # what reached the loop has been handled by then
+            await asyncio.sleep(0.1)
+            return status
+
+    assert os.WTERMSIG(asyncio.run(fork())) == signal.SIGTERM
+    assert not work.requested
+
+
+def test_ctrl_z_stops_the_clock_of_a_held_interpreter() -> None:
+    code = (
+        "import sys, time; from verifiers.watchdog import exit_if_interpreter_is_held as limit\n"
+        "with limit(1.0, 'held'): print(1, flush=True); sys.stdin.read()"
+    )
+    # in a group of its own, which a terminal would stop
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=-1, process_group=0) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTSTP)
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        time.sleep(2.0)
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, b"")
 
 
 def _of_a_user(work: Callable[[], Any]) -> None:

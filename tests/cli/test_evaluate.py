@@ -265,6 +265,7 @@ def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_nam
         (["ENV", "-c", "0"], "max_concurrent is 0"),
         (["ENV", "--attempt-timeout", "0"], "--attempt-timeout is 0; give a number of seconds above 0"),
         (["ENV", "--rollout-timeout", "-5"], "--rollout-timeout is -5; give a number of seconds above 0"),
+        (["ENV", "--grading-timeout", "0"], "--grading-timeout is 0; give a number of seconds above 0"),
         (["ENV", "-e", "none.toml"], "leave --api-base-url and --header out"),
         (["ENV", "--requests-per-second", "-1"], "requests_per_second is -1"),
         (["ENV", "--output-dir", "taken"], "results cannot be written under 'taken'"),

@@ -68,6 +68,13 @@ def parser() -> CommandParser:
         metavar="S",
         help="deadline of one HTTP attempt, seconds (default: a third of --rollout-timeout, at most 600)",
     )
+    add(
+        "--grading-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="deadline for one prompt's rollouts, seconds",
+    )
     add = parser.group("sampling")
     add("-t", "--max-tokens", type=int, metavar="N", help="tokens of one answer (default: the environment's)")
     add("-T", "--temperature", type=float, metavar="X", help="0 is greedy (default: the environment's)")
@@ -95,7 +102,8 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ConfigError(f"--num-examples is {args.num_examples}; give 1 or more, or -1 for all.")
     if args.rollouts_per_example < 1:
         raise ConfigError(f"--rollouts-per-example is {args.rollouts_per_example}; give 1 or more.")
-    for flag, seconds in (("attempt", args.attempt_timeout), ("rollout", args.rollout_timeout)):
+    for flag in ("attempt", "rollout", "grading"):
+        seconds = getattr(args, f"{flag}_timeout")
         if seconds is not None and not seconds > 0:
             raise ConfigError(f"--{flag}-timeout is {seconds:g}; give a number of seconds above 0.")
     if args.verbose:
@@ -171,6 +179,7 @@ def _evaluate(
                 # enough to outlast a restart of the server
                 retry=RetryPolicy(max_attempts=9),
                 rollout_timeout_s=args.rollout_timeout,
+                grading_timeout_s=args.grading_timeout,
             )
             try:
                 if not run.is_complete:
@@ -280,6 +289,7 @@ def _run_plan(
         "requests_per_second": args.requests_per_second,
         "attempt_timeout_s": attempt_timeout_s(args, entry),
         "rollout_timeout_s": args.rollout_timeout,
+        "grading_timeout_s": args.grading_timeout,
         "versions": versions(),
         "git": git_provenance(),
     }

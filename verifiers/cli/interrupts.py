@@ -13,7 +13,13 @@ from types import FrameType
 from typing import Protocol
 
 from verifiers.cli.main import FAILED, INTERRUPTED, BlockedLoopError
-from verifiers.watchdog import LoopWatchdog, exit_if_interpreter_is_held, running_function
+from verifiers.watchdog import (
+    BLOCKING_ADVICE,
+    LoopWatchdog,
+    exit_if_interpreter_is_held,
+    restored_handlers,
+    running_function,
+)
 
 __all__ = ["Interruptible", "handle_interrupts"]
 
@@ -57,7 +63,6 @@ def handle_interrupts(name: str, work: Interruptible, limit_s: float) -> Iterato
         yield
         return
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
     blocked: BlockedLoopError | None = None
     ended = threading.Event()
 
@@ -77,8 +82,8 @@ def handle_interrupts(name: str, work: Interruptible, limit_s: float) -> Iterato
     def block(function: str, exit_code: int) -> BlockedLoopError:
         nonlocal blocked
         blocked = BlockedLoopError(
-            f"{function} has blocked the event loop for {watchdog.silent_s:.3g} s, so the run ends; let it await, or "
-            f"make it a plain function, which runs in a thread. {_STORED}",
+            f"{function} has blocked the event loop for {watchdog.silent_s:.3g} s, so the run ends; "
+            f"{BLOCKING_ADVICE}. {_STORED}",
             exit_code,
         )
         return blocked
@@ -101,24 +106,25 @@ def handle_interrupts(name: str, work: Interruptible, limit_s: float) -> Iterato
     watchdog = LoopWatchdog(loop, limit_s, end_blocked)
     held = (
         f"{name}: a function of one of these threads has kept all others from running for {limit_s:.3g} s (a regular "
-        f"expression that tries too many ways?), so the run ends with exit code 1. {_STORED}"
+        f"expression that tries too many ways?), or the process was stopped, so the run ends with exit code 1. "
+        f"{_STORED}"
     )
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, interrupt)
-        # asyncio's own does nothing; the callback needs a loop that runs
-        signal.signal(number, note_signal)
-    watchdog.start()
-    try:
-        with exit_if_interpreter_is_held(limit_s, held):
-            yield
-    except BlockedLoopError:
-        task = asyncio.current_task()
-        if task is None or not task.cancelling():
-            raise
-        # raised in another task, it has left asyncio.run already, which cancels this one
-    finally:
-        ended.set()
-        watchdog.stop()
+    with restored_handlers(*_SIGNALS):
         for number in _SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, before[number] or signal.SIG_DFL)
+            loop.add_signal_handler(number, interrupt)
+            # asyncio's own does nothing; the callback needs a loop that runs
+            signal.signal(number, note_signal)
+        watchdog.start()
+        try:
+            with exit_if_interpreter_is_held(limit_s, held):
+                yield
+        except BlockedLoopError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                raise
+            # raised in another task, it has left asyncio.run already, which cancels this one
+        finally:
+            ended.set()
+            watchdog.stop()
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)

@@ -175,8 +175,8 @@ def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractCon
     return exit_if_interpreter_is_held(
         limit_s,
         f"vf-train: a function of one of these threads has kept all others from running for {limit_s:.3g} s (a "
-        "regular expression that tries too many ways?), so the run ends with exit code 1. The same command resumes "
-        "it from its newest checkpoint.",
+        "regular expression that tries too many ways?), or the process was stopped, so the run ends with exit code "
+        "1. The same command resumes it from its newest checkpoint.",
     )
 
 

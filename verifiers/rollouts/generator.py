@@ -29,7 +29,7 @@ from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
 from verifiers.types import Outcome
-from verifiers.watchdog import LoopWatchdog
+from verifiers.watchdog import BLOCKING_ADVICE, LoopWatchdog
 
 __all__ = ["AsyncBatchGenerator"]
 
@@ -374,8 +374,8 @@ class AsyncBatchGenerator:
     def _fail_blocked(self, function: str) -> None:
         limit_s = self._runner_options["grading_timeout_s"]
         error = DeadlineError(
-            f"{function} has blocked the event loop of all rollouts for {limit_s:.3g} s (grading_timeout); let it "
-            "await, or make it a plain function, which runs in a thread."
+            f"{function} has blocked the event loop of all rollouts for {limit_s:.3g} s (grading_timeout); "
+            f"{BLOCKING_ADVICE}."
         )
         self._fail(error)
 

@@ -189,16 +189,20 @@ def make_tiny_model(directory: str | Path, *, seed: int = 0) -> WarmStartResult:
         RuntimeError: as `warm_start`.
     """
     pairs = spelling_pairs(NUM_SHOWN + NUM_HELD_OUT, seed)
-    # more threads make a model of this size slower
-    torch.set_num_threads(1)
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # beside its place and renamed, so that the directory is never there half-written
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        random_dir, trained_dir = Path(scratch, "random"), Path(scratch, "trained")
-        make_model(random_dir, seed=seed)
-        made = warm_start(random_dir, trained_dir, shown=pairs[:NUM_SHOWN], held_out=pairs[NUM_SHOWN:], seed=seed)
-        trained_dir.rename(target)
+    threads = torch.get_num_threads()
+    # more make a model of this size slower
+    torch.set_num_threads(1)
+    try:
+        # beside its place and renamed, so that the directory is never there half-written
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+            random_dir, trained_dir = Path(scratch, "random"), Path(scratch, "trained")
+            make_model(random_dir, seed=seed)
+            made = warm_start(random_dir, trained_dir, shown=pairs[:NUM_SHOWN], held_out=pairs[NUM_SHOWN:], seed=seed)
+            trained_dir.rename(target)
+    finally:
+        torch.set_num_threads(threads)
     return made
 
 
