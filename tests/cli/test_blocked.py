@@ -252,7 +252,8 @@ def _of_a_user(work: Callable[[], Any]) -> None:
     work()
 
 
-def test_the_function_of_the_user_is_named_and_not_the_library_that_it_calls() -> None:
+@pytest.mark.parametrize("file", [__file__, f"{Path(vf.__file__).parent}_of_mine/rewards.py"])
+def test_the_function_of_the_user_is_named_and_not_the_library_that_it_calls(file: str) -> None:
     waits, over = threading.Event(), threading.Event()
     idents: list[int] = []
 
@@ -260,13 +261,14 @@ def test_the_function_of_the_user_is_named_and_not_the_library_that_it_calls() -
         json.loads("1", parse_int=lambda _: (idents.append(threading.get_ident()), waits.set(), over.wait(20)))
         return 1.0
 
+    reward.__code__ = reward.__code__.replace(co_filename=file)
     rubric = vf.Rubric([reward])
     state = vf.State(prompt="", completion="", answer="")
     scoring = threading.Thread(target=lambda: asyncio.run(rubric.score_group([state])), daemon=True)
     scoring.start()
     assert waits.wait(20)
     try:
-        assert running_function(idents[0]).startswith(f"reward ({__file__}, line ")
+        assert running_function(idents[0]).startswith(f"reward ({file}, line ")
     finally:
         over.set()
         scoring.join(20)
