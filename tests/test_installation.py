@@ -74,6 +74,24 @@ def test_a_server_is_the_wheel_beside_the_wheel_of_verifiers(monkeypatch: pytest
     assert f"pip install {tmp_path}/verifiers_embedded-0.1-py3-none-any.whl`" in install_hint("embedded")
 
 
+@pytest.mark.parametrize(
+    ("origin", "place"),
+    [
+        (None, "the place that verifiers was installed from"),
+        (
+            {"url": "https://me:secret@host/verifiers-1.0-py3-none-any.whl?sig=1", "archive_info": {}},
+            "the place that verifiers was installed from, https://host/verifiers-1.0-py3-none-any.whl",
+        ),
+    ],
+)
+def test_a_place_that_is_no_repository_gets_no_made_up_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, origin: object, place: str
+) -> None:
+    installed_from(monkeypatch, origin)
+    monkeypatch.setattr("verifiers.installation._CHECKOUT", tmp_path / "lib" / "site-packages")
+    assert install_hint("embedded") == f"install verifiers-embedded from {place}"
+
+
 def test_no_printed_command_asks_an_index_for_a_package_of_ours() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     kept = [name for name in listed if Path(name).suffix in (".py", ".md", ".sh", ".toml") and name[:6] != "tests/"]

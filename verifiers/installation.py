@@ -41,7 +41,8 @@ def install_hint(part: str, of: str = "verifiers") -> str:
         of: the package whose extra it is.
     """
     if part in SERVERS:
-        return f"install it by `{_server_command(part)}`"
+        command = _server_command(part)
+        return f"install it by `{command}`" if command else f"install verifiers-{part} from {_place()}"
     try:
         return f"install it by `pip install '{of}[{part}]=={metadata.version(of)}'`"
     except metadata.PackageNotFoundError:
@@ -49,23 +50,29 @@ def install_hint(part: str, of: str = "verifiers") -> str:
         return f"install it by `pip install -e {shlex.quote(f'{_CHECKOUT}[{part}]')}`"
 
 
-def _server_command(server: str) -> str:
-    """Return the command for a server package from the place that verifiers was installed from."""
+def _place() -> str:
+    url = urlsplit(_origin().get("url", ""))
+    where = "the place that verifiers was installed from"
+    # neither a password nor a signed query
+    return f"{where}, {url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}" if url.scheme else where
+
+
+def _server_command(server: str) -> str | None:
+    """Return the command for a server package from the place of verifiers; None where that place has none."""
     # vLLM's CUDA build is an extra: its CPU build needs another recipe, which install.sh has
     extra = "[cuda]" if server == "vllm" else ""
     origin = _origin()
-    repository = "REPOSITORY"
     if "vcs_info" in origin:
         repository = f"{origin['url']}@{origin['vcs_info']['commit_id']}"
-    else:
-        address = urlsplit(origin.get("url", ""))
-        place = Path(unquote(address.path)) if address.scheme == "file" else _CHECKOUT
-        if (folder := place / "servers" / server).is_dir():
-            quoted = shlex.quote(str(folder))
-            return f"{quoted}/install.sh cuda" if server == "vllm" else f"pip install {quoted}"
-        if wheels := sorted(place.parent.glob(f"verifiers_{server}-*.whl")):
-            return f"pip install {shlex.quote(f'{wheels[-1]}{extra}')}"
-    return f"pip install 'verifiers-{server}{extra} @ git+{repository}#subdirectory=servers/{server}'"
+        return f"pip install 'verifiers-{server}{extra} @ git+{repository}#subdirectory=servers/{server}'"
+    address = urlsplit(origin.get("url", ""))
+    place = Path(unquote(address.path)) if address.scheme == "file" else _CHECKOUT
+    if (folder := place / "servers" / server).is_dir():
+        quoted = shlex.quote(str(folder))
+        return f"{quoted}/install.sh cuda" if server == "vllm" else f"pip install {quoted}"
+    if wheels := sorted(place.parent.glob(f"verifiers_{server}-*.whl")):
+        return f"pip install {shlex.quote(f'{wheels[-1]}{extra}')}"
+    return None
 
 
 def _origin() -> dict[str, Any]:

@@ -23,7 +23,8 @@ def results_html(results: Mapping[str, Any]) -> str:
     prompts, rewards = results.get("prompt") or [], results.get("reward") or []
     states, metrics = results.get("state") or [], results.get("metrics") or {}
     errors = [message_field(state, "error") for state in states] or [None] * len(prompts)
-    means = {"reward": rewards, **metrics}
+    scored = {name: [value for value in values if value is not None] for name, values in metrics.items()}
+    means = {"reward": [reward for reward in rewards if reward is not None], **scored}
     facts = [
         f"{len(prompts):,} rollout{'s' * (len(prompts) != 1)}",
         *(f"{name} {sum(values) / len(values):.3f}" for name, values in means.items() if values),
@@ -35,7 +36,7 @@ def results_html(results: Mapping[str, Any]) -> str:
     rows = []
     for place in range(min(len(prompts), _MOST_ROWS)):
         told = [_newest_text(column[place]) if place < len(column) else "" for column in columns]
-        reward = f"{rewards[place]:.3f}" if place < len(rewards) else ""
+        reward = f"{rewards[place]:.3f}" if place < len(rewards) and rewards[place] is not None else ""
         rows.append([*told, reward if errors[place] is None else f"{type(errors[place]).__name__}: {errors[place]}"])
     more = [f"{len(prompts) - _MOST_ROWS:,} more"] if len(prompts) > _MOST_ROWS else []
     return (
@@ -75,7 +76,7 @@ def _row_count(env: Any, attribute: str) -> str:
 def _first_prompt(env: Any) -> str:
     for attribute in ("_dataset", "_eval_dataset"):
         dataset = vars(env).get(attribute)
-        if dataset is not None and not callable(dataset):
+        if dataset is not None and not callable(dataset) and len(dataset):
             return _newest_text(dataset[0]["prompt"])
     return ""
 

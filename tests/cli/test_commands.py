@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +166,15 @@ def test_vf_runs_every_command_by_its_name(capsys: pytest.CaptureFixture[str]) -
             assert capsys.readouterr().out == parser_of(command).format_help()
     assert umbrella(["compare", "a", "b", "--confidence", "7"]) == 2
     assert capsys.readouterr().err.startswith("vf-compare: --confidence is 7.0")
+
+
+def test_a_command_of_another_package_is_called_as_its_script_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    point = SimpleNamespace(load=lambda: lambda: called.append(sys.argv[:]))
+    monkeypatch.setattr("verifiers.cli.main._commands_of_other_packages", lambda: {"foo": point})
+    monkeypatch.setattr(sys, "argv", ["vf", "foo", "--bar"])
+    assert umbrella() == 0
+    assert called == [["vf-foo", "--bar"]]
 
 
 def test_vf_lists_the_installed_commands_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

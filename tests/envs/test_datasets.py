@@ -146,4 +146,12 @@ def test_a_training_set_that_is_made_when_needed_is_not_made_for_the_count() -> 
         raise AssertionError
 
     env = vf.SingleTurnEnv(dataset=never, eval_dataset=numbered(1))
-    assert count_trained_on(env, env.get_eval_dataset()) == 0
+    assert count_trained_on(env, env.get_eval_dataset()) is None
+
+
+def test_rows_beyond_those_that_are_compared_are_not_called_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verifiers.envs.datasets._MOST_COMPARED", 2)
+    env = vf.SingleTurnEnv(dataset=numbered(1, 2, 3))
+    rows = env.get_dataset()
+    assert count_trained_on(env, rows.select([2])) is None
+    assert count_trained_on(env, rows.select([0, 2])) == 1

@@ -214,10 +214,11 @@ def test_named_eval_sets_are_shown_the_first_two_of_many() -> None:
     total = RunTime(10.0, {"wait": 71.0, "train": 29.0})
     latest = {"reward": 0.5, "eval_easy_reward": 0.9, "eval_easy_reward_stderr": 0.01, "eval_tasks/a/reward": 0.7}
     latest |= {"eval_rewards/exact_reward": 0.3, "eval_of_a_very_long_name_reward": 0.25, "eval_third_reward": 0.1}
+    latest["eval_easy_prompts_trained_on"] = 0.0
     text = "\n".join(drawn(80, latest, total))
     assert "held out easy" in text
     assert "0.900 ± 0.010" in text
-    assert "held out of_a_ver…  0.250" in text
+    assert "not checked of_a_…  0.250" in text
     assert "and 1 more" in text
     assert "0.100" not in text
     assert "0.700" not in text
@@ -305,9 +306,15 @@ def shown(stream: Any, *, rank: int = 0, disable_tqdm: bool = False) -> Progress
         staleness = 1.0 if step == 3 else None
         reward = None if step == 2 else 0.5
         lines.on_log(args, state, None, logs={"reward": reward, "loss": 0.1, "staleness": staleness})
-    evaluation = {"eval_math_reward": 0.75, "eval_math_prompts": 4.0, "eval_rewards/exact_reward": 0.5}
+    evaluation = {
+        "eval_math_reward": 0.75,
+        "eval_math_prompts": 4.0,
+        "eval_math_prompts_trained_on": 0.0,
+        "eval_rewards/exact_reward": 0.5,
+    }
     lines.on_log(args, state, None, logs=evaluation)
     lines.on_log(args, state, None, logs={"eval_reward": 0.25, "eval_prompts_trained_on": 3.0})
+    lines.on_log(args, state, None, logs={"eval_reward": 0.25})
     lines.end(None)
     return lines
 
@@ -316,13 +323,14 @@ def test_a_pipe_gets_one_line_a_log_step() -> None:
     stream = io.StringIO()
     shown(stream)
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
-    assert [line[:10] for line in lines] == ["step  1/10", "step  2/10", *["step  3/10"] * 3]
+    assert [line[:10] for line in lines] == ["step  1/10", "step  2/10", *["step  3/10"] * 4]
     assert "  reward 0.500  loss +0.1000  errors 0" in lines[0]
     assert "  reward -  " in lines[1]
     assert "  staleness -  " in lines[1]
     assert "  staleness 1  " in lines[2]
     assert "held-out reward of math 0.750  (4 prompts, 0 failed" in lines[3]
     assert "reward on trained rows 0.250" in lines[4]
+    assert "reward on unchecked rows 0.250" in lines[5]
     assert "\x1b" not in stream.getvalue()
 
 

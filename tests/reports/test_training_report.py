@@ -110,6 +110,7 @@ def test_every_curve_that_was_logged_is_on_the_page_and_evaluated_ones_by_set(tm
     for name, value in {
         "reward": 0.5,
         "easy_reward": 0.75,
+        "prompts_trained_on": 0.0,
         "easy_prompts_trained_on": 4.0,
         "pass_at_2": 0.625,
         "pass_at_2_stderr": 0.0625,

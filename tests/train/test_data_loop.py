@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verifiers.data.batch_plan import make_plan
+from verifiers.monitoring.learning import LearningSignal
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import group_advantages
@@ -132,15 +133,27 @@ def test_every_rank_logs_the_mean_of_rank_0_and_the_mean_of_all() -> None:
     assert logged[0]["reward/denominator/completions_global"] == 8
 
 
+def test_a_run_that_trains_on_its_kl_alone_has_no_signal() -> None:
+    options = {"kl_in_reward": True, "scale_rewards": "none", "loss_type": "dapo"}
+    batches, logged = run_ranks(a_block([0.0] * 8), beta=0.5, **options)
+    assert any(batch["advantages"].any() for own in batches for batch in own)
+    assert (logged[0]["reward_std"], logged[0]["frac_reward_zero_std"]) == (0.0, 1.0)
+    assert logged[0]["rollouts/with_advantage"] == 0.0
+    signal = LearningSignal()
+    for _ in range(3):
+        signal.take({"steps": 1, **logged[0]})
+    assert "every reward was 0" in str(signal.verdict())
+
+
 def test_the_kl_of_a_rollout_is_subtracted_from_its_reward_whichever_ranks_train_its_rows() -> None:
     rewards = [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
     block = a_block(rewards)
-    batches, logged = run_ranks(block, beta=0.5, kl_in_reward=True, loss_type="dapo")
+    batches, logged = run_ranks(block, beta=0.5, kl_in_reward=True, scale_rewards="none", loss_type="dapo")
     tokens = [sum(row.sampled_tokens for row in rollout.rows) for rollout in block.rollouts]
     assert tokens == [1, 2, 3, 4, 5, 1, 4, 3]
     kl = [0.1 * index * count for index, count in enumerate(tokens)]
     penalised = [reward - 0.5 * nats for reward, nats in zip(rewards, kl, strict=True)]
-    wanted = group_advantages([penalised[:4], penalised[4:]]).advantages
+    wanted = group_advantages([penalised[:4], penalised[4:]], "none").advantages
     found = {}
     for batch in (batch for own in batches for batch in own):
         # a row of dapo has the weight 1

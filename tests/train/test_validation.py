@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from accelerate.utils import DistributedType
 
+import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig
+from verifiers.train.evaluation.eval_sets import choose_eval_sets
+from verifiers.train.validation.eval_settings import check_eval_sets
 from verifiers.train.validation.process_settings import check_processes, refuse_short_ddp_timeout
 
 
@@ -37,6 +40,18 @@ def test_a_copy_of_the_policy_in_this_process_is_refused_where_no_process_holds_
     for sharded in (ranks(DistributedType.FSDP), ranks(DistributedType.DEEPSPEED, zero_stage=3)):
         with pytest.raises(ConfigError, match="rollout_device='cpu'"):
             check_processes(sharded, copying)
+
+
+def test_an_eval_set_without_rows_is_refused_before_the_run(tmp_path: Path) -> None:
+    rows = [{"question": "1?", "answer": "1"}]
+    env = vf.SingleTurnEnv(dataset=rows, eval_dataset=[], rubric=vf.Rubric([len]))
+    args = settings(tmp_path, eval_strategy="steps", eval_steps=1)
+    check_eval_sets(args, choose_eval_sets(env, rows))
+    for sets in (choose_eval_sets(env), choose_eval_sets(env, {"a": []})):
+        with pytest.raises(
+            ConfigError, match=r"eval_strategy is 'steps', but the eval set.* has 0 rows; give it rows"
+        ):
+            check_eval_sets(args, sets)
 
 
 def test_deadlines_that_outlast_the_other_ranks_wait_are_refused_with_their_sum(tmp_path: Path) -> None:

@@ -203,7 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif name == "completion":
         code = run_command("vf", lambda: completion(_completion_parser().parse_args(rest)))
     elif name in (others := _commands_of_other_packages()):
-        code = others[name].load()(rest)
+        # the convention of console scripts: no arguments, and sys.argv has those of the command line
+        sys.argv = [f"vf-{name}", *rest]
+        code = others[name].load()()
     else:
         import difflib
 

@@ -102,17 +102,23 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
     return prompt, "" if answer is None else answer, task or "default", _info(row.get("info"))
 
 
-def count_trained_on(env: Any, rows: Iterable[Mapping[str, Any]]) -> int:
+def count_trained_on(env: Any, rows: Iterable[Mapping[str, Any]]) -> int | None:
     """Return how many of the rows are also training rows of an environment: same prompt, answer and info.
 
     Args:
         env: whose training rows they are compared with, the first `_MOST_COMPARED`. Where they are made by a function
-            that nobody has called yet, it is not called for this, and no row counts.
+            that nobody has called yet, it is not called for this.
         rows: of an evaluation.
+
+    Returns:
+        The number; the least number where there are more training rows than are compared. None where none was found
+        and not all training rows were compared.
     """
     training = vars(env).get("_dataset")
-    if training is None or callable(training):
+    if training is None:
         return 0
+    if callable(training):
+        return None
     evaluated = Counter(map(_asked, rows))
     trained: set[str] = set()
     for row in training.select(range(min(len(training), _MOST_COMPARED))):
@@ -120,6 +126,8 @@ def count_trained_on(env: Any, rows: Iterable[Mapping[str, Any]]) -> int:
             trained.add(asked)
         if len(trained) == len(evaluated):
             break
+    if not trained and evaluated and len(training) > _MOST_COMPARED:
+        return None
     return sum(evaluated[asked] for asked in trained)
 
 

@@ -56,13 +56,13 @@ class ErrorCount:
 class Evaluations:
     """Means of one evaluated set: steps, rewards, standard errors (NaN where there is none).
 
-    `trained_on` is True where prompts of the set are training rows too.
+    `trained_on` is True where prompts of the set are training rows too, and None where that was not checked.
     """
 
     steps: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
-    trained_on: bool = False
+    trained_on: bool | None = None
 
     @property
     def best(self) -> int:
@@ -126,15 +126,16 @@ class Points:
     is_thinned: bool = False
 
 
-def eval_set_label(name: str, *, trained_on: bool) -> str:
-    """Return the label of an eval reward: "held out" or "trained rows", and the name of its set where it has one.
+def eval_set_label(name: str, *, trained_on: bool | None) -> str:
+    """Return the label of an eval reward: "held out", "trained rows" or "not checked", and its set's name if any.
 
     Args:
         name: of the metric.
-        trained_on: prompts of the set are training rows too.
+        trained_on: prompts of the set are training rows too; None where that was not checked.
     """
     inner = name.removeprefix("eval").removesuffix("reward").strip("_")
-    return f"{'trained rows' if trained_on else 'held out'} {inner}".strip()
+    kind = "not checked" if trained_on is None else "trained rows" if trained_on else "held out"
+    return f"{kind} {inner}".strip()
 
 
 def name_eval_reward(name: str, logs: Mapping[str, Any]) -> str:
@@ -145,13 +146,15 @@ def name_eval_reward(name: str, logs: Mapping[str, Any]) -> str:
         logs: with the other metrics of the evaluation.
     """
     inner = name.removeprefix("eval").removesuffix("reward").strip("_")
-    kind = "reward on trained rows" if is_trained_on(name, logs) else "held-out reward"
+    trained_on = is_trained_on(name, logs)
+    kind = "held-out reward" if trained_on is False else f"reward on {'trained' if trained_on else 'unchecked'} rows"
     return f"{kind} of {inner}" if inner else kind
 
 
-def is_trained_on(name: str, logs: Mapping[str, Any]) -> bool:
-    """Return True where the logs of an evaluation say that prompts of an eval reward are training rows too."""
-    return bool(logs.get(f"{name.removesuffix('reward')}prompts_trained_on"))
+def is_trained_on(name: str, logs: Mapping[str, Any]) -> bool | None:
+    """Return whether prompts of an eval reward are training rows too; None where the logs do not have it."""
+    count = logs.get(f"{name.removesuffix('reward')}prompts_trained_on")
+    return None if count is None else bool(count)
 
 
 def read_history(run_dir: str | Path) -> History:
@@ -203,7 +206,7 @@ def _take_evaluations(history: History, line: Mapping[str, Any], step: float) ->
         if EVAL_REWARD.fullmatch(name):
             found = history.evaluations.setdefault(name, Evaluations())
             found.put(step, float(value), spread)
-            found.trained_on |= is_trained_on(name, line)
+            found.trained_on = found.trained_on or is_trained_on(name, line)
         elif detail := _EVAL_DETAIL.fullmatch(name):
             kind = next(kind for kind in ("at_k", "function", "task") if detail[kind])
             label = " ".join(filter(None, (_called(kind, detail[kind]), detail["set"])))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.errors import ConfigError
 from verifiers.evals.store import RESULTS
 from verifiers.monitoring.figures import rounded
+from verifiers.monitoring.history import eval_set_label, is_trained_on
 from verifiers.monitoring.run_log import is_training_run, read_run
 from verifiers.reports.evaluation import comparison_text
 from verifiers.reports.evaluation_data import ROWS_PER_BLOCK, columns_of
@@ -257,7 +258,8 @@ def _training_cells(directory: Path) -> list[tuple[str, ...]]:
     steps = f"{newest.get('step', 0)} of {run.get('max_steps', '?')} steps"
     done = (steps,) if run.get("status") == "finished" else (steps, str(run.get("status", "status unknown")))
     held_out, error = _number(newest, "eval_reward"), _number(newest, "eval_reward_stderr")
-    below = "" if held_out is None else f"held out {_reward(held_out, error)}"
+    label = eval_set_label("eval_reward", trained_on=is_trained_on("eval_reward", newest))
+    below = "" if held_out is None else f"{label} {_reward(held_out, error)}"
     below += f" ± {rounded(error, error)}" if below and error is not None else ""
     reward = (_reward(_number(newest, "reward")), below)
     return [("training",), *_names(run), reward, done, (started_at(run),)]

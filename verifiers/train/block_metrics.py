@@ -64,7 +64,7 @@ def block_metrics(
     metrics["reward"] = metrics["reward/mean_per_completion_global"]
     if everything:
         metrics |= {"reward/min": min(everything), "reward/max": max(everything)}
-    metrics["rollouts/with_advantage"] = float(sum(_has_gradient(given) for given in trained.advantages.values()))
+    metrics["rollouts/with_advantage"] = float(_with_advantage(block, trained))
     deviations = _deviations(block, trained)
     metrics.update(_spread([std for _, std in deviations]))
     metrics.update(_reward_functions(scored))
@@ -83,6 +83,17 @@ def block_metrics(
         metrics["rollouts/chunk_size"] = float(chunk_size)
     metrics["rollouts/total_per_process"] = plan.completions_per_block / plan.num_processes
     return metrics
+
+
+def _with_advantage(block: ScoredBlock, trained: TrainingBlock) -> int:
+    """Return how many rollouts have an advantage; one that is only the KL penalty's does not count."""
+    without = {
+        rollout.key
+        for group, values in zip(block.groups, trained.advantages.result.advantages, strict=True)
+        for rollout, value in zip(group.rollouts, values, strict=True)
+        if value == 0.0 and rollout.advantage is None
+    }
+    return sum(_has_gradient(given) and key not in without for key, given in trained.advantages.items())
 
 
 def _deviations(block: ScoredBlock, trained: TrainingBlock) -> list[tuple[Group, float | None]]:

@@ -84,6 +84,14 @@ def test_equal_rewards_and_failures_have_no_gradient_under_any_estimator(estimat
     assert group_advantages([[None, None]], estimator=estimator).advantages == [[None, None]]
 
 
+def test_equal_rewards_share_a_small_advantage_under_the_baseline_of_reinforce_where_lengths_differ() -> None:
+    tokens = [[2, 2, 2], [2, 2, 8]]
+    found = group_advantages([[1.0] * 3, [0.0, 0.0, 1.0]], estimator="reinforce_plus_plus_baseline", tokens=tokens)
+    # differences -1/3, -1/3, 2/3: over 18 tokens m = (-4/3 + 16/3) / 18 = 2/9
+    variance = (6 * (2 / 9) ** 2 + 4 * (5 / 9) ** 2 + 8 * (4 / 9) ** 2) / 18
+    assert found.advantages[0] == pytest.approx([-2 / 9 / (variance**0.5 + 1e-4)] * 3)
+
+
 def test_a_lone_survivor_is_compared_with_the_whole_block_where_the_estimator_has_no_groups() -> None:
     groups = [rollout(0, 1.0), rollout(1, None, outcome=FAILED)], [rollout(0, 0.0, 1), rollout(1, 0.5, 1)]
     whole = rollout_advantages(block(*groups), estimator="reinforce_plus_plus")

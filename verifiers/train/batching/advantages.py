@@ -9,7 +9,7 @@ Not promised here: any weighting of rollouts against each other in the loss (see
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
@@ -65,7 +65,8 @@ class BlockAdvantages(dict[RolloutKey, float | list[float]]):
     Attributes:
         left_out: why each other rollout of the block is not trained on: the outcome of a failed one
             ("provider_error", ...), "straggler", "masked_truncated", "no_baseline" or "group_incomplete".
-        result: the group statistics behind the advantages, groups in the block's order.
+        result: the advantages and group statistics of the rewards alone, before any penalty, groups in the block's
+            order.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ def group_advantages(
 
     Returns:
         The advantages in the layout of `rewards`. The only reward of a group gets 0.0, since there is nothing
-        to compare it with (but for "reinforce_plus_plus", which compares with every group). Equal rewards get exactly
-        0.0, as does a reward that is the mean up to rounding.
+        to compare it with (but for "reinforce_plus_plus", which compares with every group). Equal rewards of a group
+        get exactly 0.0 under "group" and "rloo", as does a reward that is the mean up to rounding. Under
+        "reinforce_plus_plus_baseline" they get -m / (s + eps), where the mean m of the differences is 0 if all
+        rollouts have as many tokens.
 
     Raises:
         ConfigError: for an unknown `scale_rewards` or `estimator`, or a reward that is infinite or not a number.
@@ -209,7 +212,7 @@ def rollout_advantages(
         scale_rewards: see `group_advantages`.
         eps: see `group_advantages`.
         estimator: see `group_advantages`.
-        penalties: subtracted from the rewards before the statistics; 0 for a rollout that is not named.
+        penalties: subtracted from the rewards before the advantages; 0 for a rollout that is not named.
         require_full_groups: drop every rollout of a group in which one failed.
         mask_truncated_completions: truncated rollouts keep their place in the statistics but get no loss
             (overlong filtering of DAPO, arXiv:2503.14476).
@@ -223,20 +226,29 @@ def rollout_advantages(
     def reward_of(rollout: Rollout) -> float | None:
         if rollout.outcome.is_failure or rollout.reward is None:
             return None
-        reward = 0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward)
-        return reward - (penalties or {}).get(rollout.key, 0.0)
+        return 0.0 if zero_truncated_completions and rollout.is_truncated else float(rollout.reward)
 
-    result = group_advantages(
-        [[reward_of(rollout) for rollout in group.rollouts] for group in block.groups],
-        scale_rewards,
-        eps,
-        require_full_groups=require_full_groups,
-        estimator=estimator,
-        tokens=[[sum(row.sampled_tokens for row in one.rows) for one in group.rollouts] for group in block.groups],
-    )
+    def penalised(rollout: Rollout) -> float | None:
+        reward = reward_of(rollout)
+        return None if reward is None else reward - (penalties or {}).get(rollout.key, 0.0)
+
+    def advantages_of(reward: Callable[[Rollout], float | None]) -> AdvantageResult:
+        return group_advantages(
+            [[reward(rollout) for rollout in group.rollouts] for group in block.groups],
+            scale_rewards,
+            eps,
+            require_full_groups=require_full_groups,
+            estimator=estimator,
+            tokens=[
+                [sum(row.sampled_tokens for row in one.rows) for one in group.rollouts] for group in block.groups
+            ],
+        )
+
+    result = advantages_of(reward_of)
+    trained = result if penalties is None else advantages_of(penalised)
     advantages: dict[RolloutKey, float | list[float]] = {}
     left_out: dict[RolloutKey, str] = {}
-    for group, values, std in zip(block.groups, result.advantages, result.group_stds, strict=True):
+    for group, values, std in zip(block.groups, trained.advantages, result.group_stds, strict=True):
         for rollout, value in zip(group.rollouts, values, strict=True):
             if reward_of(rollout) is None:
                 left_out[rollout.key] = why_unscored(rollout)

@@ -61,8 +61,8 @@ class EvalSet:
         return fingerprint(self.dataset)
 
     @functools.cached_property
-    def prompts_trained_on(self) -> int:
-        """Number of the prompts that are training rows too."""
+    def prompts_trained_on(self) -> int | None:
+        """Number of the prompts that are training rows too; None where that was not checked."""
         return count_trained_on(self.trained_env, self.dataset) if self.trained_env is not None else 0
 
     def metric_prefix(self, prefix: str) -> str:

@@ -94,7 +94,8 @@ class SetEvaluation:
         summary = summarize(results, run.metadata, right_from=self._right_from)
         metrics = evaluation_metrics(summary, self._prefix, results.mean_length)
         metrics[f"{self._prefix}_seconds"] = seconds
-        metrics[f"{self._prefix}_prompts_trained_on"] = float(run.metadata.get("prompts_trained_on") or 0)
+        if (trained_on := run.metadata.get("prompts_trained_on")) is not None:
+            metrics[f"{self._prefix}_prompts_trained_on"] = float(trained_on)
         try:
             run.require_scores()
         except NothingScoredError as error:

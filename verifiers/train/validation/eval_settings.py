@@ -61,7 +61,7 @@ def check_eval_sets(args: GRPOConfig, sets: Sequence[EvalSet]) -> None:
     """Check that there is something to evaluate on, and that evaluations have the metric for the best model.
 
     Raises:
-        ConfigError: no eval set, or a metric that no evaluation of these sets has.
+        ConfigError: no eval set, one without rows, or a metric that no evaluation of these sets has.
     """
     if _name(args.eval_strategy) == "no":
         return
@@ -70,6 +70,12 @@ def check_eval_sets(args: GRPOConfig, sets: Sequence[EvalSet]) -> None:
             raise ConfigError(
                 f"eval_strategy is {_name(args.eval_strategy)!r}, but {eval_set.env_name} has no eval set; give "
                 "it an eval_dataset, give the trainer eval_dataset or eval_env, or set eval_strategy='no'."
+            )
+        if len(eval_set.dataset) == 0:
+            named = f"eval set {eval_set.name!r}" if eval_set.name else "eval set"
+            raise ConfigError(
+                f"eval_strategy is {_name(args.eval_strategy)!r}, but the {named} of {eval_set.env_name} has 0 rows; "
+                "give it rows, or set eval_strategy='no'."
             )
     metric = args.metric_for_best_model
     if metric is None:

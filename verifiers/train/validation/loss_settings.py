@@ -16,6 +16,16 @@ LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "lusp
 
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
+CORRECTION_SETTINGS = (
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_cap",
+    "geometric_mask_min",
+    "geometric_mask_max",
+)
+"""Settings without an effect where the importance correction is off."""
+
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
 """Values of `importance_sampling_level`: the first two are TRL's."""
 
@@ -82,13 +92,16 @@ def _refuse_bad_correction(args: GRPOConfig) -> None:
             f"loss_type='vespo' multiplies the tokens' ratios itself, so vllm_importance_sampling_mode="
             f"{args.vllm_importance_sampling_mode!r} counts a row's ratio once a token; use 'token_truncate'."
         )
-    geometric = args.geometric_mask_min, args.geometric_mask_max
-    if geometric != (None, None) and not (args.importance_correction and args.vllm_importance_sampling_correction):
+    given = [name for name in CORRECTION_SETTINGS if getattr(args, name) != getattr(type(args), name)]
+    if given and not (args.importance_correction and args.vllm_importance_sampling_correction):
         raise ConfigError(
-            f"geometric_mask_min={geometric[0]} and geometric_mask_max={geometric[1]} belong to the correction, "
-            "which is off; set importance_correction=True, or leave them out."
+            f"{', '.join(f'{name}={getattr(args, name)!r}' for name in given)} would change the importance "
+            "correction, which is off; set importance_correction=True, or leave that out."
         )
-    bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    geometric = args.geometric_mask_min, args.geometric_mask_max
+    # TRL copies the deprecated cap to clip_max later
+    cap = args.vllm_importance_sampling_cap
+    bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max if cap is None else cap
     for prefix, (low, high) in {"vllm_importance_sampling_clip": bounds, "geometric_mask": geometric}.items():
         if (low is not None and not 0 <= low <= 1) or (high is not None and not high >= 1):
             raise ConfigError(
@@ -108,6 +121,17 @@ def _refuse_bad_kl(args: GRPOConfig) -> None:
         raise ConfigError(
             f"kl_estimator={estimator!r} with kl_in_reward=True: in the reward k1 alone has the gradient of the KL; "
             "leave kl_estimator out, or set kl_in_reward=False."
+        )
+    if args.kl_in_reward and args.advantage_estimator == "group" and args.scale_rewards not in ("none", False):
+        raise ConfigError(
+            f"kl_in_reward=True with advantage_estimator='group' and scale_rewards={args.scale_rewards!r}: where "
+            "rewards are equal, the division by their deviation scales the KL up to advantages of size 1; set "
+            "scale_rewards='none', or advantage_estimator='rloo'."
+        )
+    if args.kl_in_reward and args.dynamic_sampling:
+        raise ConfigError(
+            "dynamic_sampling replaces groups whose rewards are all equal, which kl_in_reward=True trains by their "
+            "KL; set one of them to False."
         )
     if estimator == "k1" and not args.kl_in_reward and not args.use_bias_correction_kl:
         raise ConfigError(
@@ -129,7 +153,7 @@ def _refuse_bad_advantages(args: GRPOConfig) -> None:
         raise ConfigError(
             "dynamic_sampling replaces groups whose rewards are all equal, which advantage_estimator="
             "'reinforce_plus_plus' learns from, as it compares with the whole block; set dynamic_sampling=False, or "
-            "'reinforce_plus_plus_baseline'."
+            "'reinforce_plus_plus_baseline', where such a group has one advantage for all, 0 if lengths are equal."
         )
 
 
