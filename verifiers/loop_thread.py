@@ -209,12 +209,23 @@ def run_blocking(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     if thread.is_current:
         with concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="verifiers-sync") as pool:
             return pool.submit(lambda: asyncio.run(work())).result()
-    future = asyncio.run_coroutine_threadsafe(work(), thread.loop)
+
+    async def outcome() -> tuple[T, None] | tuple[None, BaseException]:
+        try:
+            return await work(), None
+        except (SystemExit, KeyboardInterrupt) as error:
+            # raised on the loop, they would end it while the next call is on its way there
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(outcome(), thread.loop)
     try:
-        return future.result()
+        result, error = future.result()
     finally:
         # of a caller that was interrupted
         future.cancel()
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
 
 
 def _loop_of_synchronous_calls() -> LoopThread:
