@@ -104,6 +104,7 @@ docs-test: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/rollouts.py
+	$(BIN)/python benchmarks/gateway.py
 	$(BIN)/python benchmarks/evaluate.py
 	$(BIN)/python benchmarks/slots.py
 	$(BIN)/python benchmarks/python_tool.py
