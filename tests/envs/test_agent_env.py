@@ -187,3 +187,19 @@ async def test_an_agent_that_swallows_its_cancellation_is_left_behind(monkeypatc
         rollout = await asyncio.wait_for(played(env_of(run), server, rollout_timeout_s=0.3), 30)
     over.set()
     assert rollout.outcome is Outcome.TIMED_OUT
+
+
+async def test_a_parallel_call_that_failed_is_the_providers_failure_also_where_a_later_one_was_answered() -> None:
+    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+            async def ask(text: str) -> Any:
+                return await client.chat.completions.create(model=model, messages=[{"role": "user", "content": text}])
+
+            results = await asyncio.gather(ask("a"), ask("b"), return_exceptions=True)
+            await ask("c")
+        raise next(result for result in results if isinstance(result, Exception))
+
+    async with FakeOpenAIServer("42", faults=[Fault(400)]) as server:
+        rollout = await played(env_of(run), server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.PROVIDER_ERROR, None)

@@ -131,11 +131,10 @@ class AgentEnv(Environment):
         client.overlong = False
         client.is_cut_off = is_cut or deadline.expired()
         if failure is not None and not client.is_cut_off:
-            cause = client.last_error if session.has_failure() and client.last_error is not None else failure
-            raise AgentError(f"the agent failed: {failure!r}") from cause
-        if newest is None or is_cut:
-            # of a call that the agent gave up, or tried again
-            client.last_error = None
+            # calls are made side by side, so the client's newest error may be another's
+            client.last_error = session.standing_failure
+            raise AgentError(f"the agent failed: {failure!r}") from client.last_error or failure
+        client.last_error = session.standing_failure if newest is not None and not is_cut else None
         return result
 
     async def _call(self, row: RolloutInput, session: Session, base_url: str, model: str) -> Any:

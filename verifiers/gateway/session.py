@@ -196,11 +196,16 @@ class Session:
         read = self._read_by_agent()
         return read[-1].failure if read else None
 
-    def has_failure(self) -> bool:
-        """Return True if the agent was refused a call by a failure of the policy that no later try made good."""
+    @property
+    def standing_failure(self) -> Exception | None:
+        """What failed in the newest call that the agent knows to have failed and that no later try made good."""
         good = {id(each) for known in self._exchanges.values() if any(e.body for e in known) for each in known}
         failures = [each.failure for each in self._read_by_agent() if each.has_failed and id(each) not in good]
-        return any(isinstance(failure, RefusedCallError) and not failure.ends_rollout for failure in failures)
+        for failure in reversed(failures):
+            if isinstance(failure, RefusedCallError) and not failure.ends_rollout:
+                cause = failure.__cause__
+                return cause if isinstance(cause, Exception) else failure
+        return None
 
     def _policy_calls(self) -> list[Exchange]:
         return [exchange for exchange in self._order if self.is_policy(exchange.call)]
