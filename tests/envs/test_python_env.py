@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.envs.python_repl import PythonInterpreter
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.runner import RolloutRunner
 from verifiers.sandbox import open_sandbox
+from verifiers.sandbox.python_repl import PythonInterpreter
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
 

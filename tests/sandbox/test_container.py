@@ -114,6 +114,7 @@ async def test_commands_files_and_processes(state: Path, tool: str) -> None:
         result = await sandbox.run("echo out; echo err >&2; exit 3", timeout_s=10)
         assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3)
         assert (await sandbox.run(["cat"], stdin="fed")).stdout == "fed"
+        assert (await sandbox.run(["sh", "-c", "echo $KEY"], env={"KEY": "secret"})).stdout == "secret\n"
         await sandbox.write("deep/file", b"\x00data")
         assert await sandbox.read("deep/file") == b"\x00data"
         with pytest.raises(FileNotFoundError):
@@ -131,6 +132,8 @@ async def test_commands_files_and_processes(state: Path, tool: str) -> None:
         flood = await sandbox.run("head -c 2000000 /dev/zero")
         assert (len(flood.stdout), flood.dropped_bytes) == (1 << 20, 2_000_000 - (1 << 20))
     executed = [line for line in log(state) if line[0] == "exec"]
+    assert [line for line in executed if "--env=KEY" in line]
+    assert "secret" not in str(executed), "every user of the machine can read arguments"
     # the main process belongs to root, so that commands cannot end it
     assert all("--user=1000:1000" in line for line in executed)
     assert "rm" not in [line[0] for line in log(state)]

@@ -235,6 +235,7 @@ async def test_the_environment_is_the_sandboxs_own(
 ) -> None:
     monkeypatch.setenv("SECRET_API_KEY", "canary")
     async with await open_sandbox(SandboxSpec(isolation, env={"GIVEN": "yes"})) as sandbox:
+        assert "GIVEN=once\n" in (await sandbox.run("env", env={"GIVEN": "once"})).stdout
         lines = (await sandbox.run("env")).stdout.splitlines()
     names = {line.partition("=")[0] for line in lines}
     assert "GIVEN=yes" in lines

@@ -20,11 +20,11 @@ from verifiers.envs.classic.sandboxes import (
 )
 from verifiers.envs.conversation import takes_state_first
 from verifiers.envs.lifecycle import cleanup, maybe_await, teardown
-from verifiers.envs.python_repl import PythonInterpreter, python_command
 from verifiers.envs.signatures import AwaitableDict
 from verifiers.envs.tool_env import StatefulToolEnv, result_text
 from verifiers.envs.tools import NOT_FOR_THE_MODEL
 from verifiers.errors import ConfigError, SandboxError
+from verifiers.sandbox.python_repl import PythonInterpreter, python_command
 from verifiers.sandbox.spec import Sandbox, SandboxSpec
 from verifiers.types import Messages, State
 

@@ -6,6 +6,9 @@ import asyncio
 import functools
 import json
 import logging
+import os
+import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -51,6 +54,9 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._sealed: OrderedDict[str, None] = OrderedDict()
         self._close_runner: Callable[[], Awaitable[None]] | None = None
+        self._runner: web.AppRunner | None = None
+        self._unix_socket: asyncio.Task[str] | None = None
+        self._socket_directory: str | None = None
         self._formats: dict[str, WireFormat] = {}
 
     @property
@@ -81,12 +87,41 @@ class Gateway:
             raise ConfigError(f"the gateway cannot listen on {where}: {error}; give another port.") from error
         host, port = runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
+        self._runner = runner
 
         async def end() -> None:
             on_close()
             await runner.cleanup()
+            if self._socket_directory is not None:
+                shutil.rmtree(self._socket_directory, ignore_errors=True)
 
         self._close_runner = at_loop_end(end)
+
+    async def unix_socket(self) -> str:
+        """Return the path of a Unix socket on which the gateway listens too, from the first call on.
+
+        A sandbox without network can have it mounted. The session's key is needed there as well.
+
+        Raises:
+            ConfigError: there is no place for it.
+        """
+        if self._unix_socket is None:
+            self._unix_socket = asyncio.create_task(self._listen_on_unix_socket())
+        return await asyncio.shield(self._unix_socket)
+
+    async def _listen_on_unix_socket(self) -> str:
+        from aiohttp import web
+
+        assert self._runner is not None
+        # the directory keeps other users out; inside a sandbox any user may connect
+        self._socket_directory = tempfile.mkdtemp(prefix="vf-gateway-")
+        path = os.path.join(self._socket_directory, "socket")
+        try:
+            await web.UnixSite(self._runner, path, backlog=4096).start()
+        except OSError as error:
+            raise ConfigError(f"the gateway cannot listen on {path}: {error}; give another TMPDIR.") from error
+        os.chmod(path, 0o666)
+        return path
 
     async def close(self) -> None:
         """Stop listening and seal every session."""

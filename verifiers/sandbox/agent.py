@@ -193,7 +193,7 @@ class Agent:
         confine(self.limits, message.get("cpu_time_s"))
         try:
             if kind == "exec":
-                execute(message["command"], self.limits)
+                execute(message["command"], {**self.limits.environment, **message.get("env", {})})
             elif kind == "call":
                 answer_call(message, answer)
             elif kind == "read":

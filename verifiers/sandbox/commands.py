@@ -35,13 +35,13 @@ def _write_all(fd: int, data: bytes) -> None:
         left = left[os.write(fd, left) :]
 
 
-def execute(command: str | list[str], limits: Limits) -> None:
+def execute(command: str | list[str], environment: dict[str, str]) -> None:
     """Replace this process by a command, or end it as a shell would where there is no such command."""
     if isinstance(command, str):
         shell = next((path for path in _SHELLS if os.access(path, os.X_OK)), _SHELLS[-1])
         command = [shell, "-c", command]
     try:
-        os.execvpe(command[0], command, limits.environment)
+        os.execvpe(command[0], command, environment)
     except OSError as error:
         say(f"{command[0]}: {error.strerror}\n")
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)

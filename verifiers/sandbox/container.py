@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox.pipes import Drain, Feed, LineReader, PipedProcess, ended
@@ -79,9 +79,10 @@ def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
 class _Client:
     """A running command of the tool, with its pipes."""
 
-    def __init__(self, arguments: Sequence[str], *, stdin: bool) -> None:
+    def __init__(self, arguments: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
             arguments,
+            env={**os.environ, **(env or {})},
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -142,14 +143,17 @@ class ContainerSandbox(SandboxBase):
                 f"image {self.spec.image!r} can be had, or take another level."
             )
 
-    def _exec(self, command: Sequence[str], *, stdin: bool) -> _Client:
+    def _exec(self, command: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None) -> _Client:
         if self._closing is not None:
             raise SandboxError("The sandbox is closed.")
         if self._main.process.poll() is not None:
             raise SandboxError("The sandbox died: its container ended.")
-        options = ["--interactive"] if stdin else []
+        # without its value, which the tool takes from its own environment: an argument could be read by every user
+        options = [*(["--interactive"] if stdin else []), *(f"--env={name}" for name in env or ())]
         return _Client(
-            [self._tool, "exec", *options, f"--user={_USER}", f"--workdir={HOME}", self.name, *command], stdin=stdin
+            [self._tool, "exec", *options, f"--user={_USER}", f"--workdir={HOME}", self.name, *command],
+            stdin=stdin,
+            env=env,
         )
 
     async def _kill_inside(self, *script: str) -> None:
@@ -164,9 +168,15 @@ class ContainerSandbox(SandboxBase):
                 drain.close()
 
     async def _exchange(
-        self, command: Sequence[str], *, stdin: bytes | None, keep_bytes: int, timeout_s: float
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes | None,
+        keep_bytes: int,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
     ) -> tuple[_Client, Drain, Drain, bool]:
-        client = self._exec(command, stdin=stdin is not None)
+        client = self._exec(command, stdin=stdin is not None, env=env)
         flooded = asyncio.Event()
         feed = Feed(client.stdin, stdin, close_after=True) if stdin is not None else None
         out = Drain(client.stdout, keep_bytes, flooded.set)
@@ -198,7 +208,12 @@ class ContainerSandbox(SandboxBase):
         await client.end()
 
     async def run(
-        self, command: str | Sequence[str], *, stdin: str | bytes | None = None, timeout_s: float | None = None
+        self,
+        command: str | Sequence[str],
+        *,
+        stdin: str | bytes | None = None,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> RunResult:
         """Run a command; as in `Sandbox`, but the tool gives the exit code 128 + n for one that signal n killed."""
         if not command:
@@ -210,6 +225,7 @@ class ContainerSandbox(SandboxBase):
             stdin=stdin.encode() if isinstance(stdin, str) else stdin,
             keep_bytes=self.spec.output_bytes,
             timeout_s=self.spec.wall_time_s if timeout_s is None else timeout_s,
+            env=env,
         )
         return RunResult(
             stdout=out.kept.decode(errors="replace"),

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError, SandboxError
@@ -224,7 +224,12 @@ class AgentSandbox(SandboxBase):
         return problem
 
     async def run(
-        self, command: str | Sequence[str], *, stdin: str | bytes | None = None, timeout_s: float | None = None
+        self,
+        command: str | Sequence[str],
+        *,
+        stdin: str | bytes | None = None,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> RunResult:
         """Run a command; as in `Sandbox`."""
         limit_s = self.spec.wall_time_s if timeout_s is None else timeout_s
@@ -237,6 +242,7 @@ class AgentSandbox(SandboxBase):
                 timeout_s=limit_s,
                 command=_command(command),
                 cpu_time_s=math.ceil(limit_s) + 1 if cpu_s is None else cpu_s,
+                env=dict(env or {}),
             )
         return RunResult(
             stdout=out.kept.decode(errors="replace"),

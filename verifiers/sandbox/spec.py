@@ -150,7 +150,12 @@ class Sandbox(Protocol):
     isolation: str
 
     async def run(
-        self, command: str | Sequence[str], *, stdin: str | bytes | None = None, timeout_s: float | None = None
+        self,
+        command: str | Sequence[str],
+        *,
+        stdin: str | bytes | None = None,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> RunResult:
         """Run a command in the sandbox's directory and wait for its end. Up to a quarter of `processes` run at once.
 
@@ -161,6 +166,7 @@ class Sandbox(Protocol):
             command: a list is run as it is, a string by the shell (bash where there is one, else sh).
             stdin: what the command can read.
             timeout_s: wall time in seconds from its start; None takes the spec's.
+            env: variables for this command beside the spec's.
 
         Raises:
             SandboxError: the sandbox is closed or died.

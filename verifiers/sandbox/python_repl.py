@@ -1,6 +1,6 @@
 """Host side of a Python interpreter in a sandbox: cells in, text out, and a new interpreter where one is lost.
 
-What the process executes, and how the two sides talk, is in `verifiers.envs.python_driver`.
+What the process executes, and how the two sides talk, is in `verifiers.sandbox.python_driver`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import importlib.resources
 import secrets
 import sys
 
-from verifiers.envs.python_driver import CODEC
 from verifiers.errors import SandboxError
+from verifiers.sandbox.python_driver import CODEC
 from verifiers.sandbox.spec import Sandbox, SandboxProcess
 
 __all__ = ["PythonInterpreter", "python_command"]
@@ -27,7 +27,7 @@ def python_command(isolation: str) -> str:
 
 @functools.cache
 def _driver() -> str:
-    return importlib.resources.files("verifiers.envs").joinpath("python_driver.py").read_text(encoding="utf-8")
+    return importlib.resources.files("verifiers.sandbox").joinpath("python_driver.py").read_text(encoding="utf-8")
 
 
 class PythonInterpreter:
