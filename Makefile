@@ -112,6 +112,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/dataserver.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/padding.py
+	$(BIN)/python benchmarks/log_probs.py
 	$(BIN)/python benchmarks/trl.py
 
 # against a real vLLM

@@ -1,9 +1,8 @@
 """GRPOTrainer: one class over TRL's, which holds the parts of a run.
 
-Inherited from `trl.GRPOTrainer`: `_compute_loss` with all loss types, log-probs, the reference model, PEFT, FSDP,
-DeepSpeed, logging and callbacks. The parts: the batch plan, the rollout prefetcher, the data loop, the weight
-publisher, the evaluator, checkpoints and the monitor. tests/train/test_trl_contract.py lists and guards the private
-names of TRL that are used.
+Inherited from `trl.GRPOTrainer`: `_compute_loss` with all loss types, the reference model, PEFT, FSDP, DeepSpeed,
+logging and callbacks. The parts: the batch plan, the rollout prefetcher, the data loop, the weight publisher, the
+evaluator, checkpoints and the monitor. tests/train/test_trl_contract.py guards the names of TRL that are used.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
+from verifiers.train.loss.fused_head import fuse_heads
 from verifiers.train.loss.grpo_loss import CorrectedLoss, micro_step_loss, only_advantages_matter
 from verifiers.train.loss.logprobs import PolicyLogprobs
 from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
@@ -135,6 +135,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if args.kl_in_reward:
             self.beta = 0.0
         disable_dropout(self.model, warns=self.is_world_process_zero())
+        fuse_heads(self)
         check_processes(self.accelerator, args)
         self.last_block: ScoredBlock | None = None
         if args.streaming:

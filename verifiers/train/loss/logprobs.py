@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verifiers.errors import ConfigError
 from verifiers.train.distributed import Ranks
+from verifiers.train.loss.fused_head import head_log_probs
 
 __all__ = ["PolicyLogprobs", "assemble_old_log_probs", "log_probs_of_copy"]
 
@@ -102,17 +103,12 @@ class PolicyLogprobs:
         return logps
 
 
-_TILE = 4_096 * 32_768
-"""Logits held at once, as many as TRL holds in its loss."""
-
-
 @torch.no_grad()
 def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float, batch_size: int) -> Tensor:
     """Return the log-probs (R, C) of a micro-batch's completions by a plain causal language model, on its device.
 
     Args:
-        copy: a frozen model of transformers, whose forward gives logits. Where these are its head's alone, they are
-            made tile by tile, and never of all tokens at once.
+        copy: a frozen model of transformers.
         batch: prompt_ids and prompt_mask (R, P), completion_ids and completion_mask (R, C).
         temperature: divides the logits.
         batch_size: rows in one forward pass.
@@ -120,40 +116,13 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
     ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(copy.device)
     mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(copy.device)
     width = batch["completion_ids"].size(1)
-    head = _plain_head(copy, ids_RT[:1])
     found = []
     for ids, mask in zip(ids_RT.split(batch_size), mask_RT.split(batch_size), strict=True):
-        given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-        if head is None:
-            states, to_logits = copy(**given, logits_to_keep=width + 1).logits[:, :-1], torch.nn.Identity()
-        else:
-            states, to_logits = copy.base_model(**given).last_hidden_state[:, -width - 1 : -1], head
-        flat_ids = ids[:, -width:].reshape(-1)
-        tokens = max(1, _TILE // copy.config.get_text_config().vocab_size)
-        tiles = zip(states.flatten(0, 1).split(tokens), flat_ids.split(tokens), strict=True)
-        logps = [_log_probs(to_logits(tile), tile_ids, temperature) for tile, tile_ids in tiles]
-        found.append(torch.cat(logps).view(len(ids), width))
+        body = copy.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+        states = body.last_hidden_state[:, -width - 1 : -1].flatten(0, 1)
+        logps, _ = head_log_probs(copy, states, ids[:, -width:].flatten(), temperature)
+        found.append(logps.view(len(ids), width))
     return torch.cat(found)
-
-
-def _log_probs(logits_NV: Tensor, ids_N: Tensor, temperature: float) -> Tensor:
-    scaled = logits_NV.float() / temperature
-    return scaled.gather(1, ids_N[:, None]).squeeze(1) - scaled.logsumexp(dim=-1)
-
-
-def _plain_head(copy: Any, ids_1T: Tensor) -> Any:
-    """Return the model's last layer where that alone makes its logits of the last states, else None.
-
-    Some models scale or cap their logits; two tokens show whether this one does.
-    """
-    head = copy.get_output_embeddings()
-    few = ids_1T[:, :2]
-    states = getattr(copy.base_model(input_ids=few, use_cache=False), "last_hidden_state", None)
-    if head is None or states is None:
-        return None
-    logits = copy(input_ids=few, use_cache=False).logits
-    made = head(states)
-    return head if made.shape == logits.shape and torch.equal(made, logits) else None
 
 
 def assemble_old_log_probs(
