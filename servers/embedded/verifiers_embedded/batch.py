@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from verifiers_embedded.attention import Prompts, filled_up, install, laid_out, row_groups
 from verifiers_embedded.cache import SlotCache
 from verifiers_embedded.constraints import Guide, forbid
+from verifiers_embedded.decoding import FixedPass, Record, upload
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.generation import Sequence
 from verifiers_embedded.prefixes import BLOCK, PrefixStore
@@ -41,6 +43,7 @@ class ActiveBatch:
         max_model_len: most tokens of one sequence, prompt and completion together.
         prefix_bytes: memory for keys and values of finished sequences, which later prompts may continue.
         backend: of torch.compile, for the passes of one token a sequence; None runs them as they are.
+        record: `decoding.cuda_graph`, for the same passes; None runs them as they are.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class ActiveBatch:
         max_model_len: int,
         prefix_bytes: int = 0,
         backend: str | Callable[..., Any] | None = None,
+        record: Record | None = None,
     ) -> None:
         self.sequences: list[Sequence] = []
         self.prefixes = PrefixStore(prefix_bytes)
@@ -58,13 +62,16 @@ class ActiveBatch:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._windows = attention_windows(model.config)
-        self._compiled = None if backend is None else torch.compile(model, backend=backend, dynamic=False)
-        self._by_length = install(model) and backend is None
+        fixed = backend is not None or record is not None
+        one_token = model if backend is None else torch.compile(model, backend=backend, dynamic=False)
+        run = partial(self._one_token, one_token)
+        self._fixed_pass = FixedPass(lambda last: run(last, self.allocated[1]), record) if fixed else None
+        self._by_length = install(model) and not fixed
         self._packs_prompts = self._by_length and list(self._windows.values()) == [None]
         self._block = max(ROWS_APART, -(-slots // 4)) if self._by_length else slots
         config = model.config.get_text_config()
         self._slots = slots
-        self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, fixed=self._compiled is not None)
+        self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, fixed=fixed)
         self._sampler: BatchSampler | None = None
         self._guides: list[tuple[int, Guide]] = []
 
@@ -146,27 +153,28 @@ class ActiveBatch:
         tokens = [item.tokens[-1] for item in self.sequences]
         places = [length - 1 for length in lengths]
         self._cache.reserve(len(lengths), max(lengths))
-        columns = self._filled_up(max(lengths))
-        forward, layout = self._model, None
-        if self._by_length:
-            layout = row_groups(lengths, columns, self._dtype)
-        if self._compiled is not None and self._cache.ready:
+        if self._fixed_pass is not None and self._cache.ready:
             # rows without a sequence write to a column that a prompt writes to before it is read
             empty = [0] * (self._slots - len(lengths))
-            forward, tokens, places = self._compiled, tokens + empty, places + empty
-            columns = self.allocated[1]
-        last = torch.tensor([tokens, places], device=self._device)
+            last = upload([tokens + empty, places + empty], self._device)
+            return self._fixed_pass(last, self._cache.place)[: len(lengths)]
+        columns = self._filled_up(max(lengths))
+        with laid_out(row_groups(lengths, columns, self._dtype) if self._by_length else None):
+            return self._one_token(self._model, upload([tokens, places], self._device), columns)
+
+    def _one_token(self, forward: Callable[..., Any], last: torch.Tensor, columns: int) -> torch.Tensor:
+        """Return the logits after ids at positions, `last` (2, rows); waits for nothing."""
         ids, positions = last[0], last[1]
         self._cache.begin_decode(positions, columns)
-        with laid_out(layout):
-            output = forward(
-                input_ids=ids[:, None],
-                position_ids=positions[:, None],
-                attention_mask=self._masks(positions[:, None], columns),
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-        return output.logits[: len(lengths), -1]
+        output = forward(
+            input_ids=ids[:, None],
+            position_ids=positions[:, None],
+            attention_mask=self._masks(positions[:, None], columns),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
 
     def _filled_up(self, columns: int) -> int:
         return min(filled_up(columns, self._dtype), self.allocated[1]) if self._by_length else columns
@@ -251,11 +259,11 @@ class ActiveBatch:
             # Padding goes to the column of the last token, which the decode pass writes before it reads.
             ids.append(new + [tokens[-1]] * padding)
             places.append([*range(start, start + len(new)), *[len(tokens) - 1] * padding])
-        rows = torch.tensor([row for row, _ in group], device=self._device)
-        positions = torch.tensor(places, device=self._device)
+        rows = upload([row for row, _ in group], self._device)
+        positions = upload(places, self._device)
         self._cache.begin_extend(rows, positions, columns)
         self._body(
-            input_ids=torch.tensor(ids, device=self._device),
+            input_ids=upload(ids, self._device),
             position_ids=positions,
             attention_mask=self._masks(positions, columns),
             past_key_values=self._cache,
@@ -274,12 +282,12 @@ class ActiveBatch:
                 source.extend(range(start, start + len(prefix)))
             start += len(prefix)
         lengths = [len(prefix) for prefix in prefixes]
-        self._cache.begin_packed(torch.tensor(cells, device=self._device), torch.tensor(source, device=self._device))
+        self._cache.begin_packed(upload(cells, self._device), upload(source, self._device))
         # The mask only keeps the model from making one: the layout says what each token may see.
         with laid_out(Prompts(tuple((len(list(run)), length) for length, run in groupby(lengths)))):
             self._body(
-                input_ids=torch.tensor([ids], device=self._device),
-                position_ids=torch.cat([torch.arange(length) for length in lengths])[None].to(self._device),
+                input_ids=upload([ids], self._device),
+                position_ids=upload([[place for length in lengths for place in range(length)]], self._device),
                 attention_mask=torch.zeros((1, 1, 1, 1), dtype=self._dtype, device=self._device),
                 past_key_values=self._cache,
                 use_cache=True,
@@ -292,12 +300,12 @@ class ActiveBatch:
         padded = [prefix + (prefix[0],) * (length - len(prefix)) for prefix in prefixes]
         rows = [row for prefix in prefixes for row in rows_of[prefix]]
         source = [index for index, prefix in enumerate(prefixes) for _ in rows_of[prefix]]
-        self._cache.begin_prefill(torch.tensor(rows, device=self._device), torch.tensor(source, device=self._device))
+        self._cache.begin_prefill(upload(rows, self._device), upload(source, self._device))
         positions = torch.arange(length, device=self._device)[None].expand(len(prefixes), -1)
         # The head is left out: no logits are needed here, and over a prompt they are the largest tensor of
         # all.
         self._body(
-            input_ids=torch.tensor(padded, device=self._device),
+            input_ids=upload(padded, self._device),
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,

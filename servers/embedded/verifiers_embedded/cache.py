@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from verifiers_embedded.decoding import upload
+
 _COLUMN_STEP = 64
 _MOST_SHAPES = 7
 """Sizes of a cache of fixed shapes; torch gives up compiling after 8."""
@@ -117,6 +119,12 @@ class _SlotLayer(CacheLayerMixin):
             self.keys[target, :columns] = self.keys[source, :columns]
             self.values[target, :columns] = self.values[source, :columns]
 
+    def zero(self) -> None:
+        """Forget all content, and keep the tensors where they are."""
+        if self.keys is not None and self.values is not None:
+            self.keys.zero_()
+            self.values.zero_()
+
     def clear(self) -> None:
         """Frees the tensors."""
         self.keys = self.values = None
@@ -145,12 +153,16 @@ class SlotCache(Cache):
         max_rows: the number of slots; rows are allocated up to it.
         max_columns: the longest sequence in tokens; columns are allocated up to it.
         fixed: allocate all rows, and columns in few sizes, for passes that read all that is allocated: what
-            is compiled for these shapes then fits every step.
+            is compiled or recorded for these shapes then fits every step. Such memory is held while idle, too.
+
+    Attributes:
+        place: changes where the tensors move in memory.
     """
 
     def __init__(self, layers: int, max_rows: int, max_columns: int, *, fixed: bool = False) -> None:
         self._writes = _Writes()
         self._fixed = fixed
+        self.place = 0
         self._max_rows = max_rows
         self._max_columns = max_columns
         self._slot_layers = [_SlotLayer(self._writes) for _ in range(layers)]
@@ -205,6 +217,7 @@ class SlotCache(Cache):
         for layer in self._slot_layers:
             layer.resize(rows, columns)
         self._writes.rows, self._writes.columns = rows, columns
+        self.place += 1
 
     def begin_prefill(self, rows: torch.Tensor, source: torch.Tensor) -> None:
         """Prepare for a pass of whole prompts: its batch row ``source[i]`` goes to cache row ``rows[i]``."""
@@ -246,13 +259,16 @@ class SlotCache(Cache):
 
     def move(self, source: list[int], target: list[int], columns: int, device: torch.device) -> None:
         """Copy the first `columns` tokens of rows `source` over rows `target`."""
-        source_ids = torch.tensor(source, device=device)
-        target_ids = torch.tensor(target, device=device)
+        source_ids, target_ids = upload([source, target], device)
         for layer in self._slot_layers:
             layer.move(source_ids, target_ids, columns)
 
     def clear(self) -> None:
-        """Frees all memory and forgets all content; what is needed again must be prefilled."""
+        """Forget all content, which must be prefilled again; frees the memory unless shapes are fixed."""
+        if self._fixed:
+            for layer in self._slot_layers:
+                layer.zero()
+            return
         for layer in self._slot_layers:
             layer.clear()
         self._writes.rows = self._writes.columns = 0

@@ -74,6 +74,11 @@ def parser() -> CommandParser:
         action="store_true",
         help="torch.compile for the passes of one token a sequence; takes some time at the first requests",
     )
+    add(
+        "--cuda-graphs",
+        action="store_true",
+        help="on a GPU, replay the passes of one token a sequence as CUDA graphs, at fixed shapes",
+    )
     add("--threads", type=_positive, metavar="N", help="CPU threads for torch (default: torch's choice)")
     add = command.group("process")
     add("--parent-pid", type=_positive, metavar="PID", help="end when this process ends")
@@ -136,6 +141,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             max_body_bytes=arguments.max_body_mib * 2**20,
             threads=arguments.threads,
             backend="inductor" if arguments.compile else None,
+            graphs=arguments.cuda_graphs,
             seed=secrets.randbits(64) if arguments.seed is None else arguments.seed % 2**64,
         )
         return serve(settings, listener)

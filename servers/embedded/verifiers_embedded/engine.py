@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from verifiers_embedded.batch import ActiveBatch
+from verifiers_embedded.decoding import Record
 from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped, GrammarFailed
 from verifiers_embedded.generation import Generation, GenerationRequest, Sequence, Watcher, WeightVersion
 from verifiers_embedded.sampling import NoiseStream
@@ -47,6 +48,7 @@ class Engine:
         prefix_bytes: memory for keys and values of finished sequences; a prompt that begins like one of them
             is computed from there on. A reload empties it.
         backend: of torch.compile, such as "inductor"; None compiles nothing.
+        record: `decoding.cuda_graph`, or None to record no passes.
     """
 
     def __init__(
@@ -59,12 +61,13 @@ class Engine:
         threads: int | None = None,
         prefix_bytes: int = 0,
         backend: str | Callable[..., Any] | None = None,
+        record: Record | None = None,
     ) -> None:
         self._model = model
         self._decode = decode
         self._slots = slots
         self._threads = threads
-        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, backend)
+        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, backend, record)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()

@@ -18,6 +18,7 @@ import torch
 from aiohttp import web
 
 from verifiers_embedded.app import Routes
+from verifiers_embedded.decoding import Record
 from verifiers_embedded.engine import Engine
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.loading import LoadedModel, prepared
@@ -68,6 +69,7 @@ class InProcessServer:
         tool_format: as in `ChatText`.
         seed: of the stream from which requests without a seed get theirs.
         backend: of torch.compile, such as "inductor"; None compiles nothing.
+        record: `decoding.cuda_graph`, or None to record no passes.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class InProcessServer:
         tool_format: str = "auto",
         seed: int = 0,
         backend: str | Callable[..., Any] | None = None,
+        record: Record | None = None,
     ) -> None:
         self.loaded = loaded
         self.text = ChatText(loaded.tokenizer, tool_format)
@@ -92,6 +95,7 @@ class InProcessServer:
             threads=threads,
             prefix_bytes=prefix_bytes,
             backend=backend,
+            record=record,
         )
         self.name = name
         self.url = ""

@@ -3,7 +3,7 @@
 A token is the one with the largest probability divided by its own Exp(1) number (the Gumbel-max trick, Gumbel 1954).
 The numbers depend on the seed, the position and the token id alone, so what is drawn for a request does not depend on
 which others share its batch: the rounding of another batch changes a token only where two are tied to within that
-rounding, while it moves every border of a cumulative distribution. torch is imported when first used.
+rounding, while it moves every border of a cumulative distribution.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from verifiers_embedded.decoding import upload
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
@@ -82,26 +81,62 @@ def seed_of_choice(seed: int, index: int) -> int:
 
 
 class NoiseStream:
-    """Exp(1) numbers for the tokens of one position after another, by the seed alone.
+    """Exp(1) numbers for the tokens of one position after another, by the seed alone: numpy's (Philox), on the CPU.
 
-    On the CPU they are numpy's (Philox); on another device those of its own torch generator.
+    Attributes:
+        seed: of the stream.
+        position: how many positions were drawn.
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
+        self.seed, self.position = seed, 0
         self._bits = np.random.Generator(np.random.Philox(key=seed))
-        self._on_device: torch.Generator | None = None
 
     def fill(self, noise_V: torch.Tensor) -> None:
         """Write the next position's numbers into a float64 tensor: in float32 those near 0 would be too coarse."""
-        import torch
+        self._bits.standard_exponential(out=noise_V.numpy())
 
-        if noise_V.device.type == "cpu":
-            self._bits.standard_exponential(out=noise_V.numpy())
-            return
-        if self._on_device is None:
-            self._on_device = torch.Generator(noise_V.device).manual_seed(self._seed)
-        noise_V.exponential_(generator=self._on_device)
+
+class DeviceNoise:
+    """Exp(1) numbers for the tokens of many rows at once, by seed, position and token id, with no work on the host.
+
+    A counter-based generator: two rounds of SplitMix64's finalizer (Steele et al., "Fast splittable pseudorandom
+    number generators", 2014), over seed and position, then over that and the token id.
+
+    Args:
+        streams: seed and next position of each row.
+    """
+
+    def __init__(self, streams: Sequence[NoiseStream], device: torch.device) -> None:
+        rows = [[_signed(stream.seed), stream.position] for stream in streams]
+        self._seeds, self._positions = upload(rows, device).unsqueeze(-1).unbind(1)
+
+    def next(self, vocabulary: int) -> torch.Tensor:
+        """Return the next position's numbers, float64 (rows, vocabulary)."""
+        tokens = torch.arange(1, vocabulary + 1, device=self._seeds.device)
+        keys = _mixed(self._seeds + (self._positions + 1) * _GOLDEN)
+        bits = _mixed(keys + tokens * _GOLDEN)
+        self._positions = self._positions + 1
+        uniform = _shifted(bits, 11).double().mul_(2.0**-53)
+        return uniform.neg_().log1p_().neg_().clamp_(min=2.0**-54)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+
+
+def _mixed(state: torch.Tensor) -> torch.Tensor:
+    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    return state ^ _shifted(state, 31)
+
+
+def _shifted(state: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift to the right as unsigned numbers do."""
+    return (state >> by) & ((1 << (64 - by)) - 1)
 
 
 class BatchSampler:
@@ -110,25 +145,31 @@ class BatchSampler:
     The log-probability returned is that of the distribution drawn from: after temperature, after truncation
     and renormalisation. A greedy row's is the one at temperature 1, since its own distribution has a single
     point.
+
+    Args:
+        rows: settings of each row.
+        device: of the logits.
+        host_noise: numbers come from `NoiseStream`; False for `DeviceNoise`. None: on the CPU they do.
     """
 
-    def __init__(self, rows: Sequence[SamplingParameters], device: torch.device) -> None:
-        import torch
+    def __init__(
+        self, rows: Sequence[SamplingParameters], device: torch.device, *, host_noise: bool | None = None
+    ) -> None:
+        self._host_noise = device.type == "cpu" if host_noise is None else host_noise
+        self._device_noise: DeviceNoise | None = None
 
         temperatures = [1.0 if row.greedy else row.temperature for row in rows]
         self._temperatures: torch.Tensor | None = None
         if any(value != 1.0 for value in temperatures):
-            self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None]
+            self._temperatures = upload(temperatures, device, torch.float32)[:, None]
         self._greedy_rows = _index([i for i, row in enumerate(rows) if row.greedy], device)
         truncated = [(i, row) for i, row in enumerate(rows) if row.truncated]
         self._truncated_rows = _index([i for i, _ in truncated], device)
         self._drawn_rows = [i for i, row in enumerate(rows) if not row.greedy]
         self._noise: torch.Tensor | None = None
         self._tops = [row.top_logprobs for row in rows]
-        self._top_rows = _index([i for i, row in enumerate(rows) if row.top_logprobs], device)
-        self._limits = torch.tensor(
-            [[row.top_k, row.top_p, row.min_p] for _, row in truncated], dtype=torch.float32, device=device
-        )
+        self._top_rows = [i for i, row in enumerate(rows) if row.top_logprobs]
+        self._limits = upload([[row.top_k, row.top_p, row.min_p] for _, row in truncated], device, torch.float32)
 
     def sample(self, logits_NV: torch.Tensor, noise: Sequence[NoiseStream]) -> Draw:
         """One token for every row.
@@ -140,8 +181,6 @@ class BatchSampler:
 
         A row whose logits hold NaN gets a log-probability that is not finite; the caller checks for it.
         """
-        import torch
-
         logits = logits_NV.float()
         scaled = logits if self._temperatures is None else logits / self._temperatures
         log_probs = torch.log_softmax(scaled, dim=-1)
@@ -160,23 +199,25 @@ class BatchSampler:
         return Draw([int(value) for value in ids], values, self._likeliest(log_probs))
 
     def _likeliest(self, log_probs_NV: torch.Tensor) -> list[list[tuple[int, float]]]:
-        import torch
-
         found: list[list[tuple[int, float]]] = [[] for _ in self._tops]
-        if self._top_rows is None:
+        if not self._top_rows:
             return found
         count = min(max(self._tops), log_probs_NV.shape[1])
         values, ids = log_probs_NV[self._top_rows].topk(count, dim=-1)
         columns = torch.stack([ids.double(), values.double()]).tolist()
-        for row, row_ids, row_values in zip(self._top_rows.tolist(), *columns, strict=True):
+        for row, row_ids, row_values in zip(self._top_rows, *columns, strict=True):
             pairs = zip(row_ids[: self._tops[row]], row_values[: self._tops[row]], strict=True)
             found[row] = [(int(token), value) for token, value in pairs if value > -math.inf]
         return found
 
     def _race(self, log_probs_NV: torch.Tensor, noise: Sequence[NoiseStream]) -> torch.Tensor:
         """Return each row's token with the largest probability divided by its number."""
-        import torch
-
+        if not self._host_noise:
+            if self._device_noise is None:
+                self._device_noise = DeviceNoise(noise, log_probs_NV.device)
+            for stream in noise:
+                stream.position += 1
+            return (log_probs_NV.exp() / self._device_noise.next(log_probs_NV.shape[1])).argmax(dim=-1)
         if self._noise is None or self._noise.shape != log_probs_NV.shape:
             self._noise = torch.ones_like(log_probs_NV, dtype=torch.float64)
         for row in self._drawn_rows:
@@ -193,8 +234,6 @@ def truncate(log_probs_NV: torch.Tensor, limits_N3: torch.Tensor) -> torch.Tenso
 
     Exactly k tokens are left by top_k; among equals the one with the lower id stays.
     """
-    import torch
-
     top_k, top_p, min_p = limits_N3[:, 0:1], limits_N3[:, 1:2], limits_N3[:, 2:3]
     ordered, order = log_probs_NV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[1], device=ordered.device)[None]
@@ -208,6 +247,4 @@ def truncate(log_probs_NV: torch.Tensor, limits_N3: torch.Tensor) -> torch.Tenso
 
 
 def _index(rows: list[int], device: torch.device) -> torch.Tensor | None:
-    import torch
-
-    return torch.tensor(rows, dtype=torch.long, device=device) if rows else None
+    return upload(rows, device) if rows else None

@@ -13,7 +13,9 @@ from aiohttp import web
 
 from verifiers.server_process import cannot_listen, end_by_signals, is_loopback_address, url_of, write_port_file
 from verifiers_embedded.app import Routes
+from verifiers_embedded.decoding import cuda_graph
 from verifiers_embedded.engine import Engine
+from verifiers_embedded.errors import StartError
 from verifiers_embedded.loading import LoadedModel, load_model
 from verifiers_embedded.prompts import ChatText
 
@@ -26,7 +28,7 @@ _SWITCH_S = 0.0005
 class Settings:
     """The settings of the command line. Sizes are in tokens, `slots` in sequences; None stands for the default.
 
-    `backend` is that of torch.compile, None for none.
+    `backend` is that of torch.compile, None for none; `graphs` records CUDA graphs.
     """
 
     model: Path
@@ -45,6 +47,7 @@ class Settings:
     max_body_bytes: int
     threads: int | None
     backend: str | None
+    graphs: bool
     seed: int
 
 
@@ -58,6 +61,8 @@ def serve(settings: Settings, listener: socket.socket) -> int:
     Raises:
         StartError: the model or the address cannot be used.
     """
+    if settings.graphs and (settings.device == "cpu" or not torch.cuda.is_available()):
+        raise StartError("--cuda-graphs needs a model on a GPU, and this one would be on the CPU; leave the flag out")
     # The engine gives up the interpreter at every tensor operation and waits this long, at worst, to get it
     # back from the thread that talks HTTP; Python's 5 ms would be as much as a whole step of a small model.
     sys.setswitchinterval(_SWITCH_S)
@@ -80,6 +85,7 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
         threads=settings.threads,
         prefix_bytes=settings.prefix_bytes,
         backend=settings.backend,
+        record=cuda_graph if settings.graphs else None,
     )
     name = settings.model_name or settings.model.resolve().name
     routes = Routes(

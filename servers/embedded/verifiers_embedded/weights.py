@@ -98,10 +98,20 @@ def match_weights(model: Any, given: dict[str, torch.Tensor]) -> Copies:
 
 
 def copy_weights(copies: Copies) -> None:
-    """Write the new values into the live tensors, converting dtype and device."""
+    """Write the new values into the live tensors, converting dtype and device; return once they are there.
+
+    Copies to a GPU are queued one behind the other, from pinned memory where they come from the host, and waited for
+    once: whoever gave the tensors may then change them.
+    """
+    devices = set()
     with torch.no_grad():
         for target, source in copies:
-            target.copy_(source)
+            if target.device.type == "cuda":
+                devices.add(target.device)
+                source = source.pin_memory() if source.device.type == "cpu" else source
+            target.copy_(source, non_blocking=True)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _torn(groups: Iterable[list[str]], given: dict[str, torch.Tensor]) -> list[str]:

@@ -163,6 +163,12 @@ def test_binding_to_every_address_says_what_that_exposes(run_command: Any, model
     assert "replace its weights" in ended.err
 
 
+def test_cuda_graphs_are_refused_on_the_cpu(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+    code, message = refuse(capsys, "--model", str(model_dir), "--port", "0", "--device", "cpu", "--cuda-graphs")
+    assert code == 2
+    assert "--cuda-graphs needs a model on a GPU" in message
+
+
 def test_the_command_knows_its_arguments_without_loading_torch() -> None:
     code = "import sys; import verifiers_embedded.cli as cli; cli.parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

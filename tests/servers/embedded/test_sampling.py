@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from verifiers_embedded.sampling import BatchSampler, NoiseStream, SamplingParameters, truncate
+from verifiers_embedded.sampling import BatchSampler, DeviceNoise, NoiseStream, SamplingParameters, truncate
 
 CPU = torch.device("cpu")
 PROBABILITIES = [0.5, 0.2, 0.15, 0.1, 0.05]
@@ -88,3 +88,40 @@ def test_rounding_changes_no_token() -> None:
     for _ in range(draws):
         rounded = logits + 1e-5 * torch.randn(1, vocabulary, generator=rounding)
         assert sampler.sample(logits, [stream]).tokens == sampler.sample(rounded, [rounded_stream]).tokens
+
+
+def device_numbers(seeds: list[int], positions: int, size: int) -> torch.Tensor:
+    noise = DeviceNoise([NoiseStream(seed) for seed in seeds], CPU)
+    return torch.stack([noise.next(size) for _ in range(positions)])
+
+
+def test_a_gpus_numbers_are_exponential_and_independent() -> None:
+    numbers = device_numbers([0, 1, 2, 2**64 - 1], 10, 25_000).flatten().sort().values
+    # Kolmogorov-Smirnov of a million numbers: above 2.3 / sqrt(n) once in 25,000 tries
+    steps = torch.arange(len(numbers), dtype=torch.float64) / len(numbers)
+    assert (steps + numbers.neg().expm1()).abs().max() < 2.3 / len(numbers) ** 0.5
+    assert numbers[0] > 0
+    grid = device_numbers(list(range(64)), 64, 64)
+    for neighbours in (grid[1:] * grid[:-1], grid[:, 1:] * grid[:, :-1], grid[:, :, 1:] * grid[:, :, :-1]):
+        # the product of two independent ones has mean 1 and variance 3
+        assert abs(neighbours.mean() - 1) < 4 * (3 / neighbours.numel()) ** 0.5
+
+
+def test_a_gpus_tokens_come_as_often_as_their_probabilities_say_and_by_their_seed_alone() -> None:
+    rows = 20_000
+    logits = torch.tensor([PROBABILITIES] * rows).log()
+    sampler = BatchSampler([SamplingParameters(0)] * rows, CPU, host_noise=False)
+    draws = [sampler.sample(logits, streams).tokens for streams in [[NoiseStream(seed) for seed in range(rows)]] * 2]
+    for tokens in draws:
+        expected = torch.tensor(PROBABILITIES) * rows
+        assert ((torch.bincount(torch.tensor(tokens), minlength=5) - expected) ** 2 / expected).sum() < 23.5
+    assert draws[0] != draws[1]
+    # alone in its batch, and with other rows between the two positions
+    stream = NoiseStream(7)
+    found = [
+        BatchSampler([SamplingParameters(0)] * count, CPU, host_noise=False)
+        .sample(logits[:count], [*map(NoiseStream, range(count - 1)), stream])
+        .tokens[-1]
+        for count in (1, 5)
+    ]
+    assert found == [draws[0][7], draws[1][7]]
