@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 BLOCKING_ADVICE = (
-    "make it an async def that awaits its slow part (asyncio.to_thread); a plain function runs on the loop too, once "
-    "three calls in a row were quick"
+    "make it an async def that awaits its slow part (asyncio.to_thread), or, where it is the run of an AgentEnv, a "
+    "plain def; other plain functions run on the loop too, once three calls in a row were quick"
 )
 """How to mend a function that blocks an event loop, for the end of a sentence."""
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 
 import verifiers as vf
 from verifiers import watchdog
 from verifiers.cli.interrupts import handle_interrupts
 from verifiers.cli.main import BlockedLoopError
+from verifiers.testing import FakeOpenAIServer
 from verifiers.watchdog import LoopPulse, LoopWatchdog, running_function
 
 SOURCE = """
@@ -203,8 +205,26 @@ def test_a_plain_function_that_was_quick_before_is_told_how_to_leave_the_loop() 
             while True:
                 await rubric.score_group([vf.State(prompt="", completion="", answer="")])
 
-    with pytest.raises(BlockedLoopError, match=r"^reward .* a plain function runs on the loop too, once"):
+    with pytest.raises(BlockedLoopError, match=r"^reward .* plain functions run on the loop too, once"):
         asyncio.run(score())
+
+
+def test_an_async_agent_that_blocks_the_loop_which_answers_it_is_named_with_its_mend() -> None:
+    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            return client.completions.create(model=model, prompt="waits for itself").choices[0].text
+
+    async def play(url: str) -> None:
+        env = vf.AgentEnv(run, dataset=[{"question": "?", "answer": ""}])
+        row: Any = {"prompt": "?", "answer": "", "task": "default", "info": {}, "example_id": 0}
+        with handle_interrupts("vf-eval", Work(), 1.0):
+            await env.rollout(row, url, "fake")
+
+    with (
+        FakeOpenAIServer() as server,
+        pytest.raises(BlockedLoopError, match=r"^run \(.*the run of an AgentEnv, a plain def"),
+    ):
+        asyncio.run(play(server.url))
 
 
 def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:
