@@ -34,13 +34,18 @@ async def opened() -> AsyncIterator[Open]:
         held.push_async_callback(gateway.close)
 
         async def open_session(
-            answers: Any = None, *, latency_s: float = 0.0, faults: Any = None, **arguments: Any
+            answers: Any = None,
+            *,
+            latency_s: float = 0.0,
+            faults: Any = None,
+            require_tokens: bool = True,
+            **arguments: Any,
         ) -> tuple[Session, str, FakeOpenAIServer]:
             server = await held.enter_async_context(FakeOpenAIServer(answers, latency_s=latency_s, faults=faults))
             backend = HttpBackend(Endpoint(server.url))
             held.push_async_callback(backend.close)
             client = RolloutClient(
-                backend, model="fake", seed=7, require_tokens=True, retry=RetryPolicy(max_attempts=1)
+                backend, model="fake", seed=7, require_tokens=require_tokens, retry=RetryPolicy(max_attempts=1)
             )
             session = Session(client, "fake", **arguments)
             await held.enter_async_context(gateway.serving(session))

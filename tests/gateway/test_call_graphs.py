@@ -18,6 +18,7 @@ from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.wire import WireObject
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 
+LONGER_THAN_BUFFERS = 16 * 2**20
 Messages = list[dict[str, str]]
 Answer = tuple[list[int], list[int]]
 
@@ -34,6 +35,7 @@ class Policy:
         self.begun = asyncio.Semaphore(0)
         self.held: asyncio.Event | None = None
         self.fails = False
+        self.padding = ""
 
     def render(self, messages: Messages) -> list[int]:
         return [token for message in messages for token in self._ids_of(message["content"])]
@@ -42,12 +44,12 @@ class Policy:
         return self._ids.setdefault(text, [10_000 + len(self._ids)] * 2)
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> WireObject:
-        held, fails = self.held, self.fails
+        held, fails, padding = self.held, self.fails, self.padding
         self.begun.release()
         await (held.wait() if held is not None else asyncio.sleep(self._rng.random() * 0.002))
         if fails:
             raise ProviderError("broken", status=500)
-        text = f"answer {len(self.answered)}"
+        text = f"answer {len(self.answered)}{padding}"
         sampled = [len(self.answered) * 10 + place for place in range(self._rng.randint(1, 4))]
         self._ids[text] = sampled
         prompt = self.render(arguments["messages"])
@@ -71,6 +73,8 @@ class Agent:
         self.rng, self.policy, self.gateway, self.session = rng, policy, gateway, session
         self.read: set[str] = set()
         self.conversations: list[Messages] = [[{"role": "user", "content": "task"}]]
+        # long answers take time
+        self.cuts = rng.random() < 0.2
         self._said = 0
 
     def _user(self, text: str) -> dict[str, str]:
@@ -108,17 +112,58 @@ class Agent:
             await asyncio.sleep(0.002)
         release.set()
 
+    async def _cut(self, messages: Messages) -> None:
+        """Ask, read the beginning of what is written, and drop the connection before the rest can be."""
+        streams = self.rng.random() < 0.5
+        waits = streams and self.rng.random() < 0.5
+        if waits:
+            # a line that keeps the connection alive is all there is to read
+            self.policy.held = asyncio.Event()
+        else:
+            # more than the sockets of both sides hold
+            self.policy.padding = "x" * (LONGER_THAN_BUFFERS // (6 if streams else 1))
+        body = json.dumps({"model": "policy", "messages": messages, "stream": streams}).encode()
+        host, port = self.gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {self.session.key}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(self.rng.randint(1, 10 if waits else 2000))
+        self.policy.padding = ""
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+        if self.policy.held is not None:
+            release, self.policy.held = self.policy.held, None
+            release.set()
+
     async def play(self, http: aiohttp.ClientSession) -> None:
         for _ in range(self.rng.randint(1, 7)):
             conversation = self.rng.choice(self.conversations)
             move = self.rng.choice(
-                ["turn", "turn", "retry", "lost", "fail", "parallel", "sub-agent", "compact", "same"]
+                [
+                    "turn",
+                    "turn",
+                    "retry",
+                    "lost",
+                    "fail",
+                    "parallel",
+                    "sub-agent",
+                    "compact",
+                    "same",
+                    *(["cut"] if self.cuts else []),
+                ]
             )
             if move == "retry":
                 await self._hang_up(http, conversation)
                 await self._turn(http, conversation, is_retry=self.rng.random() < 0.5)
             elif move == "lost":
                 await self._hang_up(http, [*conversation, self._user("lost")])
+            elif move == "cut":
+                asked = [*conversation, self._user("cut")]
+                await self._cut(asked)
+                if self.rng.random() < 0.5:
+                    # asked again, what nobody has read is the answer
+                    await self._turn(http, asked, is_retry=self.rng.random() < 0.5)
             elif move == "fail":
                 self.policy.fails = True
                 assert await self._ask(http, conversation) is None
@@ -186,7 +231,7 @@ async def play_one(gateway: Gateway, seed: int) -> None:
 
 @pytest.mark.parametrize("graphs", [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 async def test_random_call_graphs_train_what_was_read(graphs: int) -> None:
-    gateway = Gateway()
+    gateway = Gateway(keep_alive_s=0.02)
     await gateway.start()
     for seed in range(graphs):
         await play_one(gateway, seed)

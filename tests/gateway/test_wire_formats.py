@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from verifiers.errors import ConfigError
 from verifiers.gateway.session import Session
 from verifiers.testing import Fault
 
@@ -276,3 +277,67 @@ async def test_messages_that_repeat_an_answer_with_its_nulls_are_taken(opened: A
     assert None in again.values()
     second = await client.chat.completions.create(model="fake", messages=[asked, again, asked])
     assert second.choices[0].message.content == "two"
+
+
+async def test_models_are_listed_in_the_shape_of_the_sdk_that_asks(opened: Any, closing: AsyncExitStack) -> None:
+    session, url, _ = await opened()
+    openais = await (await closing.enter_async_context(openai_client(session, url))).models.list()
+    anthropics = await (await closing.enter_async_context(anthropic_client(session, url))).models.list()
+    assert [model.id for model in openais.data] == [model.id for model in anthropics.data] == ["fake"]
+    assert (anthropics.data[0].type, anthropics.has_more) == ("model", False)
+    other = anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="sk-other")
+    with pytest.raises(anthropic.AuthenticationError):
+        await (await closing.enter_async_context(other)).models.list()
+
+
+async def test_a_server_that_counts_no_tokens_is_named(opened: Any, closing: AsyncExitStack) -> None:
+    session, url, _ = await opened()
+    client = await closing.enter_async_context(anthropic_client(session, url))
+    with pytest.raises(anthropic.APIStatusError, match="does not count tokens") as caught:
+        await client.messages.count_tokens(model="fake", messages=[{"role": "user", "content": "1 + 1?"}])
+    assert caught.value.status_code == 501
+
+
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
+IMAGE_OUTPUTS: dict[str, dict[str, Any]] = {
+    "responses": {
+        "input": [
+            {"role": "user", "content": "Look."},
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [
+                {"type": "input_text", "text": "here"},
+                {"type": "input_image", "image_url": IMAGE, "detail": "auto"},
+            ]},
+        ]
+    },
+    "messages": {
+        "max_tokens": 9,
+        "messages": [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [
+                {"type": "text", "text": "here"},
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": IMAGE[22:]}},
+            ]}]},
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", IMAGE_OUTPUTS)
+@pytest.mark.parametrize("trains", [False, True])
+async def test_images_of_tools_are_passed_on_in_evaluation_and_refused_in_training(
+    opened: Any, closing: AsyncExitStack, path: str, trains: bool
+) -> None:
+    session, url, server = await opened(require_tokens=trains)
+    http = await closing.enter_async_context(aiohttp.ClientSession(headers={"x-api-key": session.key}))
+    async with http.post(f"{url}/{path}", json={"model": "fake", **IMAGE_OUTPUTS[path]}) as response:
+        answer = await response.json()
+    if trains:
+        assert response.status == 400
+        assert "'image_url', and training takes text alone" in answer["error"]["message"]
+        assert isinstance(session.client.fatal_error, ConfigError)
+    else:
+        output = server.requests[0].body["messages"][-1]
+        image = {"type": "image_url", "image_url": {"url": IMAGE}}
+        assert output == {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "here"}, image]}

@@ -37,7 +37,8 @@ _READ = frozenset(
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 501: "api_error",
+    409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 431: "request_too_large",
+    501: "api_error",
 }  # fmt: skip
 
 
@@ -186,14 +187,8 @@ def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[
     thinking = ""
     for block in content:
         kind = block["type"]
-        if kind == "text":
-            parts.append({"type": "text", "text": block["text"]})
-        elif kind == "thinking":
+        if kind == "thinking":
             thinking += block["thinking"]
-        elif kind == "image" and block["source"]["type"] in ("base64", "url"):
-            source = block["source"]
-            url = source.get("url") or f"data:{source['media_type']};base64,{source['data']}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
         elif kind == "tool_use":
             arguments = session.arguments_text(block["id"], block["input"])
             calls.append(
@@ -202,22 +197,30 @@ def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[
         elif kind == "tool_result":
             output = joined_text(block.get("content") or "", ("text",))
             if not isinstance(output, str):
-                raise RefusedCallError(
-                    f"messages.{place} has a tool's result that is not text.", code="unsupported_value"
-                )
+                output = [_part(part, place) for part in output]
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": output})
         else:
-            raise RefusedCallError(
-                f"messages.{place} has a block of type {kind!r}, which is not supported here; send text, tool calls "
-                "and their results.",
-                code="unsupported_value",
-            )
+            parts.append(_part(block, place))
     said: dict[str, Any] = {"role": role, "content": joined_text(parts, ("text",))}
     if thinking:
         said["reasoning_content"] = thinking
     if calls:
         said["tool_calls"] = calls
     return [*results, *([said] if parts or calls or thinking or not results else [])]
+
+
+def _part(block: Mapping[str, Any], place: int) -> dict[str, Any]:
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
+    if block["type"] == "image" and block["source"]["type"] in ("base64", "url"):
+        source = block["source"]
+        url = source.get("url") or f"data:{source['media_type']};base64,{source['data']}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    raise RefusedCallError(
+        f"messages.{place} has a block of type {block['type']!r}, which is not supported here; send text, images, "
+        "tool calls and their results.",
+        code="unsupported_value",
+    )
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

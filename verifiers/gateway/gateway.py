@@ -6,17 +6,14 @@ import asyncio
 import functools
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import at_loop_end
-from verifiers.errors import ConfigError
 from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.listener import MAX_BODY, MAX_HEADERS, Listener
 from verifiers.gateway.session import OVER, Exchange, Session
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.installation import install_hint
@@ -30,9 +27,12 @@ __all__ = ["Gateway", "gateway_of_loop"]
 
 logger = logging.getLogger("verifiers.gateway")
 
-MAX_BODY = 32 * 2**20
 KEEP_ALIVE_S = 10.0
+STALLED_S = 120.0
+"""Seconds in which an agent sends the whole of a body, and reads the whole of an answer."""
+
 SEALED_KEYS = 100_000
+ANTHROPIC = ("/messages", "/messages/count_tokens")
 
 
 class Gateway:
@@ -42,22 +42,28 @@ class Gateway:
         host: address to listen on.
         port: 0 for a free one.
         keep_alive_s: seconds between the lines that keep a streamed answer's connection alive while it is generated.
+        max_connections: see `Listener`.
 
     Attributes:
         url: without the version; `base_url` has it.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        max_connections: int | None = None,
+    ) -> None:
         self.url = ""
         self._host, self._port = host, port
         self._keep_alive_s = keep_alive_s
         self._sessions: dict[str, Session] = {}
         self._sealed: OrderedDict[str, None] = OrderedDict()
         self._close_runner: Callable[[], Awaitable[None]] | None = None
-        self._runner: web.AppRunner | None = None
-        self._unix_socket: asyncio.Task[str] | None = None
-        self._socket_directory: str | None = None
-        self._formats: dict[str, WireFormat] = {}
+        self._formats: Mapping[str, WireFormat] = {}
+        self._listener = Listener(max_connections)
 
     @property
     def base_url(self) -> str:
@@ -72,28 +78,14 @@ class Gateway:
         Raises:
             ConfigError: the address cannot be had.
         """
-        from aiohttp import web
-
-        # a handler whose connection is gone is cancelled, so that a repeated call finds its answer unread
-        options: dict[str, Any] = {"access_log": None, "shutdown_timeout": 2.0, "keepalive_timeout": 75.0}
-        runner = web.AppRunner(self._application(), handler_cancellation=True, **options)
-        await runner.setup()
-        site = web.TCPSite(runner, self._host, self._port, backlog=4096)
-        try:
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            where = f"{self._host}:{self._port}"
-            raise ConfigError(f"the gateway cannot listen on {where}: {error}; give another port.") from error
-        host, port = runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        self._runner = runner
+        # the types of the SDKs take about a second to import
+        self._formats = await asyncio.to_thread(_wire_formats)
+        listener = self._listener
+        self.url = await listener.start(self._application(), self._host, self._port)
 
         async def end() -> None:
             on_close()
-            await runner.cleanup()
-            if self._socket_directory is not None:
-                shutil.rmtree(self._socket_directory, ignore_errors=True)
+            await listener.close()
 
         self._close_runner = at_loop_end(end)
 
@@ -105,23 +97,7 @@ class Gateway:
         Raises:
             ConfigError: there is no place for it.
         """
-        if self._unix_socket is None:
-            self._unix_socket = asyncio.create_task(self._listen_on_unix_socket())
-        return await asyncio.shield(self._unix_socket)
-
-    async def _listen_on_unix_socket(self) -> str:
-        from aiohttp import web
-
-        assert self._runner is not None
-        # the directory keeps other users out; inside a sandbox any user may connect
-        self._socket_directory = tempfile.mkdtemp(prefix="vf-gateway-")
-        path = os.path.join(self._socket_directory, "socket")
-        try:
-            await web.UnixSite(self._runner, path, backlog=4096).start()
-        except OSError as error:
-            raise ConfigError(f"the gateway cannot listen on {path}: {error}; give another TMPDIR.") from error
-        os.chmod(path, 0o666)
-        return path
+        return await self._listener.unix_socket()
 
     async def close(self) -> None:
         """Stop listening and seal every session."""
@@ -152,41 +128,29 @@ class Gateway:
     def _application(self) -> web.Application:
         from aiohttp import web
 
-        from verifiers.gateway.openai_chat import OpenAIWire
-        from verifiers.gateway.openai_responses import ResponsesWire
-
-        self._formats = {
-            CHAT: OpenAIWire(CHAT),
-            COMPLETIONS: OpenAIWire(COMPLETIONS),
-            "/responses": ResponsesWire(),
-        }
-        anthropic = ("/messages", "/messages/count_tokens")
-        try:
-            from verifiers.gateway.anthropic_messages import MessagesWire
-        except ModuleNotFoundError as error:
-            if error.name != "anthropic":
-                raise
-        else:
-            self._formats |= {path: MessagesWire(counts_only=path != anthropic[0]) for path in anthropic}
         app = web.Application(client_max_size=MAX_BODY)
         # Anthropic's SDK adds the version itself: with either base URL its calls arrive
         for root in ("/v1", "/v1/v1"):
             for path, wire in self._formats.items():
                 app.router.add_post(root + path, functools.partial(self._serve, wire, path))
             app.router.add_get(f"{root}/models", self._models)
-            for path in anthropic:
+            for path in ANTHROPIC:
                 if path not in self._formats:
                     app.router.add_post(root + path, self._without_anthropic)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         return app
 
     def _session_of(self, request: web.Request) -> Session:
+        if sum(len(name) + len(value) for name, value in request.raw_headers) > MAX_HEADERS:
+            text = f"the headers have more than {MAX_HEADERS // 2**20} MiB."
+            raise RefusedCallError(text, status=431, code="headers_too_large")
         scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
         # a client may have a key of its own for the one, and the session's for the other
         keys = [request.headers.get("x-api-key") or "", token.strip() if scheme.lower() == "bearer" else ""]
         for key in keys:
             session = self._sessions.get(key)
             if session is not None:
+                self._listener.trust(request)
                 return session
         if any(key in self._sealed for key in keys):
             raise RefusedCallError(OVER, status=409, code="session_ended")
@@ -198,7 +162,10 @@ class Gateway:
         try:
             session = self._session_of(request)
             try:
-                raw = await request.read()
+                async with asyncio.timeout(STALLED_S):
+                    raw = await request.read()
+            except TimeoutError:
+                raise RefusedCallError(f"the body did not arrive within {STALLED_S:g} s.", status=408) from None
             except web.HTTPRequestEntityTooLarge as error:
                 text = f"the body has more than {MAX_BODY // 2**20} MiB."
                 raise RefusedCallError(text, status=413, code="request_too_large") from error
@@ -212,8 +179,7 @@ class Gateway:
                     response = await send(wire, request, session, exchange)
                 except RefusedCallError as refusal:
                     response = _refused(wire, refusal)
-                    await response.prepare(request)
-                    await response.write_eof()
+                    await _write(request, response)
                 transport = request.transport
                 exchange.is_delivered |= transport is not None and not transport.is_closing()
                 return response
@@ -244,8 +210,7 @@ class Gateway:
         self, wire: WireFormat, request: web.Request, session: Session, exchange: Exchange
     ) -> web.StreamResponse:
         response = _json(await self._answered(wire, session, exchange))
-        await response.prepare(request)
-        await response.write_eof()
+        await _write(request, response)
         return response
 
     async def _stream(
@@ -256,37 +221,28 @@ class Gateway:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         # a refusal that comes soon has a status of its own
         await asyncio.wait({exchange.task}, timeout=self._keep_alive_s)
-        if exchange.task.done():
+        while not exchange.task.done():
+            await _write(request, response, wire.keep_alive, ends=False)
+            await asyncio.wait({exchange.task}, timeout=self._keep_alive_s)
+        try:
             answer = await self._answered(wire, session, exchange)
-            await response.prepare(request)
-        else:
-            await response.prepare(request)
-            while not exchange.task.done():
-                await response.write(wire.keep_alive)
-                await asyncio.wait({exchange.task}, timeout=self._keep_alive_s)
-            try:
-                answer = await self._answered(wire, session, exchange)
-            except RefusedCallError as refusal:
-                await response.write(wire.error_event(refusal))
-                await response.write_eof()
-                return response
-        await response.write(b"".join(wire.events(answer, exchange.call)))
-        await response.write_eof()
+            events = b"".join(wire.events(answer, exchange.call))
+        except RefusedCallError as refusal:
+            if not response.prepared:
+                raise
+            events = wire.error_event(refusal)
+        await _write(request, response, events)
         return response
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        wire = self._formats[CHAT]
+        # both SDKs have this path; Anthropic's says its version
+        is_anthropic = "anthropic-version" in request.headers and ANTHROPIC[0] in self._formats
+        wire = self._formats[ANTHROPIC[0] if is_anthropic else CHAT]
         try:
             session = self._session_of(request)
         except RefusedCallError as refusal:
             return _refused(wire, refusal)
-        names = [session.model, *session.helpers]
-        return _json(
-            {
-                "object": "list",
-                "data": [{"id": name, "object": "model", "created": 0, "owned_by": "verifiers"} for name in names],
-            }
-        )
+        return _json(_listed([session.model, *session.helpers], is_anthropic=is_anthropic))
 
     async def _without_anthropic(self, request: web.Request) -> web.StreamResponse:
         text = (
@@ -317,6 +273,58 @@ async def _start_for(loop: asyncio.AbstractEventLoop) -> Gateway:
     gateway = Gateway()
     await gateway.start(on_close=lambda: _of_loops.pop(loop, None))
     return gateway
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes = b"", *, ends: bool = True) -> None:
+    """Write to an agent until the kernel has everything; one that reads nothing for long loses its connection.
+
+    Raises:
+        ConnectionError: the connection is gone.
+    """
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await response.prepare(request)
+            # what waits in this process has not been written
+            transport.set_write_buffer_limits(high=0)
+            if data:
+                await response.write(data)
+            if ends:
+                await response.write_eof()
+    except TimeoutError:
+        transport.abort()
+        raise ConnectionResetError from None
+
+
+def _wire_formats() -> dict[str, WireFormat]:
+    from verifiers.gateway.openai_chat import OpenAIWire
+    from verifiers.gateway.openai_responses import ResponsesWire
+
+    formats: dict[str, WireFormat] = {
+        CHAT: OpenAIWire(CHAT),
+        COMPLETIONS: OpenAIWire(COMPLETIONS),
+        "/responses": ResponsesWire(),
+    }
+    try:
+        from verifiers.gateway.anthropic_messages import MessagesWire
+    except ModuleNotFoundError as error:
+        if error.name != "anthropic":
+            raise
+    else:
+        formats |= {path: MessagesWire(counts_only=path != ANTHROPIC[0]) for path in ANTHROPIC}
+    return formats
+
+
+def _listed(names: Sequence[str], *, is_anthropic: bool) -> dict[str, Any]:
+    models: list[dict[str, Any]]
+    if is_anthropic:
+        made = "1970-01-01T00:00:00Z"
+        models = [{"id": name, "type": "model", "display_name": name, "created_at": made} for name in names]
+        return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "verifiers"} for name in names]
+    return {"object": "list", "data": models}
 
 
 def _object(raw: bytes) -> Any:

@@ -221,7 +221,7 @@ def _messages(items: Iterable[Any]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             output = joined_text(item["output"], _TEXT)
             if not isinstance(output, str):
-                raise RefusedCallError(f"input.{place} is an output that is not text.", code="unsupported_value")
+                output = [_part(part, place) for part in output]
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
             raise RefusedCallError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import io
 import ipaddress
 import json
 import re
@@ -86,6 +87,7 @@ TOKENIZE = "/tokenize"
 GENERATE = "/inference/v1/generate"
 DERENDER = "/chat/completions/derender"
 _TOKEN_ROUTES = frozenset({TOKENIZE, GENERATE, DERENDER})
+_SENT_AT_ONCE = 2**20
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
 # what a message may hold instead of content
 _OTHER_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
@@ -226,6 +228,9 @@ class HttpBackend:
         options: dict[str, Any] = {}
         if headers:
             options["headers"] = headers
+        content = _encode(body)
+        # a large one is written piece by piece, so that other calls have the loop between them
+        sent = content if len(content) <= _SENT_AT_ONCE else io.BytesIO(content)
         limit_s = self.endpoint.timeout_s
         if timeout_s is not None:
             # a number of seconds, or the SDK's Timeout object
@@ -233,7 +238,7 @@ class HttpBackend:
             limit_s = float(given) if given else limit_s
             options["timeout"] = aiohttp.ClientTimeout(total=limit_s, sock_connect=self.endpoint.connect_timeout_s)
         try:
-            async with session.post(url, data=_encode(body), **options) as response:
+            async with session.post(url, data=sent, **options) as response:
                 status = response.status
                 content = await response.read()
                 retry_after = None if status == 200 else retry_after_s(response.headers)

@@ -1,0 +1,215 @@
+"""Large headers and bodies, slow readers and crowds of connections: refused or held, and other sessions go on."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from verifiers.gateway import gateway as gateway_module
+from verifiers.gateway.gateway import Gateway
+from verifiers.gateway.session import Session
+from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.inference.wire import WireObject
+from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.testing import FakeOpenAIServer
+
+MIB = 2**20
+BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+CROWD = """
+import asyncio, resource, sys
+
+async def main(port, wanted):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    opened = []
+    for _ in range(min(wanted, hard - 100)):
+        try:
+            opened.append(await asyncio.open_connection("127.0.0.1", port))
+        except OSError:
+            break
+    # some say half of a request
+    for _, writer in opened[::2]:
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\n")
+    print(len(opened), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
+def key_of(session: Session) -> dict[str, str]:
+    return {"Authorization": f"Bearer {session.key}"}
+
+
+class Policy:
+    """A model that gives one text, of one token."""
+
+    base_url, api_key = "http://policy", "EMPTY"
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> WireObject:
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": self._text},
+            "token_ids": [1],
+            "logprobs": {"content": [{"token": "", "logprob": -1.0}]},
+        }
+        return WireObject({"id": "1", "choices": [choice], "prompt_token_ids": [2], "usage": None})
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_headers_of_up_to_one_mib_pass_and_more_is_refused_in_the_formats_shape(opened: Any, path: str) -> None:
+    session, url, _ = await opened()
+    body = {"model": "fake", "max_tokens": 5, "messages": [], "input": "hi"}
+    sizes = {"x-one": 900_000, "x-two": 200_000}
+    found = []
+    async with aiohttp.ClientSession(headers=key_of(session)) as http:
+        for headers in ({"x-one": "a" * sizes["x-one"]}, {name: "a" * size for name, size in sizes.items()}):
+            async with http.post(f"{url}/{path}", json=body, headers=headers) as response:
+                found.append((response.status, (await response.json())))
+    assert found[0][0] in (200, 400)
+    assert found[1][0] == 431
+    assert "more than 1 MiB" in found[1][1]["error"]["message"]
+    assert (found[1][1].get("type") == "error") == (path == "messages")
+
+
+async def test_an_unknown_key_is_refused_whatever_its_headers_are(opened: Any) -> None:
+    _, url, _ = await opened()
+    headers = {"Authorization": "Bearer sk-" + "a" * 500_000}
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/models", headers=headers) as response:
+        assert response.status == 401
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_body_of_64_mib_is_answered_and_more_is_refused() -> None:
+    policy = Policy("fine")
+    async with small_gateway() as (gateway, other):
+        session = Session(RolloutClient(policy, model="fake", require_tokens=True), "fake")
+        async with gateway.serving(session), aiohttp.ClientSession(headers=key_of(session)) as http:
+            text = "a" * (64 * MIB - 200)
+            for content, status in ((text, 200), (text + "a" * 400, 413)):
+                body = json.dumps({**BODY, "messages": [{"role": "user", "content": content}]}).encode()
+                async with http.post(f"{gateway.base_url}/chat/completions", data=io.BytesIO(body)) as response:
+                    answer = await response.json()
+                assert response.status == status
+            assert answer["error"]["code"] == "request_too_large"
+            assert "64 MiB" in answer["error"]["message"]
+        async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=other.key) as client:
+            assert (await client.chat.completions.create(**BODY)).choices[0].message.content == "fine"
+
+
+@asynccontextmanager
+async def small_gateway(latency_s: float = 0.0, **arguments: Any) -> AsyncIterator[tuple[Gateway, Session]]:
+    async with AsyncExitStack() as held:
+        server = await held.enter_async_context(FakeOpenAIServer("fine", latency_s=latency_s))
+        backend = HttpBackend(Endpoint(server.url))
+        held.push_async_callback(backend.close)
+        gateway = Gateway(**arguments)
+        await gateway.start()
+        held.push_async_callback(gateway.close)
+        session = Session(RolloutClient(backend, model="fake", require_tokens=True), "fake")
+        yield gateway, await held.enter_async_context(gateway.serving(session))
+
+
+async def test_at_the_bound_connections_that_ask_nothing_are_closed_and_an_agents_are_not() -> None:
+    async with small_gateway(latency_s=0.2, max_connections=4) as (gateway, session):
+        port = int(gateway.url.rpartition(":")[2])
+        made: list[None] = []
+        trace = aiohttp.TraceConfig()
+
+        async def note(*_: object) -> None:
+            made.append(None)
+
+        trace.on_connection_create_end.append(note)
+        async with aiohttp.ClientSession(headers=key_of(session), trace_configs=[trace]) as http:
+
+            async def ask() -> int:
+                async with http.post(f"{gateway.base_url}/chat/completions", json=BODY) as response:
+                    await response.read()
+                    return response.status
+
+            assert await ask() == 200
+            crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+            # the agent's own, which waits between two calls, is kept
+            asking = asyncio.create_task(ask())
+            crowd += [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+            assert await asking == 200
+            assert len(made) == 1
+            assert await crowd[0][0].read() == b""
+        for _, writer in crowd:
+            writer.close()
+
+
+async def test_where_every_connection_is_being_answered_a_new_one_is_closed() -> None:
+    async with small_gateway(latency_s=0.5, max_connections=2) as (gateway, session):
+        async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=session.key, max_retries=0) as client:
+            results = await asyncio.gather(
+                *(client.chat.completions.create(**BODY, temperature=place) for place in range(3)),
+                return_exceptions=True,
+            )
+        failed = [result for result in results if isinstance(result, Exception)]
+        assert [type(error) for error in failed] == [openai.APIConnectionError]
+
+
+@pytest.mark.slow
+async def test_an_agent_that_does_not_read_its_answer_loses_its_connection_and_the_answer_is_not_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_module, "STALLED_S", 1.0)
+    async with small_gateway() as (gateway, session):
+        slow = Session(RolloutClient(Policy("long" * 4 * MIB), model="fake", require_tokens=True), "fake")
+        async with gateway.serving(slow):
+            host, port = gateway.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {slow.key}\r\n"
+            content = json.dumps(BODY).encode()
+            writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            # the first bytes of the answer
+            await reader.readexactly(100)
+            async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=session.key) as client:
+                assert (await client.chat.completions.create(**BODY)).choices[0].message.content == "fine"
+            await asyncio.sleep(1.2)
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await reader.readexactly(16 * MIB)
+        assert (slow.client.calls, session.client.calls) == (0, 1)
+        writer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_ten_thousand_idle_connections_leave_a_session_untouched(opened: Any) -> None:
+    session, url, _ = await opened()
+    port = url.removesuffix("/v1").rpartition(":")[2]
+    command = [sys.executable, "-c", CROWD, port, "10000"]
+    crowd = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert crowd.stdout is not None
+    opening = asyncio.create_task(crowd.stdout.readline())
+    try:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key, max_retries=2) as client:
+            calls = 0
+            while not opening.done() or calls < 20:
+                messages: Any = [{"role": "user", "content": f"call {calls}"}]
+                await client.chat.completions.create(model="fake", messages=messages)
+                calls += 1
+        # fewer where the hard limit of open files is low
+        assert int(await opening) >= 100
+        assert session.client.calls == calls
+    finally:
+        crowd.kill()
+        await crowd.wait()

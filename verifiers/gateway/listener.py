@@ -1,0 +1,157 @@
+"""The sockets of the gateway: limits of headers and bodies, and a bound on open connections."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from verifiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+__all__ = ["MAX_BODY", "MAX_HEADERS", "Listener"]
+
+MAX_BODY = 64 * 2**20
+MAX_HEADERS = 2**20
+"""Bytes of one request's headers, all together."""
+
+FEWEST_CONNECTIONS = 32
+BACKLOG = 4096
+
+
+class Listener:
+    """The listening sockets of an aiohttp application.
+
+    Every connection takes a file descriptor, and so do the calls to the rollout server. At the bound a new connection
+    replaces one that is not being answered, first of those that never showed a session's key; where all are being
+    answered, the new one is closed.
+
+    Args:
+        max_connections: open at once; None for half of the file descriptors that this process may open.
+    """
+
+    def __init__(self, max_connections: int | None = None) -> None:
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if descriptors == resource.RLIM_INFINITY:
+            descriptors = 2**20
+        self._most = max_connections or max(descriptors // 2, FEWEST_CONNECTIONS)
+        self._answered: set[Any] = set()
+        self._trusted: set[Any] = set()
+        self._accepted = 0
+        self._runner: web.AppRunner | None = None
+        self._servers: list[asyncio.Server] = []
+        self._unix_socket: asyncio.Task[str] | None = None
+        self._socket_directory: str | None = None
+
+    def trust(self, request: web.Request) -> None:
+        """Note that a request has shown a session's key."""
+        self._trusted.add(request.protocol)
+
+    async def start(self, app: web.Application, host: str, port: int) -> str:
+        """Listen on the running event loop.
+
+        Args:
+            app: the application.
+            host: address.
+            port: 0 for a free one.
+
+        Returns:
+            The URL, without a path.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        from aiohttp import web
+
+        @web.middleware
+        async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._answered.add(request.protocol)
+            try:
+                return await handler(request)
+            finally:
+                self._answered.discard(request.protocol)
+
+        app.middlewares.append(note)
+        # the parser refuses a longer line without the wire format's error shape; the application counts all lines
+        lines: dict[str, Any] = {"max_line_size": 2 * MAX_HEADERS, "max_field_size": 2 * MAX_HEADERS}
+        options: dict[str, Any] = {"access_log": None, "shutdown_timeout": 2.0, "keepalive_timeout": 75.0, **lines}
+        # a handler whose connection is gone is cancelled, so that a repeated call finds its answer unread
+        self._runner = web.AppRunner(app, handler_cancellation=True, **options)
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(self._accept, host, port, backlog=BACKLOG)
+        except OSError as error:
+            await self._runner.cleanup()
+            where = f"{host}:{port}"
+            raise ConfigError(f"the gateway cannot listen on {where}: {error}; give another port.") from error
+        self._servers.append(server)
+        host, port = server.sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def unix_socket(self) -> str:
+        """Return the path of a Unix socket of the same application, made at the first call.
+
+        Raises:
+            ConfigError: there is no place for it.
+        """
+        if self._unix_socket is None:
+            self._unix_socket = asyncio.create_task(self._listen_on_unix_socket())
+        return await asyncio.shield(self._unix_socket)
+
+    async def _listen_on_unix_socket(self) -> str:
+        # the directory keeps other users out; inside a sandbox any user may connect
+        self._socket_directory = tempfile.mkdtemp(prefix="vf-gateway-")
+        path = os.path.join(self._socket_directory, "socket")
+        loop = asyncio.get_running_loop()
+        try:
+            self._servers.append(await loop.create_unix_server(self._accept, path, backlog=BACKLOG))
+        except OSError as error:
+            raise ConfigError(f"the gateway cannot listen on {path}: {error}; give another TMPDIR.") from error
+        os.chmod(path, 0o666)
+        return path
+
+    async def close(self) -> None:
+        """Stop listening, and close every connection."""
+        for server in self._servers:
+            server.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._socket_directory is not None:
+            shutil.rmtree(self._socket_directory, ignore_errors=True)
+
+    def _accept(self) -> asyncio.Protocol:
+        server = self._runner.server if self._runner is not None else None
+        if server is None:
+            return _Refusal()
+        connections = server.connections
+        # of those that the loop accepted together, none is connected yet
+        if len(connections) + self._accepted >= self._most:
+            self._trusted.intersection_update(connections)
+            waiting = [each for each in connections if each not in self._answered]
+            if not waiting:
+                return _Refusal()
+            next((each for each in waiting if each not in self._trusted), waiting[0]).force_close()
+        self._accepted += 1
+        asyncio.get_running_loop().call_soon(self._count_connected)
+        return server()
+
+    def _count_connected(self) -> None:
+        # asyncio calls connection_made right after
+        self._accepted -= 1
+
+
+class _Refusal(asyncio.Protocol):
+    """A connection that is closed at once; SDKs try again."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.abort()
