@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "reports")]
 
 from chromium import Page, opened_browser
 

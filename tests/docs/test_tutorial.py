@@ -1,20 +1,22 @@
-"""The tutorial, from an empty directory, as it is printed: each command, each file, and the gain that it promises."""
+"""The tutorial as it is printed, from an empty directory, with what pip installs from the wheels of this checkout.
+
+Each command and each file of the page, and the gain that it promises.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clean_environment import COMMAND, CleanEnvironment
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -45,14 +47,12 @@ def shapes(text: str) -> list[str]:
 class Reader:
     """A person who follows the page in an empty directory, with one port for the page's 8000."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, clean: CleanEnvironment) -> None:
         self.directory, self.port = directory, free_port()
         self.servers: list[subprocess.Popen[bytes]] = []
         self.outputs: dict[str, str] = {}
         self._last = ""
-        # this interpreter's commands, with the paths that it was started with
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self._environment = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+        self._environment = {**clean.variables, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
         self._environment.pop("OMP_NUM_THREADS", None)
 
     def follow(self, language: str, title: str | None, text: str) -> None:
@@ -92,7 +92,16 @@ class Reader:
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
-    reader = Reader(tmp_path)
+    clean = CleanEnvironment.make(tmp_path / "installed")
+    (command,) = [
+        command
+        for command in COMMAND.findall((PAGE.parent / "install.md").read_text())
+        if "[train]" in command and "dist/" in command
+    ]
+    clean.install(command)
+    directory = tmp_path / "empty"
+    directory.mkdir()
+    reader = Reader(directory, clean)
     yield reader
     for server in reader.servers:
         server.send_signal(signal.SIGTERM)
@@ -111,7 +120,7 @@ def test_no_held_out_word_of_the_page_was_shown_to_the_small_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_the_tutorial_works_as_printed_and_ends_in_a_model_that_learned(reader: Reader) -> None:
     blocks = BLOCK.findall(PAGE.read_text())
     assert sum(language == "sh" for language, _, _ in blocks) >= 5
