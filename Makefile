@@ -17,7 +17,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # each worker and each command that a test starts would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed dist check docs docs-test bench bench-vllm clean
+.PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm clean
 
 help:
 	@echo "make demo        train a small model end to end on this machine (about 7 minutes)"
@@ -51,10 +51,12 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow -n $(WORKERS) --ignore tests/clients --ignore tests/vllm
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal --ignore tests/clients --ignore tests/vllm
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed
 	$(BIN)/python -m pytest tests/clients
+
+clients: $(CLIENTS)/.installed
 
 # a venv of their own: litellm and inspect-ai want other versions than ours
 $(CLIENTS)/.installed: requirements-clients.txt
@@ -64,6 +66,8 @@ $(CLIENTS)/.installed: requirements-clients.txt
 
 test-vllm: $(INSTALLED) $(VLLM)/.installed
 	$(BIN)/python -m pytest tests/vllm
+
+vllm: $(VLLM)/.installed
 
 # a venv of their own: vLLM wants other versions of torch's companions and of transformers than the trainer
 $(VLLM)/.installed: servers/vllm/install.sh servers/vllm/pyproject.toml
