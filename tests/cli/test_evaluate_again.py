@@ -75,7 +75,9 @@ def test_an_environment_whose_code_changed_is_another_run(server: FakeOpenAIServ
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("number", "twice"), [(signal.SIGINT, False), (signal.SIGTERM, True)], ids=["Ctrl-C", "SIGTERM twice"]
+    ("number", "twice"),
+    [(signal.SIGINT, False), pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow)],
+    ids=["Ctrl-C", "SIGTERM twice"],
 )
 def test_an_interrupt_saves_what_is_finished(
     env_name: str, number: signal.Signals, twice: bool, results: Any

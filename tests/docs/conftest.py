@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "reports")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "reports"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from chromium import Page, opened_browser
 

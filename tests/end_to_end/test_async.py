@@ -146,7 +146,11 @@ def test_a_streamed_micro_batch_trains_while_the_rest_of_its_block_is_generated(
 
 @pytest.mark.parametrize(
     ("make_env", "loss_type"),
-    [(tiny_world.Rewriting, "grpo"), (tiny_world.single_turn, "dapo"), (tiny_world.Rewriting, "dr_grpo")],
+    [
+        (tiny_world.Rewriting, "grpo"),
+        pytest.param(tiny_world.single_turn, "dapo", marks=pytest.mark.slow),
+        pytest.param(tiny_world.Rewriting, "dr_grpo", marks=pytest.mark.slow),
+    ],
 )
 def test_streaming_reaches_the_weights_and_the_loss_of_whole_blocks(
     make_fake_trainer: Callable[..., Any], make_env: Any, loss_type: str

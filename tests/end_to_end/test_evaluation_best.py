@@ -200,6 +200,7 @@ def test_a_run_that_was_cut_redoes_of_an_evaluation_what_is_missing_and_logs_it_
     assert [entry["step"] for entry in state["log_history"] if "eval_reward" in entry] == [2, 4]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_logged_after_the_checkpoint_is_logged_again_from_what_is_stored(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:

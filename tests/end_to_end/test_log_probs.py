@@ -30,7 +30,11 @@ def largest_difference(trainer: Any, batch: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     ("make_env", "temperature"),
-    [(tiny_world.single_turn, 0.7), (tiny_world.Dialogue, 1.0), (tiny_world.Rewriting, 0.7)],
+    [
+        (tiny_world.Rewriting, 0.7),
+        pytest.param(tiny_world.single_turn, 0.7, marks=pytest.mark.slow),
+        pytest.param(tiny_world.Dialogue, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_trainer_and_sampler_agree_before_and_after_every_push(
     make_trainer: Callable[..., Any], make_env: Any, temperature: float

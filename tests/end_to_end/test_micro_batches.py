@@ -151,12 +151,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [(loss_type, "plain") for loss_type in LOSS_TYPES]
-CASES += [("grpo", name) for name in VARIANTS if name != "plain"]
-CASES += [("bnpo", "kl"), ("bnpo", "entropy bonus"), ("dapo", "kl"), ("luspo", "sequence ratios")]
+CASES = [("grpo", name) for name in VARIANTS] + [("dapo", "plain"), ("bnpo", "plain")]
+SLOW_CASES = [(loss_type, "plain") for loss_type in LOSS_TYPES if loss_type not in ("grpo", "dapo", "bnpo")]
+SLOW_CASES += [("bnpo", "kl"), ("bnpo", "entropy bonus"), ("dapo", "kl"), ("luspo", "sequence ratios")]
 
 
-@pytest.mark.parametrize(("loss_type", "variant"), CASES)
+@pytest.mark.parametrize(
+    ("loss_type", "variant"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES]
+)
 def test_a_budget_changes_neither_loss_nor_gradient_nor_what_is_logged(
     trainer: Any, loss_type: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +210,7 @@ def test_the_router_loss_of_experts_counts_once_an_update_however_many_micro_bat
             assert whole - without == pytest.approx(0.5 * logged["aux_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "luspo"])
+@pytest.mark.parametrize("loss_type", ["dapo", pytest.param("luspo", marks=pytest.mark.slow)])
 def test_any_number_of_ranks_and_any_budget_give_one_gradient(
     trainer: Any, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +356,13 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two updates, two passes, a reference",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in list(RUNS)[1:]),
+    ],
+)
 def test_a_run_with_a_budget_reaches_the_weights_and_logs_of_one_without(
     make_fake_trainer: Callable[..., Any], name: str
 ) -> None:

@@ -193,10 +193,6 @@ def test_the_generator_is_metered_while_it_works(make_trainer: Callable[..., tin
     assert total.stages["wait"] > 0.6
     assert total.overlapped < 0.3 * total.generator
     assert total.most_in_flight == 8
-    bottleneck = trainer.monitor.bottleneck()
-    assert bottleneck is not None
-    assert bottleneck.kind == "rollout-bound"
-    assert bottleneck.advice.startswith("num_batches_ahead=1")
     assert total.sampled_tokens == pytest.approx(sum(trainer.logged("rollouts/sampled_tokens")), rel=1e-4)
 
 

@@ -48,7 +48,7 @@ def logged_without_clocks(trainer: Any, others: tuple[str, ...] = ()) -> list[di
 @pytest.mark.parametrize(
     ("make_env", "ahead", "drains", "streaming"),
     [
-        (tiny_world.Dialogue, 1, True, True),
+        pytest.param(tiny_world.Dialogue, 1, True, True, marks=pytest.mark.slow),
         (tiny_world.single_turn, 2, False, True),
     ],
 )

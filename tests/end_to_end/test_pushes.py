@@ -114,7 +114,7 @@ class AfterEachStep(TrainerCallback):
         self._call()
 
 
-@pytest.mark.parametrize(("ahead", "updates"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("ahead", "updates"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_every_trained_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
     make_trainer: Callable[..., Any], model_dir: Path, ahead: int, updates: int
 ) -> None:

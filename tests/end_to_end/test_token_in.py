@@ -41,6 +41,7 @@ def train(new_trainer: Callable[..., tiny_world.ObservedTrainer]) -> Callable[..
     return run
 
 
+@pytest.mark.slow
 def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(
     assert trainer.largest_difference() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_template_that_forgets_makes_forks_and_no_crash(train: Callable[..., Any], tmp_path: Path) -> None:
     turns = 12
     directory = tool_world.make_model(tmp_path / "policy", tool_world.FORGETFUL_TEMPLATE)

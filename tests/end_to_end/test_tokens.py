@@ -67,11 +67,16 @@ def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Calla
 def test_a_ratio_over_whole_rows_is_refused_where_a_rollout_forks(
     make_trainer: Callable[..., Any], settings: dict[str, Any], named: str
 ) -> None:
-    make_trainer(tiny_world.Dialogue(), max_steps=1, **settings).train()
     trainer = make_trainer(tiny_world.Rewriting(), max_steps=1, **settings)
     with pytest.raises(ConfigError, match=rf"became \d rows, .*{named} compares policies over each whole row"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_a_ratio_over_whole_rows_is_taken_where_no_rollout_forks(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.Dialogue(), max_steps=1, importance_sampling_level="sequence")
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_prompts_have_unequal_lengths_so_that_padding_is_really_exercised(make_trainer: Callable[..., Any]) -> None:

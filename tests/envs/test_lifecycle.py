@@ -123,6 +123,7 @@ gc.collect()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "within_s"), [("pass", 2.0), ("threading.Event().wait()", 1.0)], ids=["ends", "hangs"]
 )

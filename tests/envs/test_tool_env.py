@@ -204,6 +204,7 @@ async def test_a_tool_that_exits_or_pretends_to_be_cancelled_ends_nothing_but_it
     ]
 
 
+@pytest.mark.slow
 def test_a_hung_sync_tool_does_not_hold_up_the_interpreters_end() -> None:
     code = """
 import threading, verifiers as vf

@@ -179,6 +179,7 @@ def test_the_order_of_arrival_changes_nothing() -> None:
     assert one.as_json() == two.as_json()
 
 
+@pytest.mark.slow
 def test_a_run_is_read_without_its_transcripts(tmp_path: Path) -> None:
     """6,000 rollouts, 60 MB; the numbers and one hash a prompt stay."""
     with (tmp_path / "results.jsonl").open("w") as file:

@@ -54,14 +54,16 @@ async def test_no_rollout_is_kept() -> None:
         nonlocal most
         mark = rollout.state["mark"] = SeenState()
         alive.add(mark)
-        if rollout.key.example_id % 20 == 0:
-            gc.collect()
         most = max(most, len(alive))
 
-    await run_units(runner_of(env, "4"), units_of(env), take)
-    gc.collect()
-    assert most < 60
-    assert len(alive) == 0
+    # a finished rollout is freed when it is let go of, not when the collector comes
+    gc.disable()
+    try:
+        await run_units(runner_of(env, "4"), units_of(env), take)
+        assert most < 60
+        assert len(alive) < 4
+    finally:
+        gc.enable()
 
 
 async def test_draining_finishes_what_is_in_flight_and_begins_nothing_more() -> None:

@@ -354,15 +354,16 @@ def test_a_push_to_a_server_that_hangs_is_bounded_in_time() -> None:
 
 def test_a_slow_answer_to_the_question_of_the_version_has_the_whole_deadline() -> None:
     with pool_of(1) as (pool, _):
-        server, given = pool.replicas[0].server, []
+        server, given = pool.replicas[0].server, [0.0]
 
         async def noting(timeout_s: float | None = None) -> str:
-            given.append(timeout_s)
+            given.append(timeout_s or 0.0)
             return "1"
 
         pool.timeout_s, server.weight_version = 60.0, noting
         pool.push(update(2))
-        assert given[0] > 50.0
+        # the watch may ask beside it, with a shorter one
+        assert max(given) > 50.0
 
 
 @pytest.mark.parametrize("count", [1, 2])

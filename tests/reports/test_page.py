@@ -211,6 +211,7 @@ def test_a_rollout_that_was_done_again_is_shown_once(tmp_path: Path, rows: Any) 
     assert "first" not in parsed.bodies["vf-block-0"]
 
 
+@pytest.mark.slow
 def test_a_report_of_a_long_run_takes_the_memory_of_its_sample(
     tmp_path: Path, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_what_a_model_wrote_is_data_that_ends_no_element(tmp_path: Path) -> None
     assert training_data(run)["errors"]["rows"][0]["text"] == HOSTILE
 
 
+@pytest.mark.slow
 def test_twenty_thousand_steps_are_a_small_page_that_is_quickly_made(tmp_path: Path) -> None:
     samples = [sample(step, step) for step in range(1, 20_001, 500)]
     run = write_run(tmp_path, [line(step) for step in range(1, 20_001)], samples)

@@ -73,6 +73,7 @@ def test_one_compilation_serves_all_steps_of_a_size_and_every_push(model: Any) -
     assert backend.compiled == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_engine_samples_the_same_tokens_before_and_after_a_push(
     model: Any, model_dir: Path, other_dir: Path, reference: Any
 ) -> None:

@@ -69,6 +69,7 @@ async def test_whatever_a_random_model_says_parses_and_fits_the_schema(
         jsonschema.validate(json.loads(text), PERSON)
 
 
+@pytest.mark.slow
 async def test_any_object_is_one_in_object_mode(start: Any, byte_level_dir: Path) -> None:
     server = await start(byte_level_dir)
     body = {"model": "m", "prompt": "an object:", "max_tokens": 400, "temperature": 1.5}

@@ -201,6 +201,7 @@ def test_a_second_run_is_refused_until_the_first_releases_its_lock(tmp_path: Pat
     again.release()
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDS, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
@@ -214,6 +215,7 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     lock_output_dir(tmp_path).release()
 
 
+@pytest.mark.slow
 def test_a_forked_child_neither_gives_back_what_its_parent_holds_nor_keeps_it(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

@@ -32,6 +32,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_by_the_next_one(parent: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(parent)], capture_output=True, text=True, check=False)
     left = Path(killed.stdout.strip())
