@@ -17,7 +17,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # each worker and each command that a test starts would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm clean
+.PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
 
 help:
 	@echo "make demo        train a small model end to end on this machine (about 7 minutes)"
@@ -31,6 +31,7 @@ help:
 	@echo "make docs        build the site into site/"
 	@echo "make bench       the benchmarks, one line of JSON each"
 	@echo "make bench-vllm  those that need the real vLLM"
+	@echo "make test-gpu    promises on a GPU (9 minutes at most); make bench-gpu for speeds, make gpu-on-cpu tries their code"
 
 install: $(INSTALLED)
 
@@ -123,6 +124,18 @@ bench: $(INSTALLED)
 bench-vllm: $(INSTALLED) $(VLLM)/.installed
 	$(BIN)/python benchmarks/weight_sync.py
 	$(BIN)/python benchmarks/servers.py
+
+# on one GPU, with the packages that benchmarks/gpu/README.md lists; PYTHON chooses the interpreter that has them
+test-gpu:
+	PYTHONPATH=.:servers/embedded $(PYTHON) benchmarks/gpu.py tests
+
+bench-gpu:
+	PYTHONPATH=.:servers/embedded $(PYTHON) benchmarks/gpu.py speed
+
+# the same code without a GPU, in a minute each
+gpu-on-cpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu.py tests --device cpu --tiny
+	$(BIN)/python benchmarks/gpu.py speed --device cpu --tiny
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(VLLM) .venv-bench-* runs site outputs $(DIST) build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,230 @@
+"""Training of one block on the device: equal to the CPU's, and its speed beside TRL's trainer at equal memory.
+
+Run by the stages `training_step` and `training`. Both sides of the speed have the same model, the same kernels and
+the same most tokens in one pass; ours packs rows by length into micro-batches, TRL's takes rows as they come, prompts
+padded on the left and completions on the right to the longest of the block.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Asked, Report, make_model, make_tokenizer, peak_memory_mib, run_stage, synchronize
+
+GENERATIONS = 8
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""Dense bfloat16, by a part of the GPU's name, from the makers' data sheets."""
+
+
+def sizes_of(longest: int, rollouts: int) -> list[tuple[int, int]]:
+    """Tokens (prompt, completion) of each rollout; completions are log-normal around a quarter of the longest."""
+    draw, found = random.Random(longest), []
+    for _ in range(rollouts // GENERATIONS):
+        prompt = draw.randint(longest // 16, longest // 8)
+        for _ in range(GENERATIONS):
+            tokens = round(longest / 4 * math.exp(draw.gauss(0.0, 0.8)))
+            found.append((prompt, min(longest - prompt, max(longest // 32, tokens))))
+    return found
+
+
+def make_block(longest: int, rollouts: int) -> Any:
+    from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
+    from verifiers.types import Outcome, RolloutKey
+
+    draw, found = random.Random(1), []
+    for index, (prompt, tokens) in enumerate(sizes_of(longest, rollouts)):
+        ids = [[draw.randrange(1, 512) for _ in range(count)] for count in (prompt, tokens)]
+        row = TokenSequence(ids[0], ids[1], [1] * tokens, [-6.0] * tokens, [0] * tokens)
+        key = RolloutKey(0, *divmod(index, GENERATIONS))
+        found.append(Rollout(key, Outcome.COMPLETED, "p", "c", reward=draw.random(), rows=[row]))
+    starts = range(0, len(found), GENERATIONS)
+    return ScoredBlock(0, [Group(start // GENERATIONS, found[start : start + GENERATIONS]) for start in starts])
+
+
+def settings(asked: Asked, longest: int, rollouts: int) -> dict[str, Any]:
+    return {
+        "output_dir": asked.scratch,
+        "max_steps": 1,
+        "per_device_train_batch_size": rollouts,
+        "gradient_accumulation_steps": 1,
+        "num_generations": GENERATIONS,
+        "max_completion_length": longest,
+        "use_cpu": asked.device == "cpu",
+        "bf16": False,
+        "activation_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def ours(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -> tuple[Any, list[dict[str, Any]]]:
+    """Return our trainer, and the micro-batches of a block as inputs of its loss."""
+    import verifiers as vf
+    from verifiers.inference.endpoint import Endpoint
+    from verifiers.train.batching.training_block import build_training_block
+    from verifiers.train.trainer import GRPOTrainer
+
+    url = "http://127.0.0.1:9/v1"
+    args = vf.GRPOConfig(server_url=url, max_tokens_per_micro_batch=budget, **settings(asked, longest, rollouts))
+    rows = [{"question": "w1", "answer": "w2"}] * rollouts
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[_no_reward]))
+    trainer = GRPOTrainer(model, env, args, make_tokenizer(), client=Endpoint(url))
+    block = build_training_block(make_block(longest, rollouts), trainer.plan, trainer.args, 0)
+    return trainer, [{"micro_batches": micro_batches} for (micro_batches,) in block.micro_steps]
+
+
+def theirs(asked: Asked, model: Any, longest: int, rollouts: int, budget: int) -> tuple[Any, list[dict[str, Any]]]:
+    """Return TRL's trainer, and the same block as it would collate it."""
+    import datasets
+    import trl
+
+    args = trl.GRPOConfig(**settings(asked, longest, rollouts))
+    rows = datasets.Dataset.from_list([{"prompt": "w1"}] * rollouts)
+    trainer = trl.GRPOTrainer(model, _no_rewards, args=args, train_dataset=rows, processing_class=make_tokenizer())
+    rollouts_of_block = [one for group in make_block(longest, rollouts).groups for one in group.rollouts]
+    found = [one.rows[0] for one in rollouts_of_block]
+    prompt_width, width = (max(len(getattr(row, name)) for row in found) for name in ("prompt_ids", "completion_ids"))
+    device = trainer.accelerator.device
+    batch = {
+        "prompt_ids": torch.tensor([[0] * (prompt_width - len(row.prompt_ids)) + row.prompt_ids for row in found]),
+        "completion_ids": torch.tensor(
+            [row.completion_ids + [0] * (width - len(row.completion_ids)) for row in found]
+        ),
+        "advantages": torch.tensor([one.reward or 0.0 for one in rollouts_of_block]),
+    }
+    batch |= {f"{side}_mask": (batch[f"{side}_ids"] != 0).long() for side in ("prompt", "completion")}
+    per_pass = max(1, budget // (prompt_width + width))
+    total = batch["completion_mask"].sum().to(device)
+    parts = [
+        {name: value[start : start + per_pass].to(device) for name, value in batch.items()}
+        for start in range(0, rollouts, per_pass)
+    ]
+    return trainer, [{**part, "num_items_in_batch": total} for part in parts]
+
+
+def _no_reward(completion: Any) -> float:
+    return 0.0
+
+
+def _no_rewards(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def run_side(asked: Asked, side: str, longest: int, rollouts: int, budget: int) -> dict[str, Any]:
+    """Train the block twice; return seconds of the second time, peak memory, and tokens."""
+    policy = make_model(asked, asked.dtype)
+    trainer, inputs = {"ours": ours, "trl": theirs}[side](asked, policy, longest, rollouts, budget)
+    trainer.current_gradient_accumulation_steps = 1
+    model = trainer.model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=asked.device == "cuda")
+    seconds = 0.0
+    for _ in range(2):
+        started = synchronize(asked)
+        for one in inputs:
+            trainer.accelerator.backward(trainer.compute_loss(model, one))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds = synchronize(asked) - started
+    sizes = sizes_of(longest, rollouts)
+    return {"seconds": seconds, "peak_mib": peak_memory_mib(asked), "flops": flops(model.config, sizes)}
+
+
+def flops(config: Any, sizes: list[tuple[int, int]]) -> float:
+    """Forward and backward pass over real tokens, by 6 for each weight and token, and attention's scores and sums."""
+    heads = config.num_attention_heads * config.head_dim
+    kept = config.num_key_value_heads * config.head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kept + 3 * config.intermediate_size)
+    total = 0.0
+    for prompt, completion in sizes:
+        tokens = prompt + completion
+        total += 6 * config.num_hidden_layers * layer * tokens
+        # causal: half of tokens x tokens
+        total += 6 * config.num_hidden_layers * heads * tokens**2
+        # the head is only run on sampled tokens
+        total += 6 * config.hidden_size * config.vocab_size * completion
+    return total
+
+
+def measure_speed(asked: Asked, report: Report) -> None:
+    lengths = (128,) if asked.tiny else (512, 2048, 4096)
+    for longest in lengths:
+        rollouts = 16 if asked.tiny else max(16, 2**16 // longest)
+        budget = 4 * longest
+        tokens = sum(prompt + completion for prompt, completion in sizes_of(longest, rollouts))
+        rates = {}
+        for side in ("ours", "trl"):
+            found = in_a_process(asked, "speed", side=side, longest=longest, rollouts=rollouts, budget=budget)
+            rates[side] = tokens / found["seconds"]
+            peak = peak_flops(asked)
+            mfu = found["flops"] / found["seconds"] / peak if peak else None
+            more = {"mfu": mfu and round(mfu, 4), "peak_mib": found["peak_mib"], "tokens": tokens}
+            report.figure(f"{side}, up to {longest} tokens, tokens/s", rates[side], **more)
+        report.figure(f"ratio to TRL, up to {longest} tokens", rates["ours"] / rates["trl"])
+
+
+def peak_flops(asked: Asked) -> float | None:
+    name = torch.cuda.get_device_name(0) if asked.device == "cuda" else ""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def save_step(asked: Asked, path: str) -> dict[str, Any]:
+    """Take one step of plain gradient descent in float32 on the device, and save the weights."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    cpu = Asked("cpu", True, asked.scratch)
+    trainer, inputs = ours(asked, make_model(cpu, torch.float32), 128, 16, 1024)
+    trainer.current_gradient_accumulation_steps = 1
+    model = trainer.model.train()
+    loss = torch.stack([_backward(trainer, model, one) for one in inputs]).sum().item()
+    with torch.no_grad():
+        step = {name: -1e-2 * parameter.grad.cpu() for name, parameter in model.named_parameters()}
+    torch.save(step, path)
+    return {"loss": loss}
+
+
+def _backward(trainer: Any, model: Any, inputs: dict[str, Any]) -> Any:
+    loss = trainer.compute_loss(model, inputs)
+    trainer.accelerator.backward(loss)
+    return loss.detach()
+
+
+def check_step(asked: Asked, report: Report) -> None:
+    """Compare the loss and a step of plain gradient descent on the device with the CPU's."""
+    paths = {name: str(Path(asked.scratch, f"{name}.pt")) for name in ("cpu", "device")}
+    places = {"cpu": Asked("cpu", asked.tiny, asked.scratch), "device": asked}
+    losses = {name: in_a_process(places[name], "step", path=path)["loss"] for name, path in paths.items()}
+    steps = {name: torch.load(path) for name, path in paths.items()}
+    gap = math.sqrt(sum((steps["device"][name] - one).square().sum().item() for name, one in steps["cpu"].items()))
+    size = math.sqrt(sum(one.square().sum().item() for one in steps["cpu"].values()))
+    close = gap <= 1e-3 * size and abs(losses["cpu"] - losses["device"]) <= 1e-4 * max(1.0, abs(losses["cpu"]))
+    report.check("a training step is the CPU's", close and size > 0, relative_difference=gap / size, **losses)
+
+
+def in_a_process(asked: Asked, mode: str, **more: Any) -> dict[str, Any]:
+    """Run one side alone: what libraries keep in a process, and its peak of memory, are its own."""
+    given = {"stage": mode, "device": asked.device, "tiny": asked.tiny, "scratch": asked.scratch}
+    command = [sys.executable, __file__, json.dumps(given), json.dumps(more)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def stage(asked: Asked, report: Report) -> None:
+    mode = json.loads(sys.argv[1])["stage"]
+    if mode in ("speed", "step"):
+        work = run_side if mode == "speed" else save_step
+        print(json.dumps(work(asked, **json.loads(sys.argv[2]))))
+    elif mode == "training_step":
+        check_step(asked, report)
+    else:
+        measure_speed(asked, report)
+
+
+if __name__ == "__main__":
+    run_stage(stage)
