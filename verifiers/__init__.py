@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
     from verifiers.envs.lifecycle import cleanup, stop, teardown
     from verifiers.envs.multiturn_env import MultiTurnEnv
+    from verifiers.envs.program_env import ProgramEnv
     from verifiers.envs.registry import load_environment
     from verifiers.envs.sandbox_env import PythonEnv, SandboxEnv
     from verifiers.envs.singleturn_env import SingleTurnEnv
@@ -145,6 +146,7 @@ __all__ = [
     "OverlongPromptError",
     "Parser",
     "ProcessedOutputs",
+    "ProgramEnv",
     "ProviderError",
     "PythonEnv",
     "RankingRubric",
@@ -205,6 +207,7 @@ _LAZY_IMPORTS = {
     "Rubric": "verifiers.rubrics.rubric:Rubric",
     "Environment": "verifiers.envs.environment:Environment",
     "AgentEnv": "verifiers.envs.agent_env:AgentEnv",
+    "ProgramEnv": "verifiers.envs.program_env:ProgramEnv",
     "MultiTurnEnv": "verifiers.envs.multiturn_env:MultiTurnEnv",
     "SingleTurnEnv": "verifiers.envs.singleturn_env:SingleTurnEnv",
     "load_environment": "verifiers.envs.registry:load_environment",

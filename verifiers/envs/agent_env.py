@@ -1,13 +1,14 @@
-"""AgentEnv: an agent that owns its loop, and knows only a base URL and a key."""
+"""AgentEnv: an agent that owns its loop, and knows only a base URL and a key; and what ProgramEnv shares with it."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Unpack
 
 from verifiers.concurrency import threads_for
@@ -16,7 +17,7 @@ from verifiers.envs.environment import Environment
 from verifiers.envs.signatures import takes_rollout_input
 from verifiers.errors import AgentError, ConfigError
 from verifiers.gateway.calls import RefusedCallError
-from verifiers.gateway.gateway import gateway_of_loop
+from verifiers.gateway.gateway import Gateway, gateway_of_loop
 from verifiers.gateway.session import Budget, Session
 from verifiers.inference.endpoint import single_backend_for
 from verifiers.inference.wire import WireObject
@@ -25,7 +26,7 @@ from verifiers.rollouts.batch_client import BatchClient
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.types import RolloutInput, SamplingArgs, State
 
-__all__ = ["AgentEnv", "RunAgent"]
+__all__ = ["AgentEnv", "AgentOptions", "GatewayEnv", "RunAgent"]
 
 logger = logging.getLogger("verifiers.envs")
 
@@ -36,31 +37,25 @@ WIND_UP_S = 5.0
 """Seconds that an agent has for its end: after a call was refused for the budget, and after it was cancelled."""
 
 
-class AgentEnv(Environment):
-    """An environment around an agent: a function that runs any framework against the base URL and key it is given.
+class AgentOptions(EnvironmentOptions, total=False):
+    """The keywords of `AgentEnv` and `ProgramEnv`."""
 
-    The agent's calls come in by a gateway, which records them as those of any other rollout: token for token, with
-    the run's sampling, whatever the agent asks for. The gateway speaks OpenAI's chat completions, text completions
-    and Responses API, and Anthropic's Messages API.
+    train: str | Iterable[str]
+    helpers: Mapping[str, Any] | None
+    max_turns: int
+    max_total_completion_tokens: int | None
+    timeout_seconds: float | None
+
+
+class GatewayEnv(Environment, abc.ABC):
+    """Base of environments whose agent calls the policy by a gateway, which records the calls.
 
     Args:
-        run: `run(row, *, base_url, api_key, model)`, sync (in a thread) or async. `row` has prompt, answer, task,
-            info and example_id. It returns the final answer as text, or a dict of items for the state; a
-            `completion` in it is what the rubric reads.
-        train: further names by which the agent may call the policy; "*" for every name.
-        helpers: other models by the name that the agent calls them by: an `Endpoint`, a base URL or a client each.
-            Their answers are not trained. A name that is neither is refused with a 404.
-        max_turns: calls of the policy in one rollout; -1 for no bound. A rollout that asks for more is truncated and
-            scored by what there is.
-        max_total_completion_tokens: sampled tokens in one rollout, with the same end.
-        timeout_seconds: seconds after which the agent is cancelled, with the same end; None for the run's deadline
-            alone, which makes the rollout `timed_out`.
-        **kwargs: as `Environment`.
+        **kwargs: as `AgentEnv`.
     """
 
     def __init__(
         self,
-        run: RunAgent,
         *,
         train: str | Iterable[str] = (),
         helpers: Mapping[str, Any] | None = None,
@@ -70,13 +65,14 @@ class AgentEnv(Environment):
         **kwargs: Unpack[EnvironmentOptions],
     ) -> None:
         super().__init__(**kwargs)
-        if not callable(run):
-            raise ConfigError(f"run is {run!r:.100}; give a function run(row, *, base_url, api_key, model).")
-        self.run = run
         self.train = frozenset([train] if isinstance(train, str) else train)
         self.helpers = {name: RolloutClient(single_backend_for(client)) for name, client in (helpers or {}).items()}
         self.budget = Budget(None if max_turns < 0 else max_turns, max_total_completion_tokens)
         self.timeout_seconds = timeout_seconds
+
+    @abc.abstractmethod
+    async def _run_agent(self, row: RolloutInput, session: Session, gateway: Gateway) -> Any:
+        """Run the agent once, under `_within_budget`; return its final answer, items of the state, or None."""
 
     @takes_rollout_input
     async def rollout(
@@ -104,21 +100,25 @@ class AgentEnv(Environment):
         session = Session(client, model, sampling_args or {}, self.budget, self.train, helpers)
         gateway = await gateway_of_loop()
         async with gateway.serving(session):
-            result = await self._run_within_budget(input, session, gateway.base_url, model)
+            result = await self._run_agent(input, session, gateway)
         self._finish(state, session, result)
         elapsed_ms = (time.perf_counter() - started) * 1000
         state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
         return state
 
-    async def _run_within_budget(self, row: RolloutInput, session: Session, base_url: str, model: str) -> Any:
-        """Return what the agent gave, or None where a limit ended it."""
+    async def _within_budget(self, session: Session, agent: Coroutine[Any, Any, Any]) -> Any:
+        """Return what the agent gave, or None where a limit ended it.
+
+        Raises:
+            AgentError: the agent failed, or got no answer before its time was over.
+        """
         client = session.client
         deadline = asyncio.timeout(self.timeout_seconds)
         watch = asyncio.create_task(_end_over_budget(session, deadline))
         result, failure = None, None
         try:
             async with deadline:
-                result = await _ended(asyncio.create_task(self._call(row, session, base_url, model)))
+                result = await _ended(asyncio.create_task(agent))
         except Exception as error:
             failure = error
         finally:
@@ -130,19 +130,17 @@ class AgentEnv(Environment):
         is_cut = isinstance(newest, RefusedCallError) and newest.ends_rollout
         client.overlong = False
         client.is_cut_off = is_cut or deadline.expired()
-        if failure is not None and not client.is_cut_off:
+        if client.is_cut_off and not is_cut and not session.calls:
+            failure = AgentError("the agent got no answer of the policy before its time was over")
+        elif client.is_cut_off:
+            failure = None
+        if failure is not None:
             # calls are made side by side, so the client's newest error may be another's
             client.last_error = session.standing_failure
-            raise AgentError(f"the agent failed: {failure!r}") from client.last_error or failure
+            told = failure if isinstance(failure, AgentError) else AgentError(f"the agent failed: {failure!r}")
+            raise told from client.last_error or failure.__cause__ or (failure if told is not failure else None)
         client.last_error = session.standing_failure if newest is not None and not is_cut else None
         return result
-
-    async def _call(self, row: RolloutInput, session: Session, base_url: str, model: str) -> Any:
-        given = {"base_url": base_url, "api_key": session.key, "model": model}
-        if inspect.iscoroutinefunction(self.run):
-            return await self.run(row, **given)
-        result = await threads_for("agent", 256).run(lambda: self.run(row, **given))
-        return await result if isinstance(result, Awaitable) else result
 
     def _finish(self, state: State, session: Session, result: Any) -> None:
         calls = session.calls
@@ -177,6 +175,45 @@ class AgentEnv(Environment):
             chat = not isinstance(state["prompt"], str)
             state["completion"] = [answer] if chat else answer["content"]
         state["is_completed"] = True
+
+
+class AgentEnv(GatewayEnv):
+    """An environment around an agent: a function that runs any framework against the base URL and key it is given.
+
+    The agent's calls come in by a gateway, which records them as those of any other rollout: token for token, with
+    the run's sampling, whatever the agent asks for. The gateway speaks OpenAI's chat completions, text completions
+    and Responses API, and Anthropic's Messages API.
+
+    Args:
+        run: `run(row, *, base_url, api_key, model)`, sync (in a thread) or async. `row` has prompt, answer, task,
+            info and example_id. It returns the final answer as text, or a dict of items for the state; a
+            `completion` in it is what the rubric reads.
+        train: further names by which the agent may call the policy; "*" for every name.
+        helpers: other models by the name that the agent calls them by: an `Endpoint`, a base URL or a client each.
+            Their answers are not trained. A name that is neither is refused with a 404.
+        max_turns: calls of the policy in one rollout; -1 for no bound. A rollout that asks for more is truncated and
+            scored by what there is.
+        max_total_completion_tokens: sampled tokens in one rollout, with the same end.
+        timeout_seconds: seconds after which the agent is cancelled, with the same end where it got an answer; None
+            for the run's deadline alone, which makes the rollout `timed_out`.
+        **kwargs: as `Environment`.
+    """
+
+    def __init__(self, run: RunAgent, **kwargs: Unpack[AgentOptions]) -> None:
+        super().__init__(**kwargs)
+        if not callable(run):
+            raise ConfigError(f"run is {run!r:.100}; give a function run(row, *, base_url, api_key, model).")
+        self.run = run
+
+    async def _run_agent(self, row: RolloutInput, session: Session, gateway: Gateway) -> Any:
+        return await self._within_budget(session, self._call(row, session, gateway.base_url))
+
+    async def _call(self, row: RolloutInput, session: Session, base_url: str) -> Any:
+        given = {"base_url": base_url, "api_key": session.key, "model": session.model}
+        if inspect.iscoroutinefunction(self.run):
+            return await self.run(row, **given)
+        result = await threads_for("agent", 256).run(lambda: self.run(row, **given))
+        return await result if isinstance(result, Awaitable) else result
 
 
 async def _end_over_budget(session: Session, deadline: asyncio.Timeout) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from verifiers.sandbox import relay
 from verifiers.sandbox.commands import answer_call, execute, read_file, remove_tree, say, write_file
 from verifiers.sandbox.confinement import (
     Limits,
@@ -194,6 +195,8 @@ class Agent:
         try:
             if kind == "exec":
                 execute(message["command"], {**self.limits.environment, **message.get("env", {})})
+            elif kind == "relay":
+                relay.serve(message["target"])
             elif kind == "call":
                 answer_call(message, answer)
             elif kind == "read":

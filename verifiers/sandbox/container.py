@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import importlib.resources
 import os
 import shutil
 import subprocess
@@ -243,6 +244,10 @@ class ContainerSandbox(SandboxBase):
         process = ContainerProcess(self, client, note)
         self._started.add(process)
         return process
+
+    async def _start_relay(self, target: str) -> SandboxProcess:
+        source = importlib.resources.files(__package__).joinpath("relay.py").read_text(encoding="utf-8")
+        return await self.start(["python3", "-I", "-S", "-c", source, target])
 
     async def kill_started(self, process: ContainerProcess, note: str) -> None:
         """Kill one started process inside, and the tool's command that belongs to it."""

@@ -255,8 +255,14 @@ class AgentSandbox(SandboxBase):
 
     async def start(self, command: Sequence[str]) -> SandboxProcess:
         """Start a process; as in `Sandbox`."""
+        return self._start("exec", command=_command(command))
+
+    async def _start_relay(self, target: str) -> SandboxProcess:
+        return self._start("relay", target=target)
+
+    def _start(self, kind: str, **request: Any) -> SandboxProcess:
         pipes = Pipes(True)
-        message = {"op": "spawn", "kind": "exec", "command": _command(command), "cpu_time_s": self.spec.cpu_time_s}
+        message = {"op": "spawn", "kind": kind, "cpu_time_s": self.spec.cpu_time_s, **request}
         number, answer = self._request(message, pipes)
         process = _AgentProcess(self, number, answer, pipes)
         self._processes.add(process)

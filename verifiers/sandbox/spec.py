@@ -10,13 +10,14 @@ from types import TracebackType
 from typing import Literal, Protocol, Self, get_args
 
 from verifiers.deprecated import warn_renamed
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, SandboxError
 
 __all__ = ["READ_BYTES", "IsolationLevel", "RunResult", "Sandbox", "SandboxBase", "SandboxProcess", "SandboxSpec"]
 
 IsolationLevel = Literal["auto", "process", "bubblewrap", "docker", "podman"]
 
 READ_BYTES = 64 << 20
+RELAY_START_S = 30.0
 _LEVELS: tuple[str, ...] = get_args(IsolationLevel)
 
 
@@ -177,6 +178,16 @@ class Sandbox(Protocol):
         """Start a process that lives until it is killed or the sandbox is closed."""
         ...
 
+    async def relay(self, target: str) -> int:
+        """Lead a port of 127.0.0.1 inside to a Unix socket that `readable` names; return the port.
+
+        The way to one server from a level without network. A container needs python3 for it.
+
+        Raises:
+            SandboxError: it cannot be started.
+        """
+        ...
+
     async def read(self, path: str, *, max_bytes: int = READ_BYTES) -> bytes:
         """Return a file's content. Relative paths start at the sandbox's directory.
 
@@ -220,6 +231,22 @@ class SandboxBase(abc.ABC):
 
     @abc.abstractmethod
     async def _close(self) -> None: ...
+
+    @abc.abstractmethod
+    async def _start_relay(self, target: str) -> SandboxProcess: ...
+
+    async def relay(self, target: str) -> int:
+        """Start a relay; as in `Sandbox`."""
+        process = await self._start_relay(target)
+        try:
+            line = await process.read_line(timeout_s=RELAY_START_S)
+        except TimeoutError:
+            line = b""
+        if not line:
+            raise SandboxError(
+                f"the relay to {target} did not start: {process.stderr().strip() or 'it said nothing'}"
+            )
+        return int(line)
 
     async def close(self) -> None:
         """Close the sandbox; as in `Sandbox`. Cancelling does not keep it from finishing."""

@@ -1,0 +1,333 @@
+"""ProgramEnv: any program, run once a rollout in a sandbox, that knows only a base URL and a key."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Unpack
+
+from verifiers.envs.agent_env import AgentOptions, GatewayEnv
+from verifiers.errors import AgentError, ConfigError, SandboxError
+from verifiers.gateway.gateway import Gateway
+from verifiers.gateway.session import Session
+from verifiers.keywords import nearest_name
+from verifiers.parsers.messages import cleanup_messages, message_field, message_text
+from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.scoring import ScoringInput
+from verifiers.sandbox import open_sandbox
+from verifiers.sandbox.spec import IsolationLevel, RunResult, Sandbox, SandboxSpec
+from verifiers.types import Messages, RolloutInput, RolloutScore
+
+__all__ = ["ProgramEnv"]
+
+Files = Mapping[str, str | bytes | Path]
+
+NO_LIMIT_S = 7 * 24 * 3600.0
+RESULT_BYTES = 1 << 20
+STDERR_CHARS = 500
+PLACEHOLDERS = ("prompt", "messages", "model", "base_url", "task", "example_id", "answer")
+# "${model}" is a variable of a shell
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([\w.-]+)\}")
+
+
+class ProgramEnv(GatewayEnv):
+    """An environment around a program, which is run once a rollout, in a sandbox of its own.
+
+    OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL are set
+    for it. In a sandbox without network nothing but that base URL can be reached. The state gets the program's
+    `stdout`, `stderr` and `exit_code`; what it printed is the completion, or, where that is nothing, the policy's
+    last answer. A program that ends with another exit code than 0, or without an answer of the policy, has failed.
+
+    Args:
+        command: the program and its arguments, in which placeholders are replaced: `{prompt}`, the text of the
+            newest user message; `{messages}`, the whole prompt as JSON; `{model}`, `{base_url}`, `{task}`,
+            `{example_id}`, and `{info.NAME}`, an entry of the row's info. Other braces stay as they are.
+        sandbox: isolation level and limits, or a level with default limits. Its `wall_time_s` bounds `score` alone.
+        stdin: text for the program's standard input, with the same placeholders; None for nothing.
+        files: what its working directory holds at the start, by relative path: text, bytes or the `Path` of a file to
+            copy; or a function of the row that returns such a mapping.
+        result: file in the working directory that has the reward after the program's end: a number, or a JSON object
+            with "reward", whose other numbers become metrics. The object is in `state["result"]`.
+        score: command that writes `result`, run after the program and everything it started have ended; it may
+            have `{answer}` too. A `result` that is there before is removed.
+        score_files: as `files`, written before `score` runs.
+        **kwargs: as `AgentEnv`. A `rubric` scores by the state, in place of `result`.
+
+    Raises:
+        ConfigError: a misspelled placeholder, one that would tell the program the answer, or a file that is missing.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        sandbox: SandboxSpec | IsolationLevel | None = None,
+        stdin: str | None = None,
+        files: Files | Callable[[RolloutInput], Files] | None = None,
+        result: str | None = None,
+        score: Sequence[str] | None = None,
+        score_files: Files | Callable[[RolloutInput], Files] | None = None,
+        **kwargs: Unpack[AgentOptions],
+    ) -> None:
+        if result is not None and kwargs.get("rubric") is None:
+            kwargs["rubric"] = _ResultRubric(parser=kwargs.get("parser"))
+        super().__init__(**kwargs)
+        self.command = _words("command", command)
+        self.sandbox = SandboxSpec(sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
+        self.stdin = stdin
+        self.files = files if callable(files) else _contents(files or {})
+        self.result = result
+        self.score = None if score is None else _words("score", score)
+        self.score_files = score_files if callable(score_files) else _contents(score_files or {})
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        shown = [*self.command, self.stdin or ""]
+        names = {name for text in shown for name in _PLACEHOLDER.findall(text)}
+        for name in {*names, *(name for text in self.score or () for name in _PLACEHOLDER.findall(text))}:
+            near = None if name in PLACEHOLDERS else nearest_name(name, PLACEHOLDERS)
+            if near is not None:
+                raise ConfigError(f"there is no placeholder {{{name}}}; did you mean {{{near}}}?")
+        if "answer" in names:
+            raise ConfigError("{answer} would tell the program the row's answer; it is for score= alone.")
+        if self.score is not None and self.result is None:
+            raise ConfigError("score= needs result=, the name of the file that it writes the reward to.")
+        if self.score is None and self.score_files:
+            raise ConfigError("score_files= are for the command of score=, which is not given.")
+        if (self.system_prompt or self.few_shot) and "messages" not in names:
+            raise ConfigError(
+                "system_prompt and few_shot reach the program by {messages} alone, which command and stdin lack."
+            )
+
+    async def _run_agent(self, row: RolloutInput, session: Session, gateway: Gateway) -> dict[str, Any]:
+        spec, socket = self.sandbox, ""
+        if spec.isolation != "process":
+            socket = await gateway.unix_socket()
+            spec = dataclasses.replace(spec, readable=(*spec.readable, socket))
+        async with await open_sandbox(spec) as sandbox:
+            url = gateway.url
+            if sandbox.isolation != "process":
+                url = f"http://127.0.0.1:{await sandbox.relay(socket)}"
+            values = _values(row, session.model, url)
+            await self._write_files(sandbox, self.files, row)
+            program = _Program(sandbox, [_filled(word, values, row) for word in self.command])
+            stdin = None if self.stdin is None else _filled(self.stdin, values, row)
+            await self._within_budget(session, program.run(stdin, _variables(url, session)))
+            if not session.calls and not session.client.is_cut_off:
+                raise AgentError(
+                    f"{program} ended without an answer of the policy; does it use OPENAI_BASE_URL and "
+                    f"OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY?{program.last_errors}"
+                ) from session.standing_failure
+            state = program.state(is_chat=not isinstance(row["prompt"], str))
+            if self.score is not None:
+                program = await self._run_score(sandbox, self.score, values, row)
+            if self.result is not None:
+                state["result"] = await _read_result(sandbox, self.result, program)
+            return state
+
+    async def _run_score(
+        self, sandbox: Sandbox, score: Sequence[str], values: Mapping[str, str], row: RolloutInput
+    ) -> _Program:
+        # a command whose time runs out takes everything along that others have left behind
+        if not (await sandbox.run(["sleep", "60"], timeout_s=0.0)).timed_out:
+            raise SandboxError("what the program left behind could not be ended: there is no command `sleep`.")
+        assert self.result is not None
+        removed = await sandbox.run(["rm", "-rf", "--", self.result])
+        if removed.exit_code != 0:
+            raise SandboxError(f"{self.result!r} of the program could not be removed: {removed.stderr.strip()}")
+        await self._write_files(sandbox, self.score_files, row)
+        values = {**values, "answer": _text(row.get("answer", ""))}
+        scoring = _Program(sandbox, [_filled(word, values, row) for word in score], "the score command")
+        await scoring.run(None, {}, self.sandbox.wall_time_s)
+        return scoring
+
+    async def _write_files(
+        self, sandbox: Sandbox, files: Mapping[str, bytes] | Callable[[RolloutInput], Files], row: RolloutInput
+    ) -> None:
+        if callable(files):
+            function = files
+            files = await asyncio.to_thread(lambda: _contents(function(row)))
+        for name, content in files.items():
+            if self.result is not None and PurePosixPath(name) == PurePosixPath(self.result):
+                raise ConfigError(f"the file {name!r} is the result, which the program or score= writes.")
+            try:
+                await sandbox.write(name, content)
+            except OSError as error:
+                raise SandboxError(f"the file {name!r} could not be written: {error.strerror}") from error
+
+
+class _ResultRubric(Rubric):
+    """Rewards and metrics of `state["result"]`."""
+
+    async def score_inputs(
+        self,
+        inputs: Sequence[ScoringInput],
+        score_sem: Any = None,
+        *,
+        as_group: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[RolloutScore]:
+        scores = []
+        for item in inputs:
+            numbers = {name: float(value) for name, value in item.state["result"].items() if _is_number(value)}
+            scores.append(item.score(numbers.pop("reward"), numbers))
+        return scores
+
+
+class _Program:
+    """A command in a sandbox, and what became of it."""
+
+    def __init__(self, sandbox: Sandbox, command: Sequence[str], name: str = "the program") -> None:
+        self._sandbox = sandbox
+        self._command = command
+        self._name = name
+        self._ran: RunResult | None = None
+
+    def __str__(self) -> str:
+        return f"{self._name} {self._command[0]!r}"
+
+    async def run(self, stdin: str | None, env: Mapping[str, str], timeout_s: float = NO_LIMIT_S) -> None:
+        """Run it to its end. Raises AgentError where that is no success."""
+        ran = await self._sandbox.run(self._command, stdin=stdin, timeout_s=timeout_s, env=env)
+        self._ran = ran
+        if ran.timed_out:
+            raise AgentError(f"{self} did not end within wall_time_s={timeout_s:g}{self.last_errors}")
+        if ran.exit_code is not None and ran.exit_code < 0:
+            raise AgentError(
+                f"{self} was killed by signal {-ran.exit_code}; where its memory ran out, raise the sandbox's "
+                f"memory_bytes{self.last_errors}"
+            )
+        if ran.exit_code != 0:
+            raise AgentError(f"{self} ended with exit code {ran.exit_code}{self.last_errors}")
+
+    @property
+    def last_errors(self) -> str:
+        """The end of its stderr, for the end of a message."""
+        text = self._ran.stderr.strip() if self._ran is not None else ""
+        return f"; its stderr ends with {text[-STDERR_CHARS:]!r}" if text else ""
+
+    def state(self, *, is_chat: bool) -> dict[str, Any]:
+        """Return items of the state; a program that was cut off has printed nothing."""
+        ran = self._ran
+        if ran is None:
+            return {"stdout": "", "stderr": "", "exit_code": None}
+        items: dict[str, Any] = {"stdout": ran.stdout, "stderr": ran.stderr, "exit_code": ran.exit_code}
+        said = ran.stdout.strip()
+        if said:
+            items["completion"] = [{"role": "assistant", "content": said}] if is_chat else said
+        return items
+
+
+def _variables(url: str, session: Session) -> dict[str, str]:
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": session.key,
+        "OPENAI_MODEL": session.model,
+        # Anthropic's clients add the version themselves
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": session.key,
+        "ANTHROPIC_MODEL": session.model,
+    }
+
+
+# -- placeholders and files -----------------------------------------------------------------------------------------
+
+
+def _words(name: str, command: Sequence[str]) -> list[str]:
+    if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+        raise ConfigError(
+            f"{name} is {command!r}; give a list of words, such as ['my-agent', '--task', '{{prompt}}']."
+        )
+    return list(command)
+
+
+def _values(row: RolloutInput, model: str, url: str) -> dict[str, str]:
+    prompt: Messages = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else cleanup_messages(prompt)
+    of_user = [message for message in messages if message_field(message, "role") == "user"]
+    return {
+        "prompt": message_text(of_user[-1]) if of_user else "",
+        "messages": json.dumps(messages, ensure_ascii=False),
+        "model": model,
+        "base_url": f"{url}/v1",
+        "task": str(row.get("task", "")),
+        "example_id": str(row.get("example_id", "")),
+    }
+
+
+def _filled(text: str, values: Mapping[str, str], row: RolloutInput) -> str:
+    """Return a text with its placeholders replaced, all at once: what stands in a value stays as it is."""
+
+    def value(match: re.Match[str]) -> str:
+        kind, dot, name = match[1].partition(".")
+        if kind != "info" or not dot:
+            return values.get(match[1], match[0])
+        info = row.get("info") or {}
+        if name not in info:
+            raise ConfigError(
+                f"the info of row {row.get('example_id')} has no {name!r} for {match[0]}: {sorted(info)}."
+            )
+        return _text(info[name])
+
+    return _PLACEHOLDER.sub(value, text)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _contents(files: Files) -> dict[str, bytes]:
+    """Return files' contents. Raises ConfigError where one cannot be had."""
+    contents = {}
+    for name, given in files.items():
+        try:
+            content = given.read_bytes() if isinstance(given, Path) else given
+        except OSError as error:
+            raise ConfigError(f"the file {name!r} is to be {str(given)!r}: {error.strerror}.") from error
+        contents[name] = content.encode() if isinstance(content, str) else content
+    return contents
+
+
+# -- the result -----------------------------------------------------------------------------------------------------
+
+
+async def _read_result(sandbox: Sandbox, name: str, writer: _Program) -> dict[str, Any]:
+    """Return the object in a result file.
+
+    Raises:
+        AgentError: there is none with a finite reward.
+    """
+    try:
+        data = await sandbox.read(name, max_bytes=RESULT_BYTES)
+    except FileNotFoundError:
+        raise AgentError(f"{writer} left no file {name!r} with a reward{writer.last_errors}") from None
+    except OSError as error:
+        raise AgentError(f"the file {name!r} of {writer} cannot be read: {error.strerror}") from error
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise AgentError(f"the file {name!r} of {writer} is not JSON ({error}): {data[:200]!r}") from None
+    result: dict[str, Any] = value if isinstance(value, dict) else {"reward": value}
+    for key, number in result.items():
+        if not (_is_number(number) if key == "reward" else _is_finite(number)):
+            raise AgentError(f"the file {name!r} of {writer} has {key}={number!r:.100}, not a finite number")
+    if "reward" not in result:
+        raise AgentError(f"the file {name!r} of {writer} has no 'reward', only {sorted(result)!r:.200}")
+    return result
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and _is_finite(value)
+
+
+def _is_finite(value: Any) -> bool:
+    """Tell whether a value is anything but a number that no float can hold."""
+    try:
+        return not isinstance(value, (int, float)) or math.isfinite(value)
+    except OverflowError:
+        return False
