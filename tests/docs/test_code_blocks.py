@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -86,9 +87,9 @@ def test_run_files_of_the_examples_pass_a_dry_run(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    copy = tmp_path / path.name
-    copy.write_text(path.read_text())
-    check_run_file(copy)
+    # with the environments beside it
+    shutil.copytree(path.parent, tmp_path, dirs_exist_ok=True)
+    check_run_file(tmp_path / path.name)
 
 
 def settings_rows() -> dict[str, str]:
