@@ -121,6 +121,13 @@ async def test_the_time_of_a_rollout_truncates_it() -> None:
     assert (rollout.outcome, rollout.reward) == (Outcome.TRUNCATED, 1.0)
 
 
+async def test_an_agent_whose_time_is_over_before_its_first_answer_has_no_reward() -> None:
+    async with FakeOpenAIServer("42") as server:
+        rollout = await played(env_of(hangs, timeout_seconds=0.3), server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
+    assert "no answer of the policy before its time was over" in rollout.failure.text
+
+
 async def calls_after_an_overlong_one(row: Any, *, base_url: str, api_key: str, model: str) -> str:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         with pytest.raises(openai.BadRequestError, match="context length"):

@@ -95,6 +95,16 @@ async def test_a_rubric_scores_what_the_program_printed_and_its_result() -> None
     assert (rollout.outcome, rollout.completion, rollout.reward) == (Outcome.COMPLETED, "42", 2.25)
 
 
+async def test_programs_of_a_group_are_scored_each_by_its_own_result() -> None:
+    half = env_of("ask('hi'); open('r', 'w').write('0.5')", "process", result="r")
+    whole = env_of("ask('hi'); json.dump({'reward': 1, 'n': 2}, open('r', 'w'))", "process", result="r")
+    group = vf.EnvGroup([half, whole], env_names=["half", "whole"])
+    async with FakeOpenAIServer("42") as server:
+        results = await group.evaluate(server.url, "fake", num_examples=2, rollouts_per_example=2)
+    rewards = sorted((state["task"], state["reward"]) for state in results.state)
+    assert rewards == [("half", 0.5), ("half", 0.5), ("whole", 1.0), ("whole", 1.0)]
+
+
 # -- what can be reached ------------------------------------------------------------------------------------------
 
 REACHES = """

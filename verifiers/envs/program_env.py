@@ -40,8 +40,9 @@ class ProgramEnv(GatewayEnv):
 
     OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL are set
     for it. In a sandbox without network nothing but that base URL can be reached. The state gets the program's
-    `stdout`, `stderr` and `exit_code`; what it printed is the completion, or, where that is nothing, the policy's
-    last answer. A program that ends with another exit code than 0, or without an answer of the policy, has failed.
+    `stdout` and `stderr`, the first `output_bytes` of each, and its `exit_code`; what it printed is the completion,
+    or, where that is nothing, the policy's last answer. A program that ends with another exit code than 0, or
+    without an answer of the policy, has failed.
 
     Args:
         command: the program and its arguments, in which placeholders are replaced: `{prompt}`, the text of the

@@ -232,8 +232,8 @@ class SandboxBase(abc.ABC):
     @abc.abstractmethod
     async def _close(self) -> None: ...
 
-    @abc.abstractmethod
-    async def _start_relay(self, target: str) -> SandboxProcess: ...
+    async def _start_relay(self, target: str) -> SandboxProcess:
+        raise SandboxError(f"A sandbox of the level {self.isolation!r} has no relay to {target}.")
 
     async def relay(self, target: str) -> int:
         """Start a relay; as in `Sandbox`."""
