@@ -85,6 +85,7 @@ class GRPOConfig(trl.GRPOConfig):
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
             "cuda:1"; no other server is used then. For a second device: on one CPU a server of its own is faster.
         rollout_chunk_size: sequences generated at once there.
+        rollout_cuda_graphs: replay its passes of one token a sequence as CUDA graphs, at fixed shapes.
         old_logprobs_on_rollout_device: compute old log-probs on that copy, micro-batch by micro-batch, while it has
             the weights that the block's first update starts from.
         weight_sync: how weights reach the rollout servers: "directory" (servers on this host, or a file system that
@@ -150,6 +151,7 @@ class GRPOConfig(trl.GRPOConfig):
     old_logprobs_batch_size: int | None = None
     rollout_device: str | None = None
     rollout_chunk_size: int = 64
+    rollout_cuda_graphs: bool = False
     old_logprobs_on_rollout_device: bool = False
     weight_sync: str = "auto"
     weight_sync_dir: str | None = None
@@ -196,6 +198,10 @@ class GRPOConfig(trl.GRPOConfig):
         refuse_biased_sampling(self)
         if self.old_logprobs_on_rollout_device and self.rollout_device is None:
             raise ConfigError("old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.")
+        if self.rollout_cuda_graphs and not str(self.rollout_device).startswith("cuda"):
+            raise ConfigError(
+                f"rollout_cuda_graphs needs a GPU as rollout_device, such as 'cuda:1'; it is {self.rollout_device!r}."
+            )
         if self.server_urls:
             self.server_url = self.server_urls[0]
         if not self.server_url:

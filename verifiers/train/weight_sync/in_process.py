@@ -27,6 +27,7 @@ class InProcessSync(WeightSync):
         device: where the copy lives, such as "cuda:1"; best not the trainer's.
         slots: most sequences generated at once.
         timeout_s: deadline for one push, in seconds.
+        cuda_graphs: replay passes of one token a sequence as CUDA graphs.
     """
 
     kind = "in_process"
@@ -39,13 +40,16 @@ class InProcessSync(WeightSync):
         *,
         slots: int = 64,
         timeout_s: float = 120.0,
+        cuda_graphs: bool = False,
     ) -> None:
         self._policy, self._tokenizer = policy, tokenizer
         self._device, self._slots, self._timeout_s = device, slots, timeout_s
+        self._cuda_graphs = cuda_graphs
         self._running: Any = None
 
     def connect(self, deadline_s: float) -> None:
         try:
+            from verifiers_embedded.decoding import cuda_graph
             from verifiers_embedded.errors import EmbeddedError
             from verifiers_embedded.in_process_server import InProcessServer
         except ImportError as error:
@@ -64,6 +68,7 @@ class InProcessSync(WeightSync):
                     device=self._device,
                     slots=self._slots,
                     threads=threads,
+                    record=cuda_graph if self._cuda_graphs else None,
                 ).start(deadline_s)
         except (EmbeddedError, RuntimeError) as error:
             raise WeightSyncError(f"no copy of the policy could be made on {self._device}: {error}") from error

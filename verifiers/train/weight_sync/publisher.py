@@ -47,8 +47,14 @@ def default_weight_sync(
         ConfigError: the servers have different API keys.
     """
     if args.rollout_device is not None:
-        slots, timeout_s = args.rollout_chunk_size, args.weight_sync_timeout
-        return InProcessSync(policy, tokenizer, args.rollout_device, slots=slots, timeout_s=timeout_s)
+        return InProcessSync(
+            policy,
+            tokenizer,
+            args.rollout_device,
+            slots=args.rollout_chunk_size,
+            timeout_s=args.weight_sync_timeout,
+            cuda_graphs=args.rollout_cuda_graphs,
+        )
     keys = {backend.api_key for backend in servers}
     if len(keys) > 1:
         raise ConfigError(
