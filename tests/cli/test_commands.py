@@ -30,6 +30,7 @@ MODULES = {
     "vf-play": "verifiers.cli.play",
     "vf-eval": "verifiers.cli.evaluate",
     "vf-regrade": "verifiers.cli.regrade",
+    "vf-merge": "verifiers.cli.merge",
     "vf-export": "verifiers.cli.export",
     "vf-compare": "verifiers.cli.compare",
     "vf-view": "verifiers.cli.view",

@@ -311,7 +311,7 @@ def test_an_unknown_flag_is_exit_code_2(env_name: str, capsys: pytest.CaptureFix
 def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(
     env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("verifiers.cli.evaluate_endpoint.LISTENER_GRACE_S", 0.3)
+    monkeypatch.setattr("verifiers.cli.evaluation.endpoint.LISTENER_GRACE_S", 0.3)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"

@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from verifiers.cli import evaluate_output
-from verifiers.cli.evaluate_output import live_line, progress_text
+from verifiers.cli.evaluation import output
+from verifiers.cli.evaluation.output import live_line, progress_text
 from verifiers.evals.progress import Progress
 
 
@@ -65,7 +65,7 @@ async def test_a_terminal_is_written_to_at_most_four_times_a_second() -> None:
 
 
 async def test_elsewhere_plain_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate_output, "_PLAIN_EVERY_S", 0.05)
+    monkeypatch.setattr(output, "_PLAIN_EVERY_S", 0.05)
     stream = io.StringIO()
     async with live_line(lambda on_terminal: f"5 of 9 {on_terminal}", stream):
         await asyncio.sleep(0.2)

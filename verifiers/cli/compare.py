@@ -104,7 +104,7 @@ def _print(comparisons: Sequence[Comparison], confidence: float) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from verifiers.cli.evaluate_output import print_table
+    from verifiers.cli.evaluation.output import print_table
 
     console = Console(highlight=False, soft_wrap=True)
     first = comparisons[0]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verifiers.cli.arguments import CommandParser, json_object
-from verifiers.cli.evaluate_endpoint import (
+from verifiers.cli.evaluation.endpoint import (
     OPENAI_KEY,
     add_endpoint_group,
     attempt_timeout_s,
@@ -59,6 +59,7 @@ def parser() -> CommandParser:
     add = parser.group("rollouts")
     add("-n", "--num-examples", type=int, default=5, metavar="N", help="prompts; -1 for all")
     add("-r", "--rollouts-per-example", type=int, default=3, metavar="N", help="rollouts of each prompt")
+    add("--shard", metavar="K/N", help="run every N-th prompt from the K-th on; vf-merge joins the N runs")
     add("-c", "--max-concurrent", type=int, metavar="N", help="rollouts in flight (default: what the endpoint bears)")
     add("--requests-per-second", type=float, metavar="X", help="requests begun per second (default: no limit)")
     add("--rollout-timeout", type=float, default=1800.0, metavar="S", help="deadline of one rollout, seconds")
@@ -96,8 +97,10 @@ def parser() -> CommandParser:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Do what the command does; raises instead of printing errors."""
+    from verifiers.data.shard import Shard
     from verifiers.log import Redactor, redact_logs, secrets_of_run, url_without_secrets
 
+    args.shard = None if args.shard is None else Shard.parse(args.shard)
     if args.num_examples < -1 or args.num_examples == 0:
         raise ConfigError(f"--num-examples is {args.num_examples}; give 1 or more, or -1 for all.")
     if args.rollouts_per_example < 1:
@@ -140,7 +143,7 @@ def _evaluate(
     sampling_args: dict[str, Any],
     redact: Redactor,
 ) -> int:
-    from verifiers.cli.evaluate_output import show_summary
+    from verifiers.cli.evaluation.output import show_summary
     from verifiers.envs.registry import load_environment
     from verifiers.evals.run import open_run
     from verifiers.evals.store import ResultStore
@@ -196,7 +199,8 @@ def _evaluate(
         raise CommandFailedError(f"results cannot be written to {str(run.directory)!r}: {error}.") from error
     if not run.interruption.requested or run.progress.scored:
         run.require_scores()
-        show_summary(run, summary, title=f"{args.env} / {run.metadata['model']}", as_json=args.json)
+        shard = "" if args.shard is None else f", shard {args.shard}"
+        show_summary(run, summary, title=f"{args.env} / {run.metadata['model']}{shard}", as_json=args.json)
     if run.interruption.requested and not done:
         say(f"interrupted at {run.finished.count + run.ran} of {run.planned} rollouts; the same command continues")
         return INTERRUPTED
@@ -214,7 +218,7 @@ async def _run(
     *,
     quiet: bool,
 ) -> None:
-    from verifiers.cli.evaluate_output import live_line, progress_text
+    from verifiers.cli.evaluation.output import live_line, progress_text
     from verifiers.envs.lifecycle import run_teardown
 
     def text(on_terminal: bool) -> str:
@@ -285,6 +289,7 @@ def _run_plan(
         "num_examples": len(dataset),
         "rollouts_per_example": args.rollouts_per_example,
         "seed": args.seed,
+        **({} if args.shard is None else {"shard": str(args.shard)}),
         "max_concurrent": args.max_concurrent,
         "requests_per_second": args.requests_per_second,
         "attempt_timeout_s": attempt_timeout_s(args, entry),

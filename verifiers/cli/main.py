@@ -181,6 +181,7 @@ COMMANDS = {
     "play": ("verifiers.cli.play", "answer in place of the model"),
     "eval": ("verifiers.cli.evaluate", "evaluate a model on an environment"),
     "regrade": ("verifiers.cli.regrade", "grade a stored evaluation again"),
+    "merge": ("verifiers.cli.merge", "join the shards of an evaluation"),
     "export": ("verifiers.cli.export", "write an evaluation in another form"),
     "compare": ("verifiers.cli.compare", "compare two evaluations"),
     "view": ("verifiers.cli.view", "look at runs in a browser"),

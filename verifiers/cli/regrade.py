@@ -104,7 +104,7 @@ def _show(args: argparse.Namespace, done: Regraded) -> None:
         return
     from rich.console import Console
 
-    from verifiers.cli.evaluate_output import print_table
+    from verifiers.cli.evaluation.output import print_table
 
     rows = []
     for name in {**before, **after}:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verifiers.data.shard import Shard
 from verifiers.envs import datasets
 from verifiers.envs.classic import batch_api, token_processing
 from verifiers.envs.classic.tool_defs import ToolDefs
@@ -345,12 +346,15 @@ class Environment:
         num_examples: int = -1,
         rollouts_per_example: int = 1,
         score_rollouts: bool = True,
+        shard: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> GenerateOutputs:
-        """Roll out and score the eval dataset, repeated in the order e0 .. eN-1, e0 .. eN-1."""
+        """Roll out and score the eval dataset, of `shard=(3, 8)` every eighth row; e0 .. eN-1, e0 .. eN-1."""
         check_keywords(type(self).__name__, kwargs, parameter_names(Environment.a_evaluate, Environment.a_generate))
-        rows = batch_api.columns_of(self.get_eval_dataset(n=num_examples))
-        inputs = {name: list(values) * rollouts_per_example for name, values in rows.items()}
+        dataset = self.get_eval_dataset(n=num_examples)
+        if shard is not None:
+            dataset = dataset.select(Shard(*shard).examples(len(dataset)))
+        inputs = {name: list(values) * rollouts_per_example for name, values in batch_api.columns_of(dataset).items()}
         return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)
 
     def evaluate(self, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -103,6 +103,7 @@ _SHOWN_SETTINGS = (
     "sampling_args",
     "num_examples",
     "rollouts_per_example",
+    "shard",
 )
 
 

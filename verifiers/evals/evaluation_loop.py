@@ -11,6 +11,7 @@ from typing import Any
 
 from verifiers.concurrency import relaxed_gc
 from verifiers.data.batch_plan import rollout_seed
+from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import NothingScoredError
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
@@ -50,9 +51,18 @@ def evaluation_requests(dataset: Any, rollouts_per_example: int, seed: int | Non
     return list(iter_requests(dataset, rollouts_per_example, seed))
 
 
-def iter_requests(dataset: Any, rollouts_per_example: int, seed: int | None) -> Iterator[list[RolloutRequest]]:
-    """As `evaluation_requests`, one prompt at a time: a long dataset is never held as a whole."""
+def iter_requests(
+    dataset: Any, rollouts_per_example: int, seed: int | None, shard: Shard | None = None
+) -> Iterator[list[RolloutRequest]]:
+    """As `evaluation_requests`, one prompt at a time: a long dataset is never held as a whole.
+
+    Args:
+        shard: leaves out the prompts of other shards; ids and seeds are those of the whole evaluation.
+    """
+    examples = None if shard is None else shard.examples(len(dataset))
     for example_id, row in enumerate(_rows(dataset)):
+        if examples is not None and example_id not in examples:
+            continue
         prompt, answer, task, info = row_fields(row)
         keys = [RolloutKey(EVALUATION_BLOCK, example_id, generation) for generation in range(rollouts_per_example)]
         yield [

@@ -1,7 +1,7 @@
 """One evaluation from its plan to its summary: new or continued by the same command, run, stored, counted.
 
 Two commands are the same where environment (name, version, source), its arguments, prompts, model, endpoint,
-sampling, seed, and the numbers of prompts and rollouts are the same. Rollouts with a reward are kept, those that
+sampling, seed, numbers of prompts and rollouts, and shard are the same. Rollouts with a reward are kept, those that
 failed are done again; where the rubric compares a prompt's rollouts, a prompt that lacks one is done again whole.
 """
 
@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.evaluation_loop import Interruption, LoopLag, iter_requests, run_units
 from verifiers.evals.progress import Progress
 from verifiers.evals.store import METADATA, iter_rows, new_run_directory, read_metadata
+from verifiers.evals.summary import rollouts_planned
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.runner import RolloutRunner
@@ -90,7 +92,8 @@ class EvaluationRun:
             self.ran += 1
             self.tokens += rollout.usage.completion_tokens
 
-        requests = iter_requests(dataset, self.metadata["rollouts_per_example"], self.metadata["seed"])
+        shard = Shard.of_run(self.metadata)
+        requests = iter_requests(dataset, self.metadata["rollouts_per_example"], self.metadata["seed"], shard)
         units = self.finished.left(requests, whole_groups=self.whole_groups)
         async with self.lag.measured():
             await run_units(runner, units, take, self.interruption)
@@ -135,7 +138,7 @@ def open_run(
     """Return the newest run that this plan belongs to, or a new one.
 
     Args:
-        plan: metadata of the run, with every entry of `remaining.IDENTITY`.
+        plan: metadata of the run, with every entry of `IDENTITY`; `shard`, such as "3/8", for a part of it.
         rubric: of the environment.
         root: directory of all evaluations.
         fresh: never continue a run.
@@ -144,9 +147,12 @@ def open_run(
     Raises:
         ConfigError: nothing can be written there, or a stored run is damaged.
     """
+    _planned(plan)  # refuses before a directory is made
     parent = Path(root) / f"{plan['env']}--{plan['model']}".replace("/", "--")
-    directory = None if fresh else find_run(parent, run_identity(plan))
-    return run_in(directory or new_run_directory(plan["env"], plan["model"], root), plan, rubric, redact=redact)
+    directory = None if fresh else find_run(parent, run_identity(plan), plan.get("shard"))
+    if directory is None:
+        directory = new_run_directory(plan["env"], plan["model"], root, shard=Shard.of_run(plan))
+    return run_in(directory, plan, rubric, redact=redact)
 
 
 def run_in(
@@ -162,18 +168,16 @@ def run_in(
         redact: takes secrets out of what is written.
 
     Raises:
-        ConfigError: the stored run is damaged, or there is no prompt to run.
+        ConfigError: the stored run is damaged, or there is no prompt to run, or fewer than shards.
     """
     redact = redact or Redactor(())
     metadata: dict[str, Any] = {**plan, "identity": run_identity(plan)}
-    if metadata["num_examples"] == 0:
-        raise ConfigError("the dataset has no rows to evaluate; give the environment an eval_dataset that has some.")
-    planned = metadata["num_examples"] * metadata["rollouts_per_example"]
+    planned = _planned(metadata)
     whole_groups = scores_whole_groups(rubric)
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     session = {"started": now, "versions": plan.get("versions"), "git": plan.get("git")}
     stored = {} if fresh else read_metadata(directory)
-    if stored.get("identity") != metadata["identity"]:
+    if not _is_part(stored, metadata["identity"], metadata.get("shard")):
         metadata |= {"started": now, "started_at": time.time(), "sessions": [session]}
         return EvaluationRun(directory, metadata, planned, Finished(Progress(redact)), whole_groups, redact)
     each = metadata["rollouts_per_example"]
@@ -184,6 +188,13 @@ def run_in(
     metadata |= {name: stored[name] for name in ("started", "started_at", "summary") if name in stored}
     metadata["sessions"] = [*stored.get("sessions", ()), session]
     return EvaluationRun(directory, metadata, planned, finished, whole_groups, redact)
+
+
+def _planned(plan: Mapping[str, Any]) -> int:
+    planned = rollouts_planned(plan)
+    if planned is None:
+        raise ConfigError("the dataset has no rows to evaluate; give the environment an eval_dataset that has some.")
+    return planned
 
 
 # -- what is the same evaluation, and what of it is finished -----------------------------------------------------
@@ -201,7 +212,7 @@ IDENTITY = (
     "rollouts_per_example",
     "seed",
 )
-"""Entries of metadata.json that make two commands the same evaluation."""
+"""Entries of metadata.json that make two commands the same evaluation, or shards of the same."""
 
 
 def run_identity(metadata: Mapping[str, Any]) -> str:
@@ -219,8 +230,8 @@ def fingerprint(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def find_run(directory: Path, identity: str) -> Path | None:
-    """Return the newest run of this identity below `directory`, or None."""
+def find_run(directory: Path, identity: str, shard: str | None = None) -> Path | None:
+    """Return the newest run of this identity and shard below `directory`, or None."""
     found: list[tuple[float, str, Path]] = []
     entries = os.scandir(directory) if directory.is_dir() else ()
     for entry in entries:
@@ -230,9 +241,13 @@ def find_run(directory: Path, identity: str) -> Path | None:
                 metadata = read_metadata(path)
             except ConfigError:
                 continue  # foreign or damaged: not a run to continue
-            if metadata.get("identity") == identity:
+            if _is_part(metadata, identity, shard):
                 found.append((float(metadata.get("started_at") or 0.0), entry.name, path))
     return max(found)[2] if found else None
+
+
+def _is_part(stored: Mapping[str, Any], identity: str, shard: str | None) -> bool:
+    return stored.get("identity") == identity and stored.get("shard") == shard
 
 
 @dataclass(slots=True)

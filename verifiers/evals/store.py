@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
 from verifiers.evals.json_lines import RowReader, json_line, mend_last_line, plain
 from verifiers.rollouts.rollout import Rollout
@@ -31,6 +32,7 @@ __all__ = [
     "RESULTS",
     "ResultStore",
     "StoredRun",
+    "iter_lines",
     "iter_rows",
     "json_line",
     "mend_last_line",
@@ -125,7 +127,13 @@ def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: a line before the last is damaged.
     """
-    path = directory / RESULTS
+    for _, row in iter_lines(directory):
+        yield row
+
+
+def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """As `iter_rows`, of a file of rows, with each line as it is stored; a torn last line is left out."""
+    path = directory / name
     if not path.is_file():
         return
     reader = RowReader(directory)
@@ -141,7 +149,7 @@ def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 torn = number, error
             else:
-                yield row
+                yield line, row
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -156,13 +164,22 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def new_run_directory(env_id: str, model: str, root: str | Path = "outputs/evals") -> Path:
+def new_run_directory(
+    env_id: str, model: str, root: str | Path = "outputs/evals", *, shard: Shard | None = None
+) -> Path:
     """Return a fresh directory `<root>/<env>--<model>/<run id>`; slashes in the names become `--`.
+
+    Args:
+        env_id: name of the environment.
+        model: name of the policy.
+        root: directory of all evaluations.
+        shard: that the run is of; its id then ends as in `1a2b3c4d-3-of-8`.
 
     Raises:
         ConfigError: it cannot be made there.
     """
-    directory = Path(root) / f"{env_id}--{model}".replace("/", "--") / uuid.uuid4().hex[:8]
+    directory = Path(root) / f"{env_id}--{model}".replace("/", "--")
+    directory /= uuid.uuid4().hex[:8] + ("" if shard is None else f"-{shard.number}-of-{shard.of}")
     try:
         directory.mkdir(parents=True)
     except OSError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
 from verifiers.evals.pass_at_k import best_at_k, pass_at_k, pass_hat_k, sizes_up_to
 from verifiers.evals.results import Counts, RolloutResults
@@ -355,7 +356,10 @@ def value_of_prompt(metric: str, right_from: float = RIGHT_FROM) -> tuple[str, C
 def rollouts_planned(metadata: Mapping[str, Any]) -> int | None:
     """Rollouts that a run should have, by its metadata; None where that does not say."""
     prompts, each = metadata.get("num_examples"), metadata.get("rollouts_per_example")
-    return prompts * each if isinstance(prompts, int) and isinstance(each, int) and prompts > 0 else None
+    if not isinstance(prompts, int) or not isinstance(each, int) or prompts <= 0:
+        return None
+    shard = Shard.of_run(metadata)
+    return each * (prompts if shard is None else len(shard.examples(prompts)))
 
 
 def estimate_as_json(estimate: Estimate) -> dict[str, Any]:

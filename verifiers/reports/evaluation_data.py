@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
 from verifiers.evals.store import metrics_of
-from verifiers.evals.summary import RIGHT_FROM, at_k
+from verifiers.evals.summary import RIGHT_FROM, at_k, rollouts_planned
 from verifiers.evals.transcripts import as_text, last_words, newest_first, transcript_of
 from verifiers.reports.page import json_text
 
@@ -233,8 +233,6 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
         metadata: of metadata.json.
         name: what the run is called where it stands beside another.
     """
-    prompts, each = metadata.get("num_examples"), metadata.get("rollouts_per_example")
-    expected = prompts * each if isinstance(prompts, int) and isinstance(each, int) else None
     summary = metadata.get("summary")
     seconds = summary.get("seconds") if isinstance(summary, Mapping) else None
     chosen = summary.get("right_from") if isinstance(summary, Mapping) else None
@@ -246,7 +244,7 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
         "started": as_text(metadata.get("started"))[:80],
         "metadata": as_text(dict(metadata)),
         "rollouts": counts.rollouts,
-        "expected": expected if expected and expected > 0 else None,
+        "expected": rollouts_planned(metadata) or None,
         "finished": _is_finished(metadata),
         "prompts": counts.prompts,
         "promptsTrainedOn": _count(metadata.get("prompts_trained_on")),

@@ -1,0 +1,191 @@
+"""Joins the shards of an evaluation into one run, as if one process had run it.
+
+Rows, statistics, tokens, retries and the plan in the metadata are those of the unsharded run; rows are ordered by
+example and generation. What depends on the clock or on the process is not: `started` is the earliest shard's,
+`sessions` are all of theirs, `summary.seconds` is their sum, `summary.loop_lag_ms` is left out, and what does not
+identify an evaluation (limits, timeouts, versions, git) is as in the first shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verifiers.data.shard import Shard
+from verifiers.errors import ConfigError
+from verifiers.evals.progress import Progress
+from verifiers.evals.run import IDENTITY
+from verifiers.evals.store import (
+    FAILURES,
+    METADATA,
+    RESULTS,
+    ResultStore,
+    iter_lines,
+    new_run_directory,
+    read_metadata,
+)
+from verifiers.evals.summary import PriceTable
+
+__all__ = ["merge_runs"]
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredShard:
+    directory: Path
+    metadata: dict[str, Any]
+    shard: Shard
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} ({str(self.directory)!r})"
+
+
+def merge_runs(
+    directories: Sequence[str | Path], root: str | Path = "outputs/evals", *, prices: PriceTable | None = None
+) -> Path:
+    """Write the run that all shards of an evaluation make together; the shards stay as they are.
+
+    Args:
+        directories: of the shards, in any order.
+        root: directory of all evaluations, below which the run gets a directory of its own.
+        prices: what tokens cost; needed where the shards were given prices.
+
+    Returns:
+        The directory of the run.
+
+    Raises:
+        ConfigError: a shard is missing, there twice, unfinished, or of another evaluation; the message names it.
+    """
+    shards = sorted((_stored_shard(Path(one)) for one in directories), key=lambda one: one.shard.number)
+    for other in shards[1:]:
+        _require_same_evaluation(shards[0], other)
+    _require_each_once(shards)
+    right_from, currency = _agreed(shards, "right_from"), _agreed(shards, "currency")
+    if (prices is None) != (currency is None):
+        given = "without" if currency is None else "with"
+        raise ConfigError(f"the shards were run {given} prices, so the merged run is merged {given} --prices too.")
+    progress = Progress()
+    lines = [_places(number, one, RESULTS, progress) for number, one in enumerate(shards)]
+    failures = [_places(number, one, FAILURES) for number, one in enumerate(shards)]
+    metadata = _merged_metadata(shards)
+    directory = new_run_directory(metadata["env"], metadata["model"], root)
+    _copy_lines(shards, lines, RESULTS, directory)
+    if any(failures):
+        _copy_lines(shards, failures, FAILURES, directory)
+    with ResultStore(directory, metadata) as store:
+        seconds = sum(one.metadata["summary"]["seconds"] for one in shards)
+        summary = progress.summary(seconds, metadata, right_from=right_from, prices=prices)
+        summary["prompts_trained_on"] = metadata.get("prompts_trained_on")
+        store.write_metadata(summary=summary, status="finished")
+    return directory
+
+
+def _stored_shard(path: Path) -> _StoredShard:
+    directory = path.parent if path.name == RESULTS else path
+    metadata = read_metadata(directory)
+    shard = Shard.of_run(metadata)
+    if not metadata:
+        raise ConfigError(f"{str(directory)!r} holds no {METADATA}; give directories of runs of vf-eval --shard.")
+    if shard is None or "identity" not in metadata:
+        raise ConfigError(f"{str(directory)!r} is no shard of a run; give directories of runs of vf-eval --shard.")
+    found = _StoredShard(directory, metadata, shard)
+    if metadata.get("status") != "finished":
+        raise ConfigError(f"{found} is unfinished; the command that began it finishes it.")
+    return found
+
+
+def _require_same_evaluation(first: _StoredShard, other: _StoredShard) -> None:
+    if first.shard.of != other.shard.of:
+        raise ConfigError(f"{first} and {other} are of different numbers of shards.")
+    if first.metadata["identity"] == other.metadata["identity"]:
+        return
+    values = [(name, first.metadata.get(name), other.metadata.get(name)) for name in IDENTITY]
+    differing = ", ".join(f"{name}: {one!r} and {another!r}" for name, one, another in values if one != another)
+    # a secret that is not stored may be the only difference
+    raise ConfigError(f"{first} and {other} are of different evaluations ({differing or 'in what is not stored'}).")
+
+
+def _require_each_once(shards: Sequence[_StoredShard]) -> None:
+    by_number: dict[int, _StoredShard] = {}
+    for one in shards:
+        if one.shard.number in by_number:
+            twice = f"{str(by_number[one.shard.number].directory)!r} and {str(one.directory)!r}"
+            raise ConfigError(f"shard {one.shard} is there twice: {twice}; give one of them.")
+        by_number[one.shard.number] = one
+    count = shards[0].shard.of
+    missing = [str(Shard(number, count)) for number in range(1, count + 1) if number not in by_number]
+    if missing:
+        raise ConfigError(f"of {count} shards these are missing: {', '.join(missing)}.")
+
+
+def _agreed(shards: Sequence[_StoredShard], name: str) -> Any:
+    value = shards[0].metadata["summary"].get(name)
+    for one in shards:
+        found = one.metadata["summary"].get(name)
+        if found != value:
+            raise ConfigError(
+                f"{shards[0]} has {name} {value!r} and {one} {found!r}; run one of them again with the other's."
+            )
+    return value
+
+
+_Place = tuple[int, int, int, int, int]
+"""Example, generation, index of the shard, first byte and length of a line; lines of a rollout keep their order."""
+
+
+def _places(number: int, one: _StoredShard, name: str, progress: Progress | None = None) -> list[_Place]:
+    """Return where a shard's lines are; with `progress`, count them, and require a row for each of its rollouts."""
+    places, start = [], 0
+    for line, row in iter_lines(one.directory, name):
+        places.append((int(row["example_id"]), int(row["generation"]), number, start, len(line)))
+        start += len(line)
+        if progress is not None:
+            progress.add_row(row)
+    if progress is not None:
+        each = one.metadata["rollouts_per_example"]
+        planned = {(i, g) for i in one.shard.examples(one.metadata["num_examples"]) for g in range(each)}
+        stored = {place[:2] for place in places}
+        if stored != planned:
+            raise ConfigError(
+                f"{one} should hold {len(planned)} rollouts, of which {len(planned - stored)} are missing, "
+                f"and holds {len(stored - planned)} of others; copy all of it."
+            )
+    return places
+
+
+def _copy_lines(
+    shards: Sequence[_StoredShard], places: Sequence[Sequence[_Place]], name: str, directory: Path
+) -> None:
+    """Write the lines of all shards in order, one at a time: they may be larger than memory."""
+    with ExitStack() as opened:
+        sources = [
+            opened.enter_context((one.directory / name).open("rb")) if of_shard else None
+            for one, of_shard in zip(shards, places, strict=True)
+        ]
+        target = opened.enter_context((directory / name).open("wb"))
+        for _, _, number, start, length in sorted(place for of_shard in places for place in of_shard):
+            source = sources[number]
+            assert source is not None
+            source.seek(start)
+            target.write(source.read(length))
+
+
+def _merged_metadata(shards: Sequence[_StoredShard]) -> dict[str, Any]:
+    earliest = min(shards, key=lambda one: one.metadata["started_at"]).metadata
+    metadata = {name: value for name, value in shards[0].metadata.items() if name not in ("shard", "summary")}
+    return {
+        **metadata,
+        "started": earliest["started"],
+        "started_at": earliest["started_at"],
+        "sessions": list(_sessions(shards)),
+        "merged_from": [str(one.directory) for one in shards],
+        "status": "running",
+    }
+
+
+def _sessions(shards: Sequence[_StoredShard]) -> Iterator[dict[str, Any]]:
+    for one in shards:
+        for session in one.metadata["sessions"]:
+            yield {**session, "shard": str(one.shard)}
