@@ -16,6 +16,7 @@ Error:
     ├── AgentError (RuntimeError)             an agent that owns its loop failed, or made no call
     ├── InfraError (RuntimeError)             the machinery around the policy failed
     │   ├── SandboxError                      a sandbox could not be started or died
+    │   ├── RolloutWorkerError                a worker process or actor died under its rollouts
     │   └── WorkerError                       a worker process died
     │       └── WorkerTimeoutError (TimeoutError)  it was killed at its deadline
     ├── WorkerCallError (RuntimeError)        the function called in a worker process raised
@@ -54,6 +55,7 @@ __all__ = [
     "OverlongPromptError",
     "ProviderError",
     "RankError",
+    "RolloutWorkerError",
     "SandboxError",
     "ToolCallError",
     "ToolError",
@@ -142,6 +144,10 @@ class InfraError(Error, RuntimeError):
 
 class SandboxError(InfraError):
     """A sandbox could not be started, or died."""
+
+
+class RolloutWorkerError(InfraError):
+    """A rollout worker died: killed, out of memory, or its code held it. The message has its number and its end."""
 
 
 class WorkerError(InfraError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -62,6 +63,12 @@ def parser() -> CommandParser:
     add("--shard", metavar="K/N", help="run every N-th prompt from the K-th on; vf-merge joins the N runs")
     add("-c", "--max-concurrent", type=int, metavar="N", help="rollouts in flight (default: what the endpoint bears)")
     add("--requests-per-second", type=float, metavar="X", help="requests begun per second (default: no limit)")
+    add(
+        "--workers",
+        default="inline",
+        metavar="ENGINE[:N]",
+        help="'processes' plays environments in worker processes, N of them (default: inline)",
+    )
     add("--rollout-timeout", type=float, default=1800.0, metavar="S", help="deadline of one rollout, seconds")
     add(
         "--attempt-timeout",
@@ -151,7 +158,9 @@ def _evaluate(
     from verifiers.inference.retries import RetryPolicy
     from verifiers.reports.evaluation import write_evaluation_report
     from verifiers.rollouts.runner import RolloutRunner
+    from verifiers.workers.settings import WorkerSettings
 
+    settings = WorkerSettings.parse(args.workers)
     args.env = make_importable(args.env, args.env_dir_path)
     env = load_environment(args.env, **env_args)
     sampling = {**env.sampling_args, **sampling_args}
@@ -162,6 +171,8 @@ def _evaluate(
     if args.prices is not None:
         shown["prices"] = load_prices(args.prices)
     dataset = env.rows_to_evaluate(args.num_examples)
+    make = functools.partial(load_environment, args.env, **env_args)
+    played = settings.open([(env, make)], blocked_s=args.grading_timeout).of(env, dataset)
     backend, limiter = open_endpoint(args, entry, dataset, env)
     plan = _run_plan(args, entry, env_args, sampling, env, dataset)
     run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, redact=redact)
@@ -174,7 +185,7 @@ def _evaluate(
     try:
         with ResultStore(run.directory, {**run.metadata, "status": "running"}, redact) as store:
             runner = RolloutRunner(
-                env,
+                played,
                 backend,
                 entry.model,
                 sampling,
@@ -186,7 +197,7 @@ def _evaluate(
             )
             try:
                 if not run.is_complete:
-                    asyncio.run(_run(run, runner, dataset, store, started, entry, quiet=args.json))
+                    asyncio.run(_run(run, runner, env, dataset, store, started, entry, quiet=args.json))
             finally:
                 done = run.finished.count + run.ran >= run.planned
                 summary = run.summary(time.perf_counter() - started if run.ran else 0.0, **shown)
@@ -211,6 +222,7 @@ def _evaluate(
 async def _run(
     run: EvaluationRun,
     runner: RolloutRunner,
+    env: Any,
     dataset: Any,
     store: ResultStore,
     started: float,
@@ -242,7 +254,7 @@ async def _run(
                 await run.run(runner, dataset, store)
     finally:
         await runner.backend.close()
-        await run_teardown(runner.env)
+        await run_teardown(env)
 
 
 def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -91,6 +92,7 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{run_file}: [trainer]: {error}") from error
+    played, played_eval = in_workers(run, env, eval_env, config.grading_timeout)
     curriculum = run.curriculum_of(config.seed if config.data_seed is None else config.data_seed)
     plan = planned_run(config, env, curriculum, warn=dry_run)
     eval_sets = choose_eval_sets(env, None, eval_env)
@@ -134,7 +136,7 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
             print(line, flush=True)
         peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None
         trainer = GRPOTrainer(
-            run.model.path, env, config, peft_config=peft_config, curriculum=curriculum, eval_env=eval_env
+            run.model.path, played, config, peft_config=peft_config, curriculum=curriculum, eval_env=played_eval
         )
         with ended_if_held(config, is_rank_0):
             trainer.train(resume_from_checkpoint=not fresh)
@@ -162,6 +164,25 @@ def load_eval_environments(run: RunFile) -> Environment | dict[str, Environment]
     if run.eval_environment is not None:
         return _loaded(run.eval_environment)
     return {name: _loaded(table) for name, table in run.eval_environments.items()} or None
+
+
+def in_workers(
+    run: RunFile, env: Environment, eval_env: Environment | dict[str, Environment] | None, blocked_s: float
+) -> tuple[Any, Any]:
+    """Return the environments of a run as its workers play them; as they are where the run has no workers.
+
+    Args:
+        blocked_s: seconds for which one piece of code may keep the event loop of a worker from all others.
+    """
+    tables, named = run.eval_environments, eval_env if isinstance(eval_env, dict) else {}
+    factories: list[Any] = [(env, functools.partial(load_environments, run))]
+    factories += [(named[name], functools.partial(_loaded, tables[name])) for name in named]
+    if run.eval_environment is not None:
+        factories.append((eval_env, functools.partial(_loaded, run.eval_environment)))
+    workers = run.workers.open(factories, blocked_s=blocked_s)
+    if run.eval_environment is not None:
+        return workers.of(env, env.get_dataset()), workers.of(eval_env)
+    return workers.of(env, env.get_dataset()), {name: workers.of(one) for name, one in named.items()} or None
 
 
 def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractContextManager[None]:

@@ -10,8 +10,8 @@ import contextvars
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -89,13 +89,8 @@ class Limiter:
             NoMoreSlotsError: the limiter was closed before this one began.
         """
         if self._slots is not None:
-            self._queued += 1
-            try:
+            with self.queueing():
                 await self._slots.acquire()
-            finally:
-                self._queued -= 1
-                if not self._queued:
-                    self._queue_emptied.set()
         if self.is_closed:
             # the next in the queue gets the slot, and the same answer
             if self._slots is not None:
@@ -113,6 +108,17 @@ class Limiter:
             if self.requests_per_second is not None:
                 # what its rewards ask for is no beginning
                 _asks_first.set(None)
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Count as waiting for a slot: `wait_for_room` waits for the end."""
+        self._queued += 1
+        try:
+            yield
+        finally:
+            self._queued -= 1
+            if not self._queued:
+                self._queue_emptied.set()
 
     def close(self) -> None:
         """Let nothing begin any more, neither what queues nor what comes later; what is in flight keeps its slots."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner
-from verifiers.types import RolloutKey
+from verifiers.types import Outcome, RolloutKey
 
 __all__ = [
     "BatchRequest",
@@ -226,7 +227,7 @@ class BlockRun:
     # -- groups ---------------------------------------------------------------------------------------------
 
     async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
-        group = await self._runner.finish_group(await self._rollouts(self._candidates[place]))
+        group = await self._runner.finish_group(await self._rollouts(self._candidates[place]), score=False)
         self._groups[place] = group
         if self._policy.is_zero_variance is not None and self._policy.is_zero_variance(group):
             self._zero_variance.add(place)
@@ -262,10 +263,18 @@ class BlockRun:
     # -- rollouts -------------------------------------------------------------------------------------------
 
     async def _rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Play and score the rollouts of a group; those that fail before they have a score are played again."""
         rollouts = await self._run(requests)
-        for again in range(1, self._policy.retries + 1):
-            failed = [index for index, rollout in enumerate(rollouts) if rollout.outcome.is_failure]
-            if not failed or self._dropping:
+        for again in itertools.count(1):
+            is_last = again > self._policy.retries or self._dropping
+            failed = _failed(rollouts)
+            if is_last or not failed:
+                await self._runner.score(rollouts)
+                # the worker that held them may have died
+                failed = [
+                    index for index in _failed(rollouts) if rollouts[index].outcome is not Outcome.GRADING_ERROR
+                ]
+            if is_last or not failed:
                 break
             others = await self._run(
                 [
@@ -300,6 +309,10 @@ class BlockRun:
         if 2 * len(self._ended) >= self._size:
             for batch in self._batches:
                 batch.limits.drop(batch.records)
+
+
+def _failed(rollouts: Sequence[Rollout]) -> list[int]:
+    return [index for index, rollout in enumerate(rollouts) if rollout.outcome.is_failure]
 
 
 def _by_prompt(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verifiers.concurrency import relaxed_gc
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, RolloutWorkerError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limits import Limiter, RolloutActivity
 from verifiers.inference.retries import RetryPolicy
@@ -212,19 +212,26 @@ class RolloutRunner:
         )
 
     async def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`."""
+        """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`.
+
+        Where the worker that holds them died, they become `environment_error`.
+        """
         finished = [rollout for rollout in rollouts if rollout.failure is None]
         if not finished:
             return
         states = [rollout.state for rollout in finished]
         started = time.perf_counter()
         failure: Failure | None = None
+        outcome = Outcome.GRADING_ERROR
         scores: list[RolloutScore] = []
         deadline = asyncio.timeout(self.grading_timeout_s)
         self.activity.change(scoring=len(finished))
         try:
             async with deadline:
                 scores = await call_score_group(self.env.rubric, states)
+        except RolloutWorkerError as error:
+            # the rollouts are gone with it, and not only their grades
+            outcome, failure = Outcome.ENVIRONMENT_ERROR, failure_from(error)
         except Exception as error:
             failure = (
                 Failure("TimeoutError", f"scoring did not end within grading_timeout_s={self.grading_timeout_s:g}")
@@ -241,7 +248,7 @@ class RolloutRunner:
             else:
                 rollout.failure = failure
             if rollout.failure is not None:
-                rollout.outcome = Outcome.GRADING_ERROR
+                rollout.outcome = outcome
                 continue
             rollout.reward, rollout.metrics = scores[index]["reward"], scores[index]["metrics"]
             rollout.advantage = rollout.state.get("advantage")

@@ -19,6 +19,9 @@
     [eval_environment]     # what to evaluate on instead of its own held-out rows; or [eval_environments.NAME]
     id = "reasoning-gym-env"
 
+    [workers]              # where environments run
+    engine = "processes"
+
     [curriculum]           # what is drawn when
     stages = [{ name = "warm", until_step = 20, datasets = ["short"] }, ...]
 
@@ -41,6 +44,7 @@ from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
 from verifiers.data.curriculum_policies import curriculum_from
 from verifiers.errors import ConfigError
+from verifiers.workers.settings import WorkerSettings
 
 __all__ = ["EnvironmentTable", "LoraTable", "ModelTable", "RunFile", "ServerTable", "load_run_file"]
 
@@ -92,6 +96,7 @@ class RunFile(_Table):
     server: ServerTable = Field(default_factory=ServerTable)
     trainer: dict[str, Any] = Field(default_factory=dict, description="Fields of verifiers.GRPOConfig.")
     lora: LoraTable | None = Field(default=None)
+    workers: WorkerSettings = Field(default_factory=WorkerSettings)
     curriculum: dict[str, Any] | None = Field(default=None, description="Stages, levels or pools of datasets.")
 
     @property
@@ -129,6 +134,7 @@ def load_run_file(path: str | Path) -> RunFile:
         ("model", ModelTable),
         ("server", ServerTable),
         ("lora", LoraTable),
+        ("workers", WorkerSettings),
     ):
         if isinstance(data.get(name), dict):
             _check_keys(path, name, data[name], table.model_fields)

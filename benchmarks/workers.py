@@ -1,0 +1,127 @@
+"""Rollouts in worker processes beside rollouts inline.
+
+    python benchmarks/workers.py [--rollouts 200] [--rounds 3]
+
+`processes_ratio`: rollouts per second of two worker processes over inline, where a reward burns 50 ms of CPU. It
+needs two cores that are free. `overhead_ms`: CPU, of rank 0 and the workers together, that a worker adds to a
+rollout of an empty environment with one call of a model that answers at once. The start of the workers is in
+neither: rates are measured from the first scored rollout on, and the overhead is the difference between a long and
+a short run.
+
+Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import worker_environments
+
+import verifiers as vf
+from verifiers.inference.limits import Limiter
+from verifiers.inference.wire import WireObject
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.types import RolloutKey
+from verifiers.workers.settings import WorkerSettings
+
+ENGINES = ("inline", "processes:2")
+GROUP = 8
+ANSWER = {
+    "id": "1",
+    "object": "chat.completion",
+    "created": 0,
+    "model": "instant",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "42"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 8, "completion_tokens": 1},
+}
+
+
+class InstantModel:
+    """A backend that answers at once."""
+
+    base_url = api_key = "instant"
+
+    async def call(self, path: str, arguments: Any) -> Any:
+        return WireObject(ANSWER)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+async def play(engine: str, make: Callable[[], vf.Environment], rollouts: int, in_flight: int) -> float:
+    """Play rollouts in groups; return rollouts per second from the first group that was scored on."""
+    env = make()
+    played = WorkerSettings.parse(engine).open([(env, make)], blocked_s=120.0).of(env)
+    scored: list[float] = []
+
+    def note(rollout: Rollout) -> None:
+        assert rollout.reward == 1.0, rollout
+        scored.append(time.perf_counter())
+
+    runner = RolloutRunner(played, InstantModel(), "instant", {}, limiter=Limiter(in_flight), on_rollout=note)
+    row = worker_environments.ROW
+
+    def group(example: int) -> list[RolloutRequest]:
+        keys = [RolloutKey(0, example, generation) for generation in range(GROUP)]
+        return [RolloutRequest(key, row["prompt"], row["answer"], seed=1) for key in keys]
+
+    # every worker has played before the clock starts
+    await runner.run_groups(group(example) for example in range(4))
+    begun = len(scored)
+    started = time.perf_counter()
+    await runner.run_groups(group(example) for example in range(4, 4 + rollouts // GROUP))
+    return (len(scored) - begun) / (time.perf_counter() - started)
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def cpu_ms_of_a_rollout(engine: str, rollouts: int) -> float:
+    """Return the CPU of one more rollout of an empty environment."""
+    spent = []
+    # what is imported at the first use belongs to neither
+    asyncio.run(play(engine, worker_environments.empty, GROUP, 256))
+    for count in (GROUP * 4, GROUP * 4 + rollouts):
+        before = cpu_s()
+        asyncio.run(play(engine, worker_environments.empty, count, 256))
+        spent.append(cpu_s() - before)
+    return (spent[1] - spent[0]) / rollouts * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rollouts", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    rates: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    costs: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    for _ in range(args.rounds):
+        for engine in ENGINES:
+            rates[engine].append(asyncio.run(play(engine, worker_environments.busy, args.rollouts, 32)))
+            costs[engine].append(cpu_ms_of_a_rollout(engine, 20 * args.rollouts))
+            print(
+                f"{engine}: {rates[engine][-1]:.1f} rollouts/s, {costs[engine][-1]:.3f} ms of CPU a rollout",
+                flush=True,
+            )
+    rate = {engine: statistics.median(found) for engine, found in rates.items()}
+    cost = {engine: statistics.median(found) for engine, found in costs.items()}
+    result = {
+        "processes_ratio": round(rate["processes:2"] / rate["inline"], 2),
+        "overhead_ms": round(cost["processes:2"] - cost["inline"], 3),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Rollouts that workers play: the same as inline, whatever fails. Workers run in the test's own event loop here."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_world as world
+
+import verifiers as vf
+from verifiers.errors import ConfigError, NothingScoredError
+from verifiers.rollouts.block import BlockRun, GroupPolicy
+from verifiers.types import Outcome
+
+
+@pytest.mark.parametrize(
+    "make", [world.one_turn, world.Dialogue, world.plays_itself, world.with_agent], ids=lambda make: make.__name__
+)
+async def test_workers_give_what_inline_gives(make: Callable[[], Any]) -> None:
+    env = make()
+    requests = world.requests_of(env, range(6), size=3)
+    options = {"require_tokens": True}
+    inline, remote = world.Model(), world.Model()
+    expected = await world.runner_of(env, inline, **options).run_groups(requests)
+    played, _ = world.workers_of(make)
+    found = await world.runner_of(played, remote, **options).run_groups(requests)
+    assert world.plain_of(found) == world.plain_of(expected)
+    assert all(rollout.is_scored and rollout.rows for group in found for rollout in group.rollouts)
+
+    def asked(model: world.Model) -> Counter[str]:
+        return Counter(repr(sorted(call.items(), key=str)) for call in model.calls)
+
+    assert asked(remote) == asked(inline)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("make", [world.Dialogue, world.plays_itself])
+async def test_workers_share_the_slots_of_rank_0(make: Callable[[], Any], slots: int) -> None:
+    model = world.Model()
+    played, _ = world.workers_of(make)
+    await world.runner_of(played, model, slots=slots).run_groups(world.requests_of(played, range(6), size=3))
+    assert model.most_in_flight == slots
+
+
+async def test_failures_are_those_of_inline() -> None:
+    requests = world.fault_requests("", "raise", "ask in vain", "score raise", "wait")
+    options = {"rollout_timeout_s": 0.5}
+    expected = world.plain_of(await world.runner_of(world.Faulty(), **options).run_groups(requests))
+    played, _ = world.workers_of(world.Faulty)
+    found = world.plain_of(await world.runner_of(played, **options).run_groups(requests))
+    assert found == expected
+    assert Counter(one["outcome"] for one in found) == {
+        Outcome.COMPLETED: 2,
+        Outcome.ENVIRONMENT_ERROR: 2,
+        Outcome.PROVIDER_ERROR: 2,
+        Outcome.GRADING_ERROR: 2,
+        Outcome.TIMED_OUT: 2,
+    }
+
+
+async def test_the_traceback_of_a_worker_reaches_rank_0() -> None:
+    played, _ = world.workers_of(world.Faulty)
+    group = await world.runner_of(played).run_group(world.fault_requests("raise")[0])
+    failure = group.rollouts[0].failure
+    assert failure is not None
+    assert isinstance(failure.exception, LookupError)
+    assert "in do" in str(failure.exception.__cause__)
+
+
+async def test_a_mistake_in_a_worker_ends_the_run() -> None:
+    played, _ = world.workers_of(world.Faulty)
+    with pytest.raises(ConfigError, match="every rollout repeats"):
+        await world.runner_of(played).run_groups(world.fault_requests("", "mistake"))
+
+
+class Waiting:
+    """Rollouts that wait in a worker until it is killed."""
+
+    def __init__(self, engine: world.InLoop) -> None:
+        self.engine = engine
+        self.killed: list[Any] = []
+
+    async def kill_busy(self) -> None:
+        """Wait until a worker plays the row that waits, and kill it."""
+        while True:
+            for running in self.engine.running:
+                records = [one for batch in running.worker._batches.values() for one in batch.records]
+                if any(one.is_in_play for one in records) and running not in self.killed:
+                    self.killed.append(running)
+                    running.kill()
+                    return
+            await asyncio.sleep(0.005)
+
+
+async def run_block(runner: Any, requests: Any, retries: int) -> Any:
+    flat = [request for group in requests for request in group]
+    return await BlockRun(runner, 0, flat, policy=GroupPolicy(retries)).run(0)
+
+
+async def test_a_lost_worker_makes_its_rollouts_environment_errors_and_the_others_go_on() -> None:
+    engine = world.InLoop(2)
+    played, _ = world.workers_of(world.Faulty, engine)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        killing = tasks.create_task(Waiting(engine).kill_busy())
+        block = await run_block(world.runner_of(played), world.fault_requests("wait", ""), 0)
+        await killing
+    assert block.outcomes()[Outcome.ENVIRONMENT_ERROR] >= 2
+    assert sum(block.outcomes().values()) == len(block.launched) == 4
+    lost = [one for one in block.launched if one.outcome is Outcome.ENVIRONMENT_ERROR]
+    assert {one.failure.kind for one in lost} == {"RolloutWorkerError"}
+    assert all(one.reward is None for one in lost)
+
+
+async def test_a_rollout_under_which_two_workers_died_is_not_played_again() -> None:
+    engine = world.InLoop(1)
+    played, _ = world.workers_of(world.Faulty, engine)
+    waiting = Waiting(engine)
+
+    async def kill_twice() -> None:
+        await waiting.kill_busy()
+        await waiting.kill_busy()
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        killing = tasks.create_task(kill_twice())
+        groups = world.fault_requests("wait")
+        with pytest.raises(NothingScoredError) as failed:
+            await run_block(world.runner_of(played), groups, 5)
+        await killing
+    assert "2 workers died under this rollout" in str(failed.value)
+    # the third try has begun nowhere: a new worker is there, and has nothing to do
+    assert len(engine.running) <= 3
+
+
+async def test_a_worker_lost_while_it_scores_has_its_group_played_again() -> None:
+    engine = world.InLoop(1)
+    played, _ = world.workers_of(world.one_turn, engine)
+    runner = world.runner_of(played)
+    killing = world.KillsAtScore(runner, engine)
+    async with asyncio.timeout(20):
+        block = await run_block(killing, world.requests_of(played, [0]), 1)
+    assert block.outcomes() == {Outcome.COMPLETED: 2}
+    assert [one.attempts for one in block.launched] == [2, 2]
+
+
+async def test_a_worker_that_does_not_end_a_rollout_at_its_deadline_is_killed() -> None:
+    class Deaf(world.InLoop):
+        async def start(self, link: Any) -> Any:
+            running = await super().start(link)
+            running.worker._on_drop = lambda message: None
+            running.worker._on_run_before = running.worker._on_run
+            running.worker._on_run = lambda message: running.worker._on_run_before({**message, "timeout_s": 3600.0})
+            return running
+
+    engine = Deaf(1)
+    played, _ = world.workers_of(world.Faulty, engine, grace_s=0.2)
+    async with asyncio.timeout(20):
+        group = await world.runner_of(played, rollout_timeout_s=0.2).run_group(world.fault_requests("wait")[0])
+        assert [one.outcome for one in group.rollouts] == [Outcome.TIMED_OUT, Outcome.TIMED_OUT]
+        # the next worker plays on
+        group = await world.runner_of(played).run_group(world.fault_requests("")[0])
+    assert [(one.reward, one.failure) for one in group.rollouts] == [(1.0, None), (1.0, None)]
+
+
+async def test_a_worker_that_has_grown_is_replaced_between_groups() -> None:
+    engine = world.InLoop(1)
+    played, _ = world.workers_of(world.one_turn, engine, recycle_bytes=1 << 20)
+    runner = world.runner_of(played)
+    requests = world.requests_of(played, range(6))
+    assert all(one.is_scored for one in (await runner.run_group(requests[0])).rollouts)
+    engine.running[0].worker.connection.send({"op": "size", "bytes": 1 << 40})
+    async with asyncio.timeout(20):
+        while len(engine.running) < 2:  # noqa: ASYNC110 - an engine tells nobody
+            await asyncio.sleep(0.01)
+        groups = await runner.run_groups(requests[1:])
+    assert all(one.is_scored for group in groups for one in group.rollouts)
+    assert engine.running[0].task.done()
+
+
+async def test_an_environment_that_cannot_be_loaded_ends_the_run_with_its_error() -> None:
+    env = world.one_turn()
+    workers = vf_workers(env, functools.partial(world.Faulty, nonsense=1))
+    with pytest.raises(ConfigError, match=r"could not load its environment.*nonsense"):
+        await world.runner_of(workers.of(env)).run_groups(world.requests_of(env, [0]))
+
+
+def vf_workers(env: Any, make: Any) -> Any:
+    return world.RemoteWorkers(world.InLoop, [(env, make)])
+
+
+def test_a_row_that_cannot_travel_is_refused_by_the_name_of_its_field() -> None:
+    env = world.one_turn()
+    workers = vf_workers(env, world.one_turn)
+    row = {"prompt": "p", "answer": "a", "info": {"made": {"on": datetime.date(2026, 1, 1)}}}
+    with pytest.raises(ConfigError, match=r"info\.made\.on is a date .* cannot travel"):
+        workers.of(env, [row])
+
+
+async def test_a_call_that_cannot_travel_is_refused_by_the_name_of_its_argument() -> None:
+    class Sends(vf.SingleTurnEnv):
+        async def get_model_response(self, client: Any, model: str, prompt: Any, **kwargs: Any) -> Any:
+            return await client.chat.completions.create(model=model, messages=prompt, extra_body={"when": {1, 2}})
+
+    world.Sends = Sends
+    Sends.__module__, Sends.__qualname__ = "worker_world", "Sends"
+    make = functools.partial(Sends, dataset=world.ROWS)
+    played, _ = world.workers_of(make)
+    with pytest.raises(ConfigError, match=r"arguments\.extra_body\.when is a set"):
+        await world.runner_of(played).run_groups(world.requests_of(played, [0]))
+
+
+def test_a_factory_that_a_worker_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be pickled"):
+        vf_workers(world.one_turn(), lambda: world.one_turn())
+
+
+def test_an_environment_without_a_factory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give them a factory"):
+        vf_workers(world.one_turn(), world.one_turn).of(world.Faulty())
+
+
+async def test_what_finished_rollouts_leave_behind_is_nothing(tmp_path: Path) -> None:
+    engine = world.InLoop(2)
+    played, workers = world.workers_of(world.Faulty, engine)
+    requests = world.fault_requests("", "raise", "ask in vain", "score raise", "wait")
+    await world.runner_of(played, rollout_timeout_s=0.3).run_groups(requests)
+    assert not any(running.worker._batches for running in engine.running)
+    assert not any(running.worker._tasks for running in engine.running)
+    for link in workers.pool()._links:
+        assert (link.in_play, link.unscored, +link.groups) == (0, 0, {})
+        assert not any((link._batches, link._calls, link._timers, link._scores))

@@ -1,0 +1,1 @@
+"""Rollouts on every core and every host: environments in worker processes, which reach the model through rank 0."""

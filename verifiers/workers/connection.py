@@ -1,0 +1,179 @@
+"""Messages between rank 0 and a worker: JSON objects over a socket, many of them in one frame where they come close.
+
+A frame is four bytes of length and a JSON list. What is sent in one iteration of the event loop makes one frame, so
+that the cost of a system call is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import json
+import struct
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verifiers import errors
+from verifiers.errors import ConfigError, WorkerCallError
+from verifiers.inference.limits import NoMoreSlotsError
+from verifiers.types import Failure
+
+__all__ = ["ROW_FIELDS", "Connection", "error_from", "failure_data", "failure_from_data", "refuse_unsendable"]
+
+Message = dict[str, Any]
+
+ROW_FIELDS = ("prompt", "answer", "task", "info")
+"""Fields of a row of a dataset that a worker gets."""
+
+_LENGTH = struct.Struct(">I")
+# made once: `json.dumps` makes an encoder for each call that asks for separators
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+class Connection(asyncio.Protocol):
+    """One end of the socket between rank 0 and a worker.
+
+    Args:
+        on_message: called with each message, in order.
+        on_lost: called once when the other end is gone, or when a message could not be read.
+    """
+
+    def __init__(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
+        self._on_message, self._on_lost = on_message, on_lost
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._texts: list[str] = []
+        self._is_lost = False
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; one to an end that is gone is dropped.
+
+        Raises:
+            ConfigError: a value that is no JSON, with the name of its field.
+        """
+        try:
+            text = _encode(message)
+        except (TypeError, ValueError, RecursionError):
+            refuse_unsendable(message)
+            raise
+        if self._transport is None or self._is_lost:
+            return
+        if not self._texts:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._texts.append(text)
+
+    async def close(self) -> None:
+        """Send what is left and close the socket; `on_lost` is called."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+            # it is closed one iteration of the loop later, and the loop may end with this call
+            await asyncio.sleep(0)
+
+    def _flush(self) -> None:
+        texts, self._texts = self._texts, []
+        if texts and self._transport is not None and not self._is_lost:
+            body = f"[{','.join(texts)}]".encode()
+            self._transport.write(_LENGTH.pack(len(body)) + body)
+
+    # -- called by the event loop ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        start = 0
+        while len(received) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(received, start)
+            end = start + _LENGTH.size + size
+            if len(received) < end:
+                break
+            for message in json.loads(received[start + _LENGTH.size : end]):
+                self._on_message(message)
+            start = end
+        del received[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._on_lost()
+
+
+def refuse_unsendable(message: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with the name of the field, where a message holds what is no JSON."""
+    found = _unsendable(message, "")
+    if found is not None:
+        raise ConfigError(
+            f"{found} and cannot travel between rank 0 and a rollout worker; leave it out or make it text."
+        )
+
+
+def _unsendable(value: Any, name: str) -> str | None:
+    """Return which field is no JSON, as the beginning of a sentence."""
+    if value is None or isinstance(value, (str, int, float)):
+        return None
+    items: Any
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, (str, int, float, type(None))):
+                return f"{name or 'a message'} has the key {key!r:.100}, which is no text,"
+        items = ((f"{name}.{key}" if name else str(key), item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        items = ((f"{name}[{place}]", item) for place, item in enumerate(value))
+    else:
+        return f"{name} is a {type(value).__name__} ({value!r:.100}), which is no JSON"
+    return next((found for inner, item in items if (found := _unsendable(item, inner)) is not None), None)
+
+
+# -- failures -----------------------------------------------------------------------------------------------------
+
+
+class _RemoteTraceback(Exception):
+    """The traceback of a worker's exception, as the cause of its copy."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+def failure_data(error: BaseException | Failure) -> Message:
+    """Return an exception or a failure as a message."""
+    if isinstance(error, Failure):
+        if error.exception is None:
+            return {"kind": error.kind, "text": error.text}
+        error = error.exception
+    data: Message = {"kind": type(error).__name__, "text": str(error) or repr(error)}
+    if isinstance(error, errors.ProviderError):
+        data |= {"status": error.status, "body": error.body}
+    else:
+        data["traceback"] = "".join(traceback.format_exception(error))
+    return data
+
+
+def failure_from_data(data: Mapping[str, Any]) -> Failure:
+    """Return the failure of a message of `failure_data`."""
+    return Failure(data["kind"], data["text"], error_from(data) if "traceback" in data else None)
+
+
+def error_from(data: Mapping[str, Any]) -> Exception:
+    """Return the exception of a message of `failure_data`: of its own class where that is ours or Python's."""
+    kind, text = data["kind"], data["text"]
+    found: Any = getattr(errors, kind, None) or getattr(builtins, kind, None)
+    error: Exception
+    if kind == "NoMoreSlotsError":
+        error = NoMoreSlotsError(text)
+    elif found is errors.ProviderError:
+        error = errors.ProviderError(text, status=data.get("status"), body=data.get("body") or "")
+    elif isinstance(found, type) and issubclass(found, Exception) and found not in _OTHER_ARGUMENTS:
+        error = found(text)
+    else:
+        error = WorkerCallError(f"{kind}: {text}", kind=kind)
+    if data.get("traceback"):
+        error.__cause__ = _RemoteTraceback(data["traceback"])
+    return error
+
+
+_OTHER_ARGUMENTS = {ExceptionGroup, UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError}

@@ -1,0 +1,362 @@
+"""RolloutWorkers: environments of a run, played inline or by workers, behind the one method `run_rollouts`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import logging
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from verifiers.concurrency import at_loop_end
+from verifiers.envs.datasets import row_fields
+from verifiers.errors import ConfigError, RolloutWorkerError
+from verifiers.rollouts.batch_client import BatchClient
+from verifiers.types import RolloutKey, RolloutScore
+from verifiers.workers.connection import ROW_FIELDS, refuse_unsendable
+from verifiers.workers.link import PlayedState, RunningWorker, WorkerLink
+
+__all__ = ["InlineWorkers", "RemoteWorkers", "RolloutWorkers", "WorkerEngine"]
+
+logger = logging.getLogger("verifiers.workers")
+
+Factory = Callable[[], Any]
+
+_MOST_DEATHS = 2
+_MOST_FAILED_STARTS = 3
+_START_S = 300.0
+_CLOSE_S = 7.0
+
+
+class RolloutWorkers(Protocol):
+    """The place where the rollouts of environments are played and scored."""
+
+    def of(self, env: Any, rows: Any = ()) -> Any:
+        """Return the environment as it is played and scored here, to be used in its place.
+
+        Args:
+            env: on rank 0, which has the rows.
+            rows: a dataset; its first row is looked at.
+
+        Raises:
+            ConfigError: the workers cannot make this environment, or a field of the row cannot travel to them.
+        """
+        ...
+
+
+class InlineWorkers:
+    """The event loop beside the trainer: each environment plays its own rollouts."""
+
+    def of(self, env: Any, rows: Any = ()) -> Any:
+        """Return the environment itself."""
+        return env
+
+
+class WorkerEngine(Protocol):
+    """A way to start workers: as processes, or as actors of a cluster.
+
+    Attributes:
+        count: of workers.
+    """
+
+    count: int
+
+    async def start(self, link: WorkerLink) -> RunningWorker:
+        """Start a worker and connect it to its link.
+
+        Raises:
+            Exception: it cannot be started.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give back what the workers have shared."""
+        ...
+
+
+class RemoteWorkers:
+    """Workers that an engine starts, for the event loop on which rollouts are first asked of them.
+
+    Args:
+        make_engine: makes the engine, once for each event loop.
+        factories: an environment on rank 0, which has the rows, and a function without arguments that makes the
+            same one in a worker; picklable. The worker makes the first at its start and the others when they are
+            first used.
+        multiplex: rollouts in flight in one worker.
+        recycle_bytes: growth of a worker after which it is replaced.
+        blocked_s: seconds for which one piece of code may keep a worker's event loop from all others.
+        grace_s: seconds after which a worker that does not end a rollout at its deadline is killed.
+
+    Raises:
+        ConfigError: a factory that cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], WorkerEngine],
+        factories: Sequence[tuple[Any, Factory]],
+        *,
+        multiplex: int = 64,
+        recycle_bytes: int = 1 << 30,
+        blocked_s: float = 120.0,
+        grace_s: float = 10.0,
+    ) -> None:
+        self._make_engine = make_engine
+        self._envs = [env for env, _ in factories]
+        self._factories = [_pickled(env, factory) for env, factory in factories]
+        self.blocked_s = blocked_s
+        self.multiplex, self.recycle_bytes, self.grace_s = multiplex, recycle_bytes, grace_s
+        self._pool: _Pool | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def of(self, env: Any, rows: Any = ()) -> Any:
+        """Return the environment as the workers play it; see `RolloutWorkers`."""
+        for row in itertools.islice(rows, 1):
+            refuse_unsendable(dict(zip(ROW_FIELDS, row_fields(row), strict=True)))
+        for index, known in enumerate(self._envs):
+            if known is env:
+                return _RemoteEnvironment(self, index, env)
+        raise ConfigError(
+            f"the workers cannot make the environment {type(env).__name__}; give them a factory of it, too."
+        )
+
+    def load_message(self) -> dict[str, Any]:
+        """Return the first message to a worker."""
+        levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("root", "verifiers")}
+        return {
+            "op": "load", "factories": self._factories, "sys_path": sys.path, "levels": levels,
+            "blocked_s": self.blocked_s,
+        }  # fmt: skip
+
+    def pool(self) -> _Pool:
+        """Return the workers of the running event loop, started at the first call and ended with the loop."""
+        loop = asyncio.get_running_loop()
+        if self._pool is None or self._loop is not loop:
+            self._pool, self._loop = _Pool(self, self._make_engine()), loop
+        return self._pool
+
+
+def _pickled(env: Any, factory: Factory) -> str:
+    try:
+        data = pickle.dumps(factory)
+    except Exception as error:
+        raise ConfigError(
+            f"the factory of the environment {type(env).__name__} cannot be pickled ({error}); give an importable "
+            "function, or functools.partial of one with arguments that can be pickled."
+        ) from error
+    if getattr(getattr(factory, "func", factory), "__module__", "") == "__main__":
+        raise ConfigError(
+            f"the factory of the environment {type(env).__name__} is a function of the script that runs, which a "
+            "worker cannot import; put it into a module of its own."
+        )
+    return base64.b64encode(data).decode()
+
+
+class _RemoteEnvironment:
+    """An environment whose rollouts workers play and score; everything else is that of the one on rank 0."""
+
+    def __init__(self, workers: RemoteWorkers, index: int, env: Any) -> None:
+        self._workers, self._index, self._env = workers, index, env
+        self.rubric: Any = _RemoteRubric(index, env.rubric)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    async def run_rollouts(
+        self,
+        client: Any,
+        model: str,
+        prompts: Any,
+        answers: Any,
+        tasks: Any = None,
+        infos: Any = None,
+        sampling_args: Any = None,
+    ) -> Any:
+        """Play the prompts in one worker; see `Environment.run_rollouts`."""
+        batch = BatchClient.of(client, len(prompts))
+        if batch is None:
+            raise ConfigError("rollout workers play what a RolloutRunner asks of them; give them its client.")
+        count = len(prompts)
+        columns = (prompts, answers, tasks or ["default"] * count, infos or [{}] * count)
+        rows = [dict(zip(ROW_FIELDS, values, strict=True)) for values in zip(*columns, strict=True)]
+        return await self._workers.pool().play(self._index, batch, model, rows, sampling_args or {})
+
+
+class _RemoteRubric:
+    """A rubric that scores each group in the worker that played it; everything else is that of the one on rank 0."""
+
+    def __init__(self, env: int, rubric: Any) -> None:
+        self._env, self._rubric = env, rubric
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rubric, name)
+
+    @property
+    def has_group_funcs(self) -> bool:
+        """True where the rubric may compare the rollouts of a group."""
+        module = str(getattr(self._rubric.score_group, "__module__", ""))
+        return module.partition(".")[0] != "verifiers" or bool(self._rubric.has_group_funcs)
+
+    async def score_group(self, states: Sequence[PlayedState]) -> list[RolloutScore]:
+        """Score the rollouts of one group.
+
+        Raises:
+            RolloutWorkerError: a worker that held some of them has died.
+            Exception: what the rubric raised.
+        """
+        links = {id(state.link) for state in states}
+        if len(links) > 1:
+            # those that were played again are in another worker
+            raise RolloutWorkerError("a worker died before the rollouts of its group were scored")
+        return await states[0].link.score(self._env, states)
+
+
+class _Pool:
+    """The workers of one event loop."""
+
+    def __init__(self, workers: RemoteWorkers, engine: WorkerEngine) -> None:
+        self._workers, self._engine = workers, engine
+        self._links: list[WorkerLink] = []
+        self._lives: set[asyncio.Task[None]] = set()
+        self._deaths: Counter[RolloutKey] = Counter()
+        self._waiting: list[asyncio.Future[None]] = []
+        self._failure: Exception | None = None
+        self._failed_starts = 0
+        self._is_closing = False
+        self._close = at_loop_end(self._end)
+        for number in range(engine.count):
+            self._begin(number)
+
+    async def play(
+        self, env: int, batch: BatchClient, model: str, rows: Sequence[Mapping[str, Any]], sampling_args: Any
+    ) -> list[Any]:
+        """Play a batch in the worker that holds its group, else in the one with the fewest rollouts.
+
+        Raises:
+            As `WorkerLink.play`.
+        """
+        self._fail_deadly(batch)
+        left = [index for index, record in enumerate(batch.records) if record.failure is None]
+        results: list[Any] = [record.bare_state() for record in batch.records]
+        if not left:
+            return results
+        part = batch.select(left)
+        with batch.limits.suspended(), batch.limits.limiter.queueing():
+            link = await self._take(part)
+        played = await link.play(env, part, model, [rows[index] for index in left], sampling_args)
+        for index, result in zip(left, played, strict=True):
+            results[index] = result
+        return results
+
+    def _fail_deadly(self, batch: BatchClient) -> None:
+        for record in batch.records:
+            deaths = self._deaths[record.request.key]
+            if deaths >= _MOST_DEATHS:
+                error = RolloutWorkerError(f"{deaths} workers died under this rollout; it is not played again")
+                record.fail(error)
+
+    async def _take(self, batch: BatchClient) -> WorkerLink:
+        key, size = batch.records[0].request.key, len(batch)
+        group = (key.block_id, key.example_id)
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            ready = [link for link in self._links if link.may_play]
+            for link in ready:
+                if group in link.groups:
+                    return link
+            most = self._workers.multiplex
+            free = [link for link in ready if not link.is_retiring]
+            free = [link for link in free if link.in_play + size <= most or not link.in_play]
+            if free:
+                return min(free, key=lambda link: (link.unscored, link.number))
+            change = asyncio.get_running_loop().create_future()
+            self._waiting.append(change)
+            await change
+
+    # -- lives of workers -----------------------------------------------------------------------------------------
+
+    def _begin(self, number: int) -> None:
+        task = asyncio.create_task(self._live(number))
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+
+    async def _live(self, number: int) -> None:
+        """Start a worker and see to its end; start the next one where it was not to end."""
+        link = WorkerLink(number, self._workers.grace_s, self._note_change)
+        self._links.append(link)
+        reason = "could not be started"
+        try:
+            running = link.running = await self._engine.start(link)
+            link.connection.send(self._workers.load_message())
+            link.expect("ready", _START_S)
+            try:
+                await link.lost
+            finally:
+                link.connection.send({"op": "close"})
+                if not link.is_ready:
+                    # it imports, and reads nothing meanwhile
+                    running.kill()
+                reason = await _reap(running)
+                await link.connection.close()
+        except Exception as error:
+            reason = f"could not be started: {error}"
+        finally:
+            was_ready = link.is_ready
+            self._links.remove(link)
+            keys = link.lose(reason)
+            self._deaths.update(keys)
+            self._wake()
+        if self._is_closing or self._failure is not None:
+            return
+        if link.is_retiring and not keys:
+            logger.info("worker %d had grown to %d MiB and was replaced.", number, link.size_bytes >> 20)
+        else:
+            logger.warning("worker %d %s.", number, reason)
+        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        if self._failed_starts < _MOST_FAILED_STARTS:
+            self._begin(number)
+            return
+        text = f"{self._failed_starts} rollout workers ended at their start; worker {number} {reason}."
+        self._fail(ConfigError(text))
+
+    def _note_change(self, link: WorkerLink) -> None:
+        if link.failure is not None:
+            self._fail(ConfigError(f"a rollout worker could not load its environment: {link.failure}"))
+        if link.size_bytes - link.first_bytes > self._workers.recycle_bytes:
+            link.is_retiring = True
+        if link.is_retiring and not link.unscored:
+            link.connection.send({"op": "close"})
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for change in waiting:
+            if not change.done():
+                change.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._wake()
+
+    async def _end(self) -> None:
+        self._is_closing = True
+        lives = list(self._lives)
+        for task in lives:
+            task.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+        await self._engine.close()
+
+
+async def _reap(running: RunningWorker) -> str:
+    """Wait for a worker's end and return its reason; one that does not end is killed."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):
+            return await running.wait()
+    running.kill()
+    return await running.wait()

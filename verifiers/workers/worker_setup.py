@@ -1,0 +1,57 @@
+"""The process of a worker: its paths, its logs, and its end where one piece of code holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verifiers.watchdog import BLOCKING_ADVICE, LoopWatchdog, exit_if_interpreter_is_held
+from verifiers.workers.worker import RolloutWorker
+
+__all__ = ["set_up_process"]
+
+Message = Mapping[str, Any]
+
+
+def set_up_process(worker: RolloutWorker, load: Message) -> None:
+    """Set up the process of a worker, as its first message says."""
+    sys.path[:] = load["sys_path"]
+    handler = _SendsLogs(asyncio.get_running_loop(), worker.connection.send)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=load["levels"]["root"], force=True)
+    logging.getLogger("verifiers").setLevel(load["levels"]["verifiers"])
+    # what the environment does while it is loaded may take its time
+    asyncio.get_running_loop().call_soon(_guard, worker.guards, load["blocked_s"])
+
+
+def _guard(guards: contextlib.ExitStack, blocked_s: float) -> None:
+    """End the process where one piece of code keeps all others from running for so many seconds."""
+
+    def end(function: str) -> None:
+        print(f"{function} has blocked the event loop for {blocked_s:.3g} s; {BLOCKING_ADVICE}.", flush=True)
+        os._exit(1)
+
+    watchdog = LoopWatchdog(asyncio.get_running_loop(), blocked_s, end)
+    watchdog.start()
+    guards.callback(watchdog.stop)
+    held = f"a function of one of these threads has kept all others from running for {blocked_s:.3g} s"
+    guards.enter_context(exit_if_interpreter_is_held(blocked_s, held))
+
+
+class _SendsLogs(logging.Handler):
+    """Sends log records to rank 0, from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._loop, self._send = loop, send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = {"op": "log", "name": record.name, "level": record.levelno, "text": self.format(record)}
+        # the loop may have ended
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._send, message)
