@@ -112,6 +112,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/gateway.py
 	$(BIN)/python benchmarks/evaluate.py
 	$(BIN)/python benchmarks/slots.py
+	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/python_tool.py
 	$(BIN)/python benchmarks/embedded_server.py
 	$(BIN)/python benchmarks/dataserver.py

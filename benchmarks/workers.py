@@ -18,10 +18,14 @@ import asyncio
 import json
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+# a module that worker processes can import, too
+sys.path.insert(0, str(Path(__file__).parent / "worker_sides"))
 import worker_environments
 
 import verifiers as vf

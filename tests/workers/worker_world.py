@@ -44,6 +44,15 @@ def one_turn() -> vf.Environment:
     return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[agrees, compares], weights=[1.0, 0.5]))
 
 
+def rows() -> list[dict[str, Any]]:
+    return ROWS
+
+
+def idle() -> vf.Environment:
+    """Return an environment whose rows a worker does not make."""
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[agrees]))
+
+
 class Dialogue(vf.MultiTurnEnv):
     """Three turns; the user's words depend on the row, and an untrained call makes them."""
 
@@ -301,3 +310,7 @@ def plain_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
         for group in groups
         for one in group.rollouts
     ]  # fmt: skip
+
+
+def load_environment() -> vf.Environment:
+    return one_turn()

@@ -1,0 +1,69 @@
+"""The table `[workers]`, and `vf-eval --workers`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_world as world
+
+from verifiers.cli import evaluate
+from verifiers.errors import ConfigError
+from verifiers.workers.settings import WorkerSettings
+
+
+def test_a_flag_names_an_engine_and_a_number() -> None:
+    assert WorkerSettings.parse("processes:8") == WorkerSettings(engine="processes", count=8)
+    assert WorkerSettings.parse("inline") == WorkerSettings()
+    assert WorkerSettings.parse("processes").workers == max(1, (os.cpu_count() or 1) - 2)
+
+
+@pytest.mark.parametrize("text", ["threads:2", "processes:0", "processes:many", "processes:"])
+def test_a_wrong_flag_is_one_sentence(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--workers is '.*processes:8"):
+        WorkerSettings.parse(text)
+
+
+def test_inline_workers_leave_the_environment_as_it_is() -> None:
+    env = world.one_turn()
+    assert WorkerSettings().open([(env, world.one_turn)], blocked_s=1.0).of(env) is env
+
+
+def test_an_evaluation_inline_starts_no_process_and_imports_no_ray(tmp_path: Path) -> None:
+    arguments = ["worker_world", "-m", "fake", "-n", "2", "-r", "1", "--json", "--output-dir", str(tmp_path)]
+    program = (
+        f"import sys, json; sys.path[:] = {sys.path!r}\n"
+        "started = []\n"
+        "from verifiers.cli import evaluate\n"
+        "from verifiers.workers import processes\n"
+        "processes.subprocess.Popen = lambda *args, **kwargs: started.append(str(args))\n"
+        f"code = evaluate.main({arguments!r})\n"
+        "heavy = [name for name in sys.modules if name.partition('.')[0] in ('ray', 'torch')]\n"
+        "print(json.dumps([code, started, heavy]))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(told.stdout.splitlines()[-1]) == [0, [], []]
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_processes_writes_the_rows_of_one_inline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Any] = []
+    for engine in ("inline", "processes:2"):
+        directory = tmp_path / engine.partition(":")[0]
+        arguments = ["worker_world", "-m", "fake", "-n", "-1", "-r", "2", "--seed", "3", "--json"]
+        assert evaluate.main([*arguments, "--workers", engine, "--output-dir", str(directory)]) == 0
+        (found,) = directory.glob("*/*/results.jsonl")
+        lines = [json.loads(line) for line in found.read_text().splitlines()]
+        for line in lines:
+            del line["generation_ms"], line["scoring_ms"]
+        rows.append(sorted(lines, key=lambda line: (line["example_id"], line["generation"])))
+    capsys.readouterr()
+    assert [row["example_id"] for row in rows[0]] == [row["example_id"] for row in rows[1]]
+    assert len(rows[0]) == 12
