@@ -67,7 +67,7 @@ def parser() -> CommandParser:
         "--workers",
         default="inline",
         metavar="ENGINE[:N]",
-        help="'processes' plays environments in worker processes, N of them (default: inline)",
+        help="'processes' plays environments in worker processes, N of them",
     )
     add("--rollout-timeout", type=float, default=1800.0, metavar="S", help="deadline of one rollout, seconds")
     add(
