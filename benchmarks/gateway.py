@@ -16,14 +16,10 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -33,26 +29,11 @@ from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.testing.fake_process import server_process
 
 SESSIONS = 64
 RETRIED = 10
 ANSWER = "The answer is 42."
-
-
-@contextlib.contextmanager
-def instant_server() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as scratch:
-        port_file = Path(scratch) / "port"
-        command = [sys.executable, "-m", "verifiers.testing.fake_server", "--instant", "--answer", ANSWER]
-        command += ["--port-file", str(port_file), "--parent-pid", str(os.getpid())]
-        process = subprocess.Popen(command)
-        try:
-            while not port_file.exists():
-                time.sleep(0.02)
-            yield f"http://127.0.0.1:{port_file.read_text().strip()}/v1"
-        finally:
-            process.terminate()
-            process.wait()
 
 
 async def play(url: str, keys: list[str], requests: int, in_flight: int, retries: bool) -> dict[str, float]:
@@ -142,7 +123,7 @@ def main() -> int:
     if args.client:
         print(json.dumps(asyncio.run(play(*json.loads(sys.stdin.read())))))
         return 0
-    with instant_server() as url:
+    with server_process(ANSWER, "--instant") as url:
         print(json.dumps(asyncio.run(measure(args, url))))
     return 0
 

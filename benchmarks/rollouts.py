@@ -18,16 +18,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 import openai
@@ -38,26 +33,11 @@ from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.limits import Limiter
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.runner import RolloutRunner
+from verifiers.testing.fake_process import server_process
 from verifiers.types import RolloutKey
 
 MESSAGES = [{"role": "user", "content": "What is 6 times 7?"}]
 ANSWER = "The answer is 42."
-
-
-@contextlib.contextmanager
-def instant_server() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as scratch:
-        port_file = Path(scratch) / "port"
-        command = [sys.executable, "-m", "verifiers.testing.fake_server", "--instant", "--answer", ANSWER]
-        command += ["--port-file", str(port_file), "--parent-pid", str(os.getpid())]
-        process = subprocess.Popen(command)
-        try:
-            while not port_file.exists():
-                time.sleep(0.02)
-            yield f"http://127.0.0.1:{port_file.read_text().strip()}/v1"
-        finally:
-            process.terminate()
-            process.wait()
 
 
 async def raw_aiohttp(url: str, requests: int, in_flight: int) -> None:
@@ -135,7 +115,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in CLIENTS}
-    with instant_server() as url:
+    with server_process(ANSWER, "--instant") as url:
         for client in CLIENTS.values():
             measure(client, url, 400, args.in_flight)
         for _ in range(args.rounds):

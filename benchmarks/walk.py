@@ -21,12 +21,9 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import verifiers as vf
+from verifiers.testing.fake_process import server_process
 
 ROOT = f"{Path(vf.__file__).parent}{os.sep}"
 ANSWER = "The answer is 42."
@@ -70,22 +68,6 @@ class Walk:
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if self._is_on and event == "call" and frame.f_code.co_filename.startswith(ROOT):
             self.entries.append((frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname))
-
-
-@contextlib.contextmanager
-def server(*options: str) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as scratch:
-        port_file = Path(scratch) / "port"
-        command = [sys.executable, "-m", "verifiers.testing.fake_server", "--answer", ANSWER, *options]
-        process = subprocess.Popen([*command, "--port-file", str(port_file), "--parent-pid", str(os.getpid())])
-        try:
-            while not port_file.exists():
-                assert process.poll() is None, "the server did not start"
-                time.sleep(0.02)
-            yield f"http://127.0.0.1:{port_file.read_text().strip()}/v1"
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def environment() -> vf.SingleTurnEnv:
@@ -160,11 +142,11 @@ def main() -> int:
     walks = {}
     with contextlib.redirect_stdout(sys.stderr):
         walks["rollout"] = Walk()
-        with server("--instant") as url:
+        with server_process(ANSWER, "--instant") as url:
             asyncio.run(walk_rollout(walks["rollout"], url))
         if not args.no_training:
             walks["block"] = Walk()
-            with server() as url:
+            with server_process(ANSWER) as url:
                 walk_block(walks["block"], url)
     for walk in walks.values() if args.trail else ():
         before = ""
