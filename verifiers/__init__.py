@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from verifiers.envs.classic.tool_defs import ToolDef as Tool
     from verifiers.envs.env_group import EnvGroup
     from verifiers.envs.environment import Environment
+    from verifiers.envs.external_env import ExternalEnv
     from verifiers.envs.lifecycle import cleanup, stop, teardown
     from verifiers.envs.multiturn_env import MultiTurnEnv
     from verifiers.envs.program_env import ProgramEnv
@@ -127,6 +128,7 @@ __all__ = [
     "Environment",
     "EpisodicSumRubric",
     "Error",
+    "ExternalEnv",
     "GenerateInputs",
     "GenerateOutputs",
     "GradingError",
@@ -208,6 +210,7 @@ _LAZY_IMPORTS = {
     "Environment": "verifiers.envs.environment:Environment",
     "AgentEnv": "verifiers.envs.agent_env:AgentEnv",
     "ProgramEnv": "verifiers.envs.program_env:ProgramEnv",
+    "ExternalEnv": "verifiers.envs.external_env:ExternalEnv",
     "MultiTurnEnv": "verifiers.envs.multiturn_env:MultiTurnEnv",
     "SingleTurnEnv": "verifiers.envs.singleturn_env:SingleTurnEnv",
     "load_environment": "verifiers.envs.registry:load_environment",

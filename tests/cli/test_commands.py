@@ -29,6 +29,7 @@ MODULES = {
     "vf-list": "verifiers.cli.list",
     "vf-play": "verifiers.cli.play",
     "vf-eval": "verifiers.cli.evaluate",
+    "vf-gateway": "verifiers.cli.gateway",
     "vf-regrade": "verifiers.cli.regrade",
     "vf-merge": "verifiers.cli.merge",
     "vf-export": "verifiers.cli.export",

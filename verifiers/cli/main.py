@@ -180,6 +180,7 @@ COMMANDS = {
     "list": ("verifiers.cli.list", "list the installed environments"),
     "play": ("verifiers.cli.play", "answer in place of the model"),
     "eval": ("verifiers.cli.evaluate", "evaluate a model on an environment"),
+    "gateway": ("verifiers.cli.gateway", "record programs that are started elsewhere"),
     "regrade": ("verifiers.cli.regrade", "grade a stored evaluation again"),
     "merge": ("verifiers.cli.merge", "join the shards of an evaluation"),
     "export": ("verifiers.cli.export", "write an evaluation in another form"),

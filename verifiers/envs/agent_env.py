@@ -98,7 +98,7 @@ class GatewayEnv(Environment, abc.ABC):
         started = time.perf_counter()
         helpers = {name: helper.untrained for name, helper in self.helpers.items()}
         session = Session(client, model, sampling_args or {}, self.budget, self.train, helpers)
-        gateway = await gateway_of_loop()
+        gateway = await self._gateway()
         async with gateway.serving(session):
             result = await self._run_agent(input, session, gateway)
         self._finish(state, session, result)
@@ -106,15 +106,25 @@ class GatewayEnv(Environment, abc.ABC):
         state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
         return state
 
-    async def _within_budget(self, session: Session, agent: Coroutine[Any, Any, Any]) -> Any:
+    async def _gateway(self) -> Gateway:
+        return await gateway_of_loop()
+
+    async def _within_budget(
+        self, session: Session, agent: Coroutine[Any, Any, Any], *, wind_up_s: float = WIND_UP_S
+    ) -> Any:
         """Return what the agent gave, or None where a limit ended it.
+
+        Args:
+            session: of the agent.
+            agent: runs the agent.
+            wind_up_s: seconds that the agent has for its end after a call was refused for the budget.
 
         Raises:
             AgentError: the agent failed, or got no answer before its time was over.
         """
         client = session.client
         deadline = asyncio.timeout(self.timeout_seconds)
-        watch = asyncio.create_task(_end_over_budget(session, deadline))
+        watch = asyncio.create_task(_end_over_budget(session, deadline, wind_up_s))
         result, failure = None, None
         try:
             async with deadline:
@@ -216,10 +226,10 @@ class AgentEnv(GatewayEnv):
         return await result if isinstance(result, Awaitable) else result
 
 
-async def _end_over_budget(session: Session, deadline: asyncio.Timeout) -> None:
+async def _end_over_budget(session: Session, deadline: asyncio.Timeout, wind_up_s: float) -> None:
     """Give an agent that was refused a call for its budget a little time for its end."""
     await session.is_over_budget.wait()
-    ends = asyncio.get_running_loop().time() + WIND_UP_S
+    ends = asyncio.get_running_loop().time() + wind_up_s
     with contextlib.suppress(RuntimeError):
         # raised where it has ended meanwhile
         deadline.reschedule(min(ends, deadline.when() or ends))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import at_loop_end
 from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.http_json import json_object, json_response
 from verifiers.gateway.listener import MAX_BODY, MAX_HEADERS, Listener
 from verifiers.gateway.session import OVER, Exchange, Session
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
@@ -43,6 +43,7 @@ class Gateway:
         port: 0 for a free one.
         keep_alive_s: seconds between the lines that keep a streamed answer's connection alive while it is generated.
         max_connections: see `Listener`.
+        add_routes: adds routes beside those of the agents.
 
     Attributes:
         url: without the version; `base_url` has it.
@@ -55,10 +56,12 @@ class Gateway:
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
         max_connections: int | None = None,
+        add_routes: Callable[[web.Application], None] | None = None,
     ) -> None:
         self.url = ""
         self._host, self._port = host, port
         self._keep_alive_s = keep_alive_s
+        self._add_routes = add_routes
         self._sessions: dict[str, Session] = {}
         self._sealed: OrderedDict[str, None] = OrderedDict()
         self._close_runner: Callable[[], Awaitable[None]] | None = None
@@ -137,6 +140,8 @@ class Gateway:
             for path in ANTHROPIC:
                 if path not in self._formats:
                     app.router.add_post(root + path, self._without_anthropic)
+        if self._add_routes is not None:
+            self._add_routes(app)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         return app
 
@@ -169,9 +174,9 @@ class Gateway:
             except web.HTTPRequestEntityTooLarge as error:
                 text = f"the body has more than {MAX_BODY // 2**20} MiB."
                 raise RefusedCallError(text, status=413, code="request_too_large") from error
-            call = wire.read(_object(raw), session)
+            call = wire.read(json_object(raw), session)
             if path.endswith("/count_tokens"):
-                return _json({"input_tokens": await session.count_tokens(call)})
+                return json_response({"input_tokens": await session.count_tokens(call)})
             retries = request.headers.get("x-stainless-retry-count", "0")
             async with session.exchange(call, path.encode() + raw, is_retry=retries != "0") as exchange:
                 send = self._stream if call.stream else self._send
@@ -209,7 +214,7 @@ class Gateway:
     async def _send(
         self, wire: WireFormat, request: web.Request, session: Session, exchange: Exchange
     ) -> web.StreamResponse:
-        response = _json(await self._answered(wire, session, exchange))
+        response = json_response(await self._answered(wire, session, exchange))
         await _write(request, response)
         return response
 
@@ -242,14 +247,14 @@ class Gateway:
             session = self._session_of(request)
         except RefusedCallError as refusal:
             return _refused(wire, refusal)
-        return _json(_listed([session.model, *session.helpers], is_anthropic=is_anthropic))
+        return json_response(_listed([session.model, *session.helpers], is_anthropic=is_anthropic))
 
     async def _without_anthropic(self, request: web.Request) -> web.StreamResponse:
         text = (
             f"Anthropic's Messages API needs the package `anthropic` beside the gateway; {install_hint('anthropic')}."
         )
         error = {"type": "api_error", "message": text}
-        return _json({"type": "error", "error": error}, status=501, headers={"x-should-retry": "false"})
+        return json_response({"type": "error", "error": error}, status=501, headers={"x-should-retry": "false"})
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         routes = ", ".join(f"/v1{path}" for path in (*self._formats, "/models"))
@@ -327,23 +332,6 @@ def _listed(names: Sequence[str], *, is_anthropic: bool) -> dict[str, Any]:
     return {"object": "list", "data": models}
 
 
-def _object(raw: bytes) -> Any:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise RefusedCallError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RefusedCallError("the body is not a JSON object.")
-    return body
-
-
-def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    from aiohttp import web
-
-    content = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
-    return web.Response(body=content, status=status, headers=headers, content_type="application/json")
-
-
 def _refused(wire: WireFormat, refusal: RefusedCallError) -> web.Response:
     # official SDKs repeat a 409, a 429 and a 5xx unless they are told
-    return _json(wire.error(refusal), refusal.status, {"x-should-retry": "false"})
+    return json_response(wire.error(refusal), refusal.status, {"x-should-retry": "false"})

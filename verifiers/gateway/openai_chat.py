@@ -13,6 +13,7 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 from pydantic import Field, TypeAdapter
 
 from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
+from verifiers.gateway.http_json import openai_error
 from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import (
     data_event,
@@ -26,7 +27,7 @@ from verifiers.gateway.wire_format import (
 )
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 
-__all__ = ["OpenAIWire", "openai_error"]
+__all__ = ["OpenAIWire"]
 
 _BODY: dict[str, TypeAdapter[Any]] = {CHAT: TypeAdapter(ChatParams), COMPLETIONS: TypeAdapter(TextParams)}
 # by role, so that each message is checked against one type
@@ -137,12 +138,6 @@ class OpenAIWire:
 
     def error_event(self, refusal: RefusedCallError) -> bytes:
         return data_event(openai_error(refusal))
-
-
-def openai_error(refusal: RefusedCallError) -> dict[str, Any]:
-    """Return a refusal as OpenAI's error object."""
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsNo
 from pydantic import TypeAdapter
 
 from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
-from verifiers.gateway.openai_chat import openai_error
+from verifiers.gateway.http_json import openai_error
 from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import (
     joined_text,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from verifiers.gateway.calls import AgentCall, RefusedCallError
 from verifiers.gateway.session import Session
@@ -95,7 +95,7 @@ def _materialized(value: Any) -> Any:
     # SDKs type lists as iterables, which pydantic checks when they are read
     if isinstance(value, dict):
         return {name: _materialized(item) for name, item in value.items()}
-    if isinstance(value, (str, bytes, int, float)) or value is None:
+    if isinstance(value, (str, bytes, int, float, BaseModel)) or value is None:
         return value
     if isinstance(value, Iterable):
         return [_materialized(item) for item in value]

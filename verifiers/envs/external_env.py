@@ -1,0 +1,166 @@
+"""ExternalEnv: rollouts whose agents are started elsewhere, and take them from the gateway over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from verifiers.envs.agent_env import AgentOptions, GatewayEnv
+from verifiers.errors import ConfigError, GradingError
+from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.external_sessions import ExternalSession, SessionRoutes, admin_key
+from verifiers.gateway.gateway import Gateway
+from verifiers.gateway.session import Session
+from verifiers.gateway.wire_format import validated
+from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.scoring import ScoringInput
+from verifiers.types import RolloutInput, RolloutScore, State
+
+__all__ = ["ExternalEnv", "PostedReward", "new_session_id"]
+
+LONGEST_WAIT_S = 600.0
+
+
+class _Take(BaseModel):
+    """The body of /sessions: seconds to wait for a rollout."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    wait_s: float = Field(30.0, ge=0.0, le=LONGEST_WAIT_S)
+
+
+_TAKE = TypeAdapter(_Take)
+
+
+class PostedReward(Rubric):
+    """The reward and the metrics that were posted for a session; a session without a reward is a failed grade."""
+
+    def __init__(self) -> None:
+        super().__init__(funcs=[posted_reward])
+
+    async def score_inputs(
+        self,
+        inputs: Sequence[ScoringInput],
+        score_sem: Any = None,
+        *,
+        as_group: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[RolloutScore]:
+        """Score rollouts by what was posted for their sessions."""
+        scores = await super().score_inputs(inputs, score_sem, as_group=as_group, extra=extra)
+        for item, score in zip(inputs, scores, strict=True):
+            score["metrics"] = {**item.state.get("posted_metrics", {}), **score["metrics"]}
+        return scores
+
+
+async def posted_reward(state: State) -> float:
+    """Return the reward that was posted for the session."""
+    reward = state.get("posted_reward")
+    if reward is None:
+        raise GradingError("the session was ended without a reward; post one to /sessions/{id}/reward or /end.")
+    return float(reward)
+
+
+class ExternalEnv(GatewayEnv):
+    """An environment whose agents are programs that are started elsewhere.
+
+    A program takes a rollout by `POST /sessions`, which gives it a row, a base URL and a key. Then it posts
+    a reward, or leaves that to the rubric, and ends the session by `POST /sessions/{id}/end`. A session that is not
+    ended before the rollout's deadline is timed out; the time for which a rollout waits to be taken counts.
+
+    Args:
+        host: address on which the gateway listens.
+        port: of the gateway; 0 for a free one.
+        **kwargs: as `AgentEnv`, without `run`. The rubric is `PostedReward` where none is given.
+
+    The admin key is the value of VF_GATEWAY_KEY; where that is not set, one is made and printed to standard error.
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 8100, **kwargs: Unpack[AgentOptions]) -> None:
+        if kwargs.get("rubric") is None:
+            kwargs["rubric"] = PostedReward()
+        super().__init__(**kwargs)
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"port is {port!r}; give a number from 0 to 65535.")
+        self.host, self.port = host, port
+        self._waiting: asyncio.Queue[ExternalSession] = asyncio.Queue()
+        self._routes: SessionRoutes | None = None
+        self._starting: asyncio.Task[Gateway] | None = None
+
+    async def start(self) -> Gateway:
+        """Return the gateway, which listens from the first call on."""
+        if self._starting is None or self._starting.get_loop().is_closed():
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> Gateway:
+        key, is_new = admin_key()
+        self._waiting = asyncio.Queue()
+        self._routes = self._routes_for(key)
+        gateway = Gateway(self.host, self.port, add_routes=self._routes.add_to)
+        await gateway.start()
+        told = f"; the key of POST /sessions is {key}" if is_new else ""
+        print(f"POST /sessions at {gateway.url}{told}", file=sys.stderr, flush=True)
+        return gateway
+
+    async def _gateway(self) -> Gateway:
+        return await self.start()
+
+    async def _run_agent(self, row: RolloutInput, session: Session, gateway: Gateway) -> Any:
+        assert self._routes is not None
+        external = ExternalSession(self._id_of(row), session, row)
+        with self._routes.opened(external):
+            self._offer(external)
+            return await self._within_budget(session, external.posted(), wind_up_s=math.inf)
+
+    def _routes_for(self, key: str) -> SessionRoutes:
+        return SessionRoutes(key, self._take)
+
+    def _id_of(self, row: RolloutInput) -> str:
+        return new_session_id()
+
+    def _offer(self, external: ExternalSession) -> None:
+        self._waiting.put_nowait(external)
+
+    async def _take(self, body: dict[str, Any]) -> ExternalSession:
+        """Return the oldest rollout that no program has taken."""
+        wait_s = validated(_TAKE, body).wait_s
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    external = await self._waiting.get()
+                    # the rollout's deadline may be over
+                    if not external.session.is_sealed:
+                        return external
+        except TimeoutError:
+            text = f"no rollout waits for a program now, nor did one within {wait_s:g} s; ask again."
+            raise RefusedCallError(text, status=503, code="no_rollout") from None
+
+    def _finish(self, state: State, session: Session, result: Any) -> None:
+        super()._finish(state, session, result)
+        _show_conversation(state, has_completion=isinstance(result, Mapping) and "completion" in result)
+
+
+def new_session_id() -> str:
+    """Return a name that no other session has."""
+    return f"session-{secrets.token_hex(8)}"
+
+
+def _show_conversation(state: State, *, has_completion: bool) -> None:
+    """Show a finished session as the one conversation that it was, where it was one.
+
+    Without a prompt of its own it gets that of its first call; without a posted completion, all that came after.
+    """
+    steps = state["trajectory"]
+    if not steps:
+        return
+    first, last = steps[0]["prompt"], steps[-1]["prompt"]
+    state["prompt"] = state["prompt"] or first
+    asked = state["prompt"]
+    if not has_completion and isinstance(asked, list) and isinstance(last, list) and last[: len(asked)] == asked:
+        state["completion"] = [*last[len(asked) :], *state["completion"]]

@@ -1,0 +1,290 @@
+"""A run of sessions that programs elsewhere open, reward and end: recorded as an evaluation's results are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from verifiers.envs.external_env import ExternalEnv, new_session_id
+from verifiers.evals.evaluation_loop import EVALUATION_BLOCK
+from verifiers.evals.json_lines import json_line, mend_last_line
+from verifiers.evals.progress import Progress
+from verifiers.evals.store import ResultStore
+from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.external_sessions import ExternalSession, SessionRoutes
+from verifiers.gateway.session import Budget
+from verifiers.gateway.wire_format import validated
+from verifiers.inference.endpoint import Backend
+from verifiers.rollouts.batch_client import FATAL_ERRORS
+from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.types import Outcome, RolloutInput, RolloutKey
+
+__all__ = ["SAMPLING_ARGS", "TOKENS", "ExternalRun", "TokenStore"]
+
+TOKENS = "tokens.jsonl"
+SAMPLING_ARGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "frequency_penalty", "presence_penalty")
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class _NewSession(BaseModel):
+    """The body of POST /sessions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prompt: str | list[dict[str, Any]] = []
+    answer: Any = ""
+    task: str = "default"
+    info: dict[str, Any] = {}
+    group: int | str | None = None
+    sampling_args: dict[str, Any] = {}
+    max_turns: Count | None = None
+    max_total_completion_tokens: Count | None = None
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+_NEW_SESSION = TypeAdapter(_NewSession)
+
+
+class TokenStore:
+    """Appends the token ids of rollouts to `tokens.jsonl`, a line for each rollout that has some.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / TOKENS
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> TokenStore:
+        mend_last_line(self._path)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def append(self, rollout: Rollout) -> None:
+        """Write the rows of one rollout and hand them to the operating system."""
+        if not rollout.rows:
+            return
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
+        names = ("prompt_ids", "completion_ids", "loss_mask", "logprobs", "is_truncated")
+        line = {
+            "example_id": rollout.key.example_id,
+            "generation": rollout.key.generation,
+            "outcome": str(rollout.outcome),
+            "reward": rollout.reward,
+            "rows": [{name: getattr(row, name) for name in names} for row in rollout.rows],
+        }
+        self._file.write(json_line(line) + "\n")
+        self._file.flush()
+
+
+class ExternalRun:
+    """Sessions from `POST /sessions` to a row of results.
+
+    Sessions of one `group`, or else of one prompt, answer and task, are rollouts of one example.
+
+    Args:
+        backend, model: answer the sessions' calls.
+        store, tokens: receive each finished session.
+        host, port: address of the gateway.
+        train: further names by which programs may call the model; "*" for every name.
+        drain_s: seconds that open sessions get to end once the run is to end.
+        **settings: further fields of `RolloutRunner`.
+
+    Attributes:
+        progress: numbers of all sessions that ended.
+        requested: the run is to end.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: str,
+        store: ResultStore,
+        tokens: TokenStore,
+        progress: Progress,
+        *,
+        host: str,
+        port: int,
+        train: Sequence[str] = (),
+        drain_s: float = 30.0,
+        **settings: Any,
+    ) -> None:
+        self.env = _Sessions(self, host=host, port=port, train=train, eval_dataset=[{"question": "", "answer": ""}])
+        self.runner = RolloutRunner(self.env, backend, model, on_rollout=self._take, **settings)
+        self.progress, self.drain_s, self.requested = progress, drain_s, False
+        self._store, self._tokens = store, tokens
+        self._budgets: dict[str, Budget] = {}
+        self._offered: dict[str, asyncio.Future[ExternalSession]] = {}
+        self._open: dict[str, ExternalSession] = {}
+        self._generations: Counter[int] = Counter()
+        self._tasks = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_draining, self._is_aborted = asyncio.Event(), asyncio.Event()
+
+    def drain(self) -> None:
+        """Open no session any more, and give those that are open `drain_s` seconds."""
+        self.requested = True
+        self._is_draining.set()
+
+    def abort(self) -> None:
+        """End the open sessions as cancelled."""
+        self._is_aborted.set()
+
+    async def serve(self) -> None:
+        """Take sessions until `drain`; when this returns, all of them are stored.
+
+        Raises:
+            ConfigError: the gateway's address cannot be had.
+            OSError: results cannot be written.
+        """
+        gateway = await self.env.start()
+        try:
+            async with self._tasks:
+                await self._is_draining.wait()
+                aborted = asyncio.create_task(self._is_aborted.wait())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.drain_s):
+                        while self._running and not aborted.done():
+                            await asyncio.wait({*self._running, aborted}, return_when=asyncio.FIRST_COMPLETED)
+                aborted.cancel()
+                for external in self._open.values():
+                    external.cancel()
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+        else:
+            return
+        finally:
+            await gateway.close()
+        raise first
+
+    async def begin(self, body: dict[str, Any]) -> ExternalSession:
+        """Open a session as the body of `POST /sessions` asks.
+
+        Raises:
+            RefusedCallError: it asks for what cannot be had, or the run has no room for it.
+        """
+        given: _NewSession = validated(_NEW_SESSION, body)
+        runner = self._runner_for(given)
+        name = new_session_id()
+        example = _example_of(given, name)
+        key = RolloutKey(EVALUATION_BLOCK, example, self._generations[example])
+        self._generations[example] += 1
+        request = RolloutRequest(key, given.prompt, given.answer, given.task, {**given.info, "session_id": name})
+        self._budgets[name] = Budget(given.max_turns, given.max_total_completion_tokens)
+        offered = self._offered[name] = asyncio.get_running_loop().create_future()
+        task = self._tasks.create_task(self._run(runner, request))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await offered
+
+    def _runner_for(self, given: _NewSession) -> RolloutRunner:
+        limiter, longest_s = self.runner.limiter, self.runner.rollout_timeout_s
+        if self.requested:
+            raise RefusedCallError("the gateway is being stopped; it opens no session.", status=503, code="stopping")
+        if limiter.max_concurrent is not None and len(self._running) >= limiter.max_concurrent:
+            text = f"{limiter.max_concurrent} sessions are open, as many as may be at once; end one first."
+            raise RefusedCallError(text, status=429, code="too_many_sessions")
+        if given.timeout_s is not None and given.timeout_s > longest_s:
+            raise RefusedCallError(f"timeout_s is {given.timeout_s:g}; at most {longest_s:g} s are given here.")
+        unknown = [name for name in given.sampling_args if name not in SAMPLING_ARGS]
+        if unknown:
+            known = ", ".join(SAMPLING_ARGS)
+            raise RefusedCallError(f"sampling_args has {unknown[0]!r}, which is not supported here; give {known}.")
+        return dataclasses.replace(
+            self.runner,
+            sampling_args={**self.runner.sampling_args, **given.sampling_args},
+            rollout_timeout_s=given.timeout_s or longest_s,
+        )
+
+    def offer(self, external: ExternalSession) -> None:
+        """Hand a session that has just begun to the call that opened it."""
+        external.session.budget = self._budgets.pop(external.id)
+        self._open[external.id] = external
+        self._offered.pop(external.id).set_result(external)
+
+    async def _run(self, runner: RolloutRunner, request: RolloutRequest) -> None:
+        try:
+            await runner.run_group([request])
+        except FATAL_ERRORS as error:
+            # a run would end; here each session has a program of its own
+            failure = failure_from(error)
+            failed = Rollout(request.key, Outcome.PROVIDER_ERROR, request.prompt, [], failure=failure)
+            failed.answer, failed.task, failed.info = request.answer, request.task, request.info
+            self._take(failed)
+
+    def _take(self, rollout: Rollout) -> None:
+        external = self._open.pop(rollout.info["session_id"])
+        if external.is_cancelled:
+            rollout.outcome = Outcome.CANCELLED
+        self._tokens.append(rollout)
+        self._store.append(rollout)
+        self.progress.add(rollout)
+        failure = None if rollout.failure is None else str(rollout.failure)
+        external.result.set_result(
+            {
+                "outcome": str(rollout.outcome),
+                "reward": rollout.reward,
+                "metrics": rollout.metrics,
+                "error": failure,
+                "calls": rollout.turns,
+                "prompt_tokens": rollout.usage.prompt_tokens,
+                "completion_tokens": rollout.usage.completion_tokens,
+                "example_id": rollout.key.example_id,
+                "generation": rollout.key.generation,
+            }
+        )
+
+
+class _Sessions(ExternalEnv):
+    """The environment of an `ExternalRun`: programs open sessions, instead of taking what a run has planned."""
+
+    def __init__(self, run: ExternalRun, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._run = run
+
+    def _routes_for(self, key: str) -> SessionRoutes:
+        return SessionRoutes(key, self._run.begin, _result)
+
+    def _id_of(self, row: RolloutInput) -> str:
+        return str(row["info"]["session_id"])
+
+    def _offer(self, external: ExternalSession) -> None:
+        self._run.offer(external)
+
+
+async def _result(external: ExternalSession) -> dict[str, Any]:
+    # of a caller that hangs up, the rollout goes on
+    return await asyncio.shield(external.result)
+
+
+def _example_of(given: _NewSession, name: str) -> int:
+    """Return the example that a session is a rollout of, the same in every run; its own where it says nothing."""
+    if isinstance(given.group, int):
+        return given.group
+    if given.group is not None:
+        said: Any = given.group
+    elif given.prompt:
+        said = [given.prompt, given.answer, given.task]
+    else:
+        said = name
+    digest = hashlib.blake2b(json.dumps(said, sort_keys=True).encode(errors="surrogatepass"), digest_size=6).digest()
+    # six bytes: JSON's numbers hold them exactly
+    return int.from_bytes(digest, "big")

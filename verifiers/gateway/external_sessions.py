@@ -1,0 +1,249 @@
+"""Sessions of agents that are started elsewhere: opened, rewarded and ended over HTTP by who holds the admin key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from verifiers.errors import AgentError, ConfigError
+from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.http_json import json_object, json_response, openai_error
+from verifiers.gateway.session import Session
+from verifiers.gateway.wire_format import validated
+from verifiers.types import Messages
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+__all__ = ["KEY_VARIABLE", "ExternalSession", "SessionRoutes", "admin_key"]
+
+logger = logging.getLogger("verifiers.gateway")
+
+KEY_VARIABLE = "VF_GATEWAY_KEY"
+SHORTEST_KEY = 16
+ENDED_SESSIONS = 10_000
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Reward(_Body):
+    """The body of /sessions/{id}/reward."""
+
+    reward: Number
+    metrics: dict[str, Number] = {}
+
+
+class _End(_Body):
+    """The body of /sessions/{id}/end."""
+
+    reward: Number | None = None
+    metrics: dict[str, Number] = {}
+    completion: str | list[dict[str, Any]] | None = None
+    error: str | None = None
+
+
+_REWARD, _END = TypeAdapter(_Reward), TypeAdapter(_End)
+
+
+@dataclass(slots=True, eq=False)
+class ExternalSession:
+    """A session whose agent is started elsewhere, and what was posted of it.
+
+    Attributes:
+        id: public name; the session's key is the agent's secret.
+        row: prompt, answer, task, info and example_id.
+        error: why the agent failed, as far as who started it says so.
+        has_ended: nothing more is posted.
+        is_cancelled: the gateway was stopped before the end was posted.
+        result: set where the finished rollout is recorded: what became of it.
+    """
+
+    id: str
+    session: Session
+    row: Mapping[str, Any]
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    completion: Messages | None = None
+    error: str | None = None
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    is_cancelled: bool = False
+    result: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def cancel(self) -> None:
+        """End the session because the gateway is stopped."""
+        self.is_cancelled = not self.has_ended.is_set()
+        self.error = self.error or "the gateway was stopped before the session was ended"
+        self.has_ended.set()
+
+    async def posted(self) -> dict[str, Any]:
+        """Wait for the end, and return what was posted as items of a rollout's state.
+
+        Raises:
+            AgentError: an error was posted.
+        """
+        await self.has_ended.wait()
+        if self.error is not None:
+            raise AgentError(self.error)
+        items: dict[str, Any] = {"posted_reward": self.reward, "posted_metrics": self.metrics}
+        if isinstance(self.completion, str) and not isinstance(self.row["prompt"], str):
+            items["completion"] = [{"role": "assistant", "content": self.completion}]
+        elif self.completion is not None:
+            items["completion"] = self.completion
+        return items
+
+    def counts(self) -> dict[str, int]:
+        """Return calls and tokens of the answers that were read."""
+        usages = [call.answer.get("usage") or {} for call in self.session.calls]
+        names = ("prompt_tokens", "completion_tokens")
+        return {"calls": len(usages), **{name: sum(used.get(name) or 0 for used in usages) for name in names}}
+
+
+def admin_key() -> tuple[str, bool]:
+    """Return the key that opens sessions, and whether it was made here because `KEY_VARIABLE` is not set.
+
+    Raises:
+        ConfigError: the variable's value is too short to be a secret.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if key and len(key) < SHORTEST_KEY:
+        raise ConfigError(
+            f"{KEY_VARIABLE} has {len(key)} characters; give at least {SHORTEST_KEY}, or unset it to have one made."
+        )
+    return (key, False) if key else (f"vfg-{secrets.token_urlsafe(32)}", True)
+
+
+class SessionRoutes:
+    """`POST /sessions`, `/sessions/{id}/reward` and `/sessions/{id}/end`, and `GET /sessions/{id}`.
+
+    Args:
+        key: the admin key.
+        begin: opens a session as the body of `POST /sessions` asks.
+        report: gives what is answered of a session that has ended.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        begin: Callable[[dict[str, Any]], Awaitable[ExternalSession]],
+        report: Callable[[ExternalSession], Awaitable[dict[str, Any]]] | None = None,
+    ) -> None:
+        self._key = key
+        self._begin = begin
+        self._report = report or _counts
+        self._open: dict[str, ExternalSession] = {}
+        # an answer that was lost on its way is asked for again
+        self._ended: OrderedDict[str, ExternalSession] = OrderedDict()
+
+    @property
+    def open_sessions(self) -> list[ExternalSession]:
+        return list(self._open.values())
+
+    @contextlib.contextmanager
+    def opened(self, external: ExternalSession) -> Iterator[None]:
+        """Take what is posted of a session inside."""
+        self._open[external.id] = external
+        try:
+            yield
+        finally:
+            del self._open[external.id]
+            self._ended[external.id] = external
+            while len(self._ended) > ENDED_SESSIONS:
+                self._ended.popitem(last=False)
+
+    def add_to(self, app: web.Application) -> None:
+        """Add the routes to an application."""
+        app.router.add_post("/sessions", self._answering(self._post_session))
+        app.router.add_get("/sessions/{id}", self._answering(self._get_session))
+        app.router.add_post("/sessions/{id}/reward", self._answering(self._post_reward))
+        app.router.add_post("/sessions/{id}/end", self._answering(self._post_end))
+
+    def _answering(
+        self, answer: Callable[[web.Request, dict[str, Any]], Awaitable[dict[str, Any]]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            try:
+                self._check_key(request)
+                raw = await request.read()
+                return json_response(await answer(request, json_object(raw) if raw.strip() else {}))
+            except RefusedCallError as error:
+                refusal = error
+            except Exception as error:
+                logger.exception("%s %s failed", request.method, request.path)
+                refusal = RefusedCallError(f"the gateway failed: {type(error).__name__}: {error}", status=500)
+            return json_response(openai_error(refusal), refusal.status)
+
+        return handle
+
+    def _check_key(self, request: web.Request) -> None:
+        scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else ""
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            text = "this needs the gateway's own key, as `Authorization: Bearer KEY`; a session's key is not enough."
+            raise RefusedCallError(text, status=401, code="invalid_api_key")
+
+    def _of(self, request: web.Request) -> tuple[ExternalSession, bool]:
+        """Return the session that a request names, and whether it is open."""
+        name = request.match_info["id"]
+        found = self._open.get(name)
+        is_open = found is not None and not found.has_ended.is_set()
+        found = found or self._ended.get(name)
+        if found is None:
+            raise RefusedCallError(f"there is no session {name!r}.", status=404, code="not_found")
+        return found, is_open
+
+    async def _post_session(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
+        external = await self._begin(body)
+        row, session = external.row, external.session
+        return {
+            "id": external.id,
+            "key": session.key,
+            # the address by which this caller reaches the gateway
+            "base_url": f"{request.scheme}://{request.host}/v1",
+            "model": session.model,
+            **{name: row[name] for name in ("example_id", "prompt", "answer", "task", "info")},
+        }
+
+    async def _get_session(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
+        external, is_open = self._of(request)
+        return {"id": external.id, "is_open": is_open, "reward": external.reward, **external.counts()}
+
+    async def _post_reward(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
+        given: _Reward = validated(_REWARD, body)
+        external, is_open = self._of(request)
+        if not is_open:
+            raise RefusedCallError(
+                f"the session {external.id!r} is over; its reward can no longer change.",
+                status=409,
+                code="session_ended",
+            )
+        external.reward, external.metrics = given.reward, given.metrics
+        return {"id": external.id, "reward": external.reward, "metrics": external.metrics}
+
+    async def _post_end(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
+        given: _End = validated(_END, body)
+        external, is_open = self._of(request)
+        if is_open:
+            if given.reward is not None:
+                external.reward = given.reward
+            external.metrics = given.metrics or external.metrics
+            external.completion, external.error = given.completion, given.error
+            external.has_ended.set()
+        return {"id": external.id, **await self._report(external)}
+
+
+async def _counts(external: ExternalSession) -> dict[str, Any]:
+    return {**external.counts(), "reward": external.reward}

@@ -1,0 +1,42 @@
+"""JSON bodies of the gateway's requests and answers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from verifiers.gateway.calls import RefusedCallError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+__all__ = ["json_object", "json_response", "openai_error"]
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return a body as an object.
+
+    Raises:
+        RefusedCallError: it is not a JSON object.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RefusedCallError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RefusedCallError("the body is not a JSON object.")
+    return body
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return data as the body of an answer."""
+    from aiohttp import web
+
+    content = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
+    return web.Response(body=content, status=status, headers=headers, content_type="application/json")
+
+
+def openai_error(refusal: RefusedCallError) -> dict[str, Any]:
+    """Return a refusal as OpenAI's error object."""
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
