@@ -24,7 +24,7 @@ MAX_HEADERS = 2**20
 """Bytes of one request's headers, all together."""
 
 FEWEST_CONNECTIONS = 32
-BACKLOG = 4096
+LONGEST_BACKLOG = 4096
 
 
 class Listener:
@@ -43,6 +43,8 @@ class Listener:
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 2**20
         self._most = max_connections or max(descriptors // 2, FEWEST_CONNECTIONS)
+        # asyncio takes as many off the queue at once, each with its descriptor, before the bound is looked at
+        self._backlog = max(min(self._most // 4, LONGEST_BACKLOG), 4)
         self._answered: set[Any] = set()
         self._trusted: set[Any] = set()
         self._accepted = 0
@@ -88,7 +90,7 @@ class Listener:
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(self._accept, host, port, backlog=BACKLOG)
+            server = await loop.create_server(self._accept, host, port, backlog=self._backlog)
         except OSError as error:
             await self._runner.cleanup()
             where = f"{host}:{port}"
@@ -113,7 +115,7 @@ class Listener:
         path = os.path.join(self._socket_directory, "socket")
         loop = asyncio.get_running_loop()
         try:
-            self._servers.append(await loop.create_unix_server(self._accept, path, backlog=BACKLOG))
+            self._servers.append(await loop.create_unix_server(self._accept, path, backlog=self._backlog))
         except OSError as error:
             raise ConfigError(f"the gateway cannot listen on {path}: {error}; give another TMPDIR.") from error
         os.chmod(path, 0o666)
