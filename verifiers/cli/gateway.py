@@ -25,7 +25,7 @@ from verifiers.cli.main import DONE, CommandFailedError, run_command
 from verifiers.errors import ConfigError, Error
 
 if TYPE_CHECKING:
-    from verifiers.evals.external_run import ExternalRun
+    from verifiers.cli.evaluation.external_run import ExternalRun
     from verifiers.inference.endpoint import Backend
     from verifiers.inference.endpoint_registry import EndpointEntry
     from verifiers.log import Redactor
@@ -90,7 +90,7 @@ def parser() -> CommandParser:
 
 def record(args: argparse.Namespace) -> int:
     """Do what the command does; returns when it is interrupted and everything is stored."""
-    from verifiers.evals.external_run import SAMPLING_ARGS
+    from verifiers.cli.evaluation.external_run import SAMPLING_ARGS
     from verifiers.keywords import check_keywords
     from verifiers.log import Redactor, redact_logs, secrets_of_run, setup_logging
 
@@ -120,7 +120,7 @@ def record(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace, entry: EndpointEntry, sampling: dict[str, Any], redact: Redactor) -> int:
-    from verifiers.evals.external_run import ExternalRun, TokenStore
+    from verifiers.cli.evaluation.external_run import ExternalRun, TokenStore
     from verifiers.evals.progress import Progress
     from verifiers.evals.store import ResultStore, new_run_directory
     from verifiers.inference.limits import Limiter

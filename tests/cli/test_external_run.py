@@ -13,7 +13,7 @@ import aiohttp
 import openai
 import pytest
 
-from verifiers.evals.external_run import ExternalRun, TokenStore
+from verifiers.cli.evaluation.external_run import ExternalRun, TokenStore
 from verifiers.evals.progress import Progress
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.inference.endpoint import Endpoint, HttpBackend
