@@ -152,7 +152,7 @@ async def test_a_worker_that_does_not_end_a_rollout_at_its_deadline_is_killed() 
     class Deaf(world.InLoop):
         async def start(self, link: Any) -> Any:
             running = await super().start(link)
-            running.worker._on_drop = lambda message: None
+            running.worker._on_drop = running.worker._on_cancel = lambda message: None
             running.worker._on_run_before = running.worker._on_run
             running.worker._on_run = lambda message: running.worker._on_run_before({**message, "timeout_s": 3600.0})
             return running
