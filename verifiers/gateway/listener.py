@@ -47,6 +47,7 @@ class Listener:
         self._backlog = max(min(self._most // 4, LONGEST_BACKLOG), 4)
         self._answered: set[Any] = set()
         self._trusted: set[Any] = set()
+        self._closed: set[Any] = set()
         self._accepted = 0
         self._runner: web.AppRunner | None = None
         self._servers: list[asyncio.Server] = []
@@ -134,17 +135,27 @@ class Listener:
         server = self._runner.server if self._runner is not None else None
         if server is None:
             return _Refusal()
-        connections = server.connections
         # of those that the loop accepted together, none is connected yet
-        if len(connections) + self._accepted >= self._most:
-            self._trusted.intersection_update(connections)
-            waiting = [each for each in connections if each not in self._answered]
-            if not waiting:
-                return _Refusal()
-            next((each for each in waiting if each not in self._trusted), waiting[0]).force_close()
+        if len(server.connections) + self._accepted >= self._most and not self._make_room(server.connections):
+            return _Refusal()
         self._accepted += 1
         asyncio.get_running_loop().call_soon(self._count_connected)
         return server()
+
+    def _make_room(self, connections: list[Any]) -> bool:
+        """Close a connection that waits for nothing where there is no room; return False where there is none."""
+        # a closed one is among the connections until the loop's next turn
+        self._closed.intersection_update(connections)
+        if len(connections) - len(self._closed) + self._accepted < self._most:
+            return True
+        self._trusted.intersection_update(connections)
+        waiting = [each for each in connections if each not in self._answered and each not in self._closed]
+        if not waiting:
+            return False
+        given_up = next((each for each in waiting if each not in self._trusted), waiting[0])
+        given_up.force_close()
+        self._closed.add(given_up)
+        return True
 
     def _count_connected(self) -> None:
         # asyncio calls connection_made right after
