@@ -3,20 +3,13 @@
 #
 #     bash shell_agent.sh "Spell backward: WORD"
 #
-# An answer of another length than the word cannot be right: then it asks once more, at most twice.
 # Needs OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, which ProgramEnv sets.
 set -euo pipefail
 
-word=${1##* }
 body=$(jq --null-input --arg model "$OPENAI_MODEL" --arg text "$1" \
     '{model: $model, messages: [{role: "user", content: $text}]}')
-
-for _ in 1 2 3; do
-    answer=$(curl --silent --show-error --fail-with-body --header "Authorization: Bearer $OPENAI_API_KEY" \
-        --json "$body" "$OPENAI_BASE_URL/chat/completions" | jq --raw-output '.choices[0].message.content')
-    # the policy may put it into tags
-    answer=${answer#<answer>}
-    answer=${answer%</answer>}
-    [ ${#answer} -ne ${#word} ] || break
-done
-echo "$answer"
+answer=$(curl --silent --show-error --fail-with-body --header "Authorization: Bearer $OPENAI_API_KEY" \
+    --json "$body" "$OPENAI_BASE_URL/chat/completions" | jq --raw-output '.choices[0].message.content')
+# the policy may put it into tags
+answer=${answer#<answer>}
+echo "${answer%</answer>}"
