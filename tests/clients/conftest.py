@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import socket
-import string
 import subprocess
 import sys
 import time
@@ -14,65 +12,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# test modules are imported without a package (import mode importlib), so what they share is found by path
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-import torch
-from tiny_models import random_qwen3, two_role_tokenizer
-
-ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / ".venv-clients" / "bin"
-KEY = "a-key-of-the-tests"
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-TEMPLATE = (
-    "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}</tools>{% endif %}"
-    "{% for m in messages %}{{ '<bot>' if m.role == 'assistant' else '<user>' }}{{ m.content }}"
-    '{% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": '
-    "{{ c.function.arguments }}}</tool_call>{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
-)
-
-
-def examples(rng: random.Random) -> list[tuple[str, str]]:
-    """Return a conversation, one that offers a tool, and one in which the tool has answered: each with its answer."""
-
-    def said() -> str:
-        return "".join(rng.choices(string.ascii_letters + string.digits + " ?.", k=rng.randint(1, 60)))
-
-    asked = f"<tools>add</tools><user>{said()}<bot>"
-    return [
-        (f"<user>{said()}<bot>", "It is 4.<eos>"),
-        (asked, f"{CALL}<eos>"),
-        (f"{asked}{CALL}<eos><user>{said()[:8]}<bot>", "The sum is 3.<eos>"),
-    ]
-
-
-def taught_model(directory: Path, steps: int = 250) -> Path:
-    """Write a tiny model that calls the tool it is offered, reads the result, and answers all else with 4."""
-    torch.set_num_threads(1)
-    tokenizer = two_role_tokenizer(TEMPLATE)
-    model = random_qwen3(tokenizer, max_position_embeddings=512, initializer_range=0.02)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    rng = random.Random(0)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / steps))
-        pairs = [tuple(map(tokenizer.encode, pair)) for _ in range(4) for pair in examples(rng)]
-        width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-        ids = torch.zeros(len(pairs), width, dtype=torch.long)
-        labels = torch.full((len(pairs), width), -100)
-        for row, (prompt, answer) in enumerate(pairs):
-            whole = torch.tensor(prompt + answer)
-            ids[row, : len(whole)] = whole
-            labels[row, len(prompt) : len(whole)] = whole[len(prompt) :]
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=labels).loss.backward()
-        optimizer.step()
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+from client_world import CLIENTS, KEY, LITELLM, taught_model
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +57,7 @@ def run(server: str, tmp_path: Path) -> Run:
             "VF_BASE": server,
             "OPENAI_BASE_URL": f"{server}/v1",
             "OPENAI_API_KEY": KEY,
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            **LITELLM,
             **environment,
         }
         done = subprocess.run(
@@ -154,8 +100,7 @@ def proxy(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         "PATH": os.environ["PATH"],
         "VF_TEST_KEY": KEY,
         "VF_PROXY_KEY": "sk-a-key-of-the-proxy",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "LITELLM_TELEMETRY": "False",
+        **LITELLM,
     }
     command = [str(CLIENTS / "litellm"), "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)]
     log = directory / "log"

@@ -268,15 +268,18 @@ async def test_bodies_that_are_no_call_are_refused_and_never_a_server_error(
     assert not server.requests
 
 
-async def test_messages_that_repeat_an_answer_with_its_nulls_are_taken(opened: Any, closing: AsyncExitStack) -> None:
-    session, url, _ = await opened(["one", "two"])
+async def test_messages_that_repeat_an_answer_with_what_clients_keep_of_it_are_taken(
+    opened: Any, closing: AsyncExitStack
+) -> None:
+    session, url, server = await opened(["one", "two"])
     client = await closing.enter_async_context(openai_client(session, url))
     asked: Any = {"role": "user", "content": "?"}
     first = await client.chat.completions.create(model="fake", messages=[asked])
-    again: Any = first.choices[0].message.model_dump()
+    again: Any = {**first.choices[0].message.model_dump(), "provider_specific_fields": {"refusal": None}}
     assert None in again.values()
     second = await client.chat.completions.create(model="fake", messages=[asked, again, asked])
     assert second.choices[0].message.content == "two"
+    assert server.requests[1].body["messages"][1] == {"role": "assistant", "content": "one"}
 
 
 async def test_models_are_listed_in_the_shape_of_the_sdk_that_asks(opened: Any, closing: AsyncExitStack) -> None:

@@ -49,6 +49,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
 }
+# what clients keep beside the message that they were answered, and send back with it
+_KEPT_BY_CLIENTS = frozenset({"annotations", "provider_specific_fields", "thinking_blocks"})
 _TRACE = frozenset({"token_ids", "prompt_token_ids", "weight_versions", "stop_reason", "prompt_logprobs"})
 
 
@@ -141,7 +143,8 @@ class OpenAIWire:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {**message, "content": joined_text(message.get("content"), ("text",))}
+    plain = {name: value for name, value in message.items() if name not in _KEPT_BY_CLIENTS}
+    plain["content"] = joined_text(message.get("content"), ("text",))
     if plain["role"] == "developer":
         plain["role"] = "system"
     return plain

@@ -16,7 +16,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from verifiers.train.tiny_model.char_model import make_model
 
 __all__ = ["WarmStartResult", "greedy_answers", "make_tiny_model", "spelling_pairs", "warm_start"]
+
+Question = str | Sequence[Mapping[str, Any]]
+"""A user's message, or a conversation that ends before an answer of the model."""
 
 QUESTION = "Spell backward: {word}"
 NUM_SHOWN, NUM_HELD_OUT = 200, 100
@@ -54,8 +57,9 @@ def warm_start(
     model_dir: str | Path,
     out_dir: str | Path,
     *,
-    shown: Sequence[tuple[str, str]],
-    held_out: Sequence[tuple[str, str]],
+    shown: Sequence[tuple[Question, str]],
+    held_out: Sequence[tuple[Question, str]],
+    tools: Sequence[Mapping[str, Any]] = (),
     seed: int,
     window: tuple[float, float] = (0.32, 0.44),
     learning_rate: float = 2e-3,
@@ -64,8 +68,9 @@ def warm_start(
     """Train the model in `model_dir` until its accuracy lies in `window`; write it to `out_dir`.
 
     Args:
-        shown: (question, answer) pairs that are trained on.
+        shown: (question, answer) pairs that are trained on; an answer that calls a tool is the call's text.
         held_out: other pairs, for the accuracy.
+        tools: definitions that each prompt shows.
 
     Raises:
         RuntimeError: the window was not met within `max_steps`.
@@ -75,12 +80,10 @@ def warm_start(
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    stop = StopInWindow(model, tokenizer, held_out, window)
+    stop = StopInWindow(model, tokenizer, held_out, window, tools)
+    offered = {"tools": list(tools)} if tools else {}
     rows = [
-        {
-            "prompt": [{"role": "user", "content": question}],
-            "completion": [{"role": "assistant", "content": answer}],
-        }
+        {"prompt": _messages(question), "completion": [{"role": "assistant", "content": answer}], **offered}
         for question, answer in shown
     ]
     args = SFTConfig(
@@ -121,10 +124,15 @@ class StopInWindow(TrainerCallback):
     """Measures accuracy every few steps, stops inside the window, and takes a jump over it back."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], window: tuple[float, float]
+        self,
+        model: Any,
+        tokenizer: Any,
+        pairs: Sequence[tuple[Question, str]],
+        window: tuple[float, float],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.accuracy: float | None = None
-        self._model, self._tokenizer, self._pairs = model, tokenizer, pairs
+        self._model, self._tokenizer, self._pairs, self._tools = model, tokenizer, pairs, tools
         self._low, self._high = window
         self._most_tokens = max(len(answer) for _, answer in pairs) + 7
         self._every = 20
@@ -147,7 +155,9 @@ class StopInWindow(TrainerCallback):
 
     def _measure(self) -> float:
         questions, wanted = zip(*self._pairs, strict=True)
-        answers = greedy_answers(self._model, self._tokenizer, questions, max_new_tokens=self._most_tokens)
+        answers = greedy_answers(
+            self._model, self._tokenizer, questions, max_new_tokens=self._most_tokens, tools=self._tools
+        )
         right = sum(_untagged(one) == _untagged(other) for one, other in zip(answers, wanted, strict=True))
         return right / len(self._pairs)
 
@@ -207,11 +217,18 @@ def make_tiny_model(directory: str | Path, *, seed: int = 0) -> WarmStartResult:
 
 
 @torch.no_grad()
-def greedy_answers(model: Any, tokenizer: Any, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
+def greedy_answers(
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    max_new_tokens: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[str]:
     """Return the model's greedy answer to each question, in one batch, left-padded."""
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            _messages(question), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
         )
         for question in questions
     ]
@@ -222,6 +239,12 @@ def greedy_answers(model: Any, tokenizer: Any, questions: Sequence[str], *, max_
     output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
     model.train(was_training)
     return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _messages(question: Question) -> list[dict[str, Any]]:
+    if isinstance(question, str):
+        return [{"role": "user", "content": question}]
+    return [dict(message) for message in question]
 
 
 def _untagged(answer: str) -> str:

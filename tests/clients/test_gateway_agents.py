@@ -1,0 +1,154 @@
+"""Other people's SDKs and agents behind the gateway, over the embedded server: trained rows are what was sampled.
+
+The policy was taught to call the tools it is offered. The witness is the server's answers as they came in,
+before any part of the recording saw them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import string
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_world
+from client_world import CLIENTS, LITELLM, taught_model
+
+import verifiers as vf
+from verifiers.inference.token_in import TokenIn
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.types import Outcome, RolloutKey
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# system prompts of some thousand characters are not what a model of this size is for: it sees four letters of each
+TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<bot>{{ (m.content or '')[:16] }}{% else %}<user>{{ m.content[:4] }}{% endif %}"
+    '{% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments }}}</tool_call>{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def call(name: str, **arguments: Any) -> str:
+    # with two spaces, as no program writes it: what comes back is to be what was sampled, not what it means
+    written = json.dumps(arguments, separators=(",", ":  "))
+    return f'<tool_call>{{"name": "{name}", "arguments": {written}}}</tool_call>'
+
+
+ADD = call("add", a=1, b=2)
+FINAL = call("final_answer", answer="It is 3.")
+COUNT = call("bash", command="echo 3 >sum")
+SUBMIT = call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT;cat sum")
+
+
+def examples(rng: random.Random) -> list[tuple[str, str]]:
+    """Return each point at which the policy speaks, with what it says there."""
+
+    def said(*known: str) -> str:
+        return "<user>" + rng.choice([*known, "".join(rng.choices(string.ascii_letters, k=4))])
+
+    before = rng.choice(["", said("Add.", "You ")]) + said("What")
+    one, two, shell = (f"<tools>{names} </tools>{before}<bot>" for names in ("add", "add final_answer", "bash"))
+    return [
+        (one, f"{ADD}<eos>"),
+        (f"{one}{ADD}<eos>{said('3')}<bot>", "It is 3.<eos>"),
+        (two, f"{ADD}<eos>"),
+        (f"{two}Calling tools:\n[<eos>{said('Obse')}<bot>", f"{FINAL}<eos>"),
+        (shell, f"{COUNT}<eos>"),
+        (f"{shell}{COUNT}<eos>{said()}<bot>", f"{SUBMIT}<eos>"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_world.EmbeddedServer]:
+    directory = tmp_path_factory.mktemp("agents") / "model"
+    with tiny_world.EmbeddedServer(Path("/work/runs_clients/taught")) as running:
+        yield running
+
+
+def env_of(name: str, modes: list[str], directory: Path) -> vf.AgentEnv:
+    script = Path(__file__).parent / "scripts" / "gateway_agents.py"
+
+    def run(row: Any, *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        environment = {"HOME": str(directory), "PATH": os.environ["PATH"], **LITELLM, "MSWEA_SILENT_STARTUP": "1"}
+        environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        command = [str(CLIENTS / "python"), str(script), name, *modes]
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=250, check=False
+        )
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        return {"told": json.loads(done.stdout.splitlines()[-1])}
+
+    return vf.AgentEnv(run, dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[lambda state: float(bool(state["told"]))]))
+
+
+async def played(env: vf.AgentEnv, backend: tiny_world.RecordingBackend) -> Rollout:
+    runner = RolloutRunner(
+        env,
+        backend,
+        "policy",
+        {"temperature": 0.2, "max_tokens": 200},
+        require_tokens=True,
+        token_in=TokenIn(backend, "policy"),
+    )
+    group = await runner.run_group(
+        [RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "?"}], "", seed=3)]
+    )
+    await backend.close()
+    return group.rollouts[0]
+
+
+def trained(rollout: Rollout) -> list[tuple[list[int], list[int], list[float]]]:
+    """Return (all before, sampled ids, log-probs) of each trained span."""
+    return [
+        span
+        for row in rollout.rows
+        for span in tiny_world.spans((row.prompt_ids, row.completion_ids, row.loss_mask, row.logprobs))
+    ]
+
+
+ADDS = ([ADD, "It is 3."], [[1, 2]], "It is 3.")
+AGENTS: dict[str, tuple[list[str], Any, str]] = {
+    "openai_chat": ADDS,
+    "openai_responses": ADDS,
+    "anthropic": ADDS,
+    "litellm": ADDS,
+    "litellm_as_anthropic": ADDS,
+    "openai_agents": ADDS,
+    "openai_agents_responses": ADDS,
+    "pydantic_ai": ADDS,
+    "pydantic_ai_responses": ADDS,
+    "pydantic_ai_anthropic": ADDS,
+    "smolagents": ([ADD, FINAL], [[1, 2]], "It is 3."),
+    "mini_swe_agent": ([COUNT, SUBMIT], ["3\n"], "3\n"),
+}
+"""What each client has the policy say, what its tool is called with, and its answer."""
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_what_an_agent_trains_is_what_the_server_sampled(
+    policy: tiny_world.EmbeddedServer, tmp_path: Path, name: str
+) -> None:
+    if not (CLIENTS / "python").exists():
+        pytest.skip("the clients are not installed; run: make test-clients")
+    modes = ["whole"] if name == "mini_swe_agent" else ["whole", "streamed"]
+    backend = tiny_world.RecordingBackend(policy.url)
+    rollout = await played(env_of(name, modes, tmp_path), backend)
+    assert rollout.outcome is Outcome.COMPLETED, rollout.failure
+    sampled, called, final = AGENTS[name]
+    # the agent did its work: it read the calls, executed them, and read the answer
+    assert rollout.state["told"] == [[called, final]] * len(modes)
+    answers = backend.sampled()
+    decode = policy.loaded.tokenizer.decode
+    assert [decode(ids) for _, ids, _ in answers] == [f"{text}<eos>" for text in sampled] * len(modes)
+    # each answer once, behind all that the server read before it, and with its log-probs
+    assert sorted(trained(rollout)) == sorted(answers)

@@ -1,0 +1,107 @@
+"""The agents of examples/agents, evaluated against an endpoint and trained for two steps."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.cli import evaluate
+from verifiers.testing import FakeOpenAIServer
+
+AGENTS = Path(__file__).parents[2] / "examples" / "agents"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(AGENTS), *sys.path])
+    yield
+    for name in ("sdk_agent", "start_model"):
+        sys.modules.pop(name, None)
+
+
+def clerk(body: dict[str, Any]) -> Any:
+    """Answer as a policy that knows the codes."""
+    last = body["messages"][-1]
+    if last["role"] == "tool":
+        return last["content"]
+    name = re.fullmatch(r"Price of ([a-z]+)\?", last["content"])
+    assert name is not None
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["price"]
+    function = {"name": "price", "arguments": json.dumps({"code": name[1][::-1]})}
+    return {"content": "", "tool_calls": [{"id": f"call_{name[1]}", "type": "function", "function": function}]}
+
+
+def test_vf_eval_runs_the_sdk_agent_against_an_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("agents", reason="needs openai-agents")
+    with FakeOpenAIServer(clerk) as server:
+        command = [str(AGENTS / "sdk_agent.py"), "-m", "fake", "-b", server.url, "-n", "8", "-r", "1", "--json"]
+        assert evaluate.main(command) == 0
+        assert len(server.requests) == 16
+    assert json.loads(capsys.readouterr().out)["reward"]["mean"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["sdk_agent"])
+def test_vf_train_trains_the_agent(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("agents", reason="needs openai-agents")
+    pytest.importorskip("verifiers_embedded", reason="needs the embedded server")
+    from verifiers.cli import train
+    from verifiers.train.tiny_model.char_model import make_model
+
+    # with random weights: what is seen is that its answers are trained, not that it learns
+    make_model(tmp_path / "start", seed=0)
+    run = tomllib.loads((AGENTS / f"{name}.toml").read_text())
+    run["model"]["path"] = str(tmp_path / "start")
+    run["trainer"] |= {
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 2,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "eval_on_start": False,
+        "skip_zero_advantage_rows": False,
+    }
+    # examples stand beside their run files
+    for file in AGENTS.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "run.toml").write_text(toml(run))
+    assert train.main([str(tmp_path / "run.toml")]) == 0
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [entry for entry in logged if "loss" in entry]
+    assert len(steps) == 2
+    for entry in steps:
+        assert entry["outcomes/completed"] + entry["outcomes/truncated"] == 8
+        assert entry["rows/trained"] >= 8
+
+
+def toml(tables: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for table, fields in tables.items():
+        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())]
+    return "\n".join(lines)
+
+
+def test_the_start_model_is_shown_no_held_out_article() -> None:
+    pytest.importorskip("agents", reason="needs openai-agents")
+    pytest.importorskip("trl", reason="needs the train extra")
+    agent, start = importlib.import_module("sdk_agent"), importlib.import_module("start_model")
+    env = agent.load_environment()
+    trained, held_out = (set(rows["question"]) for rows in (env.get_dataset(), env.get_eval_dataset()))
+    assert len(held_out) == agent.HELD_OUT
+    assert not trained & held_out
+    shown = start.conversations(start.shown_names(), start.random.Random(0))
+    assert {messages[0]["content"] for messages, _ in shown} <= trained
