@@ -71,7 +71,7 @@ def examples(rng: random.Random) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_world.EmbeddedServer]:
     directory = tmp_path_factory.mktemp("agents") / "model"
-    with tiny_world.EmbeddedServer(Path("/work/runs_clients/taught")) as running:
+    with tiny_world.EmbeddedServer(taught_model(directory, TEMPLATE, examples, steps=200)) as running:
         yield running
 
 
