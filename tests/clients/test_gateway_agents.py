@@ -62,7 +62,7 @@ def examples(rng: random.Random) -> list[tuple[str, str]]:
         (one, f"{ADD}<eos>"),
         (f"{one}{ADD}<eos>{said('3')}<bot>", "It is 3.<eos>"),
         (two, f"{ADD}<eos>"),
-        (f"{two}Calling tools:\n[<eos>{said('Obse')}<bot>", f"{FINAL}<eos>"),
+        (f"{two}\nCalling tools:\n<eos>{said('Obse')}<bot>", f"{FINAL}<eos>"),
         (shell, f"{COUNT}<eos>"),
         (f"{shell}{COUNT}<eos>{said()}<bot>", f"{SUBMIT}<eos>"),
     ]
@@ -88,7 +88,9 @@ def env_of(name: str, modes: list[str], directory: Path) -> vf.AgentEnv:
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return {"told": json.loads(done.stdout.splitlines()[-1])}
 
-    return vf.AgentEnv(run, dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[lambda state: float(bool(state["told"]))]))
+    return vf.AgentEnv(
+        run, dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[lambda state: float(bool(state["told"]))])
+    )
 
 
 async def played(env: vf.AgentEnv, backend: tiny_world.RecordingBackend) -> Rollout:

@@ -344,3 +344,23 @@ async def test_images_of_tools_are_passed_on_in_evaluation_and_refused_in_traini
         output = server.requests[0].body["messages"][-1]
         image = {"type": "image_url", "image_url": {"url": IMAGE}}
         assert output == {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "here"}, image]}
+
+
+async def test_arguments_that_an_agent_writes_in_other_words_are_the_policys_again(
+    opened: Any, closing: AsyncExitStack
+) -> None:
+    session, url, server = await opened([CALLS, "2", "2", "2"])
+    client = await closing.enter_async_context(openai_client(session, url))
+    asked: Any = {"role": "user", "content": "1 + 1?"}
+    await client.chat.completions.create(model="fake", messages=[asked])
+    result: Any = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
+    output: Any = {"type": "function_call_output", "call_id": "call_1", "output": "2"}
+    for written in ('{"a":1}', '{"a": 2}'):
+        function = {"name": "add", "arguments": written}
+        made: Any = {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
+        await client.chat.completions.create(model="fake", messages=[asked, made, result])
+        item: Any = {"type": "function_call", "call_id": "call_1", **function}
+        await client.responses.create(model="fake", input=[asked, item, output])
+    sent = [request.body["messages"][1]["tool_calls"][0]["function"] for request in server.requests[1:]]
+    # other arguments are another call, which the agent made itself
+    assert [made["arguments"] for made in sent] == ['{ "a":1}', '{ "a":1}', '{"a": 2}', '{"a": 2}']

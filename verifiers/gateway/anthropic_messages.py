@@ -190,7 +190,7 @@ def _messages(message: Mapping[str, Any], place: int, session: Session) -> list[
         if kind == "thinking":
             thinking += block["thinking"]
         elif kind == "tool_use":
-            arguments = session.arguments_text(block["id"], block["input"])
+            arguments = session.arguments_text(block["id"], json.dumps(block["input"], ensure_ascii=False))
             calls.append(
                 {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
             )

@@ -73,7 +73,7 @@ class OpenAIWire:
                 raise RefusedCallError("messages: give a list.")
             messages = [without_none(each) if isinstance(each, dict) else each for each in given]
             validated(_MESSAGES, messages, "messages")
-            arguments["messages"] = [_plain_message(message) for message in messages]
+            arguments["messages"] = [_plain_message(message, session) for message in messages]
         elif not isinstance(body["prompt"], str):
             raise RefusedCallError("prompt: give one text; batches and token ids are not recorded as one rollout.")
         return AgentCall(
@@ -142,9 +142,18 @@ class OpenAIWire:
         return data_event(openai_error(refusal))
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], session: Session) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if name not in _KEPT_BY_CLIENTS}
     plain["content"] = joined_text(message.get("content"), ("text",))
     if plain["role"] == "developer":
         plain["role"] = "system"
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_as_sampled(made, session) for made in plain["tool_calls"]]
     return plain
+
+
+def _as_sampled(made: Mapping[str, Any], session: Session) -> dict[str, Any]:
+    function = made.get("function")
+    if function is None:
+        return dict(made)
+    return {**made, "function": {**function, "arguments": session.arguments_text(made["id"], function["arguments"])}}

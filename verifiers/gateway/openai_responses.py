@@ -53,7 +53,7 @@ class ResponsesWire:
         given = body.get("input") or ""
         if not isinstance(given, (str, list)):
             raise RefusedCallError("input: give a text or a list of items.")
-        said += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
+        said += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given, session)
         # instructions are of one call: what is continued by its id is `said`
         instructions = checked.get("instructions")
         messages = [{"role": "system", "content": instructions}, *said] if instructions else said
@@ -186,7 +186,7 @@ def _content_events(parts: Iterable[Mapping[str, Any]], item: Mapping[str, Any])
         yield {"type": "response.content_part.done", **at, "part": part}
 
 
-def _messages(items: Iterable[Any]) -> list[dict[str, Any]]:
+def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
     """Return input items as chat messages: what the policy said in one answer is one message again."""
     messages: list[dict[str, Any]] = []
     for place, given in enumerate(items):
@@ -215,7 +215,8 @@ def _messages(items: Iterable[Any]) -> list[dict[str, Any]]:
         elif kind == "function_call":
             if not (messages and messages[-1]["role"] == "assistant"):
                 messages.append({"role": "assistant", "content": ""})
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            arguments = session.arguments_text(item["call_id"], item["arguments"])
+            function = {"name": item["name"], "arguments": arguments}
             made = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(made)
         elif kind == "function_call_output":

@@ -220,12 +220,10 @@ class Session:
 
     # -- what agents repeat to us in other words than the policy's ---------------------------------------------------
 
-    def arguments_text(self, call_id: str, arguments: Any) -> str:
-        """Return a tool call's arguments as the policy wrote them, where an agent repeats them as an object."""
-        text = self._argument_texts.get(call_id)
-        if text is not None and read_arguments(text) == arguments:
-            return text
-        return json.dumps(arguments, ensure_ascii=False)
+    def arguments_text(self, call_id: str, text: str) -> str:
+        """Return a tool call's arguments as the policy wrote them, where an agent repeats them in other words."""
+        sampled = self._argument_texts.get(call_id)
+        return sampled if sampled is not None and read_arguments(sampled) == read_arguments(text) else text
 
     def conversation(self, response_id: str) -> list[dict[str, Any]]:
         """Return the messages up to an answer and with it, for an agent that continues by the answer's id.

@@ -1,7 +1,8 @@
 """SDKs and agents that own their loop, each asked for 1 + 2 with a tool that adds, whole and streamed.
 
-They know a base URL and a key, from the environment, and the model's name. For each mode of
-`gateway_agents.py NAME whole streamed` the last line printed has, as JSON, what the tool was called with, and the answer.
+They know a base URL and a key, from the environment, and the model's name. The last line that
+`gateway_agents.py NAME whole streamed` prints has, as JSON and for each mode, what the tool was called with, and the
+answer.
 """
 
 import asyncio
