@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(AGENTS), *sys.path])
     yield
-    for name in ("sdk_agent", "start_model"):
+    for name in ("sdk_agent", "shell_agent", "start_model"):
         sys.modules.pop(name, None)
 
 
@@ -42,18 +43,23 @@ def clerk(body: dict[str, Any]) -> Any:
     return {"content": "", "tool_calls": [{"id": f"call_{name[1]}", "type": "function", "function": function}]}
 
 
-def test_vf_eval_runs_the_sdk_agent_against_an_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_vf_eval_runs_the_sdk_agent_against_an_endpoint(tmp_path: Path) -> None:
     pytest.importorskip("agents", reason="needs openai-agents")
     with FakeOpenAIServer(clerk) as server:
-        command = [str(AGENTS / "sdk_agent.py"), "-m", "fake", "-b", server.url, "-n", "8", "-r", "1", "--json"]
-        assert evaluate.main(command) == 0
+        command = [str(AGENTS / "sdk_agent.py"), "-m", "fake", "-b", server.url, "-n", "8", "-r", "1"]
+        assert evaluate.main([*command, "--output-dir", str(tmp_path)]) == 0
         assert len(server.requests) == 16
-    assert json.loads(capsys.readouterr().out)["reward"]["mean"] == 1.0
+    [path] = tmp_path.rglob("results.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["outcome"], row["reward"]) for row in rows] == [("completed", 1.0)] * 8
 
 
-@pytest.mark.parametrize("name", ["sdk_agent"])
+@pytest.mark.parametrize("name", ["sdk_agent", "shell_agent"])
 def test_vf_train_trains_the_agent(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("agents", reason="needs openai-agents")
+    if name == "sdk_agent":
+        pytest.importorskip("agents", reason="needs openai-agents")
+    elif not (shutil.which("curl") and shutil.which("jq")):
+        pytest.skip("needs curl and jq")
     pytest.importorskip("verifiers_embedded", reason="needs the embedded server")
     from verifiers.cli import train
     from verifiers.train.tiny_model.char_model import make_model
