@@ -36,6 +36,7 @@ MODULES = {
     "vf-compare": "verifiers.cli.compare",
     "vf-view": "verifiers.cli.view",
     "vf-train": "verifiers.cli.train",
+    "vf-launch": "verifiers.cli.cluster.launch",
     "vf-report": "verifiers.cli.report",
     "python -m verifiers.testing": "verifiers.testing.__main__",
 }

@@ -187,6 +187,7 @@ COMMANDS = {
     "compare": ("verifiers.cli.compare", "compare two evaluations"),
     "view": ("verifiers.cli.view", "look at runs in a browser"),
     "train": ("verifiers.cli.train", "train a policy as a run file says"),
+    "launch": ("verifiers.cli.cluster.launch", "start a run on a cluster"),
     "report": ("verifiers.cli.report", "write the report of a run again"),
 }
 """Commands of this package: module and summary, by the name without "vf-"."""

@@ -40,6 +40,7 @@ def parser() -> CommandParser:
     add = parser.group("run")
     add("run_file", metavar="FILE", help="TOML file that describes the run; see docs/reference/run-file.md")
     add("--dry-run", action="store_true", help="check everything, print the batch plan, and stop")
+    add("--server-url", action="append", metavar="URL", help="rollout server in place of the file's; repeatable")
     add = parser.group("start")
     add("--fresh", action="store_true", help="start at step 0; files of an earlier run are moved to earlier-N")
     add("--resume", action="store_true", help="resume from the newest complete checkpoint, as without this flag")
@@ -58,7 +59,14 @@ def _start(args: argparse.Namespace) -> int:
     return recorded(lambda: train(**vars(args)))
 
 
-def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: bool = False) -> int:
+def train(
+    run_file: str,
+    *,
+    dry_run: bool = False,
+    fresh: bool = False,
+    resume: bool = False,
+    server_url: Sequence[str] | None = None,
+) -> int:
     """Do what the command does; raise errors instead of printing them."""
     from verifiers.errors import ConfigError
 
@@ -67,6 +75,8 @@ def train(run_file: str, *, dry_run: bool = False, fresh: bool = False, resume: 
     from verifiers.train.run_file import load_run_file
 
     run = load_run_file(run_file)
+    if server_url:
+        run = run.with_servers(server_url)
     from verifiers.train.checkpoint.checkpoint import model_name
     from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
     from verifiers.train.config import GRPOConfig, lora_defaults

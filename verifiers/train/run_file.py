@@ -22,6 +22,9 @@
     [workers]              # where environments run
     engine = "processes"
 
+    [cluster]              # what vf-launch asks for
+    server_nodes = 2
+
     [curriculum]           # what is drawn when
     stages = [{ name = "warm", until_step = 20, datasets = ["short"] }, ...]
 
@@ -34,7 +37,7 @@ import dataclasses
 import difflib
 import itertools
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -82,6 +85,24 @@ class LoraTable(_Table):
     alpha: int = Field(default=16, ge=1, description="Scale; the adapter is multiplied by alpha / r.")
 
 
+class ClusterTable(_Table):
+    """`[cluster]`: the nodes that `vf-launch` asks for; `vf-train` does not read it."""
+
+    trainer_nodes: int = Field(default=1, ge=1, description="Nodes that train.")
+    server_nodes: int = Field(default=0, ge=0, description="Nodes that sample, with a rollout server each.")
+    gpus_per_node: int = Field(default=0, ge=0, description="GPUs of a node; each is a process where it trains.")
+    accelerate_config: str | None = Field(default=None, description="File of `accelerate launch --config_file`.")
+    main_process_port: int = Field(default=29500, ge=1, le=65535, description="Port on the first training node.")
+    server_port: int = Field(default=8000, ge=1, le=65535, description="Port of the rollout servers.")
+    time: str = Field(default="24:00:00", description="Slurm: time limit of the job.")
+    sbatch: list[str] = Field(default_factory=list, description="Slurm: further options, such as '--partition=gpu'.")
+    image: str | None = Field(default=None, description="Kubernetes: image of the trainer.")
+    server_image: str | None = Field(
+        default=None, description="Kubernetes: image of the servers; as image if left out."
+    )
+    volume_claim: str | None = Field(default=None, description="Kubernetes: claim that all pods mount as /work.")
+
+
 class RunFile(_Table):
     """A whole run. Give `environment`, or `environments` by name: they are trained as one group.
 
@@ -97,12 +118,19 @@ class RunFile(_Table):
     trainer: dict[str, Any] = Field(default_factory=dict, description="Fields of verifiers.GRPOConfig.")
     lora: LoraTable | None = Field(default=None)
     workers: WorkerSettings = Field(default_factory=WorkerSettings)
+    cluster: ClusterTable = Field(default_factory=ClusterTable)
     curriculum: dict[str, Any] | None = Field(default=None, description="Stages, levels or pools of datasets.")
 
     @property
     def name(self) -> str:
         """The name of what is trained on, for the output directory."""
         return self.environment.id if self.environment is not None else "-".join(self.environments)
+
+    def with_servers(self, urls: Sequence[str]) -> RunFile:
+        """Return this run with rollouts from other servers, which are running."""
+        trainer = {name: value for name, value in self.trainer.items() if name != "server_url"}
+        trainer["server_urls"] = list(urls)
+        return self.model_copy(update={"server": ServerTable(), "trainer": trainer})
 
     def curriculum_of(self, seed: int) -> Curriculum | CurriculumPolicy | None:
         """Return the curriculum, if the file has one; `seed` where it gives none of its own.
@@ -135,6 +163,7 @@ def load_run_file(path: str | Path) -> RunFile:
         ("server", ServerTable),
         ("lora", LoraTable),
         ("workers", WorkerSettings),
+        ("cluster", ClusterTable),
     ):
         if isinstance(data.get(name), dict):
             _check_keys(path, name, data[name], table.model_fields)

@@ -1,0 +1,120 @@
+"""The rendered Slurm script, really run on this machine, with an srun that starts its tasks here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from verifiers.cli.cluster.launch import rendered
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ENVIRONMENT = """
+import verifiers as vf
+
+
+def letters(completion, **kwargs):
+    return float(sum(message["content"].count("e") for message in completion)) + 0.01 * len(str(completion))
+
+
+def load_environment():
+    rows = [{"question": f"abc {number}", "answer": "e"} for number in range(8)]
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[letters]))
+"""
+
+RUN_FILE = """
+[environment]
+id = "letters_env"
+
+[model]
+path = "{model}"
+
+[server]
+launch = "embedded"
+args = ["--threads", "1"]
+
+[trainer]
+output_dir = "{directory}/out"
+max_steps = 2
+num_generations = 4
+per_device_train_batch_size = 2
+gradient_accumulation_steps = 2
+max_completion_length = 8
+weight_sync = "directory"
+weight_sync_dir = "{directory}"
+
+[cluster]
+trainer_nodes = 2
+server_nodes = 1
+server_port = {server_port}
+main_process_port = {main_port}
+"""
+
+# each node is an address of this machine
+SCONTROL = "#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.1\\n127.0.0.2\\n'\n"
+
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+
+arguments, tasks = sys.argv[1:], 1
+while arguments[0].startswith("--"):
+    name, _, value = arguments.pop(0).partition("=")
+    tasks = int(value) if name == "--ntasks" else tasks
+started = [
+    subprocess.Popen(arguments, env={{**os.environ, "SLURM_PROCID": str(number)}}) for number in range(tasks)
+]
+signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in started])
+codes = [process.wait() for process in started]
+with open(os.environ["SRUN_LOG"], "a") as log:
+    print(arguments[0], codes, file=log)
+sys.exit(max(map(abs, codes)))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
+    run_file, script = tmp_path / "run.toml", tmp_path / "run.sbatch"
+    ports = {"server_port": free_port(), "main_port": free_port()}
+    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path, **ports))
+    script.write_text(rendered(str(run_file), "slurm"))
+    installed = Path(sys.executable).parent
+    done = subprocess.run(
+        ["bash", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env={
+            **os.environ,
+            "PATH": f"{programs}:{installed}:{os.environ['PATH']}",
+            "SLURM_JOB_NODELIST": "node[1-3]",
+            "SRUN_LOG": str(tmp_path / "srun.log"),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("batch plan", "saved to", "step 2/2"):
+        assert done.stdout.count(line) == 1, done.stdout
+    assert "devices           2" in done.stdout
+    # every step has ended when the script has: the trainers by themselves, then the server at SIGTERM
+    trainers, server = (tmp_path / "srun.log").read_text().splitlines()
+    assert trainers == "bash [0, 0]"
+    assert server.startswith("vf-serve [")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -1,0 +1,207 @@
+"""`vf-launch run.toml --slurm|--k8s`: render a run file as a Slurm script or as Kubernetes manifests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import string
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifiers.cli.arguments import CommandParser
+from verifiers.cli.main import DONE, CommandFailedError, run_command
+from verifiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verifiers.train.run_file import RunFile
+
+__all__ = ["launch", "main", "parser", "rendered"]
+
+_TEMPLATES = Path(__file__).parents[1] / "templates" / "cluster"
+_SERVERS = {"vllm": "vf-vllm", "embedded": "vf-serve"}
+_SUBMIT = {"slurm": ("sbatch", ()), "k8s": ("kubectl", ("apply", "-f", "-"))}
+
+
+class _Template(string.Template):
+    """A template whose marks no shell and no YAML uses."""
+
+    delimiter = "%%"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    return run_command("vf-launch", lambda: launch(parser().parse_args(argv)))
+
+
+def parser() -> CommandParser:
+    """Return the command line."""
+    parser = CommandParser(
+        "vf-launch",
+        "Start a run on a cluster: its table [cluster] says how many nodes train and how many sample.",
+        examples=("vf-launch run.toml --slurm --dry-run > run.sbatch", "vf-launch run.toml --k8s"),
+        epilog="Without --dry-run, what is rendered goes to sbatch or to `kubectl apply`, which must be installed.",
+    )
+    add = parser.group("run")
+    add("run_file", metavar="FILE", help="TOML file that describes the run, as of vf-train")
+    add("--slurm", action="store_true", help="as a Slurm batch script")
+    add("--k8s", action="store_true", help="as Kubernetes manifests")
+    add("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
+    return parser
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Do what the command does; raises instead of printing errors."""
+    if args.slurm == args.k8s:
+        raise ConfigError("give one of --slurm and --k8s.")
+    kind = "slurm" if args.slurm else "k8s"
+    text = rendered(args.run_file, kind)
+    if args.dry_run:
+        print(text, end="")
+        return DONE
+    program, arguments = _SUBMIT[kind]
+    if shutil.which(program) is None:
+        raise ConfigError(f"{program} is not installed here; --dry-run prints what it would be given.")
+    done = subprocess.run([program, *arguments], input=text, text=True, check=False)
+    if done.returncode:
+        raise CommandFailedError(f"{program} ended with exit code {done.returncode}.")
+    return DONE
+
+
+def rendered(run_file: str, kind: str) -> str:
+    """Return what a run file becomes.
+
+    Args:
+        run_file: path of the file, which the nodes find under the same path from the working directory.
+        kind: "slurm" or "k8s".
+
+    Raises:
+        ConfigError: the file says something that cannot be launched on several nodes.
+    """
+    from verifiers.train.run_file import load_run_file
+
+    run = load_run_file(run_file)
+    cluster = run.cluster
+    if run.server.launch is None and cluster.server_nodes:
+        raise ConfigError(
+            f"{run_file}: [cluster] server_nodes is {cluster.server_nodes}, and [server] does not say what they run; "
+            "give [server] launch, or server_nodes = 0 where [server] url names a server that runs."
+        )
+    if run.server.launch is not None and run.server.launch not in _SERVERS:
+        raise ConfigError(f"{run_file}: [server] launch is {run.server.launch!r}; give one of {sorted(_SERVERS)}.")
+    if run.server.launch is not None and not cluster.server_nodes:
+        raise ConfigError(f"{run_file}: [server] launch needs nodes here; give [cluster] server_nodes = 1 or more.")
+    values: dict[str, Any] = {
+        "name": re.sub(r"[^a-z0-9]+", "-", Path(run_file).stem.lower()).strip("-"),
+        "run_file": shlex.quote(run_file),
+        "nodes": cluster.trainer_nodes + cluster.server_nodes,
+        "trainer_nodes": cluster.trainer_nodes,
+        "server_nodes": cluster.server_nodes,
+        "server_port": cluster.server_port,
+        "accelerate": shlex.join(_accelerate(run)),
+    }
+    return (_slurm if kind == "slurm" else _kubernetes)(run, Path(run_file), values)
+
+
+def _accelerate(run: RunFile) -> list[str]:
+    """Return the arguments of `accelerate launch` that all nodes share."""
+    cluster = run.cluster
+    processes = cluster.trainer_nodes * max(1, cluster.gpus_per_node)
+    config = [] if cluster.accelerate_config is None else ["--config_file", cluster.accelerate_config]
+    numbers = ["--num_machines", str(cluster.trainer_nodes), "--num_processes", str(processes)]
+    return [*config, *numbers, "--main_process_port", str(cluster.main_process_port)]
+
+
+def _server(run: RunFile, run_file: str) -> list[str]:
+    """Return the command of a rollout server, without its host.
+
+    Raises:
+        ConfigError: the trainer's weights cannot reach a server on another node.
+    """
+    if run.server.launch is None:
+        return []
+    by_files = run.server.launch == "embedded" or run.trainer.get("weight_sync") in ("directory", "lora")
+    if by_files and "weight_sync_dir" not in run.trainer:
+        raise ConfigError(
+            f"{run_file}: these servers read new weights from files; give [trainer] weight_sync_dir on a file system "
+            'that all nodes mount, or [server] launch = "vllm" and weight_sync = "nccl".'
+        )
+    command = [_SERVERS[run.server.launch], "--model", run.model.path, "--port", str(run.cluster.server_port)]
+    if not by_files and "--weight-transfer-config" not in run.server.args:
+        command += ["--weight-transfer-config", '{"backend": "nccl"}']
+    return [*command, *run.server.args]
+
+
+def _template(name: str, values: dict[str, Any]) -> str:
+    return _Template((_TEMPLATES / f"{name}.tmpl").read_text(encoding="utf-8")).substitute(values)
+
+
+# -- Slurm -----------------------------------------------------------------------------------------------------
+
+
+def _slurm(run: RunFile, path: Path, values: dict[str, Any]) -> str:
+    cluster = run.cluster
+    lines = [f"#SBATCH --gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []
+    lines += [f"#SBATCH {option}" for option in cluster.sbatch]
+    server = shlex.join(_server(run, str(path)))
+    values |= {"time": cluster.time, "resources": "".join(f"\n{line}" for line in lines), "server": server}
+    values["servers"] = _template("slurm_servers.sh", values) if server else ""
+    values["server_urls"] = ' "${server_urls[@]}"' if server else ""
+    return _template("slurm.sh", values)
+
+
+# -- Kubernetes ------------------------------------------------------------------------------------------------
+
+
+def _kubernetes(run: RunFile, path: Path, values: dict[str, Any]) -> str:
+    cluster = run.cluster
+    if cluster.image is None or cluster.volume_claim is None:
+        raise ConfigError(
+            f"{path}: --k8s needs [cluster] image, with verifiers and the environment installed, and volume_claim, "
+            "which all pods mount as /work."
+        )
+    name, port = values["name"], cluster.server_port
+    server = _server(run, str(path))
+    hosts = [f"{name}-server-{number}.{name}" for number in range(cluster.server_nodes)]
+    urls = [part for host in hosts for part in ("--server-url", f"http://{host}:{port}/v1")]
+    volumes = [
+        {"name": "work", "persistentVolumeClaim": {"claimName": cluster.volume_claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    run_volume = {"name": "run", "configMap": {"name": name}}
+    mounts = [{"name": "work", "mountPath": "/work"}, {"name": "shm", "mountPath": "/dev/shm"}]
+    run_mount = {"name": "run", "mountPath": "/run/verifiers"}
+    values |= {
+        "image": json.dumps(cluster.image),
+        "server_image": json.dumps(cluster.server_image or cluster.image),
+        "limits": f"nvidia.com/gpu: {cluster.gpus_per_node}" if cluster.gpus_per_node else "",
+    }
+    servers = {
+        "server_args": _items([*server, "--host", "0.0.0.0"], 12),
+        "mounts": _items(mounts, 12),
+        "volumes": _items(volumes, 8),
+    }
+    trainer = ["-m", "verifiers.cli.train", "/run/verifiers/run.toml", *urls]
+    values |= {
+        "run_text": textwrap.indent(path.read_text(encoding="utf-8").rstrip("\n"), " " * 4),
+        "servers": _template("kubernetes_servers.yaml", values | servers) if server else "",
+        "trainer_args": _items([*_accelerate(run), *trainer], 12),
+        "mounts": _items([*mounts, run_mount], 12),
+        "volumes": _items([*volumes, run_volume], 8),
+    }
+    return _template("kubernetes.yaml", values)
+
+
+def _items(values: Sequence[Any], indent: int) -> str:
+    """Return a YAML list; every JSON value is YAML."""
+    return "\n".join(f"{' ' * indent}- {json.dumps(value)}" for value in values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
