@@ -41,7 +41,8 @@ def test_the_examples_are_what_the_command_prints(
 SCRIPTS = {
     "alone": "",
     "servers": '[server]\nlaunch = "vllm"\nargs = ["--a", "it\'s $HOME"]\n[cluster]\nserver_nodes = 2\n',
-    "options": '[cluster]\ngpus_per_node = 4\nsbatch = ["--partition=p", "--account=a"]\ntrainer_nodes = 3\n',
+    "options": '[cluster]\ngpus_per_node = 4\nsbatch = ["--partition=p", "--account=a"]\ntrainer_nodes = 3\n'
+    'accelerate_config = "my ddp.yaml"\n',
 }
 
 
@@ -55,7 +56,7 @@ def test_the_scripts_are_bash(name: str, tmp_path: Path) -> None:
         assert """--a 'it'"'"'s $HOME'""" in text
     if name == "options":
         assert "#SBATCH --gpus-per-node=4\n#SBATCH --partition=p\n#SBATCH --account=a\nset" in text
-        assert "--num_machines 3 --num_processes 12" in text
+        assert "--config_file 'my ddp.yaml' --num_machines 3 --num_processes 12" in text
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -102,6 +103,7 @@ def test_the_parts_of_the_manifests_find_each_other() -> None:
         ('[server]\nlaunch = "x"\n[cluster]\nserver_nodes = 1', "slurm", "launch is 'x'; give one of"),
         ('[server]\nlaunch = "embedded"\n[cluster]\nserver_nodes = 1', "slurm", "give [trainer] weight_sync_dir"),
         ("[cluster]\nserver_nodes = 1", "slurm", "give [server] launch"),
+        ("[cluster]\ntrainer_nodes = 2", "slurm", "several processes train"),
         ("", "k8s", "--k8s needs [cluster] image"),
         ("[cluster]\nnodes = 1", "slurm", "[cluster] has an unknown key 'nodes'"),
     ],

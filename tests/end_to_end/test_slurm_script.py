@@ -15,6 +15,8 @@ from verifiers.cli.cluster.launch import rendered
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+CONFIG = Path(__file__).parents[2] / "examples" / "accelerate" / "ddp.yaml"
+
 ENVIRONMENT = """
 import verifiers as vf
 
@@ -52,6 +54,7 @@ weight_sync_dir = "{directory}"
 [cluster]
 trainer_nodes = 2
 server_nodes = 1
+accelerate_config = "{config}"
 server_port = {server_port}
 main_process_port = {main_port}
 """
@@ -92,7 +95,7 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
     (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
     run_file, script = tmp_path / "run.toml", tmp_path / "run.sbatch"
     ports = {"server_port": free_port(), "main_port": free_port()}
-    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path, **ports))
+    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path, config=CONFIG, **ports))
     script.write_text(rendered(str(run_file), "slurm"))
     installed = Path(sys.executable).parent
     done = subprocess.run(

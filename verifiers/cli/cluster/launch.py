@@ -97,6 +97,12 @@ def rendered(run_file: str, kind: str) -> str:
         raise ConfigError(f"{run_file}: [server] launch is {run.server.launch!r}; give one of {sorted(_SERVERS)}.")
     if run.server.launch is not None and not cluster.server_nodes:
         raise ConfigError(f"{run_file}: [server] launch needs nodes here; give [cluster] server_nodes = 1 or more.")
+    if cluster.accelerate_config is None and cluster.trainer_nodes * max(1, cluster.gpus_per_node) > 1:
+        # without one accelerate may start processes that know nothing of each other
+        raise ConfigError(
+            f"{run_file}: several processes train, and [cluster] accelerate_config does not say how; give one such "
+            "as examples/accelerate/fsdp.yaml."
+        )
     values: dict[str, Any] = {
         "name": re.sub(r"[^a-z0-9]+", "-", Path(run_file).stem.lower()).strip("-"),
         "run_file": shlex.quote(run_file),
