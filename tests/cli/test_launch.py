@@ -55,7 +55,7 @@ def test_the_scripts_are_bash(name: str, tmp_path: Path) -> None:
     if name == "servers":
         assert """--a 'it'"'"'s $HOME'""" in text
     if name == "options":
-        assert "#SBATCH --gpus-per-node=4\n#SBATCH --partition=p\n#SBATCH --account=a\nset" in text
+        assert "#SBATCH --gpus-per-node=4\n#SBATCH --partition=p\n#SBATCH --account=a\n#" in text
         assert "--config_file 'my ddp.yaml' --num_machines 3 --num_processes 12" in text
 
 
