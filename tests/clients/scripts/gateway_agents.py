@@ -223,4 +223,5 @@ if __name__ == "__main__":
         final = globals()[sys.argv[1]](mode == "streamed")
         told.append([[*CALLED], final])
         CALLED.clear()
-    print(json.dumps(told))
+    # on a line of its own: smolagents leaves the last one that it shows open
+    print(f"\n{json.dumps(told)}")
