@@ -64,8 +64,9 @@ def test_the_in_process_copy_follows_pushes_and_nothing_else(make: Callable[...,
             assert all(torch.equal(pushed[name], value) for name, value in tiny_world.weights(trainer).items())
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 def test_old_log_probs_on_the_copy_are_the_trainers_own(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    bf16: bool, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared, on_copy = [], logprobs.log_probs_of_copy
 
@@ -75,7 +76,9 @@ def test_old_log_probs_on_the_copy_are_the_trainers_own(
         return there
 
     monkeypatch.setattr(logprobs, "log_probs_of_copy", comparing)
-    trainer = make(tiny_world.Dialogue(), num_iterations=2, temperature=0.7, old_logprobs_on_rollout_device=True)
+    trainer = make(
+        tiny_world.Dialogue(), num_iterations=2, temperature=0.7, bf16=bf16, old_logprobs_on_rollout_device=True
+    )
     trainer.train()
     assert compared
     for there, here, real in compared:
@@ -123,3 +126,9 @@ def test_cuda_graphs_without_a_gpu_are_refused(tmp_path: Path) -> None:
 def test_old_log_probs_on_a_copy_that_is_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(vf.ConfigError, match="needs rollout_device"):
         tiny_world.config(tmp_path, "", old_logprobs_on_rollout_device=True)
+
+
+def test_a_head_in_float32_and_old_log_probs_on_the_copy_are_refused(tmp_path: Path) -> None:
+    given = {"rollout_device": "cpu", "old_logprobs_on_rollout_device": True, "cast_lm_head_to_fp32": True}
+    with pytest.raises(vf.ConfigError, match="cast_lm_head_to_fp32 do not go together"):
+        tiny_world.config(tmp_path, "", **given)

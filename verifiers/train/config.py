@@ -198,6 +198,11 @@ class GRPOConfig(trl.GRPOConfig):
         refuse_biased_sampling(self)
         if self.old_logprobs_on_rollout_device and self.rollout_device is None:
             raise ConfigError("old_logprobs_on_rollout_device needs rollout_device, such as 'cuda:1'.")
+        if self.old_logprobs_on_rollout_device and self.cast_lm_head_to_fp32:
+            raise ConfigError(
+                "old_logprobs_on_rollout_device and cast_lm_head_to_fp32 do not go together: the copy has numbers of "
+                "one kind, so its log-probs would not be the policy's; leave one of the two out."
+            )
         if self.rollout_cuda_graphs and not str(self.rollout_device).startswith("cuda"):
             raise ConfigError(
                 f"rollout_cuda_graphs needs a GPU as rollout_device, such as 'cuda:1'; it is {self.rollout_device!r}."

@@ -35,6 +35,9 @@ CONFIGS: dict[str, Any] = {
     "plain": lambda: hf.Qwen3Config(**SIZE, head_dim=8),
     "tied": lambda: hf.Qwen3Config(**SIZE, head_dim=8, tie_word_embeddings=True),
     "soft cap": lambda: hf.Gemma2Config(**SIZE, head_dim=8, final_logit_softcapping=3.0),
+    "soft cap of RecurrentGemma": lambda: hf.RecurrentGemmaConfig(
+        **{**SIZE, "num_hidden_layers": 3}, lru_width=16, logits_soft_cap=3.0
+    ),
     "logit_scale": lambda: hf.CohereConfig(**SIZE, logit_scale=0.25),
     "logits_scaling": lambda: hf.GraniteConfig(**SIZE, logits_scaling=4.0),
     "bias": lambda: hf.PhiConfig(**SIZE),
@@ -143,6 +146,26 @@ def test_in_bfloat16_the_softmax_is_in_float32() -> None:
     assert found.entropy is None
     # the logits are rounded to bfloat16 on both sides, and nothing after them is
     torch.testing.assert_close(found.log_probs, logps, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_under_autocast_the_head_has_the_precision_that_is_asked_for(in_float32: bool) -> None:
+    model, batch = make_model("plain"), make_batch()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        states = model.base_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]
+        with torch.autocast("cpu", enabled=not in_float32, dtype=torch.bfloat16):
+            logits = model.lm_head(states.float() if in_float32 else states)
+    assert logits.dtype == (torch.float32 if in_float32 else torch.bfloat16)
+    labels = batch["labels"][:, 1:]
+    whole = (logits[:, :-1].float() / TEMPERATURE).log_softmax(dim=-1)
+    expected = whole.gather(2, labels.clamp(min=0)[..., None]).squeeze(2).masked_fill(labels == -100, 0.0)
+    fuse_head(model, TEMPERATURE, outputs=("log_probs",), in_float32=in_float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(**batch, fused_lm_head=True).log_probs
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    found.sum().backward()
+    assert all(gradient.dtype == torch.float32 for gradient in gradients(model).values())
 
 
 def test_a_micro_batch_without_labels_has_a_gradient_of_zero() -> None:

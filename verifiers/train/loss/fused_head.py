@@ -62,7 +62,9 @@ def head_log_probs(
 def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
     """Return the factor of a model's logits, then the c of c * tanh(logits / c); None where they are not capped."""
     text = config.get_text_config()
-    cap = getattr(text, "final_logit_softcapping", None)
+    # Gemma; RecurrentGemma; xLSTM
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    cap = next((found for name in caps if (found := getattr(text, name, None)) is not None), None)
     # Cohere; Muse Glimmer; Falcon-H1
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if (factor := getattr(text, name, None)) is not None:
@@ -106,7 +108,8 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
         labels_RT = kwargs.pop("labels")[:, 1:]
         # the body and the head are looked up in each call: FSDP and PEFT replace them
         body = self.base_model(*args, **{**kwargs, "use_cache": False})
-        scored_RT = labels_RT != IGNORED
+        # a model that is spread over devices takes its labels on the first and may end on another
+        scored_RT = (labels_RT := labels_RT.to(body.last_hidden_state.device)) != IGNORED
         states_NH = body.last_hidden_state[:, :-1][scored_RT]
         precision: Any = nullcontext()
         if in_float32:

@@ -86,7 +86,10 @@ class PolicyLogprobs:
         if copy is None:
             return self.of_policy(batch)
         size = self._batch_size or len(batch["completion_ids"])
-        return log_probs_of_copy(copy, batch, self._temperature, size).to(self._accelerator.device)
+        # as the accelerator wraps the policy's forward
+        with self._accelerator.autocast():
+            logps = log_probs_of_copy(copy, batch, self._temperature, size)
+        return logps.to(self._accelerator.device)
 
     def of_tokens(self, prompt_ids: Sequence[int], ids: Sequence[int], *, together: bool = False) -> list[float]:
         """Return the log-prob of each token of one completion under the policy as it is now.
