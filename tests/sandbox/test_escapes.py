@@ -168,6 +168,25 @@ async def test_the_first_process_cannot_be_traced_nor_read(box: AgentSandbox) ->
     assert (await box.run("echo on")).stdout == "on\n"
 
 
+async def test_a_relay_cannot_be_traced_nor_written(box: AgentSandbox) -> None:
+    assert await box.relay("/nowhere")
+    code = """
+        import ctypes, os
+        siblings = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try: parent = int(open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1])
+            except OSError: continue
+            if parent == os.getppid() and int(name) != os.getpid(): siblings.append(int(name))
+        [relay] = siblings
+        print(ctypes.CDLL(None, use_errno=True).ptrace(16, relay, 0, 0))
+        for name in ("environ", "mem", "maps", "fd/3"):
+            try: open(f"/proc/{relay}/{name}", "rb" if name != "mem" else "r+b").read(10)
+            except OSError as error: print(type(error).__name__)
+            else: print("open")
+        """
+    assert (await python(box, code)).stdout.split() == ["-1", *["PermissionError"] * 4]
+
+
 # --- secrets
 
 

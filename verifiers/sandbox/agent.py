@@ -196,6 +196,8 @@ class Agent:
             if kind == "exec":
                 execute(message["command"], {**self.limits.environment, **message.get("env", {})})
             elif kind == "relay":
+                # it outlives the program, which must not be able to put code of its own into it
+                set_dumpable(False)
                 relay.serve(message["target"])
             elif kind == "call":
                 answer_call(message, answer)
