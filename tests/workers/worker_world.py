@@ -98,6 +98,13 @@ class Talkative(vf.SingleTurnEnv):
         return state
 
 
+class Unmade(vf.SingleTurnEnv):
+    """Fails where it is made."""
+
+    def __init__(self) -> None:
+        raise LookupError("it cannot be made")
+
+
 def plays_itself() -> vf.Environment:
     return PlaysItself(dataset=ROWS, rubric=vf.Rubric(funcs=[agrees]))
 
@@ -164,6 +171,41 @@ class Faulty(vf.SingleTurnEnv):
             raise vf.ConfigError("a mistake that every rollout repeats")
 
 
+class Scripted(vf.SingleTurnEnv):
+    """Begins its rollouts by `act`, which a test sets: workers of `InLoop` share its process."""
+
+    act: Callable[[vf.State], Any]
+
+    def __init__(self) -> None:
+        super().__init__(dataset=ROWS, rubric=vf.Rubric(funcs=[agrees]))
+
+    async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
+        await type(self).act(state)
+        return await super().setup_state(state, **kwargs)
+
+
+class Stalls(Scripted):
+    """Plays its first rollout, and then stays busy beside its rollouts."""
+
+    async def run_rollouts(
+        self, client: Any, model: str, prompts: Any, answers: Any, *rest: Any, **options: Any
+    ) -> Any:
+        await super().run_rollouts(client[:1], model, prompts[:1], answers[:1])
+        await asyncio.sleep(3600)
+
+
+class GivesUp(Scripted):
+    """Raises when its first rollout has begun."""
+
+    begun = asyncio.Event()
+
+    async def run_rollouts(self, *args: Any, **options: Any) -> Any:
+        playing = asyncio.ensure_future(super().run_rollouts(*args, **options))
+        await self.begun.wait()
+        playing.cancel()
+        raise LookupError("the whole group")
+
+
 FAULTS = (
     "",
     "raise",
@@ -176,6 +218,7 @@ FAULTS = (
     "mistake",
     "score raise",
     "score die once",
+    "score wait",
 )
 
 

@@ -138,7 +138,7 @@ class RolloutRecord:
             Exception: the failure, where the limits say so.
         """
         submitted = started = time.perf_counter()
-        self._deadline = deadline = asyncio.timeout(None)
+        self._deadline = deadline = asyncio.timeout(0.0 if self._is_dropped else None)
         try:
             with limits.suspended():
                 async with deadline, counted_slot(limits.limiter, limits.activity):

@@ -9,7 +9,7 @@ from typing import Any
 
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.inference.retries import RetryPolicy
-from verifiers.inference.wire import WireObject, request_body
+from verifiers.inference.wire import WireObject, given_arguments, request_body
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 from verifiers.workers.connection import Connection, error_from
 
@@ -45,7 +45,10 @@ class ModelCalls:
             Exception: what the call raised on rank 0.
         """
         number = next(self._numbers)
-        plain = dict(arguments)
+        plain = given_arguments(arguments)
+        if type(plain.get("timeout")).__name__ == "Timeout":
+            # the SDK's, of which a backend reads this
+            plain["timeout"] = plain["timeout"].read
         if plain.get("messages") is not None:
             plain["messages"] = request_body(plain)["messages"]
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -55,7 +58,7 @@ class ModelCalls:
             )
             return number, await answer
         except asyncio.CancelledError:
-            self._connection.send({"op": "abandon", "call": number})
+            self._connection.send({"op": "abandon", "call": number, "place": place})
             raise
         finally:
             del self._waiting[number]

@@ -6,8 +6,10 @@ import asyncio
 import functools
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context, copy_context
 from typing import Any, Protocol
 
 from verifiers.errors import ConfigError, RolloutWorkerError
@@ -44,7 +46,6 @@ class PlayedState(State):
     Attributes:
         link: to the worker.
         place: batch and index there.
-        group: of the rollout.
     """
 
     link: WorkerLink
@@ -118,10 +119,11 @@ class WorkerLink:
             return await played.run(message)
         finally:
             self.in_play -= size
-            if not played.holds:
+            if played.is_done and not played.holds:
+                self.drop({number})
+            elif not played.holds:
                 self._forget(number)
-                if not played.is_done:
-                    self.cancel("batch", number)
+                self.cancel("batch", number)
             self._on_change(self)
 
     async def score(self, env: int, states: Sequence[PlayedState]) -> list[RolloutScore]:
@@ -152,6 +154,13 @@ class WorkerLink:
             if result["advantage"] is not None:
                 state["advantage"] = result["advantage"]
         return [RolloutScore(**result["score"]) for result in results]
+
+    def drop(self, numbers: set[int]) -> None:
+        """Free batches that the worker has played and that nobody will score."""
+        for number in numbers & self._batches.keys():
+            self._forget(number)
+            self.connection.send({"op": "cancel", "kind": "batch", "number": number})
+        self._on_change(self)
 
     def lose(self, reason: str) -> list[RolloutKey]:
         """End everything that is under way here, and return the rollouts that were played or held."""
@@ -259,8 +268,9 @@ class WorkerLink:
     def _on_call(self, message: Message) -> None:
         number, (batch, index) = message["call"], message["place"]
         if batch in self._batches:
-            work = self._batches[batch].call(index, message)
-            task = self._calls[number] = asyncio.create_task(work)
+            played = self._batches[batch]
+            work = played.call(index, message)
+            task = self._calls[number] = asyncio.create_task(work, context=played.contexts.get(index))
             task.add_done_callback(lambda _: self._calls.pop(number, None))
         else:
             over = ConfigError("the rollout is over, and its client was called.")
@@ -268,8 +278,9 @@ class WorkerLink:
 
     def _on_abandon(self, message: Message) -> None:
         task = self._calls.get(message["call"])
-        if task is not None:
-            task.cancel()
+        if task is None or not task.cancel():
+            # the answer was sent, and nobody reads it
+            self._on_forget_answer(message)
 
     def _on_forget_answer(self, message: Message) -> None:
         number, index = message["place"]
@@ -284,6 +295,7 @@ class _PlayedBatch:
         keys: of the rollouts.
         holds: the worker holds at least one of them for its score.
         is_done: the worker has played them.
+        contexts: of the rollouts that have their slots, for their calls.
     """
 
     def __init__(self, link: WorkerLink, number: int, batch: BatchClient) -> None:
@@ -294,16 +306,26 @@ class _PlayedBatch:
         self.holds = self.is_done = False
         self._tasks: asyncio.TaskGroup | None = None
         self._results: asyncio.Future[list[tuple[Any, State]]] = asyncio.get_running_loop().create_future()
+        self.contexts: dict[int, Context] = {}
+        self._queued: dict[int, asyncio.Task[None]] = {}
         self._ends: dict[int, asyncio.Future[None]] = {}
         self._recorded: dict[int, RecordedAnswer] = {}
         self._lost: RolloutWorkerError | None = None
 
     async def run(self, message: Message) -> list[tuple[Any, State]]:
         self._link.connection.send(message)
+        started = time.perf_counter()
         results: list[tuple[Any, State]] = []
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 results = await self._results
+        except asyncio.CancelledError:
+            expired = self._batch.limits.failure(time.perf_counter() - started)
+            # those that have ended, too: their completions are in the worker
+            for record in self.records:
+                if expired is not None and record.failure is None:
+                    record.outcome, record.failure = expired
+            raise
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
@@ -325,22 +347,29 @@ class _PlayedBatch:
     def begin(self, index: int) -> None:
         """Play a rollout as soon as it has its slot."""
         assert self._tasks is not None
-        record = self.records[index]
-        self._tasks.create_task(record.play(self._batch.limits, functools.partial(self._play, index)))
+        self._queued[index] = self._tasks.create_task(self._begin(index))
+
+    async def _begin(self, index: int) -> None:
+        place = (self._number, index)
+        try:
+            await self.records[index].play(self._batch.limits, functools.partial(self._play, index))
+        finally:
+            self._queued.pop(index, None)
+            end = self._ends.get(index)
+            # one that has ended answers no more
+            if (end is None or end.cancelled()) and not self.is_done and self._lost is None:
+                self._link.connection.send({"op": "drop", "place": place})
+                self._link.expect(place)
 
     async def _play(self, index: int, _: RolloutClient) -> State:
-        record, place = self.records[index], (self._number, index)
+        self._queued.pop(index, None)
+        self.contexts[index] = copy_context()
         if self._lost is not None:
             raise RolloutWorkerError(*self._lost.args)
         end = self._ends[index] = asyncio.get_running_loop().create_future()
-        self._link.connection.send({"op": "begin", "place": place})
-        try:
-            await end
-        except asyncio.CancelledError:
-            self._link.connection.send({"op": "drop", "place": place})
-            self._link.expect(place)
-            raise
-        return record.bare_state()
+        self._link.connection.send({"op": "begin", "place": (self._number, index)})
+        await end
+        return self.records[index].bare_state()
 
     def end(self, index: int, message: Message) -> None:
         end = self._ends.get(index)
@@ -355,6 +384,12 @@ class _PlayedBatch:
 
     def finish(self, message: Message) -> None:
         self.is_done = True
+        for task in self._queued.values():
+            # a slot would be for nothing
+            task.cancel()
+        for end in self._ends.values():
+            if not end.done():
+                end.set_result(None)
         if self._results.done():
             return
         fatal = [one for record in self.records if isinstance(one := record.client.fatal_error, FATAL_ERRORS)]
@@ -374,8 +409,8 @@ class _PlayedBatch:
         record = self.records[index]
         client = record.client
         client.is_cut_off |= verdict.get("is_cut_off", False)
-        client.overlong |= verdict.get("overlong", False)
         # the worker knows which of the failed calls its environment has made good
+        client.overlong = verdict.get("overlong", False)
         client.last_error = None
         if "failure" in verdict and record.failure is None:
             record.outcome = Outcome(verdict["outcome"])

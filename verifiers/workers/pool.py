@@ -85,8 +85,7 @@ class RemoteWorkers:
     Args:
         make_engine: makes the engine, once for each event loop.
         factories: an environment on rank 0, which has the rows, and a function without arguments that makes the
-            same one in a worker; picklable. The worker makes the first at its start and the others when they are
-            first used.
+            same one in a worker; picklable. A worker makes all of them at its start.
         multiplex: rollouts in flight in one worker.
         recycle_bytes: growth of a worker after which it is replaced.
         blocked_s: seconds for which one piece of code may keep a worker's event loop from all others.
@@ -129,8 +128,8 @@ class RemoteWorkers:
         """Return the first message to a worker."""
         levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("root", "verifiers")}
         return {
-            "op": "load", "factories": self._factories, "sys_path": sys.path, "levels": levels,
-            "blocked_s": self.blocked_s,
+            "op": "load", "factories": self._factories, "levels": levels,
+            "sys_path": [path for path in sys.path if isinstance(path, str)], "blocked_s": self.blocked_s,
         }  # fmt: skip
 
     def pool(self) -> _Pool:
@@ -209,9 +208,11 @@ class _RemoteRubric:
             RolloutWorkerError: a worker that held some of them has died.
             Exception: what the rubric raised.
         """
-        links = {id(state.link) for state in states}
+        links = {state.link for state in states}
         if len(links) > 1:
             # those that were played again are in another worker
+            for link in links:
+                link.drop({state.place[0] for state in states if state.link is link})
             raise RolloutWorkerError("a worker died before the rollouts of its group were scored")
         return await states[0].link.score(self._env, states)
 
@@ -266,14 +267,14 @@ class _Pool:
         while True:
             if self._failure is not None:
                 raise self._failure
-            ready = [link for link in self._links if link.may_play]
-            for link in ready:
-                if group in link.groups:
-                    return link
+            holder = next((link for link in self._links if group in link.groups), None)
+            if holder is not None and holder.may_play:
+                return holder
             most = self._workers.multiplex
-            free = [link for link in ready if not link.is_retiring]
+            free = [link for link in self._links if link.may_play and not link.is_retiring]
             free = [link for link in free if link.in_play + size <= most or not link.in_play]
-            if free:
+            # a group is scored in one worker: where its own winds something down, wait for that
+            if free and holder is None:
                 return min(free, key=lambda link: (link.unscored, link.number))
             change = asyncio.get_running_loop().create_future()
             self._waiting.append(change)
@@ -293,9 +294,9 @@ class _Pool:
         reason = "could not be started"
         try:
             running = link.running = await self._engine.start(link)
-            link.connection.send(self._workers.load_message())
-            link.expect("ready", _START_S)
             try:
+                link.connection.send(self._workers.load_message())
+                link.expect("ready", _START_S)
                 await link.lost
             finally:
                 link.connection.send({"op": "close"})

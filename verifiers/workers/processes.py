@@ -45,13 +45,14 @@ class ProcessEngine:
 
     async def start(self, link: WorkerLink) -> _Process:
         """Start a process and connect it to its link."""
+        path = [each for each in sys.path if isinstance(each, str)]
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
             await asyncio.get_running_loop().create_unix_connection(lambda: link.connection, sock=ours)
             # by asyncio's own subprocesses a cancellation during the start would wait forever
             process = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, "-c", _PROGRAM.format(path=sys.path, fd=theirs.fileno())],
+                [sys.executable, "-u", "-c", _PROGRAM.format(path=path, fd=theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -73,7 +74,9 @@ class _Process:
         self._logging.start()
 
     def kill(self) -> None:
-        self._process.kill()
+        # the processes that it has started are of its group
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> str:
         while (code := self._process.poll()) is None:  # noqa: ASYNC110 - a process tells nobody

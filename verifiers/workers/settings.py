@@ -72,4 +72,7 @@ class WorkerSettings(BaseModel):
     @property
     def workers(self) -> int:
         """The number of workers on this machine."""
-        return self.count or max(1, (os.cpu_count() or 1) - 2)
+        # a container or a batch job may use fewer cores than the machine has
+        usable = getattr(os, "sched_getaffinity", None)
+        cores = len(usable(0)) if usable is not None else os.cpu_count() or 1
+        return self.count or max(1, cores - 2)

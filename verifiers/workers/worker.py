@@ -43,6 +43,7 @@ STAYS_IN_WORKER = frozenset(
 """Entries of a state that rank 0 gets otherwise or has no use for; everything else travels."""
 
 _SIZE_EVERY_S = 2.0
+_MOST_NESTED = 50
 
 
 class RolloutWorker:
@@ -87,7 +88,7 @@ class RolloutWorker:
         await self.connection.close()
 
     def environment(self, index: int) -> Any:
-        """Return the environment of a factory, made at its first use."""
+        """Return the environment of a factory, made once."""
         env = self._envs.get(index)
         if env is None:
             env = self._envs[index] = self._factories[index]()
@@ -110,12 +111,13 @@ class RolloutWorker:
         self._prepare(self, message)
         try:
             self._factories = [pickle.loads(base64.b64decode(each)) for each in message["factories"]]
-            self.environment(0)
+            for index in range(len(self._factories)):
+                self.environment(index)
         except Exception as error:
             failed = EnvironmentLoadError(f"{type(error).__name__}: {error}")
             self.connection.send({"op": "failed", "error": failure_data(failed.with_traceback(error.__traceback__))})
             return
-        self.connection.send({"op": "ready", "pid": os.getpid(), "bytes": resident_bytes()})
+        self.connection.send({"op": "ready", "bytes": resident_bytes()})
 
     def _on_run(self, message: Message) -> None:
         batch = self._batches[message["batch"]] = _Batch(self, message)
@@ -167,8 +169,9 @@ class RolloutWorker:
                 for rollout, score in zip(rollouts, scores, strict=True)
             ]
             self._send_result({"op": "scored", "score": message["score"], "scores": found})
-        for number, _ in message["places"]:
-            self._batches.pop(number, None)
+        finally:
+            for number, _ in message["places"]:
+                self._batches.pop(number, None)
         self._tell_size()
 
     def _send_result(self, message: Message) -> None:
@@ -199,6 +202,12 @@ class _Record(RolloutRecord):
             await self.granted.wait()
         # two arguments to super: slots make the class anew
         return await RolloutRecord.play(self, limits, rollout)
+
+    def drop(self) -> None:
+        RolloutRecord.drop(self)
+        # where it waits for its slot, or has not got on since: `play` ends it at once
+        self._is_dropped = True
+        self.granted.set()
 
 
 @dataclass(slots=True)
@@ -259,15 +268,15 @@ class _Batch:
                 for key, row in zip(message["keys"], message["rows"], strict=True)
             ]
             self.rollouts = await runner.run_batch(requests, on_end=self._tell_end)
+            results = [
+                {**_verdict(rollout, record), **_result(rollout, row)}
+                for rollout, record, row in zip(self.rollouts, self.records, message["rows"], strict=True)
+            ]
+            self._send({"op": "done", "batch": self.number, "results": results})
         except (Exception, SystemExit) as error:
             # a mistake that every other rollout would repeat
             self._send({"op": "done", "batch": self.number, "error": failure_data(error)})
             return
-        results = [
-            {**_verdict(rollout, record), **_result(rollout, row)}
-            for rollout, record, row in zip(self.rollouts, self.records, message["rows"], strict=True)
-        ]
-        self._send({"op": "done", "batch": self.number, "results": results})
         if all(rollout.failure is not None for rollout in self.rollouts):
             self._worker._batches.pop(self.number, None)
 
@@ -292,32 +301,35 @@ def _verdict(judged: RolloutRecord | Rollout, record: RolloutRecord) -> dict[str
 def _result(rollout: Rollout, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a finished rollout as plain data, without what it still has of its row."""
     state = {
-        name: value
+        name: _plain(value)
         for name, value in rollout.state.items()
         if value is not None and name not in STAYS_IN_WORKER and name not in ROW_FIELDS
     }
-    changed = {name: rollout.state.get(name) for name in ROW_FIELDS if rollout.state.get(name) != row[name]}
-    return _plain({"completion": rollout.completion, "state": {**state, **changed}})
+    fields = {name: _plain(rollout.state.get(name)) for name in ROW_FIELDS}
+    changed = {name: value for name, value in fields.items() if value != row[name]}
+    return {"completion": _plain(rollout.completion), "state": {**state, **changed}}
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
     """Return nested data as JSON takes it; what is none becomes text."""
     kind = type(value)
     if kind is str or kind is int or kind is float or kind is bool or value is None:
         return value
-    if depth < 50:
+    is_nested = len(outer) >= _MOST_NESTED or id(value) in outer
+    if not is_nested:
+        outer = (*outer, id(value))
         if isinstance(value, Mapping):
-            return {str(name): _plain(item, depth + 1) for name, item in value.items()}
+            return {str(name): _plain(item, outer) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [_plain(item, depth + 1) for item in value]
+            return [_plain(item, outer) for item in value]
         if callable(getattr(value, "model_dump", None)):
-            return _plain(value.model_dump(), depth + 1)
+            return _plain(value.model_dump(), outer)
         if isinstance(value, (bool, int, float, str)):
             return next(base(value) for base in (bool, int, float, str) if isinstance(value, base))
         if callable(getattr(value, "tolist", None)):
             # numpy's
-            return _plain(value.tolist(), depth + 1)
-    return f"<{kind.__name__}>" if depth >= 50 else repr(value)
+            return _plain(value.tolist(), outer)
+    return f"<{kind.__name__}>" if is_nested else repr(value)
 
 
 def resident_bytes() -> int:

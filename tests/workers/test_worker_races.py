@@ -1,0 +1,284 @@
+"""What crosses on its way between rank 0 and a worker: answers, drops, deadlines and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import worker_world as world
+
+import verifiers as vf
+from verifiers.errors import ConfigError, OverlongPromptError, RolloutWorkerError
+from verifiers.inference.limits import NoMoreSlotsError
+from verifiers.types import Outcome
+from verifiers.workers.link import WorkerLink
+
+Act = Callable[[vf.State], Any]
+
+
+@pytest.fixture
+def begin_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], None]:
+    """Return a function that sets what rollouts of `Scripted` begin with."""
+    return lambda act: monkeypatch.setattr(world.Scripted, "act", staticmethod(act), raising=False)
+
+
+async def wait_for_ever(state: vf.State) -> None:
+    await asyncio.sleep(3600)
+
+
+async def nothing(state: vf.State) -> None:
+    pass
+
+
+def ask(state: vf.State, what: str, **arguments: Any) -> Any:
+    messages = [{"role": "user", "content": what}]
+    return state["client"].chat.completions.create(model=state["model"], messages=messages, **arguments)
+
+
+async def test_an_answer_on_its_way_to_a_call_that_was_given_up_is_not_trained(begin_with: Any) -> None:
+    calls: list[asyncio.Future[Any]] = []
+
+    async def hang_up(state: vf.State) -> None:
+        calls.append(asyncio.ensure_future(ask(state, "hang up")))
+        await asyncio.wait(calls)
+
+    class HangsUp(world.Model):
+        async def call(self, path: str, arguments: Any) -> Any:
+            answer = await super().call(path, arguments)
+            if arguments["messages"][-1]["content"] == "hang up":
+                # rank 0 has recorded the answer then, and the worker has not read it
+                asyncio.get_running_loop().call_soon(calls[0].cancel)
+            return answer
+
+    begin_with(hang_up)
+    played, _ = world.workers_of(world.Scripted)
+    runner = world.runner_of(played, HangsUp(), require_tokens=True)
+    group = await runner.run_group(world.requests_of(played, [0], size=1)[0])
+    (rollout,) = group.rollouts
+    assert calls[0].cancelled()
+    assert (rollout.outcome, rollout.turns, len(rollout.rows)) == (Outcome.COMPLETED, 1, 1)
+
+
+@pytest.mark.parametrize("place", ["inline", "worker"])
+async def test_an_overflow_that_the_environment_made_good_is_none(begin_with: Any, place: str) -> None:
+    class Overflows(world.Model):
+        async def call(self, path: str, arguments: Any) -> Any:
+            if arguments["messages"][-1]["content"] == "too long":
+                raise OverlongPromptError("too long")
+            return await super().call(path, arguments)
+
+    async def overflow(state: vf.State) -> None:
+        with pytest.raises(OverlongPromptError):
+            await ask(state, "too long")
+        state["client"].overlong = False
+
+    begin_with(overflow)
+    played = world.workers_of(world.Scripted)[0] if place == "worker" else world.Scripted()
+    group = await world.runner_of(played, Overflows()).run_group(world.requests_of(played, [0])[0])
+    assert {one.outcome for one in group.rollouts} == {Outcome.COMPLETED}
+
+
+async def test_a_rollout_that_is_dropped_before_it_has_a_slot_ends(begin_with: Any) -> None:
+    begun = asyncio.Event()
+
+    async def wait(state: vf.State) -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    begin_with(wait)
+    played, workers = world.workers_of(world.Scripted)
+    batches: list[Any] = []
+    runner = world.runner_of(played, slots=1)
+    async with asyncio.timeout(20):
+        requests = world.requests_of(played, [0])[0]
+        playing = asyncio.create_task(runner.run_batch(requests, on_begin=batches.append))
+        await begun.wait()
+        batches[0].limits.drop(batches[0].records)
+        rollouts = await playing
+    assert all(one.outcome.is_failure for one in rollouts)
+    assert [link.failure for link in workers.pool()._links] == [None, None]
+
+
+async def test_a_rollout_that_is_dropped_as_it_begins_ends(begin_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_with(wait_for_ever)
+    engine = world.InLoop(1)
+    played, _ = world.workers_of(world.Scripted, engine)
+    begin = world.RolloutWorker._on_begin
+
+    def begin_and_drop(worker: Any, message: Any) -> None:
+        begin(worker, message)
+        worker._on_drop(message)
+
+    monkeypatch.setattr(world.RolloutWorker, "_on_begin", begin_and_drop)
+    async with asyncio.timeout(20):
+        rollouts = await world.runner_of(played).run_batch(world.requests_of(played, [0])[0])
+    assert all(one.outcome.is_failure for one in rollouts)
+
+
+async def test_a_rollout_that_ends_at_its_deadline_leaves_its_worker_alone(
+    begin_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_with(nothing)
+    played, workers = world.workers_of(world.Scripted, world.InLoop(1))
+    end = WorkerLink._on_end
+
+    def end_at_deadline(link: WorkerLink, message: Any) -> None:
+        number, index = message["place"]
+        if index == 0:
+            link._batches[number].records[index].drop()
+        end(link, message)
+
+    monkeypatch.setattr(WorkerLink, "_on_end", end_at_deadline)
+    rollouts = await world.runner_of(played).run_batch(world.requests_of(played, [0])[0])
+    assert [one.outcome.is_failure for one in rollouts] == [True, False]
+    assert workers.pool()._links[0].may_play
+
+
+async def both_ready(workers: Any) -> list[WorkerLink]:
+    links = workers.pool()._links
+    async with asyncio.timeout(20):
+        while not all(link.is_ready for link in links):  # noqa: ASYNC110 - nobody waits for all of them
+            await asyncio.sleep(0.005)
+    return links
+
+
+async def test_a_retry_waits_for_the_worker_of_its_group(begin_with: Any) -> None:
+    begin_with(nothing)
+    played, workers = world.workers_of(world.Scripted)
+    runner, requests = world.runner_of(played), world.requests_of(played, [0])[0]
+    await both_ready(workers)
+    first = await runner.run_batch(requests)
+    link = first[0].state.link
+    link.expect("something else", 3600)
+    asyncio.get_running_loop().call_later(0.05, link._settle, "something else")
+    again = await runner.run_batch(requests[1:])
+    assert again[0].state.link is link
+    await runner.score([first[0], again[0]])
+    assert first[0].is_scored
+    assert again[0].is_scored
+
+
+async def test_a_group_in_two_workers_is_freed_in_both(begin_with: Any) -> None:
+    begin_with(nothing)
+    engine = world.InLoop(2)
+    played, workers = world.workers_of(world.Scripted, engine)
+    links = await both_ready(workers)
+    runner = world.runner_of(played)
+    states = [(await runner.run_batch(group))[0].state for group in world.requests_of(played, [0, 1])]
+    assert len({state.link for state in states}) == 2
+    with pytest.raises(RolloutWorkerError, match="before the rollouts of its group were scored"):
+        await played.rubric.score_group(states)
+    assert [(link.unscored, link._batches) for link in links] == [(0, {}), (0, {})]
+    async with asyncio.timeout(20):
+        while any(running.worker._batches for running in engine.running):  # noqa: ASYNC110 - a worker tells nobody
+            await asyncio.sleep(0.005)
+
+
+async def test_a_group_whose_own_time_is_over_is_no_grading_error(begin_with: Any) -> None:
+    begin_with(nothing)
+    played, _ = world.workers_of(world.Stalls)
+    batches: list[Any] = []
+
+    def drop(_: Any) -> None:
+        batches[0].limits.drop(batches[0].records)
+
+    runner, requests = world.runner_of(played), world.requests_of(played, [0])[0]
+    async with asyncio.timeout(20):
+        rollouts = await runner.run_batch(requests, on_begin=batches.append, on_end=drop)
+        group = await runner.finish_group(rollouts)
+    assert {one.outcome for one in group.rollouts} == {Outcome.CANCELLED}
+
+
+async def test_states_that_are_no_plain_data_end_their_rollouts(begin_with: Any) -> None:
+    class Broken:
+        def model_dump(self) -> Any:
+            raise LookupError("no dump")
+
+    async def fill(state: vf.State) -> None:
+        row = state["answer"]
+        if row == "a":
+            state["answer"] = state["array"] = np.arange(3)
+        if row == "b":
+            loop: dict[str, Any] = {}
+            loop["again"] = [loop, loop, loop]
+            state["loop"] = loop
+        if row == "c":
+            state["broken"] = Broken()
+
+    begin_with(fill)
+    played, _ = world.workers_of(world.Scripted)
+    async with asyncio.timeout(20):
+        batches = [
+            await world.runner_of(played).run_batch(group) for group in world.requests_of(played, range(3), size=1)
+        ]
+    (array,), (loop,), (broken,) = batches
+    assert (array.outcome, array.answer, array.state["array"]) == (Outcome.COMPLETED, [0, 1, 2], [0, 1, 2])
+    assert loop.outcome is Outcome.COMPLETED
+    assert broken.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "no dump" in str(broken.failure)
+
+
+async def test_rollouts_that_wait_for_a_slot_end_with_their_environment(begin_with: Any) -> None:
+    world.GivesUp.begun = asyncio.Event()
+
+    async def wait(state: vf.State) -> None:
+        world.GivesUp.begun.set()
+        await asyncio.sleep(3600)
+
+    begin_with(wait)
+    played, _ = world.workers_of(world.GivesUp)
+    async with asyncio.timeout(20):
+        rollouts = await world.runner_of(played, slots=1).run_batch(world.requests_of(played, [0])[0])
+    assert {one.outcome for one in rollouts} == {Outcome.ENVIRONMENT_ERROR}
+
+
+async def test_an_untrained_call_has_the_arguments_of_the_sdk(begin_with: Any) -> None:
+    async def judge(state: vf.State) -> None:
+        messages = [{"role": "user", "content": "judge"}]
+        await state["client"].untrained.chat.completions.create(
+            model="judge", messages=messages, temperature=openai.NOT_GIVEN, timeout=openai.Timeout(5.0)
+        )
+
+    begin_with(judge)
+    played, _ = world.workers_of(world.Scripted)
+    model = world.Model()
+    group = await world.runner_of(played, model).run_group(world.requests_of(played, [0], size=1)[0])
+    assert group.rollouts[0].failure is None
+    (asked,) = [call for call in model.calls if call["model"] == "judge"]
+    assert asked["timeout"] == 5.0
+    assert "temperature" not in asked
+
+
+async def test_a_rollout_that_has_asked_for_nothing_does_not_begin_after_the_end(begin_with: Any) -> None:
+    played, _ = world.workers_of(world.Scripted)
+    runner = world.runner_of(played)
+    runner.limiter.requests_per_second = 1000.0
+
+    async def close(state: vf.State) -> None:
+        runner.limiter.close()
+
+    begin_with(close)
+    with pytest.raises(NoMoreSlotsError, match="asked for nothing yet"):
+        await runner.run_groups(world.requests_of(played, [0], size=1))
+
+
+async def test_a_score_that_is_given_up_leaves_nothing_in_the_worker() -> None:
+    engine = world.InLoop(1)
+    played, workers = world.workers_of(world.Faulty, engine)
+    async with asyncio.timeout(20):
+        group = await world.runner_of(played, grading_timeout_s=0.1).run_group(world.fault_requests("score wait")[0])
+        assert {one.outcome for one in group.rollouts} == {Outcome.GRADING_ERROR}
+        while not workers.pool()._links[0].may_play:  # noqa: ASYNC110 - nobody waits for it
+            await asyncio.sleep(0.005)
+    assert engine.running[0].worker._batches == {}
+
+
+async def test_every_environment_of_a_run_is_loaded_before_the_first_rollout() -> None:
+    env, other = world.one_turn(), world.Scripted()
+    workers = world.RemoteWorkers(world.InLoop, [(env, world.one_turn), (other, world.Unmade)])
+    with pytest.raises(ConfigError, match=r"could not load its environment.*cannot be made"):
+        await world.runner_of(workers.of(env)).run_groups(world.requests_of(env, [0]))
