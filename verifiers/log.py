@@ -13,7 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-__all__ = ["Redactor", "redact_logs", "secrets_of_run", "setup_logging", "url_without_secrets"]
+__all__ = [
+    "Redactor",
+    "redact_logs",
+    "secrets_of_run",
+    "setup_logging",
+    "text_without_credentials",
+    "url_without_secrets",
+]
 
 
 def setup_logging(level: int | str = "INFO", log_format: str | None = None, date_format: str | None = None) -> None:
@@ -129,6 +136,11 @@ def url_without_secrets(url: str) -> str:
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
     except ValueError:
         return REDACTED
+
+
+def text_without_credentials(text: str) -> str:
+    """Return the text with the URLs in it without user and password."""
+    return re.sub(r"(https?://)[^/?#\s]*@", r"\1", text)
 
 
 def _secrets_in(value: Any, name: str = "") -> Iterator[str]:

@@ -175,6 +175,18 @@ async def test_every_end_has_its_outcome_and_only_a_reward_that_was_posted_count
     assert "gateway was stopped" in rows[stopped["id"]]["error"]
 
 
+async def test_a_session_that_cannot_begin_is_refused_and_others_go_on(gateway: Start, tmp_path: Path) -> None:
+    async with gateway() as (client, _):
+        session = await client.open()
+        async with asyncio.timeout(20):
+            status, answer = await client.post(info={"oai_tools": 5})
+        assert status == 400
+        assert "the session could not begin" in answer["error"]["message"]
+        await ask(session)
+        assert (await client.end(session, reward=1.0))["outcome"] == "completed"
+    assert sorted(row["outcome"] for row in read_run(tmp_path).rows) == ["completed", "environment_error"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "text"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -162,6 +163,70 @@ async def test_what_every_rollout_would_repeat_ends_the_run(run: Any) -> None:
     async with FakeOpenAIServer("42") as server:
         with pytest.raises(vf.ConfigError, match="samples otherwise"):
             await played(env_of(run), server, check_call=refuse)
+
+
+def refuse_forced_calls(sent: Any) -> None:
+    if sent.get("tool_choice") == "required":
+        raise vf.ConfigError("tool_choice is 'required'")
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "image",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half of a surrogate pair"),
+    ],
+)
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_what_one_agent_asks_does_not_end_the_run(asked: dict[str, Any], text: str, goes_on: bool) -> None:
+    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        body = {"model": model, "messages": row["prompt"], **asked}
+        url, headers = f"{base_url}/chat/completions", {"x-api-key": api_key}
+        async with aiohttp.request("POST", url, json=body, headers=headers) as response:
+            assert response.status == 400
+            refusal = await response.text()
+        if not goes_on:
+            raise RuntimeError(refusal)
+        return await two_calls(row, base_url=base_url, api_key=api_key, model=model)
+
+    async with FakeOpenAIServer("42") as server:
+        rollout = await played(env_of(run), server, check_call=refuse_forced_calls)
+    if goes_on:
+        assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.COMPLETED, 1.0, 2)
+    else:
+        assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
+        assert text in rollout.failure.text
+
+
+class JudgesAfterwards(vf.AgentEnv):
+    """An environment that is not done when its agent is."""
+
+    async def _run_agent(self, row: Any, session: Any, gateway: Any) -> Any:
+        result = await super()._run_agent(row, session, gateway)
+        await asyncio.sleep(0.6)
+        return result
+
+
+@pytest.mark.parametrize("fault", [Fault(400), None])
+async def test_a_call_that_is_answered_after_the_agents_end_decides_nothing(fault: Fault | None) -> None:
+    late: list[asyncio.Task[Any]] = []
+
+    async def run(row: Any, **given: Any) -> str:
+        late.append(asyncio.create_task(swallows(row, **given)))
+        while not server.requests:  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0.01)
+        return await two_calls(row, **given)
+
+    env = JudgesAfterwards(run, dataset=ROWS, rubric=env_of(run).rubric)
+    latency_s = {0: 0.4}
+    async with FakeOpenAIServer("42", latency_s=lambda n: latency_s.get(n, 0.0), faults=[fault]) as server:
+        rollout = await played(env, server)
+    await asyncio.gather(*late)
+    assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.COMPLETED, 1.0, 2)
 
 
 async def test_a_call_that_the_agent_gave_up_does_not_decide_the_outcome() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from verifiers.errors import ConfigError
-from verifiers.gateway.session import Budget
+from verifiers.errors import ConfigError, ProviderError
+from verifiers.gateway.gateway import Gateway
+from verifiers.gateway.session import Budget, Session
 from verifiers.inference.endpoint import single_backend_for
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.testing import FakeOpenAIServer
@@ -118,3 +120,24 @@ async def test_of_equal_calls_each_retry_gets_its_own_answer(opened: Any) -> Non
                 return content
 
         assert [await post(retry) for retry in "0011"] == ["first", "second", "first", "second"]
+
+
+class Refusing:
+    """A server whose URL has a password, and whose refusals name the URL."""
+
+    base_url, api_key = "http://user:hunter2@policy/v1", "EMPTY"
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        raise ProviderError(f"{self.base_url}{path} answered 400: no", status=400)
+
+    async def close(self) -> None: ...
+
+
+async def test_the_password_in_an_endpoints_url_does_not_reach_the_agent() -> None:
+    gateway = Gateway()
+    await gateway.start()
+    async with gateway.serving(Session(RolloutClient(Refusing(), model="fake"), "fake")) as session:
+        with pytest.raises(openai.BadRequestError, match="http://policy/v1/chat/completions answered 400") as raised:
+            await ask(gateway.base_url, session.key)
+    await gateway.close()
+    assert "hunter2" not in str(raised.value)

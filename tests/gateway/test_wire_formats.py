@@ -12,7 +12,6 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from verifiers.errors import ConfigError
 from verifiers.gateway.session import Session
 from verifiers.testing import Fault
 
@@ -133,6 +132,29 @@ async def test_responses_continue_by_items_and_by_id(opened: Any, closing: Async
     assert roles[2] == [*roles[1][1:], "assistant", "user"]
     # the policy's own message again: its text and its calls in one, to the letter
     assert server.requests[1].body["messages"][2] == {"role": "assistant", **CALLS}
+
+
+async def test_a_response_that_is_continued_without_input_adds_no_message(
+    opened: Any, closing: AsyncExitStack
+) -> None:
+    session, url, server = await opened(["1", "2"])
+    client = await closing.enter_async_context(openai_client(session, url))
+    first = await client.responses.create(model="fake", input="hi")
+    await client.responses.create(model="fake", previous_response_id=first.id)
+    assert [message["role"] for message in server.requests[1].body["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_a_surrogate_pair_that_the_policy_wrote_reaches_the_agent(
+    opened: Any, closing: AsyncExitStack, stream: bool
+) -> None:
+    made = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud83d"}'}}
+    session, url, _ = await opened([{"content": None, "tool_calls": [made]}])
+    http = await closing.enter_async_context(aiohttp.ClientSession(headers={"x-api-key": session.key}))
+    body = {"model": "fake", "max_tokens": 900, "stream": stream, "messages": [{"role": "user", "content": "hi"}]}
+    async with http.post(f"{url}/messages", json=body) as response:
+        assert response.status == 200
+        assert "\\ud83d" in await response.text()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -339,7 +361,9 @@ async def test_images_of_tools_are_passed_on_in_evaluation_and_refused_in_traini
     if trains:
         assert response.status == 400
         assert "'image_url', and training takes text alone" in answer["error"]["message"]
-        assert isinstance(session.client.fatal_error, ConfigError)
+        # the agent's mistake, not every rollout's
+        assert session.client.fatal_error is None
+        assert not server.requests
     else:
         output = server.requests[0].body["messages"][-1]
         image = {"type": "image_url", "image_url": {"url": IMAGE}}

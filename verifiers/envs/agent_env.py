@@ -133,6 +133,8 @@ class GatewayEnv(Environment, abc.ABC):
             failure = error
         finally:
             watch.cancel()
+        # what comes back later changes neither the trace nor the outcome
+        session.seal()
         if client.fatal_error is not None:
             # every other rollout would meet it
             raise client.fatal_error

@@ -186,7 +186,9 @@ class Gateway:
                     response = _refused(wire, refusal)
                     await _write(request, response)
                 transport = request.transport
-                exchange.is_delivered |= transport is not None and not transport.is_closing()
+                is_open = transport is not None and not transport.is_closing()
+                # what the agent has read is decided at the session's end
+                exchange.is_delivered |= is_open and not session.is_sealed
                 return response
         except RefusedCallError as refusal:
             return _refused(wire, refusal)

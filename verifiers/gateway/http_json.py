@@ -10,7 +10,7 @@ from verifiers.gateway.calls import RefusedCallError
 if TYPE_CHECKING:
     from aiohttp import web
 
-__all__ = ["json_object", "json_response", "openai_error"]
+__all__ = ["json_bytes", "json_object", "json_response", "openai_error"]
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
@@ -28,12 +28,19 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def json_bytes(data: Any) -> bytes:
+    """Return data as JSON in UTF-8; half of a surrogate pair, which models do write, is escaped."""
+    try:
+        return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(data, separators=(",", ":")).encode()
+
+
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     """Return data as the body of an answer."""
     from aiohttp import web
 
-    content = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
-    return web.Response(body=content, status=status, headers=headers, content_type="application/json")
+    return web.Response(body=json_bytes(data), status=status, headers=headers, content_type="application/json")
 
 
 def openai_error(refusal: RefusedCallError) -> dict[str, Any]:

@@ -53,7 +53,10 @@ class ResponsesWire:
         given = body.get("input") or ""
         if not isinstance(given, (str, list)):
             raise RefusedCallError("input: give a text or a list of items.")
-        said += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given, session)
+        if isinstance(given, list):
+            said += _messages(given, session)
+        elif given or not said:
+            said.append({"role": "user", "content": given})
         # instructions are of one call: what is continued by its id is `said`
         instructions = checked.get("instructions")
         messages = [{"role": "system", "content": instructions}, *said] if instructions else said
@@ -193,11 +196,7 @@ def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
         if not isinstance(given, dict):
             raise RefusedCallError(f"input.{place}: give an object.")
         given = without_none(given)
-        item = (
-            given
-            if isinstance(given, dict) and ("type" in given or "role" not in given)
-            else {"type": "message", **given}
-        )
+        item = given if "type" in given or "role" not in given else {"type": "message", **given}
         validated(_ITEM, item, f"input.{place}")
         kind = item.get("type")
         if kind == "message":

@@ -7,7 +7,7 @@ import hashlib
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from verifiers.errors import ConfigError, ModelError, OverlongPromptError, Provi
 from verifiers.gateway.calls import AgentCall, RefusedCallError
 from verifiers.inference.endpoint import CHAT, TOKENIZE
 from verifiers.inference.wire import plain_data
+from verifiers.log import text_without_credentials
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 
 __all__ = ["OVER", "Budget", "Exchange", "Session", "SessionCall"]
@@ -175,7 +176,7 @@ class Session:
         try:
             counted, _ = await self.client.untrained.call(TOKENIZE, {**body, "model": self.model})
         except ModelError as error:
-            text = f"the policy's server does not count tokens: {error}"
+            text = f"the policy's server does not count tokens: {text_without_credentials(str(error))}"
             raise RefusedCallError(text, status=501, code="not_supported") from error
         return int(counted["count"])
 
@@ -276,6 +277,8 @@ class Session:
 
     def _begin(self, call: AgentCall) -> Exchange:
         max_tokens = 0
+        if not all(_is_unicode(text) for text in _texts_in(call.arguments)):
+            raise RefusedCallError("a text of the call has half of a surrogate pair; send whole characters.")
         if self.is_policy(call):
             arguments = self._policy_arguments(call)
             if self.budget.completion_tokens is not None:
@@ -318,6 +321,13 @@ class Session:
         stops = [*_listed(call.arguments.get("stop")), *_listed(self.sampling_args.get("stop"))]
         if stops:
             arguments["stop"] = list(dict.fromkeys(stops))
+        try:
+            self.client.check(arguments)
+        except ConfigError as error:
+            if _is_refused(self.client, {**given, "model": self.model}):
+                # the run's own arguments: the call itself ends the run
+                return arguments
+            raise RefusedCallError(str(error), code="unsupported_value") from None
         return arguments
 
     async def _ask(
@@ -333,7 +343,9 @@ class Session:
             # the run's own retries are over; what the server says of the call itself, the agent may mend
             status = (error.status or 0) if isinstance(error, ProviderError) else 0
             kept = status if status in (400, 413, 422, 429) else 502
-            raise RefusedCallError(str(error), status=kept, code="upstream_error") from error
+            # an endpoint's URL may hold a password
+            text = text_without_credentials(str(error))
+            raise RefusedCallError(text, status=kept, code="upstream_error") from error
         return dict(plain_data(response)), recorded
 
 
@@ -344,6 +356,34 @@ def read_arguments(text: str) -> Any:
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _is_refused(client: RolloutClient, arguments: Mapping[str, Any]) -> bool:
+    try:
+        client.check(arguments)
+    except ConfigError:
+        return True
+    return False
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            left += [*item, *item.values()]
+        elif isinstance(item, list):
+            left += item
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _listed(stop: Any) -> list[str]:

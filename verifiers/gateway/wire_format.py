@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from verifiers.gateway.calls import AgentCall, RefusedCallError
+from verifiers.gateway.http_json import json_bytes
 from verifiers.gateway.session import Session
 
 __all__ = [
@@ -145,7 +145,7 @@ def text_pieces(text: str) -> Iterator[str]:
 
 def data_event(data: Any) -> bytes:
     """Return a server-sent event without a name."""
-    return b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json_bytes(data) + b"\n\n"
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:

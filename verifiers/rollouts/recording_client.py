@@ -242,6 +242,21 @@ class RolloutClient:
         async with nullcontext() if self.has_slot or self.call_slot is None else self.call_slot():
             return await self._call_policy(path, arguments)
 
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse arguments of a trained call under which its answer could not be trained.
+
+        Raises:
+            ConfigError: with the argument.
+        """
+        if not self._require_tokens:
+            return
+        refuse_non_text(arguments.get("messages") or "", "a call of the environment")
+        fields = {**arguments, **(arguments.get("extra_body") or {})}
+        if isinstance(n := fields.get("n"), int) and n > 1:
+            raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
+        if self._check_call is not None:
+            self._check_call(fields)
+
     def forget(self, answer: RecordedAnswer) -> None:
         """Take an answer out of the trace and the counts: nobody read it."""
         self.answers.remove(answer)
@@ -286,11 +301,10 @@ class RolloutClient:
         self.retries += 1
 
     def _prepared(self, path: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self._require_tokens:
-            refuse_non_text(arguments.get("messages") or "", "a call of the environment")
         seed = turn_seed(self._seed, self._begun) if self._seed is not None else None
         self._begun += 1
         arguments = given_arguments(arguments)
+        self.check(arguments)
         # extra_body is merged in last, so what must hold is taken out of it
         extra = dict(arguments.get("extra_body") or {})
         if seed is not None:
@@ -298,11 +312,6 @@ class RolloutClient:
             extra.pop("seed", None)
         if self._require_tokens:
             extra.pop("logprobs", None)
-            n = extra.get("n", arguments.get("n"))
-            if isinstance(n, int) and n > 1:
-                raise ConfigError(f"a training rollout asked for n={n} answers in one call; ask for one at a time.")
-            if self._check_call is not None:
-                self._check_call({**arguments, **extra})
             if arguments.get("temperature") is None:
                 # a server may have another default, from the model's generation_config.json
                 arguments["temperature"] = 1.0
@@ -348,15 +357,8 @@ class RolloutClient:
 
 
 def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, logprobs: list[float] | None) -> None:
-    missing = [
-        name
-        for name, value in (
-            ("prompt_token_ids", prompt_ids),
-            ("token_ids", completion_ids),
-            ("logprobs", logprobs),
-        )
-        if value is None
-    ]
+    needed = {"prompt_token_ids": prompt_ids, "token_ids": completion_ids, "logprobs": logprobs}
+    missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise MissingTokenIdsError(
             f"{base_url} answered without {' and '.join(missing)}, which training needs; use a server that honours "

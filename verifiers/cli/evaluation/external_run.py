@@ -231,13 +231,23 @@ class ExternalRun:
             self._take(failed)
 
     def _take(self, rollout: Rollout) -> None:
-        external = self._open.pop(rollout.info["session_id"])
-        if external.is_cancelled:
+        name = rollout.info["session_id"]
+        external = self._open.pop(name, None)
+        if external is not None and external.is_cancelled:
             rollout.outcome = Outcome.CANCELLED
         self._tokens.append(rollout)
         self._store.append(rollout)
         self.progress.add(rollout)
         failure = None if rollout.failure is None else str(rollout.failure)
+        if external is None:
+            # it failed before there was a session; the call that opens it still waits
+            self._budgets.pop(name)
+            status = 400 if rollout.outcome is Outcome.ENVIRONMENT_ERROR else 500
+            text = f"the session could not begin: {failure or rollout.outcome}"
+            offered = self._offered.pop(name)
+            if not offered.done():
+                offered.set_exception(RefusedCallError(text, status=status, code="session_failed"))
+            return
         external.result.set_result(
             {
                 "outcome": str(rollout.outcome),
