@@ -52,13 +52,20 @@ def run_stage(stage: str, options: argparse.Namespace, deadline: float, tell: Te
         tell({"stage": stage, "name": stage, "value": None, "why": "no time was left"})
         return
     script = Path(__file__).with_name("gpu") / f"{SCRIPTS.get(stage, stage)}.py"
-    with tempfile.TemporaryDirectory() as scratch:
-        given = {"stage": stage, "device": options.device, "tiny": options.tiny, "scratch": scratch}
+    # both are made and removed here, as a stage that is killed removes nothing
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=_memory_directory()) as memory:
+        given = {"stage": stage, "device": options.device, "tiny": options.tiny, "scratch": scratch, "memory": memory}
         command = [sys.executable, str(script), json.dumps(given)]
         errors = Path(scratch, "errors")
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
         with errors.open("w") as log, subprocess.Popen(command, stderr=log, **streams) as process:
-            timer = threading.Timer(left, end_group, [process])
+            time_is_over = threading.Event()
+
+            def end_in_time() -> None:
+                time_is_over.set()
+                end_group(process)
+
+            timer = threading.Timer(left, end_in_time)
             timer.start()
             try:
                 assert process.stdout is not None
@@ -71,8 +78,13 @@ def run_stage(stage: str, options: argparse.Namespace, deadline: float, tell: Te
                 timer.cancel()
                 end_group(process)
         if code:
-            said = "the time was over" if code < 0 else errors.read_text()[-2000:]
+            ended = f"ended by signal {-code}: " if code < 0 else ""
+            said = "the time was over" if time_is_over.is_set() else ended + errors.read_text()[-2000:]
             tell({"stage": stage, "name": stage, "value": False, "check": True, "why": said})
+
+
+def _memory_directory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def end_group(process: subprocess.Popen[str]) -> None:

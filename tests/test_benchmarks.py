@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,3 +23,62 @@ def test_a_benchmark_tells_its_options(script: Path) -> None:
     told = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
     assert "usage:" in told.stdout
+
+
+def run_stage(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> list[dict[str, Any]]:
+    """Run this text as a stage of the GPU suite; return what is reported."""
+    spec = importlib.util.spec_from_file_location("gpu_suite", BENCHMARKS[0].with_name("gpu.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    suite = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(suite)
+    script = tmp_path / "stage.py"
+    script.write_text("import json, os, sys, time\ngiven = json.loads(sys.argv[1])\n" + text)
+    monkeypatch.setitem(suite.SCRIPTS, "pushes", str(script.with_suffix("")))
+    monkeypatch.setattr(suite, "_LEAST_S", 0.0)
+    told: list[dict[str, Any]] = []
+    options = argparse.Namespace(device="cpu", tiny=True)
+    suite.run_stage("pushes", options, time.monotonic() + seconds, told.append)
+    return told
+
+
+@pytest.mark.slow
+def test_a_stage_that_a_signal_ends_is_not_reported_as_out_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [told] = run_stage("os.kill(os.getpid(), 11)", tmp_path, monkeypatch, seconds=60)
+    assert (told["check"], told["value"]) == (True, False)
+    assert told["why"].startswith("ended by signal 11")
+
+
+@pytest.mark.slow
+def test_a_stage_killed_at_its_deadline_leaves_no_file_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "made"
+    code = f"""
+path = os.path.join(given["memory"], "model.safetensors")
+open(path, "w").write("weights")
+open({str(made)!r}, "w").write(path)
+time.sleep(600)
+"""
+    [told] = run_stage(code, tmp_path, monkeypatch, seconds=5)
+    assert told["why"] == "the time was over"
+    assert not Path(made.read_text()).parent.exists()
+
+
+@pytest.mark.slow
+def test_a_push_over_nccl_that_breaks_off_is_a_failed_check(tmp_path: Path) -> None:
+    script = BENCHMARKS[0].with_name("gpu") / "nccl_check.py"
+    given = {"stage": "nccl_check", "device": "cuda", "tiny": True, "scratch": str(tmp_path), "memory": str(tmp_path)}
+    # without a device torch refuses before NCCL is asked
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(given)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    told = json.loads(done.stdout)
+    assert (told.get("check"), told["value"]) == (True, False), done.stderr
+    assert "Error" in told["why"]

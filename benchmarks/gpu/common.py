@@ -30,11 +30,13 @@ class Asked:
         device: "cuda" or "cpu".
         tiny: small models and few rounds, to see that the code runs.
         scratch: an empty directory.
+        memory: an empty directory in memory, where the machine has one.
     """
 
     device: str
     tiny: bool
     scratch: str
+    memory: str
 
     @property
     def dtype(self) -> Any:

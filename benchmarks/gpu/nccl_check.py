@@ -1,12 +1,14 @@
 """A push over NCCL to a second process on the same card, by the class that pushes to vLLM's workers.
 
-NCCL usually refuses two ranks of a group on one device; what it says is reported then.
+NCCL usually refuses two ranks of a group on one device; what it says is reported then. Any other failure
+fails the check.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +18,8 @@ from common import Asked, Report, run_stage
 
 BYTES = 2**26
 DEADLINE_S = 60
+REFUSAL = "Duplicate GPU detected"
+"""NCCL's warning where two ranks of a group are on one device; torch's exception leaves it out."""
 
 
 def receive(unique_id: bytes) -> None:
@@ -49,7 +53,7 @@ def send() -> None:
         buffer = torch.randint(0, 255, (BYTES,), dtype=torch.uint8, device="cuda")
         group.broadcast(buffer)
         group.wait(time.monotonic() + DEADLINE_S)
-        found = json.loads(receiver.communicate(timeout=DEADLINE_S)[0])["sum"]
+        found = answer(receiver.communicate(timeout=DEADLINE_S)[0])["sum"]
         print(json.dumps({"equal": found == int(buffer.sum(dtype=torch.int64))}))
     finally:
         receiver.kill()
@@ -61,19 +65,24 @@ def stage(asked: Asked, report: Report) -> None:
         report.figure(name, None, why="needs a GPU")
         return
     command = [sys.executable, __file__, "send"]
+    asks: dict[str, Any] = {"capture_output": True, "text": True, "env": os.environ | {"NCCL_DEBUG": "WARN"}}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False)
+        done = subprocess.run(command, **asks, timeout=2 * DEADLINE_S, check=False)
     except subprocess.TimeoutExpired:
-        report.figure(name, None, why="the two processes never met")
+        report.check(name, False, why="the two processes never met")
         return
-    if done.returncode:
-        report.figure(name, None, why=f"torch does not allow it here: {last_line(done.stderr)}")
-        return
-    report.check(name, bool(json.loads(done.stdout.splitlines()[-1])["equal"]))
+    refusal = next((line for line in (done.stdout + done.stderr).splitlines() if REFUSAL in line), None)
+    if done.returncode and refusal:
+        report.figure(name, None, why=f"NCCL does not allow it here: {refusal}")
+    elif done.returncode:
+        report.check(name, False, why=done.stderr[-2000:])
+    else:
+        report.check(name, answer(done.stdout)["equal"])
 
 
-def last_line(text: str) -> Any:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+def answer(printed: str) -> Any:
+    """Return the line of JSON among what was printed; NCCL prints its version and its warnings there too."""
+    return json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def peak_flops(asked: Asked) -> float | None:
 def save_step(asked: Asked, path: str) -> dict[str, Any]:
     """Take one step of plain gradient descent in float32 on the device, and save the weights."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    cpu = Asked("cpu", True, asked.scratch)
+    cpu = replace(asked, device="cpu", tiny=True)
     trainer, inputs = ours(asked, make_model(cpu, torch.float32), 128, 16, 1024)
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.model.train()
@@ -197,7 +198,7 @@ def _backward(trainer: Any, model: Any, inputs: dict[str, Any]) -> Any:
 def check_step(asked: Asked, report: Report) -> None:
     """Compare the loss and a step of plain gradient descent on the device with the CPU's."""
     paths = {name: str(Path(asked.scratch, f"{name}.pt")) for name in ("cpu", "device")}
-    places = {"cpu": Asked("cpu", asked.tiny, asked.scratch), "device": asked}
+    places = {"cpu": replace(asked, device="cpu"), "device": asked}
     losses = {name: in_a_process(places[name], "step", path=path)["loss"] for name, path in paths.items()}
     steps = {name: torch.load(path) for name, path in paths.items()}
     gap = math.sqrt(sum((steps["device"][name] - one).square().sum().item() for name, one in steps["cpu"].items()))
@@ -208,7 +209,7 @@ def check_step(asked: Asked, report: Report) -> None:
 
 def in_a_process(asked: Asked, mode: str, **more: Any) -> dict[str, Any]:
     """Run one side alone: what libraries keep in a process, and its peak of memory, are its own."""
-    given = {"stage": mode, "device": asked.device, "tiny": asked.tiny, "scratch": asked.scratch}
+    given = {"stage": mode, **asdict(asked)}
     command = [sys.executable, __file__, json.dumps(given), json.dumps(more)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
