@@ -92,3 +92,35 @@ async def test_a_rollout_that_no_program_takes_is_timed_out_and_given_to_none() 
         (rollout,) = await running
         assert (await post(f"{url}/sessions", wait_s=0.01))[0] == 503
     assert rollout.outcome is Outcome.TIMED_OUT
+
+
+class LosesItsFirstCaller(vf.ExternalEnv):
+    """An environment whose first caller hangs up when it gets a rollout."""
+
+    lost = 0
+
+    def _offer(self, external: Any) -> None:
+        super()._offer(external)
+        if not self.lost:
+            self.lost += 1
+            assert self._starting is not None
+            runner = self._starting.result()._listener._runner
+            assert runner is not None
+            assert runner.server is not None
+            for connection in runner.server.connections:
+                assert connection.transport is not None
+                connection.transport.close()
+
+
+async def test_a_rollout_whose_caller_hung_up_is_given_to_the_next() -> None:
+    env = LosesItsFirstCaller(port=0, dataset=ROWS)
+    gateway = await env.start()
+    caller = asyncio.create_task(post(f"{gateway.url}/sessions", wait_s=20.0))
+    await asyncio.sleep(0.3)
+    async with planned(env, 1) as (url, running):
+        with pytest.raises(aiohttp.ClientError):
+            await caller
+        async with asyncio.timeout(10):
+            await program(url, 1.0)
+            (rollout,) = await running
+    assert (env.lost, rollout.outcome) == (1, Outcome.COMPLETED)

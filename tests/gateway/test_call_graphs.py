@@ -32,7 +32,7 @@ class Policy:
         self._rng = rng
         self._ids: dict[str, list[int]] = {}
         self.answered: dict[str, Answer] = {}
-        self.begun = asyncio.Semaphore(0)
+        self.begun: asyncio.Event | None = None
         self.held: asyncio.Event | None = None
         self.fails = False
         self.padding = ""
@@ -45,7 +45,8 @@ class Policy:
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> WireObject:
         held, fails, padding = self.held, self.fails, self.padding
-        self.begun.release()
+        if self.begun is not None:
+            self.begun.set()
         await (held.wait() if held is not None else asyncio.sleep(self._rng.random() * 0.002))
         if fails:
             raise ProviderError("broken", status=500)
@@ -102,10 +103,10 @@ class Agent:
 
     async def _hang_up(self, http: aiohttp.ClientSession, messages: Messages) -> None:
         """Ask, and drop the connection before the answer is there, at once or long before it."""
-        self.policy.held = asyncio.Event()
+        self.policy.held, self.policy.begun = asyncio.Event(), asyncio.Event()
         asking = asyncio.create_task(self._ask(http, messages))
-        await self.policy.begun.acquire()
-        release, self.policy.held = self.policy.held, None
+        await self.policy.begun.wait()
+        release, self.policy.held, self.policy.begun = self.policy.held, None, None
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         if self.rng.random() < 0.5:

@@ -168,6 +168,52 @@ async def test_where_every_connection_is_being_answered_a_new_one_is_closed() ->
         assert [type(error) for error in failed] == [openai.APIConnectionError]
 
 
+async def test_connections_that_are_gone_are_not_kept() -> None:
+    async with small_gateway() as (gateway, session):
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(headers=key_of(session), connector=connector) as http:
+            for _ in range(100):
+                async with http.get(f"{gateway.base_url}/models") as response:
+                    assert response.status == 200
+        assert len(gateway._listener._trusted) < 50
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+async def test_more_requests_of_one_session_than_may_be_at_once_are_refused(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("verifiers.gateway.session.MAX_REQUESTS", 2)
+    session, url, server = await opened("fine", latency_s=0.3)
+
+    async def ask(number: int) -> tuple[int, dict[str, Any], str | None]:
+        body = {**BODY, "max_tokens": 5, "metadata": {"user_id": str(number)}}
+        async with http.post(f"{url}/{path}", json=body) as response:
+            return response.status, await response.json(), response.headers.get("x-should-retry")
+
+    async with aiohttp.ClientSession(headers=key_of(session)) as http:
+        answers = await asyncio.gather(*map(ask, range(3)))
+        (refused,) = [(answer, retried) for status, answer, retried in answers if status != 200]
+        assert "2 requests of this rollout" in refused[0]["error"]["message"]
+        assert (refused[0].get("type") == "error") == (path == "messages")
+        assert refused[1] == "false"
+        assert sorted(status for status, _, _ in answers) == [200, 200, 429]
+        assert (await ask(3))[0] == 200
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_a_body_of_very_many_values_is_refused_before_it_is_checked(opened: Any, path: str) -> None:
+    session, url, server = await opened("fine")
+    messages = [{"role": "user", "content": "a"}] * 100_000
+    body = {"model": "fake", "max_tokens": 5, "input" if path == "responses" else "messages": messages}
+    data = io.BytesIO(json.dumps(body).encode())
+    async with aiohttp.request("POST", f"{url}/{path}", data=data, headers=key_of(session)) as response:
+        answer = await response.json()
+    assert response.status == 413
+    assert "more than 200,000 values" in answer["error"]["message"]
+    assert not server.requests
+
+
 @pytest.mark.slow
 async def test_an_agent_that_does_not_read_its_answer_loses_its_connection_and_the_answer_is_not_trained(
     monkeypatch: pytest.MonkeyPatch,

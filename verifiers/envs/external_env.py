@@ -119,7 +119,7 @@ class ExternalEnv(GatewayEnv):
             return await self._within_budget(session, external.posted(), wind_up_s=math.inf)
 
     def _routes_for(self, key: str) -> SessionRoutes:
-        return SessionRoutes(key, self._take)
+        return SessionRoutes(key, self._take, give_back=self._offer)
 
     def _id_of(self, row: RolloutInput) -> str:
         return new_session_id()

@@ -25,7 +25,7 @@ from verifiers.types import Messages
 if TYPE_CHECKING:
     from aiohttp import web
 
-__all__ = ["KEY_VARIABLE", "ExternalSession", "SessionRoutes", "admin_key"]
+__all__ = ["KEY_VARIABLE", "EndedSession", "ExternalSession", "SessionRoutes", "admin_key"]
 
 logger = logging.getLogger("verifiers.gateway")
 
@@ -112,6 +112,20 @@ class ExternalSession:
         return {"calls": len(usages), **{name: sum(used.get(name) or 0 for used in usages) for name in names}}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EndedSession:
+    """The numbers of a session that has ended, without its calls."""
+
+    id: str
+    reward: float | None
+    calls: Mapping[str, int]
+    result: asyncio.Future[dict[str, Any]]
+
+    def counts(self) -> Mapping[str, int]:
+        """Return calls and tokens of the answers that were read."""
+        return self.calls
+
+
 def admin_key() -> tuple[str, bool]:
     """Return the key that opens sessions, and whether it was made here because `KEY_VARIABLE` is not set.
 
@@ -133,20 +147,23 @@ class SessionRoutes:
         key: the admin key.
         begin: opens a session as the body of `POST /sessions` asks.
         report: gives what is answered of a session that has ended.
+        give_back: takes a session whose caller hung up before it was told of it.
     """
 
     def __init__(
         self,
         key: str,
         begin: Callable[[dict[str, Any]], Awaitable[ExternalSession]],
-        report: Callable[[ExternalSession], Awaitable[dict[str, Any]]] | None = None,
+        report: Callable[[ExternalSession | EndedSession], Awaitable[dict[str, Any]]] | None = None,
+        give_back: Callable[[ExternalSession], object] | None = None,
     ) -> None:
         self._key = key
         self._begin = begin
         self._report = report or _counts
+        self._give_back = give_back
         self._open: dict[str, ExternalSession] = {}
         # an answer that was lost on its way is asked for again
-        self._ended: OrderedDict[str, ExternalSession] = OrderedDict()
+        self._ended: OrderedDict[str, EndedSession] = OrderedDict()
 
     @property
     def open_sessions(self) -> list[ExternalSession]:
@@ -160,7 +177,7 @@ class SessionRoutes:
             yield
         finally:
             del self._open[external.id]
-            self._ended[external.id] = external
+            self._ended[external.id] = EndedSession(external.id, external.reward, external.counts(), external.result)
             while len(self._ended) > ENDED_SESSIONS:
                 self._ended.popitem(last=False)
 
@@ -195,18 +212,22 @@ class SessionRoutes:
             text = "this needs the gateway's own key, as `Authorization: Bearer KEY`; a session's key is not enough."
             raise RefusedCallError(text, status=401, code="invalid_api_key")
 
-    def _of(self, request: web.Request) -> tuple[ExternalSession, bool]:
-        """Return the session that a request names, and whether it is open."""
+    def _of(self, request: web.Request) -> tuple[ExternalSession | EndedSession, ExternalSession | None]:
+        """Return the session that a request names, and again where it takes what is posted."""
         name = request.match_info["id"]
         found = self._open.get(name)
-        is_open = found is not None and not found.has_ended.is_set()
-        found = found or self._ended.get(name)
-        if found is None:
+        if found is not None:
+            return found, None if found.has_ended.is_set() else found
+        ended = self._ended.get(name)
+        if ended is None:
             raise RefusedCallError(f"there is no session {name!r}.", status=404, code="not_found")
-        return found, is_open
+        return ended, None
 
     async def _post_session(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         external = await self._begin(body)
+        if self._give_back is not None and (request.transport is None or request.transport.is_closing()):
+            self._give_back(external)
+            raise RefusedCallError("the caller hung up.", status=503)
         row, session = external.row, external.session
         return {
             "id": external.id,
@@ -218,15 +239,15 @@ class SessionRoutes:
         }
 
     async def _get_session(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
-        external, is_open = self._of(request)
-        return {"id": external.id, "is_open": is_open, "reward": external.reward, **external.counts()}
+        found, external = self._of(request)
+        return {"id": found.id, "is_open": external is not None, "reward": found.reward, **found.counts()}
 
     async def _post_reward(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         given: _Reward = validated(_REWARD, body)
-        external, is_open = self._of(request)
-        if not is_open:
+        found, external = self._of(request)
+        if external is None:
             raise RefusedCallError(
-                f"the session {external.id!r} is over; its reward can no longer change.",
+                f"the session {found.id!r} is over; its reward can no longer change.",
                 status=409,
                 code="session_ended",
             )
@@ -235,15 +256,15 @@ class SessionRoutes:
 
     async def _post_end(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         given: _End = validated(_END, body)
-        external, is_open = self._of(request)
-        if is_open:
+        found, external = self._of(request)
+        if external is not None:
             if given.reward is not None:
                 external.reward = given.reward
             external.metrics = given.metrics or external.metrics
             external.completion, external.error = given.completion, given.error
             external.has_ended.set()
-        return {"id": external.id, **await self._report(external)}
+        return {"id": found.id, **await self._report(found)}
 
 
-async def _counts(external: ExternalSession) -> dict[str, Any]:
+async def _counts(external: ExternalSession | EndedSession) -> dict[str, Any]:
     return {**external.counts(), "reward": external.reward}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import at_loop_end
 from verifiers.gateway.calls import RefusedCallError
-from verifiers.gateway.http_json import json_object, json_response
+from verifiers.gateway.http_json import json_object, json_response, refuse_many_values
 from verifiers.gateway.listener import MAX_BODY, MAX_HEADERS, Listener
 from verifiers.gateway.session import OVER, Exchange, Session
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
@@ -166,30 +166,8 @@ class Gateway:
 
         try:
             session = self._session_of(request)
-            try:
-                async with asyncio.timeout(STALLED_S):
-                    raw = await request.read()
-            except TimeoutError:
-                raise RefusedCallError(f"the body did not arrive within {STALLED_S:g} s.", status=408) from None
-            except web.HTTPRequestEntityTooLarge as error:
-                text = f"the body has more than {MAX_BODY // 2**20} MiB."
-                raise RefusedCallError(text, status=413, code="request_too_large") from error
-            call = wire.read(json_object(raw), session)
-            if path.endswith("/count_tokens"):
-                return json_response({"input_tokens": await session.count_tokens(call)})
-            retries = request.headers.get("x-stainless-retry-count", "0")
-            async with session.exchange(call, path.encode() + raw, is_retry=retries != "0") as exchange:
-                send = self._stream if call.stream else self._send
-                try:
-                    response = await send(wire, request, session, exchange)
-                except RefusedCallError as refusal:
-                    response = _refused(wire, refusal)
-                    await _write(request, response)
-                transport = request.transport
-                is_open = transport is not None and not transport.is_closing()
-                # what the agent has read is decided at the session's end
-                exchange.is_delivered |= is_open and not session.is_sealed
-                return response
+            with session.counted_request():
+                return await self._answer(wire, path, request, session)
         except RefusedCallError as refusal:
             return _refused(wire, refusal)
         except ConnectionError:
@@ -199,6 +177,38 @@ class Gateway:
             logger.exception("%s %s failed", request.method, request.path)
             text = f"the gateway failed: {type(error).__name__}: {error}"
             return _refused(wire, RefusedCallError(text, status=500, code="gateway_error"))
+
+    async def _answer(
+        self, wire: WireFormat, path: str, request: web.Request, session: Session
+    ) -> web.StreamResponse:
+        from aiohttp import web
+
+        try:
+            async with asyncio.timeout(STALLED_S):
+                raw = await request.read()
+        except TimeoutError:
+            raise RefusedCallError(f"the body did not arrive within {STALLED_S:g} s.", status=408) from None
+        except web.HTTPRequestEntityTooLarge as error:
+            text = f"the body has more than {MAX_BODY // 2**20} MiB."
+            raise RefusedCallError(text, status=413, code="request_too_large") from error
+        body = json_object(raw)
+        refuse_many_values(body)
+        call = wire.read(body, session)
+        if path.endswith("/count_tokens"):
+            return json_response({"input_tokens": await session.count_tokens(call)})
+        retries = request.headers.get("x-stainless-retry-count", "0")
+        async with session.exchange(call, path.encode() + raw, is_retry=retries != "0") as exchange:
+            send = self._stream if call.stream else self._send
+            try:
+                response = await send(wire, request, session, exchange)
+            except RefusedCallError as refusal:
+                response = _refused(wire, refusal)
+                await _write(request, response)
+            transport = request.transport
+            is_open = transport is not None and not transport.is_closing()
+            # what the agent has read is decided at the session's end
+            exchange.is_delivered |= is_open and not session.is_sealed
+            return response
 
     async def _answered(self, wire: WireFormat, session: Session, exchange: Exchange) -> dict[str, Any]:
         try:

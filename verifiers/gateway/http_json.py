@@ -10,7 +10,10 @@ from verifiers.gateway.calls import RefusedCallError
 if TYPE_CHECKING:
     from aiohttp import web
 
-__all__ = ["json_bytes", "json_object", "json_response", "openai_error"]
+__all__ = ["json_bytes", "json_object", "json_response", "openai_error", "refuse_many_values"]
+
+MAX_VALUES = 200_000
+"""In the objects and lists of one call's body, all together."""
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
@@ -26,6 +29,23 @@ def json_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RefusedCallError("the body is not a JSON object.")
     return body
+
+
+def refuse_many_values(body: dict[str, Any]) -> None:
+    """Refuse a body of so many values that checking them would hold up other sessions.
+
+    Raises:
+        RefusedCallError: it has more than `MAX_VALUES`.
+    """
+    left, count = [body], 0
+    while left:
+        item: Any = left.pop()
+        if isinstance(item, (dict, list)):
+            count += len(item)
+            if count > MAX_VALUES:
+                text = f"the body has more than {MAX_VALUES:,} values; send fewer messages."
+                raise RefusedCallError(text, status=413, code="request_too_large")
+            left += item.values() if isinstance(item, dict) else item
 
 
 def json_bytes(data: Any) -> bytes:

@@ -47,6 +47,7 @@ class Listener:
         self._backlog = max(min(self._most // 4, LONGEST_BACKLOG), 4)
         self._answered: set[Any] = set()
         self._trusted: set[Any] = set()
+        self._trusted_before_pruning = FEWEST_CONNECTIONS
         self._closed: set[Any] = set()
         self._accepted = 0
         self._runner: web.AppRunner | None = None
@@ -57,6 +58,9 @@ class Listener:
     def trust(self, request: web.Request) -> None:
         """Note that a request has shown a session's key."""
         self._trusted.add(request.protocol)
+        if len(self._trusted) > self._trusted_before_pruning and self._runner is not None and self._runner.server:
+            self._trusted.intersection_update(self._runner.server.connections)
+            self._trusted_before_pruning = max(2 * len(self._trusted), FEWEST_CONNECTIONS)
 
     async def start(self, app: web.Application, host: str, port: int) -> str:
         """Listen on the running event loop.

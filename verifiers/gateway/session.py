@@ -8,7 +8,7 @@ import json
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 __all__ = ["OVER", "Budget", "Exchange", "Session", "SessionCall"]
 
 OVER = "the rollout of this key is over."
+MAX_REQUESTS = 128
+"""Requests of one session that are read or answered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Session:
     _refusal: RefusedCallError | None = None
     _argument_texts: dict[str, str] = field(default_factory=dict)
     _conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _requests: int = 0
 
     @asynccontextmanager
     async def exchange(self, call: AgentCall, body: bytes, *, is_retry: bool) -> AsyncIterator[Exchange]:
@@ -151,6 +154,23 @@ class Session:
             yield found
         finally:
             found.readers -= 1
+
+    @contextmanager
+    def counted_request(self) -> Iterator[None]:
+        """Count a request while it is read and answered.
+
+        Raises:
+            RefusedCallError: as many as may be at once are being answered.
+        """
+        if self._requests >= MAX_REQUESTS:
+            # an SDK that tried again would be taken for a retry of an equal call that is being answered
+            text = f"{MAX_REQUESTS} requests of this rollout are being answered; wait for one of them."
+            raise RefusedCallError(text, status=429, code="too_many_requests")
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
 
     def seal(self) -> None:
         """End the session: calls in flight are cancelled, and answers that nobody read are not trained."""

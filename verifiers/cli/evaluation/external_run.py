@@ -21,7 +21,7 @@ from verifiers.evals.json_lines import json_line, mend_last_line
 from verifiers.evals.progress import Progress
 from verifiers.evals.store import ResultStore
 from verifiers.gateway.calls import RefusedCallError
-from verifiers.gateway.external_sessions import ExternalSession, SessionRoutes
+from verifiers.gateway.external_sessions import EndedSession, ExternalSession, SessionRoutes
 from verifiers.gateway.session import Budget
 from verifiers.gateway.wire_format import validated
 from verifiers.inference.endpoint import Backend
@@ -280,7 +280,7 @@ class _Sessions(ExternalEnv):
         self._run.offer(external)
 
 
-async def _result(external: ExternalSession) -> dict[str, Any]:
+async def _result(external: ExternalSession | EndedSession) -> dict[str, Any]:
     # of a caller that hangs up, the rollout goes on
     return await asyncio.shield(external.result)
 
