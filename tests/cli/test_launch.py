@@ -114,6 +114,21 @@ def test_what_cannot_be_launched_is_one_sentence(text: str, kind: str, sentence:
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["7b", "123", "größtes" * 9, "数学"])
+def test_a_name_that_kubernetes_refuses_is_refused_with_the_file(name: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{name}.toml"
+    file.write_text(BASE + "[cluster]\nimage = 'i'\nvolume_claim = 'v'\n")
+    with pytest.raises(ConfigError, match=rf"{name}\.toml: .*a letter first; rename the file"):
+        rendered(str(file), "k8s")
+
+
+def test_a_name_that_is_a_word_of_yaml_stays_text(tmp_path: Path) -> None:
+    file = tmp_path / "on.toml"
+    file.write_text(BASE + "[cluster]\nimage = 'i'\nvolume_claim = 'v'\n")
+    found = manifests(rendered(str(file), "k8s"))
+    assert found["ConfigMap"]["metadata"]["name"] == found["Service"]["spec"]["selector"]["run"] == "on"
+
+
 def test_without_dry_run_it_is_submitted_or_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

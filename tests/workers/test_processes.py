@@ -91,6 +91,28 @@ async def test_retries_play_what_a_dead_worker_lost(what: str, tmp_path: Path) -
     assert sorted({one.attempts for one in block.launched}) in ([1, 2], [2])
 
 
+def is_alive(pid: str) -> bool:
+    # a zombie waits for its parent's parent
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+async def until(is_true: Callable[[], Any]) -> None:
+    while not is_true():  # noqa: ASYNC110 - a process tells nobody
+        await asyncio.sleep(0.05)
+
+
+async def test_a_killed_worker_leaves_no_process_of_its_own(tmp_path: Path) -> None:
+    played, workers = world.workers_of(functools.partial(world.Faulty, str(tmp_path)), ProcessEngine(1))
+    noted = tmp_path / "child"
+    async with asyncio.timeout(WITHIN_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(world.runner_of(played).run_groups(world.fault_requests("start a process", size=1)))
+        await until(lambda: noted.exists() and noted.read_text())
+        assert is_alive(noted.read_text())
+        workers.pool()._links[0].running.kill()
+        await until(lambda: not is_alive(noted.read_text()))
+
+
 async def test_logs_and_prints_reach_the_run_with_the_number_of_their_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

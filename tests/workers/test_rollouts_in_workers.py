@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import worker_world as world
 
 import verifiers as vf
 from verifiers.errors import ConfigError, NothingScoredError
+from verifiers.integrations.dataserver import RemoteEnv
 from verifiers.rollouts.block import BlockRun, GroupPolicy
 from verifiers.types import Outcome
 
@@ -217,6 +219,19 @@ async def test_a_call_that_cannot_travel_is_refused_by_the_name_of_its_argument(
 def test_a_factory_that_a_worker_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be pickled"):
         vf_workers(world.one_turn(), lambda: world.one_turn())
+
+
+@pytest.mark.parametrize("kind", [vf.ExternalEnv, RemoteEnv], ids=lambda kind: kind.__name__)
+def test_an_environment_that_needs_rank_0_is_refused(kind: Any) -> None:
+    env = kind.__new__(kind)
+    with pytest.raises(ConfigError, match=f"workers cannot play {kind.__name__}: .*rank 0"):
+        vf_workers(env, world.one_turn).of(env)
+
+
+def test_a_path_that_is_no_text_stays_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/somewhere")])
+    message = vf_workers(world.one_turn(), world.one_turn).load_message()
+    assert message["sys_path"] == sys.path[:-1]
 
 
 def test_an_environment_without_a_factory_is_refused() -> None:

@@ -23,6 +23,12 @@ def test_a_flag_names_an_engine_and_a_number() -> None:
     assert WorkerSettings.parse("processes").workers == max(1, len(os.sched_getaffinity(0)) - 2)
 
 
+def test_workers_fit_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert WorkerSettings(engine="processes").workers == 3
+
+
 @pytest.mark.parametrize("text", ["threads:2", "processes:0", "processes:many", "processes:"])
 def test_a_wrong_flag_is_one_sentence(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--workers is '.*processes:8"):

@@ -93,7 +93,7 @@ class Talkative(vf.SingleTurnEnv):
 
     async def setup_state(self, state: vf.State, **kwargs: Any) -> vf.State:
         logging.getLogger("mine").warning("a log line of the %s", "environment")
-        print("a printed line", flush=True)
+        print("a printed line")
         state["modules"] = sorted(sys.modules)
         return state
 
@@ -159,6 +159,10 @@ class Faulty(vf.SingleTurnEnv):
             except FileExistsError:
                 return
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "start a process":
+            child = await asyncio.create_subprocess_exec("sleep", "3600")
+            (self.directory / "child").write_text(str(child.pid))
+            await asyncio.sleep(3600)
         if what == "fill memory":
             import resource
 
@@ -219,6 +223,7 @@ FAULTS = (
     "score raise",
     "score die once",
     "score wait",
+    "start a process",
 )
 
 

@@ -81,6 +81,8 @@ class ExternalEnv(GatewayEnv):
     The admin key is the value of VF_GATEWAY_KEY; where that is not set, one is made and printed to standard error.
     """
 
+    not_in_workers = "its programs take rollouts from one gateway, which listens on rank 0"
+
     def __init__(self, *, host: str = "127.0.0.1", port: int = 8100, **kwargs: Unpack[AgentOptions]) -> None:
         if kwargs.get("rubric") is None:
             kwargs["rubric"] = PostedReward()

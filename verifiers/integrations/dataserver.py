@@ -66,6 +66,8 @@ class RemoteEnv(SingleTurnEnv):
         InfraError: it cannot be reached.
     """
 
+    not_in_workers = "its dataserver is told the step and the seed of each grade, which rank 0 alone knows"
+
     def __init__(
         self,
         url: str,

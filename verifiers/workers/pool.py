@@ -115,6 +115,9 @@ class RemoteWorkers:
 
     def of(self, env: Any, rows: Any = ()) -> Any:
         """Return the environment as the workers play it; see `RolloutWorkers`."""
+        reason = getattr(env, "not_in_workers", "")
+        if reason:
+            raise ConfigError(f'workers cannot play {type(env).__name__}: {reason}; give it engine = "inline".')
         for row in itertools.islice(rows, 1):
             refuse_unsendable(dict(zip(ROW_FIELDS, row_fields(row), strict=True)))
         for index, known in enumerate(self._envs):

@@ -173,6 +173,11 @@ def _kubernetes(run: RunFile, path: Path, values: dict[str, Any]) -> str:
             "which all pods mount as /work."
         )
     name, port = values["name"], cluster.server_port
+    if not re.fullmatch(r"[a-z][-a-z0-9]{0,40}", name):
+        raise ConfigError(
+            f"{path}: the name of the file gives {name!r} as the name of the run, and Kubernetes takes at most 41 "
+            "small letters, digits and dashes, a letter first; rename the file."
+        )
     server = _server(run, str(path))
     hosts = [f"{name}-server-{number}.{name}" for number in range(cluster.server_nodes)]
     urls = [part for host in hosts for part in ("--server-url", f"http://{host}:{port}/v1")]
