@@ -114,8 +114,9 @@ async def test_a_killed_worker_leaves_no_process_of_its_own(tmp_path: Path) -> N
 
 
 async def test_logs_and_prints_reach_the_run_with_the_number_of_their_worker(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with caplog.at_level(logging.INFO):
         played = workers_in_processes(world.Talkative, 1)
         await world.runner_of(played).run_group(world.requests_of(played, [0], size=1)[0])

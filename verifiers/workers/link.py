@@ -127,7 +127,7 @@ class WorkerLink:
             self._on_change(self)
 
     async def score(self, env: int, states: Sequence[PlayedState]) -> list[RolloutScore]:
-        """Score rollouts that this worker holds, and let go of them.
+        """Score rollouts that this worker holds, and free them.
 
         Raises:
             RolloutWorkerError: the worker died before.
