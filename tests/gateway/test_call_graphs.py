@@ -62,7 +62,9 @@ class Policy:
             "token_ids": sampled,
             "logprobs": {"content": [{"token": "", "logprob": -token / 1000} for token in sampled]},
         }
-        return WireObject({"id": text, "choices": [choice], "prompt_token_ids": prompt, "usage": None})
+        return WireObject(
+            {"id": f"chatcmpl-{len(self.answered)}", "choices": [choice], "prompt_token_ids": prompt, "usage": None}
+        )
 
     async def close(self) -> None: ...
 
