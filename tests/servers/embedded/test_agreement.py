@@ -182,7 +182,8 @@ async def test_every_token_has_the_probability_that_its_own_weights_give_it(push
         else:
             # 8 bits: the trainer's own passes over rows of other paddings differ by more than 0.05 for some tokens,
             # so no server can agree with all; it must be as near to a plain pass as those are to one another
-            assert apart.mean() <= 1.5 * own.mean()
+            # (few tokens differ at all: the mean of a small difference is that of a handful)
+            assert apart.mean() <= max(1.5 * own.mean(), 5e-4)
             assert beyond(apart) <= 2 * beyond(own) + 0.002
             assert rms(reported - exact) <= 1.1 * rms(plain - exact)
 
