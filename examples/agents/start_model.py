@@ -3,7 +3,7 @@
     python examples/agents/start_model.py
 
 Makes the small model of `examples/demo` and shows it the conversations of some training articles. Writes
-`runs/agents/start`, in about two minutes on one core.
+`runs/agents/start`, in about three minutes on one core.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class WorkerSettings(BaseModel):
     engine: Literal["inline", "processes"] = Field(
         default="inline", description="'inline', beside the trainer, or 'processes' of this machine."
     )
-    count: int | None = Field(default=None, ge=1, description="Workers; the machine's cores minus two when left out.")
+    count: int | None = Field(default=None, ge=1, description="Workers; by default the usable cores minus two.")
     multiplex: int = Field(default=64, ge=1, description="Rollouts in flight in one worker.")
     recycle_mb: int = Field(
         default=1024, ge=1, description="A worker that has grown by so many MiB is replaced between two groups."
