@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.concurrency import relaxed_gc
-from verifiers.errors import ConfigError, NothingScoredError
+from verifiers.errors import ConfigError, NothingScoredError, RolloutWorkerError
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner
@@ -265,6 +265,7 @@ class BlockRun:
     async def _rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Play and score the rollouts of a group; those that fail before they have a score are played again."""
         rollouts = await self._run(requests)
+        lost: Counter[int] = Counter()
         for again in itertools.count(1):
             is_last = again > self._policy.retries or self._dropping
             failed = _failed(rollouts)
@@ -276,9 +277,11 @@ class BlockRun:
                 ]
             if is_last or not failed:
                 break
+            lost.update(index for index in failed if _has_lost_worker(rollouts[index]))
+            seeds = {index: _seed_again(requests[index].seed, again) for index in failed}
             others = await self._run(
                 [
-                    dataclasses.replace(requests[index], seed=_seed_again(requests[index].seed, again))
+                    dataclasses.replace(requests[index], seed=seeds[index], lost_workers=lost[index])
                     for index in failed
                 ]
             )
@@ -313,6 +316,10 @@ class BlockRun:
 
 def _failed(rollouts: Sequence[Rollout]) -> list[int]:
     return [index for index, rollout in enumerate(rollouts) if rollout.outcome.is_failure]
+
+
+def _has_lost_worker(rollout: Rollout) -> bool:
+    return rollout.failure is not None and isinstance(rollout.failure.exception, RolloutWorkerError)
 
 
 def _by_prompt(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:

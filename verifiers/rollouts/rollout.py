@@ -33,6 +33,7 @@ class RolloutRequest:
         key: identity of the rollout.
         prompt: messages, or a string in completion mode.
         seed: sampling seed sent to the server; derived from (seed, key) by `data.plan.rollout_seed`.
+        lost_workers: rollout workers that died under its earlier attempts.
     """
 
     key: RolloutKey
@@ -41,6 +42,7 @@ class RolloutRequest:
     task: str = "default"
     info: Info = field(default_factory=dict)
     seed: int | None = None
+    lost_workers: int = 0
 
 
 @dataclass(slots=True)

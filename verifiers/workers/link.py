@@ -1,31 +1,25 @@
-"""Rank 0's side of one worker: the batches that it plays, their calls of the model, and its scores."""
+"""Rank 0's side of one worker: what it plays and holds, its scores, and its end."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import Context, copy_context
 from typing import Any, Protocol
 
 from verifiers.errors import ConfigError, RolloutWorkerError
-from verifiers.inference.wire import plain_data
-from verifiers.rollouts.batch_client import FATAL_ERRORS, BatchClient, RolloutRecord
-from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
-from verifiers.types import Outcome, RolloutKey, RolloutScore, State
-from verifiers.workers.connection import Connection, error_from, failure_data, failure_from_data
+from verifiers.rollouts.batch_client import BatchClient
+from verifiers.types import RolloutScore, State
+from verifiers.workers.connection import Connection, error_from, failure_data
+from verifiers.workers.played_batch import PlayedBatch, PlayedState
 
-__all__ = ["PlayedState", "RunningWorker", "WorkerLink"]
+__all__ = ["RunningWorker", "WorkerLink"]
 
 logger = logging.getLogger("verifiers.workers")
 
 Message = Mapping[str, Any]
-
-_TOKEN_FIELDS = ("logprobs", "prompt_token_ids", "token_ids", "weight_versions")
 
 
 class RunningWorker(Protocol):
@@ -38,18 +32,6 @@ class RunningWorker(Protocol):
     async def wait(self) -> str:
         """Wait for its end and return the reason, for the end of a sentence."""
         ...
-
-
-class PlayedState(State):
-    """The state of a rollout that a worker played; what reward functions need of it stays there.
-
-    Attributes:
-        link: to the worker.
-        place: batch and index there.
-    """
-
-    link: WorkerLink
-    place: tuple[int, int]
 
 
 class WorkerLink:
@@ -82,7 +64,7 @@ class WorkerLink:
         self.size_bytes = self.first_bytes = 0
         self._grace_s, self._on_change = grace_s, on_change
         self._numbers = itertools.count()
-        self._batches: dict[int, _PlayedBatch] = {}
+        self._batches: dict[int, PlayedBatch] = {}
         self._scores: dict[int, asyncio.Future[list[dict[str, Any]]]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._timers: dict[Any, asyncio.TimerHandle] = {}
@@ -104,7 +86,7 @@ class WorkerLink:
             ConfigError, MissingTokenIdsError, NoMoreSlotsError: an error that every other rollout would repeat.
         """
         number, size = next(self._numbers), len(rows)
-        played = self._batches[number] = _PlayedBatch(self, number, batch)
+        played = self._batches[number] = PlayedBatch(self, number, batch)
         self.groups[played.group] += 1
         self.in_play += size
         self.unscored += size
@@ -162,22 +144,22 @@ class WorkerLink:
             self.connection.send({"op": "cancel", "kind": "batch", "number": number})
         self._on_change(self)
 
-    def lose(self, reason: str) -> list[RolloutKey]:
-        """End everything that is under way here, and return the rollouts that were played or held."""
+    def lose(self, reason: str) -> bool:
+        """End everything that is under way here, and tell whether rollouts were played or held."""
         self.is_ready = False
         error = RolloutWorkerError(f"worker {self.number} {reason}")
         for timer in self._timers.values():
             timer.cancel()
         for task in self._calls.values():
             task.cancel()
-        keys = [key for played in self._batches.values() for key in played.keys]
+        has_lost = bool(self._batches)
         for number, played in list(self._batches.items()):
             played.lose(error)
             self._forget(number)
         for waiting in self._scores.values():
             if not waiting.done():
                 waiting.set_exception(RolloutWorkerError(*error.args))
-        return keys
+        return has_lost
 
     def cancel(self, kind: str, number: int) -> None:
         """Cancel a batch or a score; a worker that does not answer is killed after `grace_s`."""
@@ -286,165 +268,3 @@ class WorkerLink:
         number, index = message["place"]
         if number in self._batches:
             self._batches[number].forget(index, message["call"])
-
-
-class _PlayedBatch:
-    """The rollouts of one batch while a worker plays them, and until they are scored.
-
-    Attributes:
-        keys: of the rollouts.
-        holds: the worker holds at least one of them for its score.
-        is_done: the worker has played them.
-        contexts: of the rollouts that have their slots, for their calls.
-    """
-
-    def __init__(self, link: WorkerLink, number: int, batch: BatchClient) -> None:
-        self._link, self._number, self._batch = link, number, batch
-        self.records: Sequence[RolloutRecord] = batch.records
-        self.keys = [record.request.key for record in self.records]
-        self.group = (self.keys[0].block_id, self.keys[0].example_id)
-        self.holds = self.is_done = False
-        self._tasks: asyncio.TaskGroup | None = None
-        self._results: asyncio.Future[list[tuple[Any, State]]] = asyncio.get_running_loop().create_future()
-        self.contexts: dict[int, Context] = {}
-        self._queued: dict[int, asyncio.Task[None]] = {}
-        self._ends: dict[int, asyncio.Future[None]] = {}
-        self._recorded: dict[int, RecordedAnswer] = {}
-        self._lost: RolloutWorkerError | None = None
-
-    async def run(self, message: Message) -> list[tuple[Any, State]]:
-        self._link.connection.send(message)
-        started = time.perf_counter()
-        results: list[tuple[Any, State]] = []
-        try:
-            async with asyncio.TaskGroup() as self._tasks:
-                results = await self._results
-        except asyncio.CancelledError:
-            expired = self._batch.limits.failure(time.perf_counter() - started)
-            # those that have ended, too: their completions are in the worker
-            for record in self.records:
-                if expired is not None and record.failure is None:
-                    record.outcome, record.failure = expired
-            raise
-        except BaseExceptionGroup as failed:
-            first = failed.exceptions[0]
-        else:
-            if self._lost is not None:
-                raise self._lost
-            self.holds = any(record.failure is None for record in self.records)
-            return results
-        raise first
-
-    def lose(self, error: RolloutWorkerError) -> None:
-        self._lost = error
-        for end in self._ends.values():
-            if not end.done():
-                end.set_exception(RolloutWorkerError(*error.args))
-        if not self._results.done():
-            # the rollouts that are in play record it first
-            self._results.set_result([])
-
-    def begin(self, index: int) -> None:
-        """Play a rollout as soon as it has its slot."""
-        assert self._tasks is not None
-        self._queued[index] = self._tasks.create_task(self._begin(index))
-
-    async def _begin(self, index: int) -> None:
-        place = (self._number, index)
-        try:
-            await self.records[index].play(self._batch.limits, functools.partial(self._play, index))
-        finally:
-            self._queued.pop(index, None)
-            end = self._ends.get(index)
-            # one that has ended answers no more
-            if (end is None or end.cancelled()) and not self.is_done and self._lost is None:
-                self._link.connection.send({"op": "drop", "place": place})
-                self._link.expect(place)
-
-    async def _play(self, index: int, _: RolloutClient) -> State:
-        self._queued.pop(index, None)
-        self.contexts[index] = copy_context()
-        if self._lost is not None:
-            raise RolloutWorkerError(*self._lost.args)
-        end = self._ends[index] = asyncio.get_running_loop().create_future()
-        self._link.connection.send({"op": "begin", "place": (self._number, index)})
-        await end
-        return self.records[index].bare_state()
-
-    def end(self, index: int, message: Message) -> None:
-        end = self._ends.get(index)
-        if end is None or end.done():
-            return
-        fatal = self.records[index].client.fatal_error
-        if isinstance(fatal, FATAL_ERRORS):
-            end.set_exception(fatal)
-            return
-        self._judge(index, message)
-        end.set_result(None)
-
-    def finish(self, message: Message) -> None:
-        self.is_done = True
-        for task in self._queued.values():
-            # a slot would be for nothing
-            task.cancel()
-        for end in self._ends.values():
-            if not end.done():
-                end.set_result(None)
-        if self._results.done():
-            return
-        fatal = [one for record in self.records if isinstance(one := record.client.fatal_error, FATAL_ERRORS)]
-        if fatal or "error" in message:
-            self._results.set_exception(fatal[0] if fatal else error_from(message["error"]))
-            return
-        results: list[tuple[Any, State]] = []
-        for index, (record, result) in enumerate(zip(self.records, message["results"], strict=True)):
-            self._judge(index, result)
-            state = PlayedState(record.bare_state() | result["state"])
-            state.link, state.place = self._link, (self._number, index)
-            results.append((result["completion"], state))
-        self._results.set_result(results)
-
-    def _judge(self, index: int, verdict: Message) -> None:
-        """Take what the worker knows of a rollout's end; its own deadline on rank 0 counts first."""
-        record = self.records[index]
-        client = record.client
-        client.is_cut_off |= verdict.get("is_cut_off", False)
-        # the worker knows which of the failed calls its environment has made good
-        client.overlong = verdict.get("overlong", False)
-        client.last_error = None
-        if "failure" in verdict and record.failure is None:
-            record.outcome = Outcome(verdict["outcome"])
-            record.failure = failure_from_data(verdict["failure"])
-
-    # -- the model ------------------------------------------------------------------------------------------------
-
-    async def call(self, index: int, message: Message) -> None:
-        """Make a call of the model and send its answer."""
-        client: RolloutClient = self.records[index].client
-        client = client if message["trained"] else client.untrained
-        arguments = message["arguments"]
-        try:
-            response, recorded = await client.call(message["path"], arguments)
-            if recorded is not None:
-                self._recorded[message["call"]] = recorded
-            answer = {"response": _without_tokens(plain_data(response), arguments)}
-            self._link.connection.send({"op": "answer", "call": message["call"], **answer})
-        except Exception as error:
-            self._link.connection.send({"op": "answer", "call": message["call"], "error": failure_data(error)})
-
-    def forget(self, index: int, call: int) -> None:
-        recorded = self._recorded.pop(call, None)
-        if recorded is not None:
-            self.records[index].client.forget(recorded)
-
-
-def _without_tokens(response: Message, arguments: Message) -> Message:
-    """Return an answer without the token ids and log-probs that the environment has not asked for."""
-    extra = arguments.get("extra_body") or {}
-    asked = any((arguments.get(name) or extra.get(name)) for name in ("logprobs", "return_token_ids"))
-    if asked or "choices" not in response:
-        return response
-    choices = [
-        {name: value for name, value in choice.items() if name not in _TOKEN_FIELDS} for choice in response["choices"]
-    ]
-    return {**{name: value for name, value in response.items() if name not in _TOKEN_FIELDS}, "choices": choices}
