@@ -11,7 +11,7 @@ CLIENTS := .venv-clients
 VLLM := .venv-vllm
 DEEPSPEED := .venv-deepspeed
 ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
-PACKAGES := -e .[anthropic,train,gym,mcp,rg,sandbox,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
+PACKAGES := -e .[anthropic,train,gym,mcp,ray,rg,sandbox,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 # each worker and each command that a test starts would compile every module again

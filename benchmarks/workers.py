@@ -1,12 +1,12 @@
-"""Rollouts in worker processes beside rollouts inline.
+"""Rollouts in worker processes and in Ray beside rollouts inline.
 
     python benchmarks/workers.py [--rollouts 200] [--rounds 3]
 
 `processes_ratio`: rollouts per second of two worker processes over inline, where a reward burns 50 ms of CPU. It
-needs two cores that are free. `overhead_ms`: CPU, of rank 0 and the workers together, that a worker adds to a
-rollout of an empty environment with one call of a model that answers at once. The start of the workers is in
-neither: rates are measured from the first scored rollout on, and the overhead is the difference between a long and
-a short run.
+needs two cores that are free. `ray_ratio`: the same of two workers in a Ray cluster of this machine, where Ray is
+installed. `overhead_ms`: CPU, of rank 0 and the worker processes together, that a worker adds to a rollout of an
+empty environment with one call of a model that answers at once. The start of the workers is in none of them: rates
+are measured from the first scored rollout on, and the overhead is the difference between a long and a short run.
 
 Ends with one line of JSON.
 """
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import os
 import resource
 import statistics
 import sys
@@ -36,7 +38,7 @@ from verifiers.rollouts.runner import RolloutRunner
 from verifiers.types import RolloutKey
 from verifiers.workers.settings import WorkerSettings
 
-ENGINES = ("inline", "processes:2")
+ENGINES = ("inline", "processes:2", "ray:2")
 GROUP = 8
 ANSWER = {
     "id": "1",
@@ -103,27 +105,37 @@ def cpu_ms_of_a_rollout(engine: str, rollouts: int) -> float:
     return (spent[1] - spent[0]) / rollouts * 1000
 
 
+def join_ray() -> bool:
+    """Start a Ray cluster of this machine, which the workers find; False where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        return False
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    rates: dict[str, list[float]] = {engine: [] for engine in ENGINES}
-    costs: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    engines = ENGINES if join_ray() else ENGINES[:2]
+    rates: dict[str, list[float]] = {engine: [] for engine in engines}
+    costs: dict[str, list[float]] = {engine: [] for engine in ENGINES[:2]}
     for _ in range(args.rounds):
-        for engine in ENGINES:
+        for engine in engines:
             rates[engine].append(asyncio.run(play(engine, worker_environments.busy, args.rollouts, 32)))
-            costs[engine].append(cpu_ms_of_a_rollout(engine, 20 * args.rollouts))
-            print(
-                f"{engine}: {rates[engine][-1]:.1f} rollouts/s, {costs[engine][-1]:.3f} ms of CPU a rollout",
-                flush=True,
-            )
+            text = f"{engine}: {rates[engine][-1]:.1f} rollouts/s"
+            if engine in costs:
+                costs[engine].append(cpu_ms_of_a_rollout(engine, 20 * args.rollouts))
+                text += f", {costs[engine][-1]:.3f} ms of CPU a rollout"
+            print(text, flush=True)
     rate = {engine: statistics.median(found) for engine, found in rates.items()}
     cost = {engine: statistics.median(found) for engine, found in costs.items()}
-    result = {
-        "processes_ratio": round(rate["processes:2"] / rate["inline"], 2),
-        "overhead_ms": round(cost["processes:2"] - cost["inline"], 3),
-    }
+    result = {f"{engine.partition(':')[0]}_ratio": round(rate[engine] / rate["inline"], 2) for engine in engines[1:]}
+    result["overhead_ms"] = round(cost["processes:2"] - cost["inline"], 3)
     print(json.dumps(result))
 
 

@@ -14,7 +14,7 @@ import gc
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -113,3 +113,20 @@ def in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
             loop.close()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """Return a Ray cluster of this machine: a head without CPUs, which rank 0 joins, and two nodes of two each."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    # workers have it, too, so that tests find their processes
+    os.environ["VERIFIERS_TEST_CLUSTER"] = str(os.getpid())
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    node = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **node})
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, **node)
+    yield cluster
+    cluster.shutdown()

@@ -13,7 +13,7 @@ import pytest
 
 import verifiers
 
-HEAVY = ["torch", "transformers", "trl", "datasets", "openai", "aiohttp", "pydantic", "numpy"]
+HEAVY = ["torch", "transformers", "trl", "datasets", "openai", "aiohttp", "pydantic", "numpy", "ray"]
 
 
 def in_a_new_process(code: str) -> Any:

@@ -22,6 +22,7 @@ EXTRAS = {
     "anthropic": "anthropic",
     "gymnasium": "gym",
     "mcp": "mcp",
+    "ray": "ray",
     "reasoning_gym": "rg",
     "textarena": "ta",
 }

@@ -43,6 +43,8 @@ SCRIPTS = {
     "servers": '[server]\nlaunch = "vllm"\nargs = ["--a", "it\'s $HOME"]\n[cluster]\nserver_nodes = 2\n',
     "options": '[cluster]\ngpus_per_node = 4\nsbatch = ["--partition=p", "--account=a"]\ntrainer_nodes = 3\n'
     'accelerate_config = "my ddp.yaml"\n',
+    "ray": '[server]\nlaunch = "vllm"\n[workers]\nengine = "ray"\ncount = 5\nstart_timeout = 60.0\n'
+    "cpus = 1.5\nresources = { docker = 0.5 }\n[cluster]\nserver_nodes = 1\nray_nodes = 2\n",
 }
 
 
@@ -50,13 +52,19 @@ SCRIPTS = {
 def test_the_scripts_are_bash(name: str, tmp_path: Path) -> None:
     text = rendered(run_file(tmp_path, SCRIPTS[name]), "slurm")
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    assert ("vf-vllm" in text) == (name == "servers")
+    assert ("vf-vllm" in text) == (name in ("servers", "ray"))
+    assert ("ray start" in text) == (name == "ray")
     assert "%%" not in text
     if name == "servers":
         assert """--a 'it'"'"'s $HOME'""" in text
     if name == "options":
         assert "#SBATCH --gpus-per-node=4\n#SBATCH --partition=p\n#SBATCH --account=a\n#" in text
         assert "--config_file 'my ddp.yaml' --num_machines 3 --num_processes 12" in text
+    if name == "ray":
+        assert "#SBATCH --nodes=4\n" in text
+        assert 'servers=("${hosts[@]:1:1}")' in text
+        assert 'ray_nodes=("${hosts[@]:2:2}")' in text
+        assert """ray start --address "$RAY_ADDRESS" --resources='{"docker": 1.5}' --block &""" in text
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -75,6 +83,29 @@ def test_the_manifests_fit_kubernetes_schemas(tmp_path: Path) -> None:
     for text in (SCRIPTS["servers"] + more, SCRIPTS["options"] + more):
         for found in yaml.safe_load_all(rendered(run_file(tmp_path, text), "k8s")):
             kubernetes_validate.validate(found, "1.37", strict=True)
+    found = manifests(rendered(run_file(tmp_path, SCRIPTS["ray"] + more), "k8s"))["RayCluster"]["spec"]
+    for group in (found["headGroupSpec"], *found["workerGroupSpecs"]):
+        # the schema of a RayCluster is KubeRay's, that of its pods is Kubernetes' own
+        pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "p"}, "template": group["template"]}
+        kubernetes_validate.validate(pods, "1.37", strict=True)
+
+
+def test_a_ray_cluster_has_what_the_workers_of_the_run_need(tmp_path: Path) -> None:
+    text = rendered(run_file(tmp_path, SCRIPTS["ray"] + "image = 'i'\nvolume_claim = 'v'\n"), "k8s")
+    found = manifests(text)
+    head, (group,) = found["RayCluster"]["spec"]["headGroupSpec"], found["RayCluster"]["spec"]["workerGroupSpecs"]
+    assert head["rayStartParams"] == {"num-cpus": "0"}
+    assert {group[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {2}
+    # three of the five workers at most
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == {"cpu": 5}
+    assert group["rayStartParams"] == {"resources": """'{"docker": 1.5}'"""}
+    name = found["RayCluster"]["metadata"]["name"]
+    joins = found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    assert f"ray start --address {name}-head-svc:6379 --num-cpus=0" in joins
+    subprocess.run(["bash", "-n", "-c", joins], check=True)
+    guarded = [one for one in yaml.safe_load_all(text) if one["kind"] == "NetworkPolicy"]
+    parts = [one["spec"]["podSelector"]["matchLabels"]["part"] for one in guarded]
+    assert parts == ["server", "ray"]
 
 
 def test_the_parts_of_the_manifests_find_each_other() -> None:
@@ -104,6 +135,14 @@ def test_the_parts_of_the_manifests_find_each_other() -> None:
         ('[server]\nlaunch = "embedded"\n[cluster]\nserver_nodes = 1', "slurm", "give [trainer] weight_sync_dir"),
         ("[cluster]\nserver_nodes = 1", "slurm", "give [server] launch"),
         ("[cluster]\ntrainer_nodes = 2", "slurm", "several processes train"),
+        ("[cluster]\nray_nodes = 2", "slurm", "ray_nodes is 2, and [workers] engine is 'inline'"),
+        ('[workers]\nengine = "ray"', "slurm", "give [cluster] ray_nodes = 1 or more"),
+        ('[workers]\nengine = "ray"\n[cluster]\nray_nodes = 1', "slurm", "give [workers] count, and start_timeout"),
+        (
+            '[workers]\nengine = "ray"\naddress = "h:1"\n[cluster]\nray_nodes = 1',
+            "slurm",
+            "leave out [workers] address",
+        ),
         ("", "k8s", "--k8s needs [cluster] image"),
         ("[cluster]\nnodes = 1", "slurm", "[cluster] has an unknown key 'nodes'"),
     ],

@@ -1,35 +1,72 @@
-"""Training with environments in worker processes has the rows, rewards and weights of training inline."""
+"""Training with environments in workers has the rows, rewards and weights of training inline, also when resumed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_world
 import torch
 from test_order import logged_without_clocks
+from test_resume import stop
 
 from verifiers.workers.settings import WorkerSettings
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
-def test_three_steps_in_processes_train_the_weights_of_three_steps_inline(
-    new_trainer: Callable[..., Any], model_dir: Any
+
+def in_workers(engine: str) -> Any:
+    env = tiny_world.Dialogue()
+    workers = WorkerSettings.parse(engine).open([(env, tiny_world.Dialogue)], blocked_s=60.0)
+    return workers.of(env, env.get_dataset())
+
+
+@pytest.mark.parametrize("workers", ["processes:2", pytest.param("ray:2", marks=pytest.mark.ray)])
+def test_three_steps_in_workers_train_the_weights_of_three_steps_inline(
+    new_trainer: Callable[..., Any],
+    model_dir: Any,
+    workers: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if workers.startswith("ray"):
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster").address)
     trained = []
-    for engine in ("inline", "processes:2"):
-        env = tiny_world.Dialogue()
-        workers = WorkerSettings.parse(engine).open([(env, tiny_world.Dialogue)], blocked_s=60.0)
+    for engine in ("inline", workers):
         with tiny_world.EmbeddedServer(model_dir, slots=1) as server:
-            trainer = new_trainer(model_dir, workers.of(env, env.get_dataset()), server.url, max_steps=3)
+            trainer = new_trainer(model_dir, in_workers(engine), server.url, max_steps=3)
             trainer.train()
         trained.append(trainer)
-    inline, processes = trained
+    inline, other = trained
     assert all(len(trainer.seen) == 6 for trainer in trained)
-    for one, other in zip(inline.seen, processes.seen, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
-    assert logged_without_clocks(inline) == logged_without_clocks(processes)
+    for one, same in zip(inline.seen, other.seen, strict=True):
+        assert one.keys() == same.keys()
+        assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(same[name])) for name in one)
+    assert logged_without_clocks(inline) == logged_without_clocks(other)
     before, after = (tiny_world.weights(trainer) for trainer in trained)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_run_with_workers_goes_on_from_its_checkpoint(
+    new_trainer: Callable[..., Any], model_dir: Any, tmp_path: Path
+) -> None:
+    """Stopped in its third step, after a checkpoint of the second, with rollouts of the fourth in its workers."""
+    settings = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "num_iterations": 1, "drain_before_sync": True,
+    }  # fmt: skip
+
+    def trainer(engine: str, directory: str) -> Any:
+        return new_trainer(model_dir, in_workers(engine), server.url, output_dir=tmp_path / directory, **settings)
+
+    with tiny_world.EmbeddedServer(model_dir, slots=1) as server:
+        whole = trainer("inline", "whole")
+        whole.train()
+        cut = trainer("processes:2", "cut")
+        stop(cut, 3)
+        second = trainer("processes:2", "cut")
+        second.train(resume_from_checkpoint=True)
+    assert second.seen[0]["step"] == 2
+    before, after = tiny_world.weights(whole), tiny_world.weights(second)
+    assert all(torch.allclose(before[name], after[name], rtol=0, atol=1e-6) for name in before)

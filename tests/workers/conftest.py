@@ -7,3 +7,22 @@ from pathlib import Path
 
 # test modules are imported without a package (import mode importlib), so what they share is found by path
 sys.path.insert(0, str(Path(__file__).parent))
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(params=["processes", pytest.param("ray", marks=pytest.mark.ray)])
+def new_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Return what makes an engine of so many workers, of each kind that starts processes."""
+    if request.param == "processes":
+        from verifiers.workers.processes import ProcessEngine
+
+        return ProcessEngine
+    cluster = request.getfixturevalue("ray_cluster")
+    from verifiers.workers.ray_engine import RayEngine
+
+    return functools.partial(RayEngine, address=cluster.address)

@@ -19,7 +19,8 @@ from verifiers.errors import ProviderError
 from verifiers.inference.limits import Limiter
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.wire import WireObject
-from verifiers.rollouts.rollout import Group, RolloutRequest
+from verifiers.rollouts.block import BlockRun, GroupPolicy
+from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing.script import response_body
 from verifiers.types import RolloutKey
@@ -27,6 +28,7 @@ from verifiers.workers.link import WorkerLink
 from verifiers.workers.pool import RemoteWorkers
 from verifiers.workers.worker import RolloutWorker
 
+WITHIN_S = 180.0
 ROWS = [{"question": f"say {word}", "answer": word, "info": {"number": n}} for n, word in enumerate("abcdef")]
 
 
@@ -163,6 +165,10 @@ class Faulty(vf.SingleTurnEnv):
             child = await asyncio.create_subprocess_exec("sleep", "3600")
             (self.directory / "child").write_text(str(child.pid))
             await asyncio.sleep(3600)
+        if what.startswith("await release"):
+            (self.directory / what).touch()
+            while not (self.directory / "release").exists():  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(0.05)
         if what == "fill memory":
             import resource
 
@@ -224,6 +230,8 @@ FAULTS = (
     "score die once",
     "score wait",
     "start a process",
+    "await release",
+    "await release, too",
 )
 
 
@@ -261,6 +269,9 @@ class InLoop:
     def __init__(self, count: int = 2) -> None:
         self.count = count
         self.running: list[_InLoop] = []
+
+    async def open(self) -> int:
+        return self.count
 
     async def start(self, link: WorkerLink) -> _InLoop:
         ours, theirs = socket.socketpair()
@@ -344,6 +355,30 @@ def requests_of(env: Any, rows: Sequence[int], size: int = 2) -> list[list[Rollo
 
 def fault_requests(*names: str, size: int = 2) -> list[list[RolloutRequest]]:
     return requests_of(Faulty(), [FAULTS.index(name) for name in names], size)
+
+
+async def play(runner: RolloutRunner, names: Sequence[str], *, retries: int = 0, size: int = 2) -> ScoredBlock:
+    """Play a block of rollouts of `Faulty` as training does."""
+    requests = [request for group in fault_requests(*names, size=size) for request in group]
+    async with asyncio.timeout(WITHIN_S):
+        return await BlockRun(runner, 0, requests, policy=GroupPolicy(retries)).run(0)
+
+
+async def until(is_true: Callable[[], Any]) -> None:
+    while not is_true():  # noqa: ASYNC110 - a process tells nobody
+        await asyncio.sleep(0.05)
+
+
+def processes_with(text: str) -> list[int]:
+    """Return the processes whose command or environment has this text."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def plain_of(groups: Sequence[Group]) -> list[dict[str, Any]]:

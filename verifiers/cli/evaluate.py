@@ -67,7 +67,7 @@ def parser() -> CommandParser:
         "--workers",
         default="inline",
         metavar="ENGINE[:N]",
-        help="'processes' plays environments in worker processes, N of them",
+        help="'processes' plays environments in worker processes, 'ray' in a Ray cluster; N workers",
     )
     add("--rollout-timeout", type=float, default=1800.0, metavar="S", help="deadline of one rollout, seconds")
     add(

@@ -90,10 +90,12 @@ class ClusterTable(_Table):
 
     trainer_nodes: int = Field(default=1, ge=1, description="Nodes that train.")
     server_nodes: int = Field(default=0, ge=0, description="Nodes that sample, with a rollout server each.")
+    ray_nodes: int = Field(default=0, ge=0, description="Nodes that play rollouts, with engine 'ray' of [workers].")
     gpus_per_node: int = Field(default=0, ge=0, description="GPUs of a node; each is a process where it trains.")
     accelerate_config: str | None = Field(default=None, description="File of `accelerate launch --config_file`.")
     main_process_port: int = Field(default=29500, ge=1, le=65535, description="Port on the first training node.")
     server_port: int = Field(default=8000, ge=1, le=65535, description="Port of the rollout servers.")
+    ray_port: int = Field(default=6379, ge=1, le=65535, description="Slurm: port of Ray's head.")
     time: str = Field(default="24:00:00", description="Slurm: time limit of the job.")
     sbatch: list[str] = Field(default_factory=list, description="Slurm: further options, such as '--partition=gpu'.")
     image: str | None = Field(default=None, description="Kubernetes: image of the trainer.")

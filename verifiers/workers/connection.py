@@ -12,7 +12,7 @@ import json
 import struct
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from verifiers import errors
 from verifiers.errors import ConfigError, WorkerCallError
@@ -71,6 +71,11 @@ class Connection(asyncio.Protocol):
             # it is closed one iteration of the loop later, and the loop may end with this call
             await asyncio.sleep(0)
 
+    def abort(self) -> None:
+        """Close the socket without sending what is left; `on_lost` is called."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def _flush(self) -> None:
         texts, self._texts = self._texts, []
         if texts and self._transport is not None and not self._is_lost:
@@ -80,8 +85,7 @@ class Connection(asyncio.Protocol):
     # -- called by the event loop ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         received = self._received

@@ -9,25 +9,25 @@ import itertools
 import logging
 import pickle
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from verifiers.concurrency import at_loop_end
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, RolloutWorkerError
 from verifiers.rollouts.batch_client import BatchClient
-from verifiers.types import RolloutKey, RolloutScore
+from verifiers.types import RolloutScore
 from verifiers.workers.connection import ROW_FIELDS, refuse_unsendable
-from verifiers.workers.link import PlayedState, RunningWorker, WorkerLink
+from verifiers.workers.link import RunningWorker, WorkerLink
+from verifiers.workers.played_batch import PlayedState
 
-__all__ = ["InlineWorkers", "RemoteWorkers", "RolloutWorkers", "WorkerEngine"]
+__all__ = ["InlineWorkers", "NoRoomError", "RemoteWorkers", "RolloutWorkers", "WorkerEngine"]
 
 logger = logging.getLogger("verifiers.workers")
 
 Factory = Callable[[], Any]
 
-_MOST_DEATHS = 2
+_MOST_LOST_WORKERS = 2
 _MOST_FAILED_STARTS = 3
 _START_S = 300.0
 _CLOSE_S = 7.0
@@ -57,19 +57,26 @@ class InlineWorkers:
         return env
 
 
+class NoRoomError(ConfigError):
+    """A cluster had no room for a worker within the time that it may take."""
+
+
 class WorkerEngine(Protocol):
-    """A way to start workers: as processes, or as actors of a cluster.
+    """A way to start workers: as processes, or as actors of a cluster."""
 
-    Attributes:
-        count: of workers.
-    """
+    async def open(self) -> int:
+        """Get ready to start workers, and return how many there are to be.
 
-    count: int
+        Raises:
+            ConfigError: there cannot be so many.
+        """
+        ...
 
     async def start(self, link: WorkerLink) -> RunningWorker:
         """Start a worker and connect it to its link.
 
         Raises:
+            NoRoomError: there is no room for it at present.
             Exception: it cannot be started.
         """
         ...
@@ -227,14 +234,12 @@ class _Pool:
         self._workers, self._engine = workers, engine
         self._links: list[WorkerLink] = []
         self._lives: set[asyncio.Task[None]] = set()
-        self._deaths: Counter[RolloutKey] = Counter()
         self._waiting: list[asyncio.Future[None]] = []
         self._failure: Exception | None = None
         self._failed_starts = 0
         self._is_closing = False
         self._close = at_loop_end(self._end)
-        for number in range(engine.count):
-            self._begin(number)
+        self._own(self._open())
 
     async def play(
         self, env: int, batch: BatchClient, model: str, rows: Sequence[Mapping[str, Any]], sampling_args: Any
@@ -257,12 +262,12 @@ class _Pool:
             results[index] = result
         return results
 
-    def _fail_deadly(self, batch: BatchClient) -> None:
+    @staticmethod
+    def _fail_deadly(batch: BatchClient) -> None:
         for record in batch.records:
-            deaths = self._deaths[record.request.key]
-            if deaths >= _MOST_DEATHS:
-                error = RolloutWorkerError(f"{deaths} workers died under this rollout; it is not played again")
-                record.fail(error)
+            if record.request.lost_workers >= _MOST_LOST_WORKERS:
+                text = f"{_MOST_LOST_WORKERS} workers died under this rollout; it is not played again"
+                record.fail(RolloutWorkerError(text))
 
     async def _take(self, batch: BatchClient) -> WorkerLink:
         key, size = batch.records[0].request.key, len(batch)
@@ -285,16 +290,25 @@ class _Pool:
 
     # -- lives of workers -----------------------------------------------------------------------------------------
 
-    def _begin(self, number: int) -> None:
-        task = asyncio.create_task(self._live(number))
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
+
+    async def _open(self) -> None:
+        try:
+            count = await self._engine.open()
+        except Exception as error:
+            self._fail(error)
+            return
+        for number in range(count):
+            self._own(self._live(number))
 
     async def _live(self, number: int) -> None:
         """Start a worker and see to its end; start the next one where it was not to end."""
         link = WorkerLink(number, self._workers.grace_s, self._note_change)
         self._links.append(link)
-        reason = "could not be started"
+        reason, no_room = "could not be started", False
         try:
             running = link.running = await self._engine.start(link)
             try:
@@ -309,22 +323,26 @@ class _Pool:
                 reason = await _reap(running)
                 await link.connection.close()
         except Exception as error:
-            reason = f"could not be started: {error}"
+            reason, no_room = f"could not be started: {error}", isinstance(error, NoRoomError)
         finally:
             was_ready = link.is_ready
             self._links.remove(link)
-            keys = link.lose(reason)
-            self._deaths.update(keys)
+            has_lost = link.lose(reason)
             self._wake()
         if self._is_closing or self._failure is not None:
             return
-        if link.is_retiring and not keys:
+        if link.is_retiring and not has_lost:
             logger.info("worker %d had grown to %d MiB and was replaced.", number, link.size_bytes >> 20)
         else:
             logger.warning("worker %d %s.", number, reason)
-        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        if no_room and not any(link.is_ready for link in self._links):
+            self._fail(ConfigError(f"rollout worker {number} {reason}."))
+            return
+        if not no_room:
+            # one without room waits on while others play
+            self._failed_starts = 0 if was_ready else self._failed_starts + 1
         if self._failed_starts < _MOST_FAILED_STARTS:
-            self._begin(number)
+            self._own(self._live(number))
             return
         text = f"{self._failed_starts} rollout workers ended at their start; worker {number} {reason}."
         self._fail(ConfigError(text))

@@ -36,12 +36,16 @@ _POLL_S = 0.02
 class ProcessEngine:
     """Starts workers as processes.
 
-    Attributes:
+    Args:
         count: of workers.
     """
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self._count = count
+
+    async def open(self) -> int:
+        """Return the number of workers."""
+        return self._count
 
     async def start(self, link: WorkerLink) -> _Process:
         """Start a process and connect it to its link."""

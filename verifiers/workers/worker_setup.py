@@ -18,9 +18,14 @@ __all__ = ["set_up_process"]
 Message = Mapping[str, Any]
 
 
-def set_up_process(worker: RolloutWorker, load: Message) -> None:
-    """Set up the process of a worker, as its first message says."""
-    sys.path[:] = load["sys_path"]
+def set_up_process(worker: RolloutWorker, load: Message, *, keeps_path: bool = False) -> None:
+    """Set up the process of a worker, as its first message says.
+
+    Args:
+        keeps_path: modules are found where this process finds them, and only then where rank 0 does.
+    """
+    own = sys.path if keeps_path else []
+    sys.path[:] = [*own, *(path for path in load["sys_path"] if path not in own)]
     handler = _SendsLogs(asyncio.get_running_loop(), worker.connection.send)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(handlers=[handler], level=load["levels"]["root"], force=True)

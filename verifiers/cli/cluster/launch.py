@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 import shutil
@@ -27,6 +28,11 @@ __all__ = ["launch", "main", "parser", "rendered"]
 _TEMPLATES = Path(__file__).parents[1] / "templates" / "cluster"
 _SERVERS = {"vllm": "vf-vllm", "embedded": "vf-serve"}
 _SUBMIT = {"slurm": ("sbatch", ()), "k8s": ("kubectl", ("apply", "-f", "-"))}
+
+_JOIN_RAY = """\
+              [ "$JOB_COMPLETION_INDEX" != 0 ] ||
+              until ray start --address {name}-head-svc:6379 --num-cpus=0; do sleep 5; done;
+"""
 
 
 class _Template(string.Template):
@@ -103,13 +109,15 @@ def rendered(run_file: str, kind: str) -> str:
             f"{run_file}: several processes train, and [cluster] accelerate_config does not say how; give one such "
             "as examples/accelerate/fsdp.yaml."
         )
+    _check_ray(run_file, run)
     values: dict[str, Any] = {
         "name": re.sub(r"[^a-z0-9]+", "-", Path(run_file).stem.lower()).strip("-"),
         "run_file": shlex.quote(run_file),
-        "nodes": cluster.trainer_nodes + cluster.server_nodes,
+        "nodes": cluster.trainer_nodes + cluster.server_nodes + cluster.ray_nodes,
         "trainer_nodes": cluster.trainer_nodes,
         "server_nodes": cluster.server_nodes,
         "server_port": cluster.server_port,
+        "ray_nodes": cluster.ray_nodes,
         "accelerate": shlex.join(_accelerate(run)),
     }
     return (_slurm if kind == "slurm" else _kubernetes)(run, Path(run_file), values)
@@ -144,6 +152,37 @@ def _server(run: RunFile, run_file: str) -> list[str]:
     return [*command, *run.server.args]
 
 
+def _check_ray(run_file: str, run: RunFile) -> None:
+    """Raise ConfigError where the workers of a run and the nodes for them do not fit."""
+    workers, nodes = run.workers, run.cluster.ray_nodes
+    if workers.engine != "ray":
+        if nodes:
+            raise ConfigError(
+                f"{run_file}: [cluster] ray_nodes is {nodes}, and [workers] engine is {workers.engine!r}; give "
+                'engine = "ray", or ray_nodes = 0.'
+            )
+        return
+    if not nodes:
+        raise ConfigError(
+            f'{run_file}: [workers] engine = "ray" needs nodes here; give [cluster] ray_nodes = 1 or more.'
+        )
+    if workers.address != "auto":
+        raise ConfigError(f"{run_file}: Ray is started with the run; leave out [workers] address.")
+    if workers.count is None or not workers.start_timeout:
+        raise ConfigError(
+            f"{run_file}: the nodes of Ray join while the run starts; give [workers] count, and start_timeout, such "
+            "as 600.0 seconds."
+        )
+
+
+def _ray_node(run: RunFile) -> tuple[int, str]:
+    """Return the CPUs that one node of Ray needs for its share of the workers, and its other resources as JSON."""
+    workers = run.workers
+    share = math.ceil((workers.count or 1) / max(1, run.cluster.ray_nodes))
+    own = {name: share * amount for name, amount in workers.resources.items() if name not in ("GPU", "memory")}
+    return math.ceil(share * workers.cpus), json.dumps(own) if own else ""
+
+
 def _template(name: str, values: dict[str, Any]) -> str:
     return _Template((_TEMPLATES / f"{name}.tmpl").read_text(encoding="utf-8")).substitute(values)
 
@@ -157,7 +196,11 @@ def _slurm(run: RunFile, path: Path, values: dict[str, Any]) -> str:
     lines += [f"#SBATCH {option}" for option in cluster.sbatch]
     server = shlex.join(_server(run, str(path)))
     values |= {"time": cluster.time, "resources": "".join(f"\n{line}" for line in lines), "server": server}
-    values["servers"] = _template("slurm_servers.sh", values) if server else ""
+    values["servers"] = "\n" + _template("slurm_servers.sh", values) if server else ""
+    values |= {"ray_port": cluster.ray_port, "first_ray_node": cluster.trainer_nodes + cluster.server_nodes}
+    resources = _ray_node(run)[1]
+    values["ray_resources"] = f" --resources={shlex.quote(resources)}" if resources else ""
+    values["ray"] = "\n" + _template("slurm_ray.sh", values) if cluster.ray_nodes else ""
     values["server_urls"] = ' "${server_urls[@]}"' if server else ""
     return _template("slurm.sh", values)
 
@@ -198,10 +241,22 @@ def _kubernetes(run: RunFile, path: Path, values: dict[str, Any]) -> str:
         "mounts": _items(mounts, 12),
         "volumes": _items(volumes, 8),
     }
+    cpus, resources = _ray_node(run)
+    ray = {
+        "ray_cpus": cpus,
+        # ray start gets it through a shell
+        "ray_params": f"resources: {json.dumps(shlex.quote(resources))}" if resources else "",
+        "ray_mounts": _items(mounts, 14),
+        "ray_volumes": _items(volumes, 10),
+        "ray_worker_mounts": _items(mounts, 16),
+        "ray_worker_volumes": _items(volumes, 12),
+    }
     trainer = ["-m", "verifiers.cli.train", "/run/verifiers/run.toml", *urls]
     values |= {
         "run_text": textwrap.indent(path.read_text(encoding="utf-8").rstrip("\n"), " " * 4),
         "servers": _template("kubernetes_servers.yaml", values | servers) if server else "",
+        "ray": _template("kubernetes_ray.yaml", values | ray) if cluster.ray_nodes else "",
+        "join_ray": _JOIN_RAY.format(name=name) if cluster.ray_nodes else "",
         "trainer_args": _items([*_accelerate(run), *trainer], 12),
         "mounts": _items([*mounts, run_mount], 12),
         "volumes": _items([*volumes, run_volume], 8),
