@@ -118,15 +118,31 @@ def in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """Return a Ray cluster of this machine: a head without CPUs, which rank 0 joins, and two nodes of two each."""
+    # read when Ray is imported: without clusters on macOS it takes 127.0.0.1 for this machine's address
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    # workers have it, too, so that tests find their processes
+    os.environ["VERIFIERS_TEST_CLUSTER"] = str(os.getpid())
     pytest.importorskip("ray", reason="Ray is not installed")
     from ray.cluster_utils import Cluster
 
-    # workers have it, too, so that tests find their processes
-    os.environ["VERIFIERS_TEST_CLUSTER"] = str(os.getpid())
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    node = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **node})
+    # a crowded machine is no lost node
+    patience = {"health_check_timeout_ms": 120_000, "agent_register_timeout_ms": 600_000}
+    cluster = Cluster()
+    add_node = cluster.add_node
+    # a node that chooses them itself waits 15 s at most until its agents have told them
+    ports = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+    cluster.add_node = lambda **options: add_node(
+        include_dashboard=False, **{name: _free_port() for name in ports}, **options
+    )
+    cluster.add_node(num_cpus=0, _system_config=patience)
     for _ in range(2):
-        cluster.add_node(num_cpus=2, **node)
+        cluster.add_node(num_cpus=2)
     yield cluster
     cluster.shutdown()
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])

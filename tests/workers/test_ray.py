@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,8 +22,6 @@ from verifiers.types import Outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-NODE = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
-
 
 @pytest.fixture
 def new_engine(ray_cluster: Any) -> Callable[..., Any]:
@@ -34,7 +33,7 @@ def new_engine(ray_cluster: Any) -> Callable[..., Any]:
 @pytest.fixture
 def spots(ray_cluster: Any) -> Iterator[list[Any]]:
     """Two more nodes, with a place for one worker that asks for a spot each."""
-    nodes = [ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, **NODE) for _ in range(2)]
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"spot": 1}) for _ in range(2)]
     yield nodes
     for node in nodes:
         if node in ray_cluster.worker_nodes:
@@ -135,6 +134,15 @@ async def test_a_cluster_that_is_too_small_is_a_sentence(
     with pytest.raises(ConfigError) as refused:
         await run(played)
     assert sentence in str(refused.value)
+
+
+async def test_a_cluster_that_is_not_there_is_a_sentence(new_engine: Callable[..., Any]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        played, _ = world.workers_of(world.one_turn, new_engine(1, address=address))
+        with pytest.raises(ConfigError, match=rf"cannot join the Ray cluster at address = '{address}' .*refused"):
+            await run(played)
 
 
 async def test_a_worker_without_room_is_waited_for_until_its_deadline(

@@ -35,6 +35,7 @@ logger = logging.getLogger("verifiers.workers")
 _LAST_LINES = 3
 _LONGEST_KEY = 64
 _CONNECT_S = 60.0
+_REACH_S = 10.0
 _POLL_S = 0.2
 _OUTPUT_S = 1.0
 
@@ -213,14 +214,23 @@ def _join(address: str) -> bool:
     if ray.is_initialized():
         return False
     try:
+        _check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
             f"cannot join the Ray cluster at address = {address!r} ({text}); start one by `ray start --head`, or "
             "give the address of its head as host:6379."
         ) from None
     return True
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError where nothing listens at host:port: Ray itself tries for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        with socket.create_connection((host.strip("[]"), int(port)), _REACH_S):
+            pass
 
 
 def _versions() -> str:
