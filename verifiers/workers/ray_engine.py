@@ -109,7 +109,7 @@ class RayEngine:
                 f"{total} together. Give [workers] a smaller count, cpus or resources, or add nodes."
             )
         host = ray.util.get_node_ip_address()
-        listening = functools.partial(_Call, self._expected)
+        listening = functools.partial(_Arrival, self._expected)
         self._server = await asyncio.get_running_loop().create_server(listening, host, 0)
         self.listens_at = (host, self._server.sockets[0].getsockname()[1])
         return self._count or room
@@ -299,7 +299,7 @@ def _sentence_of(error: BaseException) -> str:
 _Expected = dict[str, Callable[[asyncio.Transport], asyncio.Protocol]]
 
 
-class _Call(asyncio.Protocol):
+class _Arrival(asyncio.Protocol):
     """A connection whose first line has to be a secret that an actor was given, good for one connection."""
 
     def __init__(self, expected: _Expected) -> None:
