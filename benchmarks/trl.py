@@ -1,6 +1,6 @@
-"""Training to a given reward with TRL's own GRPOTrainer and with ours: wall clock, tokens per second, memory.
+"""Training to a given reward with TRL's own GRPOTrainer and with ours: wall clock, tokens, memory, and two faults.
 
-    python benchmarks/trl.py [--seeds 3] [--target 0.55] [--latency 1.0] [--places near far]
+    python benchmarks/trl.py [--seeds 5] [--rounds 1] [--places near far] [--fault-seeds 5] [--target 0.55]
 
 Both begin with the same model (the demo's, after its supervised warm start; one a seed), on the same task, with the
 same sizes (16 prompts x 16 completions a step, one update each), learning rate and loss, and end when the mean reward
@@ -13,13 +13,20 @@ of the last ten steps reaches the target. A side is a process of its own with it
   generation ends so much later, and our server answers each request so much later. Neither costs CPU.
 
 Seconds are from the first step's begin to the step that reached the target: loading is left out. Memory is the
-largest sum of the proportional set sizes of a side's processes, so pages that they share count once. Ends with one
-line of JSON, ours over TRL's, medians over the seeds: wall_ratio (near), wall_ratio_remote (far), memory_ratio.
+largest sum of the proportional set sizes of a side's processes, so pages that they share count once.
+
+Faults are of runs of `--fault-steps` steps with a checkpoint every fifth of them, near (see `trl_faults.py`): kill -9
+at half time and the same command again, and 5 % of the grades failing.
+
+Ratios are ours over TRL's: medians (wall_ratio, wall_ratio_remote, memory_ratio), and geometric means paired by seed
+with 95 % intervals by Student's t (..._paired). Rounds of a seed count as one. Ends with one line of JSON. On two
+cores five seeds take about 17 minutes near, 25 far, and 25 for the faults; one seed shows whether all of it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -33,6 +40,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).with_name("training_faults")))
+from intervals import mean_over_seeds, ratio_over_seeds
+from killing import passive_environ
+from trl_faults import measure_faults
 
 SIDES = Path(__file__).with_name("trl_sides")
 WINDOW = 10
@@ -85,20 +97,12 @@ class Memory(threading.Thread):
 
 def run_side(name: str, asked: dict[str, Any], threads: int) -> list[dict[str, float]]:
     """Run a side to its end; gives its lines, and its memory in the last."""
-    environ = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     command = [sys.executable, str(SIDES / f"{name}.py"), json.dumps({**asked, "threads": threads})]
     log = Path(asked["output_dir"])
     log.mkdir(parents=True, exist_ok=True)
     lines = []
     with open(log / "log", "wb") as errors:
-        side = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environ)
+        side = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=passive_environ(threads))
         memory = Memory(side.pid)
         memory.start()
         assert side.stdout is not None
@@ -133,58 +137,99 @@ def measure(name: str, asked: dict[str, Any], threads: int) -> Run:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--places", nargs="+", choices=("near", "far"), default=["near", "far"])
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each side to the target for each seed")
+    parser.add_argument("--places", nargs="*", choices=("near", "far"), default=["near", "far"])
     parser.add_argument("--target", type=float, default=0.55, help="mean reward of ten steps that ends a run")
     parser.add_argument("--latency", type=float, default=1.0, help="of the far server, in seconds")
     parser.add_argument("--max-steps", type=int, default=300)
+    parser.add_argument(
+        "--fault-seeds", type=int, help="seeds of the fault rows (default: --seeds); 0 leaves them out"
+    )
+    parser.add_argument("--fault-steps", type=int, default=25, help="optimizer steps of a run with a fault")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="OpenMP threads of TRL's side")
     parser.add_argument("--work-dir", type=Path, help="keeps the models between calls")
     args = parser.parse_args()
+    if args.seeds < 1 or args.rounds < 1:
+        parser.error(f"--seeds and --rounds must be 1 or more, not {args.seeds} and {args.rounds}")
+    if args.fault_steps < 10:
+        parser.error(f"--fault-steps is {args.fault_steps}, but checkpoints and a half time need 10 or more")
+    args.fault_seeds = args.seeds if args.fault_seeds is None else min(args.fault_seeds, args.seeds)
+    return args
+
+
+def main() -> None:
+    args = parse()
     with tempfile.TemporaryDirectory(prefix="verifiers-benchmark-trl-") as scratch:
         report(args, args.work_dir or Path(scratch))
 
 
+def asked_of(home: Path, seed: int, **more: Any) -> dict[str, Any]:
+    """Return what a run of a seed is asked, whichever side runs it."""
+    base = {"model": str(home / "start"), "seed": seed, "window": WINDOW, "latency_s": 0.0}
+    return {**base, "server_threads": 1, "num_batches_ahead": 1, **more}
+
+
 def report(args: argparse.Namespace, work: Path) -> None:
-    """Run both sides for every seed, near and far, and print the ratios."""
-    runs: dict[tuple[str, str], list[Run]] = {}
+    """Run both sides for every seed, near and far, then the faults, and print the ratios."""
+    sides = {"theirs": args.threads, "ours": 1}
+    runs: dict[tuple[str, str], dict[int, list[Run]]] = {}
+    faults: list[dict[str, Any]] = []
     for seed in range(args.seeds):
         home = work / f"seed-{seed}"
         if not (home / "start").exists():
             run_side("start", {"output_dir": str(home), "seed": seed}, 1)
-        for place in args.places:
+        for place, round_ in itertools.product(args.places, range(args.rounds)):
             latency_s = args.latency if place == "far" else 0.0
-            for name, threads in (("theirs", args.threads), ("ours", 1)):
-                asked = {
-                    "output_dir": str(home / f"{name}-{place}"),
-                    "model": str(home / "start"),
-                    "seed": seed,
-                    "target": args.target,
-                    "window": WINDOW,
-                    "max_steps": args.max_steps,
-                    "latency_s": latency_s,
-                    "server_threads": 1,
-                    "num_batches_ahead": 2 if latency_s else 1,
-                }
-                runs.setdefault((name, place), []).append(measure(name, asked, threads))
+            for name, threads in sides.items():
+                asked = asked_of(
+                    home,
+                    seed,
+                    output_dir=str(home / f"{name}-{place}-{round_}"),
+                    target=args.target,
+                    max_steps=args.max_steps,
+                    latency_s=latency_s,
+                    num_batches_ahead=2 if latency_s else 1,
+                )
+                runs.setdefault((name, place), {}).setdefault(seed, []).append(measure(name, asked, threads))
+        if seed < args.fault_seeds:
+            for name, threads in sides.items():
+                asked = asked_of(home, seed, max_steps=args.fault_steps, save_steps=args.fault_steps // 5)
+                faults += measure_faults(SIDES / f"{name}.py", asked, threads, home / "faults", raises=seed == 0)
 
-    def ratio(place: str, what: str) -> float:
-        ours, theirs = (
-            statistics.median(getattr(run, what) for run in runs[name, place]) for name in ("ours", "theirs")
-        )
-        return round(ours / theirs, 3)
+    def ratios(place: str, what: str, name: str) -> dict[str, Any]:
+        found = {
+            side: {seed: [getattr(run, what) for run in rounds] for seed, rounds in runs[side, place].items()}
+            for side in sides
+        }
+        middle = {side: statistics.median(itertools.chain(*found[side].values())) for side in sides}
+        paired = ratio_over_seeds(found["ours"], found["theirs"])
+        return {name: round(middle["ours"] / middle["theirs"], 3), f"{name}_paired": paired}
 
     print(f"threads: TRL {args.threads}, ours 1 for the trainer and 1 for the server; {os.cpu_count()} cores")
-    ratios: dict[str, Any] = {}
+    told: dict[str, Any] = {"seeds": args.seeds, "rounds": args.rounds}
     if "near" in args.places:
-        ratios |= {"wall_ratio": ratio("near", "seconds"), "memory_ratio": ratio("near", "memory_bytes")}
+        told |= ratios("near", "seconds", "wall_ratio") | ratios("near", "memory_bytes", "memory_ratio")
     if "far" in args.places:
-        ratios["wall_ratio_remote"] = ratio("far", "seconds")
-    if not all(run.reached for side in runs.values() for run in side):
-        ratios["reached"] = False
-    print(json.dumps(ratios))
+        told |= ratios("far", "seconds", "wall_ratio_remote")
+    if not all(run.reached for side in runs.values() for rounds in side.values() for run in rounds):
+        told["reached"] = False
+    if faults:
+        told["faults"] = {name: summary(faults, name) for name in sides}
+    print(json.dumps(told))
+
+
+def summary(faults: list[dict[str, Any]], side: str) -> dict[str, Any]:
+    """Return the fault figures of a side: means and intervals over seeds."""
+    rows = [row for row in faults if row["side"] == side]
+    found: dict[str, Any] = {}
+    for what in ("seconds_lost", "prompts_again", "prompts_skipped", "bias", "zero_bias"):
+        values = {row["seed"]: [row[what]] for row in rows if row.get(what) is not None}
+        found[what] = mean_over_seeds(values) if values else None
+    ended = [row["exit_code"] for row in rows if row["fault"] == "a grader that raises"]
+    return {**found, "exit_code_where_a_grader_raises": ended[0] if ended else None}
 
 
 if __name__ == "__main__":

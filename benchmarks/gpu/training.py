@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from common import Asked, Report, make_model, make_tokenizer, peak_memory_mib, run_stage, synchronize
+from peak_flops import peak_flops_of
 
 GENERATIONS = 8
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Dense bfloat16, by a part of the GPU's name, from the makers' data sheets."""
 
 
 def sizes_of(longest: int, rollouts: int) -> list[tuple[int, int]]:
@@ -171,8 +170,7 @@ def measure_speed(asked: Asked, report: Report) -> None:
 
 
 def peak_flops(asked: Asked) -> float | None:
-    name = torch.cuda.get_device_name(0) if asked.device == "cuda" else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return peak_flops_of(torch.cuda.get_device_name(0)) if asked.device == "cuda" else None
 
 
 def save_step(asked: Asked, path: str) -> dict[str, Any]:

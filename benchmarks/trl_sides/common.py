@@ -10,7 +10,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-__all__ = ["SETTINGS", "Told", "environment"]
+sys.path.insert(0, str(Path(__file__).parents[1] / "training_faults"))
+from grades import Grades
+
+__all__ = ["SETTINGS", "Told", "arguments", "environment", "exact", "grades_of", "settings"]
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-4,
@@ -32,6 +35,25 @@ SETTINGS: dict[str, Any] = {
     "disable_tqdm": True,
 }
 """16 prompts x 16 completions a step, one update each: the demo's, but for the schedule, which knows no last step."""
+
+
+def settings(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return SETTINGS with what this run is asked: its directory, seed, steps, and a checkpoint every so many."""
+    saves = {"save_strategy": "steps", "save_steps": asked["save_steps"]} if asked.get("save_steps") else {}
+    own = {"output_dir": asked["output_dir"], "seed": asked["seed"], "max_steps": asked["max_steps"]}
+    return {**SETTINGS, **own, **saves}
+
+
+def exact(text: str, answer: str) -> float:
+    return float(text.strip() == answer.strip())
+
+
+def grades_of(asked: dict[str, Any]) -> Grades | None:
+    """Return where a run with faults notes its grades; None for a run without."""
+    if "fail_share" not in asked:
+        return None
+    path = Path(asked["output_dir"]) / "grades.jsonl"
+    return Grades(path, fail_share=asked["fail_share"], seed=asked["seed"])
 
 
 def environment() -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SETTINGS, Told, arguments, environment
+from common import Told, arguments, environment, exact, grades_of, settings
 
 import verifiers as vf
 
@@ -40,20 +40,27 @@ def served(asked: dict[str, Any]) -> Iterator[str]:
             server.wait()
 
 
+def noted(env: Any, asked: dict[str, Any]) -> Any:
+    """Return the environment, or in a run with faults the same prompts with grades that are noted and may fail."""
+    grades = grades_of(asked)
+    if grades is None:
+        return env
+
+    def reward(prompt: Any, completion: Any, answer: str) -> float:
+        return grades.reward(prompt[-1]["content"], exact(completion[-1]["content"], answer))
+
+    rows = [{"question": row["question"], "answer": row["answer"]} for row in env.get_dataset()]
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[reward]))
+
+
 def main() -> None:
     asked = arguments()
     torch.set_num_threads(asked["threads"])
     with served(asked) as url:
-        args = vf.GRPOConfig(
-            output_dir=asked["output_dir"],
-            seed=asked["seed"],
-            max_steps=asked["max_steps"],
-            server_url=url,
-            num_batches_ahead=asked["num_batches_ahead"],
-            **SETTINGS,
-        )
+        args = vf.GRPOConfig(server_url=url, num_batches_ahead=asked["num_batches_ahead"], **settings(asked))
         told = Told(asked["target"], asked["window"])
-        vf.GRPOTrainer(asked["model"], environment(), args, callbacks=[told]).train()
+        trainer = vf.GRPOTrainer(asked["model"], noted(environment(), asked), args, callbacks=[told])
+        trainer.train(resume_from_checkpoint=bool(asked.get("save_steps")))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import trl
-from common import SETTINGS, Told, arguments, environment
+from common import Told, arguments, environment, exact, grades_of, settings
 from transformers import AutoTokenizer, PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 
 class Remote(trl.GRPOTrainer):
@@ -25,19 +26,24 @@ class Remote(trl.GRPOTrainer):
 def main() -> None:
     asked = arguments()
     torch.set_num_threads(asked["threads"])
-    env = environment()
-    rows = env.get_dataset().select_columns(["prompt", "answer"])
+    rows = environment().get_dataset().select_columns(["prompt", "question", "answer"])
+    grades = grades_of(asked)
 
-    def exact(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        said = [completion[0]["content"].strip() for completion in completions]
-        return [float(text == right.strip()) for text, right in zip(said, answer, strict=True)]
+    def reward(completions: list[Any], question: list[str], answer: list[str], **_: Any) -> list[float | None]:
+        found: list[float | None] = []
+        for completion, prompt, right in zip(completions, question, answer, strict=True):
+            true = exact(completion[0]["content"], right)
+            if grades is None or asked.get("failing") == "raises":
+                found.append(true if grades is None else grades.reward(prompt, true))
+            else:
+                # None is TRL's way to say that a reward could not be had
+                found.append(None if grades.note(prompt, true) else true)
+        return found
 
-    args = trl.GRPOConfig(
-        output_dir=asked["output_dir"], seed=asked["seed"], max_steps=asked["max_steps"], **SETTINGS
-    )
+    args = trl.GRPOConfig(**settings(asked))
     trainer = Remote(
         model=asked["model"],
-        reward_funcs=exact,
+        reward_funcs=reward,
         args=args,
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(asked["model"], padding_side="left"),
@@ -45,7 +51,10 @@ def main() -> None:
     )
     trainer.latency_s = asked["latency_s"]
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    # unlike ours, it raises where there is no checkpoint yet
+    trainer.train(
+        resume_from_checkpoint=get_last_checkpoint(asked["output_dir"]) if asked.get("save_steps") else None
+    )
 
 
 if __name__ == "__main__":

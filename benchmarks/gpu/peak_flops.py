@@ -1,0 +1,13 @@
+"""The most that a GPU can compute, which the share of it that a model uses (MFU) is measured by."""
+
+from __future__ import annotations
+
+__all__ = ["PEAK_FLOPS", "peak_flops_of"]
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""Dense bfloat16, by a part of the GPU's name, from the makers' data sheets."""
+
+
+def peak_flops_of(gpu: str) -> float | None:
+    """Return the floating point operations a second of a GPU by its name; None where it is not known."""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), None)

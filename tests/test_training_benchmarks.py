@@ -1,0 +1,157 @@
+"""The benchmarks of whole trainings: what they count as right, lost and biased, and the small form of GSM8K's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifiers.train.run_file import load_run_file
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a module of the benchmarks' folders as the scripts do."""
+    for folder in ("gsm8k", "training_faults"):
+        monkeypatch.syspath_prepend(str(BENCHMARKS / folder))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [
+        ("6 * 7 = 42\n#### 42", True),
+        ("#### 41 is wrong.\n#### $42.00", True),
+        (r"so \boxed{42}", True),
+        ("#### 42 apples", True),
+        ("the answer is 42", False),
+        ("#### 42/5", False),
+        ("#### ", False),
+        (r"\boxed{42} or #### 43", False),
+    ],
+)
+def test_a_gsm8k_answer_is_the_number_after_the_mark_or_in_the_box(load: Any, completion: str, right: bool) -> None:
+    environment = load("gsm8k_env")
+    assert environment.same_number(environment.number_in(completion), "42") is right
+
+
+def test_gsm8k_numbers_with_commas_are_compared_as_numbers(load: Any) -> None:
+    environment = load("gsm8k_env")
+    assert environment.same_number("1,080", "1080")
+    assert not environment.same_number("108", "1,080")
+
+
+def test_a_share_of_failing_grades_needs_a_place_for_the_true_rewards(load: Any) -> None:
+    with pytest.raises(ValueError, match=r"fail_share is 0.05, so give grades too"):
+        load("gsm8k_env").load_environment(synthetic=True, fail_share=0.05)
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "gsm8k").glob("*.toml")), ids=lambda path: path.stem)
+def test_each_gsm8k_run_file_is_one_that_vf_train_reads_also_when_written_again(
+    load: Any, path: Path, tmp_path: Path
+) -> None:
+    suites = load("suites")
+    [suite] = [suite for suite in suites.SUITES.values() if suite.run_file == path.name]
+    assert load_run_file(suites.write_run_file(tmp_path / "run.toml", suite.settings())) == load_run_file(path)
+
+
+def test_a_trainer_that_counts_failures_as_zero_is_found_biased(load: Any, tmp_path: Path) -> None:
+    grades = load("grades")
+    noted = grades.Grades(tmp_path / "grades.jsonl", fail_share=0.05, seed=1)
+    failed = [noted.note("question", float(index % 2)) for index in range(4000)]
+    rewards = [float(index % 2) for index in range(4000)]
+    as_zero = sum(reward for reward, fails in zip(rewards, failed, strict=True) if not fails) / 4000
+    scored = as_zero * 4000 / (4000 - sum(failed))
+    found = grades.read_grades(tmp_path / "grades.jsonl")
+    biased, honest = grades.reward_bias([as_zero], found), grades.reward_bias([scored], found)
+    assert biased["bias"] == pytest.approx(biased["zero_bias"], abs=1e-5)
+    assert biased["bias"] < biased["chance_low"]
+    assert honest["chance_low"] < honest["bias"] < honest["chance_high"]
+    assert honest["failed"] == sum(failed)
+    assert 0.03 < honest["failed"] / honest["graded"] < 0.07
+
+
+STEPS = """
+import json, pathlib, sys, time
+directory, steps = pathlib.Path(sys.argv[1]), 6
+kept = directory / "checkpoint"
+first = int(kept.read_text()) if kept.exists() else 0
+for step in range(first + 1, steps + 1):
+    with open(directory / "grades.jsonl", "a") as grades:
+        for _ in range(2):
+            grades.write(json.dumps({"prompt": f"p{step}", "reward": 1.0, "failed": False}) + "\\n")
+    print(json.dumps({"step": step}), flush=True)
+    if step == 2:
+        kept.write_text("2")
+    if step == 3 and sys.argv[2:] and not first:
+        time.sleep(600)
+"""
+
+
+def test_what_a_kill_costs_is_what_was_graded_again(load: Any, tmp_path: Path) -> None:
+    killing = load("killing")
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+
+    def attempt(name: str, *more: str) -> Any:
+        directory = tmp_path / name
+        command = [sys.executable, str(script), str(directory), *more]
+        lines = directory / "lines"
+        return killing.Attempt(
+            command, directory, {}, lambda: killing.newest_of(lines, lambda line: int(json.loads(line)["step"]))
+        )
+
+    # the one that is killed waits at step 3, half of its steps
+    found = killing.kill_and_resume(attempt("whole"), attempt("killed", "waits"), steps=6, group=2)
+    assert (found["killed_at_step"], found["steps"]) == (3, 6)
+    # step 3 was graded twice, since the checkpoint was of step 2
+    assert (found["prompts_again"], found["prompts_skipped"], found["prompts"]) == (1.0, 0, 6.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_gsm8k_benchmark_runs_end_to_end_on_ten_problems(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "gsm8k.py"),
+        "--model",
+        "tiny",
+        "--seeds",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2900)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "| 0.5b | 5 % of grades fail: bias of the reward | not run by us | |" in done.stdout
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {name for name, one in result.items() if one == "not run by us"} == {"0.5b", "1.5b", "1.5b-lora"}
+    tiny = result["tiny"]
+    [seed] = tiny["seeds"]["by_seed"]
+    assert (seed["steps"], seed["problems"]) == (20, 10)
+    assert seed["seconds"] > 0
+    assert seed["tokens_per_s"] > 0
+    assert seed["peak_memory_gib"] > 0
+    assert (seed["mfu"], seed["tokens_per_s_and_gpu"]) == (None, None)
+    assert 0 <= tiny["seeds"]["held_out"]["low"] <= seed["held_out"] <= tiny["seeds"]["held_out"]["high"] <= 1
+    kill = tiny["kill"]
+    assert kill["steps"] == 30
+    assert 15 <= kill["killed_at_step"] < 30
+    assert kill["prompts"] == 300
+    assert kill["prompts_skipped"] == 0
+    fail = tiny["fail"]
+    assert fail["graded"] == 30 * 80
+    assert 0 < fail["failed"] < 300
+    # each step leaves out another share, so the mean of steps moves a little more than that of all rollouts
+    assert abs(fail["bias"]) <= 2 * fail["chance_high"] + 1e-4
