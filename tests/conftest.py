@@ -10,6 +10,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import asyncio
+import functools
 import gc
 import ipaddress
 import signal
@@ -129,17 +130,23 @@ def ray_cluster() -> Iterator[Any]:
     # a crowded machine is no lost node
     patience = {"health_check_timeout_ms": 120_000, "agent_register_timeout_ms": 600_000}
     cluster = Cluster()
-    add_node = cluster.add_node
-    # a node that chooses them itself waits 15 s at most until its agents have told them
-    ports = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-    cluster.add_node = lambda **options: add_node(
-        include_dashboard=False, **{name: _free_port() for name in ports}, **options
-    )
+    cluster.add_node = functools.partial(_add_node, cluster.add_node)
     cluster.add_node(num_cpus=0, _system_config=patience)
     for _ in range(2):
         cluster.add_node(num_cpus=2)
     yield cluster
     cluster.shutdown()
+
+
+def _add_node(add_node: Callable[..., Any], **options: Any) -> Any:
+    """Add a node to a Ray cluster; on a crowded machine its agents may exceed the seconds that Ray gives them."""
+    for attempt in range(5):
+        try:
+            return add_node(include_dashboard=False, metrics_agent_port=_free_port(), **options)
+        except Exception as error:
+            if "timed out during startup" not in str(error) or attempt == 4:
+                raise
+    raise AssertionError
 
 
 def _free_port() -> int:
