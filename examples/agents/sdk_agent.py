@@ -21,7 +21,7 @@ import verifiers as vf
 
 __all__ = ["load_environment", "price", "run"]
 
-NAMES = ["".join(letters) for letters in itertools.product("bdgklmnrst", "aeiou", repeat=2)]
+NAMES = ["".join(letters) for letters in itertools.product("klmnst", "aeiou", repeat=2)]
 random.Random(0).shuffle(NAMES)
 PRICES = {name[::-1]: str(10 + place % 90) for place, name in enumerate(NAMES)}
 HELD_OUT = 200

@@ -30,7 +30,8 @@ def load_environment(sandbox: str = "auto") -> vf.Environment:
     Args:
         sandbox: isolation level of the program.
     """
-    words = ["".join(letters) for letters in itertools.product("bdgklmnrst", "aeiou", repeat=2)]
+    words = ["".join(letters) for letters in itertools.product("klmnst", "aeiou", "klmnst")]
+    words += ["".join(letters) for letters in itertools.product("klmnst", "aeiou", repeat=2)]
     random.Random(1).shuffle(words)
     rows = [{"question": f"Spell backward: {word}", "answer": word[::-1]} for word in words]
     return vf.ProgramEnv(

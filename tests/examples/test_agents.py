@@ -71,6 +71,8 @@ def test_vf_train_trains_the_agent(name: str, tmp_path: Path) -> None:
     run["trainer"] |= {
         "output_dir": str(tmp_path / "run"),
         "max_steps": 2,
+        "warmup_steps": 0,
+        "lr_scheduler_kwargs": {"num_decay_steps": 1},
         "per_device_train_batch_size": 8,
         "num_generations": 4,
         "max_completion_length": 24,
@@ -97,8 +99,14 @@ def test_vf_train_trains_the_agent(name: str, tmp_path: Path) -> None:
 def toml(tables: dict[str, dict[str, Any]]) -> str:
     lines = []
     for table, fields in tables.items():
-        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())]
+        lines += [f"[{table}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())]
     return "\n".join(lines)
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {toml_value(of)}" for name, of in value.items()) + "}"
+    return json.dumps(value)
 
 
 def test_the_start_model_is_shown_no_held_out_article() -> None:
