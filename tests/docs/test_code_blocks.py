@@ -86,6 +86,8 @@ def run_files() -> list[Path]:
 def test_run_files_of_the_examples_pass_a_dry_run(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if 'engine = "ray"' in path.read_text():
+        pytest.importorskip("ray", reason="Ray is not installed")
     monkeypatch.chdir(tmp_path)
     # with the environments beside it
     shutil.copytree(path.parent, tmp_path, dirs_exist_ok=True)

@@ -184,11 +184,14 @@ def in_workers(
     Args:
         blocked_s: seconds for which one piece of code may keep the event loop of a worker from all others.
     """
+    # under `python -m`, as accelerate starts it, this module is __main__, which no worker can import
+    from verifiers.cli import train
+
     tables, named = run.eval_environments, eval_env if isinstance(eval_env, dict) else {}
-    factories: list[Any] = [(env, functools.partial(load_environments, run))]
-    factories += [(named[name], functools.partial(_loaded, tables[name])) for name in named]
+    factories: list[Any] = [(env, functools.partial(train.load_environments, run))]
+    factories += [(named[name], functools.partial(train._loaded, tables[name])) for name in named]
     if run.eval_environment is not None:
-        factories.append((eval_env, functools.partial(_loaded, run.eval_environment)))
+        factories.append((eval_env, functools.partial(train._loaded, run.eval_environment)))
     workers = run.workers.open(factories, blocked_s=blocked_s)
     if run.eval_environment is not None:
         return workers.of(env, env.get_dataset()), workers.of(eval_env)
