@@ -1,7 +1,7 @@
 """GSM8K with Qwen2.5-0.5B and 1.5B Instruct, beside the scores that verl and AReaL have published.
 
     python benchmarks/gsm8k.py --model 0.5b|1.5b|1.5b-lora [--seeds 5] [--gpus 1] [--out runs/gsm8k]
-    python benchmarks/gsm8k.py --model tiny --seeds 1     # all of it on two CPU cores, in about three minutes
+    python benchmarks/gsm8k.py --model tiny --seeds 1     # all of it on two CPU cores, without network
     python benchmarks/gsm8k.py --table                    # what was run so far
 
 For each seed `vf-train` runs the run file of the model in `benchmarks/gsm8k/`: seconds to the published scores,

@@ -20,7 +20,7 @@ at half time and the same command again, and 5 % of the grades failing.
 
 Ratios are ours over TRL's: medians (wall_ratio, wall_ratio_remote, memory_ratio), and geometric means paired by seed
 with 95 % intervals by Student's t (..._paired). Rounds of a seed count as one. Ends with one line of JSON. On two
-cores five seeds take about 17 minutes near, 25 far, and 25 for the faults; one seed shows whether all of it runs.
+free cores five seeds take an hour or more, by an estimate; `--seeds 1` and `--places near` are shorter.
 """
 
 from __future__ import annotations

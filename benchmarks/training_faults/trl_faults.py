@@ -50,7 +50,9 @@ def measure_faults(
     print(json.dumps(rows[-1]), flush=True)
     failing = attempt("failing", fail_share=FAIL_SHARE, save_steps=0)
     failing.run()
-    lines = [json.loads(line) for line in (failing.directory / "lines").read_text().splitlines() if line[0] == "{"]
+    lines = [
+        json.loads(line) for line in (failing.directory / "lines").read_text().splitlines() if line.startswith("{")
+    ]
     logged = [line["reward"] for line in lines]
     bias = reward_bias(logged, read_grades(failing.directory / "grades.jsonl"))
     rows.append({**side, "fault": "5 % of grades fail", **bias})
