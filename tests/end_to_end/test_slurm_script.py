@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,21 @@ server_nodes = 1
 accelerate_config = "{config}"
 server_port = {server_port}
 main_process_port = {main_port}
-"""
+{workers}"""
 
 # each node is an address of this machine
-SCONTROL = "#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.1\\n127.0.0.2\\n'\n"
+SCONTROL = "#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.1\\n127.0.0.2\\n127.0.0.1\\n'\n"
+
+IN_RAY = """
+ray_nodes = 1
+ray_port = {ray_port}
+
+[workers]
+engine = "ray"
+count = 2
+cpus = 0.5
+start_timeout = 200.0
+"""
 
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
@@ -80,13 +92,30 @@ sys.exit(max(map(abs, codes)))
 """
 
 
+def processes_of(directory: Path) -> list[str]:
+    """Return the processes whose environment names a directory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(directory).encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
 def free_port() -> int:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         return int(held.getsockname()[1])
 
 
-def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
+def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(
+    workers: str, model_dir: Path, tmp_path: Path
+) -> None:
+    if workers == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed")
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
@@ -95,7 +124,8 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
     (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
     run_file, script = tmp_path / "run.toml", tmp_path / "run.sbatch"
     ports = {"server_port": free_port(), "main_port": free_port()}
-    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path, config=CONFIG, **ports))
+    ray = IN_RAY.format(ray_port=free_port()) if workers == "ray" else ""
+    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path, config=CONFIG, workers=ray, **ports))
     script.write_text(rendered(str(run_file), "slurm"))
     installed = Path(sys.executable).parent
     done = subprocess.run(
@@ -113,11 +143,16 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(model_dir: 
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in ("batch plan", "saved to", "step 2/2"):
+    for line in ("batch plan", f"saved to {tmp_path}", "step 2/2"):
         assert done.stdout.count(line) == 1, done.stdout
     assert "devices           2" in done.stdout
     # every step has ended when the script has: the trainers by themselves, then the server at SIGTERM
-    trainers, server = (tmp_path / "srun.log").read_text().splitlines()
+    trainers, *others = (tmp_path / "srun.log").read_text().splitlines()
     assert trainers == "bash [0, 0]"
-    assert server.startswith("vf-serve [")
+    assert sorted(line.partition(" ")[0] for line in others) == ["ray", "vf-serve"][-len(others) :]
+    assert len(others) == (2 if workers == "ray" else 1)
+    limit = time.monotonic() + 120
+    while (left := processes_of(tmp_path)) and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert left == []
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
