@@ -116,6 +116,31 @@ async def test_a_session_is_stored_as_a_rollout_with_its_conversation_and_token_
     assert run.progress.mean_reward == 0.5
 
 
+async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
+    gateway: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway() as (client, run):
+        may_begin, begun = asyncio.Event(), run.env._run_agent
+
+        async def begin_late(*args: Any) -> Any:
+            await may_begin.wait()
+            return await begun(*args)
+
+        monkeypatch.setattr(run.env, "_run_agent", begin_late)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await client.open(prompt=PROMPT)
+        # the gateway sees the end of the connection
+        await asyncio.sleep(0.1)
+        may_begin.set()
+        async with asyncio.timeout(10):
+            while len(run.progress) == 0:
+                await asyncio.sleep(0.01)
+    (row,) = read_run(tmp_path).rows
+    assert (row["outcome"], row["reward"]) == ("cancelled", None)
+    assert "hung up" in str(row["error"])
+
+
 async def test_sessions_of_one_prompt_or_group_are_rollouts_of_one_example(gateway: Start, tmp_path: Path) -> None:
     async with gateway() as (client, _):
         sessions = [await client.open(prompt=PROMPT) for _ in range(2)]

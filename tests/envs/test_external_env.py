@@ -50,8 +50,8 @@ async def post(url: str, **body: Any) -> tuple[int, dict[str, Any]]:
         return response.status, await response.json()
 
 
-async def program(url: str, reward: float | None = None) -> None:
-    """Take a rollout, answer it, and end it."""
+async def program(url: str, reward: float | None = None) -> str:
+    """Take a rollout, answer it, and end it; returns its session's id."""
     status, session = await post(f"{url}/sessions", wait_s=20.0)
     assert status == 200, session
     assert session["answer"] == "42"
@@ -60,6 +60,7 @@ async def program(url: str, reward: float | None = None) -> None:
     given = {} if reward is None else {"reward": reward}
     status, result = await post(f"{url}/sessions/{session['id']}/end", **given)
     assert (status, result["calls"]) == (200, 1)
+    return str(session["id"])
 
 
 async def test_programs_take_each_planned_rollout_once_and_it_is_trained_as_sampled() -> None:
@@ -97,12 +98,12 @@ async def test_a_rollout_that_no_program_takes_is_timed_out_and_given_to_none() 
 class LosesItsFirstCaller(vf.ExternalEnv):
     """An environment whose first caller hangs up when it gets a rollout."""
 
-    lost = 0
+    lost = ""
 
     def _offer(self, external: Any) -> None:
         super()._offer(external)
         if not self.lost:
-            self.lost += 1
+            self.lost = external.id
             assert self._starting is not None
             runner = self._starting.result()._listener._runner
             assert runner is not None
@@ -117,10 +118,12 @@ async def test_a_rollout_whose_caller_hung_up_is_given_to_the_next() -> None:
     gateway = await env.start()
     caller = asyncio.create_task(post(f"{gateway.url}/sessions", wait_s=20.0))
     await asyncio.sleep(0.3)
-    async with planned(env, 1) as (url, running):
+    async with planned(env, 2) as (url, running):
         with pytest.raises(aiohttp.ClientError):
             await caller
         async with asyncio.timeout(10):
-            await program(url, 1.0)
-            (rollout,) = await running
-    assert (env.lost, rollout.outcome) == (1, Outcome.COMPLETED)
+            taken = [await program(url, 1.0) for _ in range(2)]
+            rollouts = await running
+    # before the one that has waited less
+    assert taken[0] == env.lost != taken[1]
+    assert [rollout.outcome for rollout in rollouts] == [Outcome.COMPLETED] * 2

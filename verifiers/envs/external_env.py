@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import secrets
 import sys
@@ -90,7 +91,8 @@ class ExternalEnv(GatewayEnv):
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port!r}; give a number from 0 to 65535.")
         self.host, self.port = host, port
-        self._waiting: asyncio.Queue[ExternalSession] = asyncio.Queue()
+        self._waiting: asyncio.PriorityQueue[tuple[int, ExternalSession]] = asyncio.PriorityQueue()
+        self._numbers = itertools.count(1)
         self._routes: SessionRoutes | None = None
         self._starting: asyncio.Task[Gateway] | None = None
 
@@ -102,7 +104,7 @@ class ExternalEnv(GatewayEnv):
 
     async def _start(self) -> Gateway:
         key, is_new = admin_key()
-        self._waiting = asyncio.Queue()
+        self._waiting = asyncio.PriorityQueue()
         self._routes = self._routes_for(key)
         gateway = Gateway(self.host, self.port, add_routes=self._routes.add_to)
         await gateway.start()
@@ -121,13 +123,17 @@ class ExternalEnv(GatewayEnv):
             return await self._within_budget(session, external.posted(), wind_up_s=math.inf)
 
     def _routes_for(self, key: str) -> SessionRoutes:
-        return SessionRoutes(key, self._take, give_back=self._offer)
+        return SessionRoutes(key, self._take, self._give_back)
 
     def _id_of(self, row: RolloutInput) -> str:
         return new_session_id()
 
     def _offer(self, external: ExternalSession) -> None:
-        self._waiting.put_nowait(external)
+        self._waiting.put_nowait((next(self._numbers), external))
+
+    def _give_back(self, external: ExternalSession) -> None:
+        # it has waited longest: the next program takes it
+        self._waiting.put_nowait((-next(self._numbers), external))
 
     async def _take(self, body: dict[str, Any]) -> ExternalSession:
         """Return the oldest rollout that no program has taken."""
@@ -135,7 +141,7 @@ class ExternalEnv(GatewayEnv):
         try:
             async with asyncio.timeout(wait_s):
                 while True:
-                    external = await self._waiting.get()
+                    _, external = await self._waiting.get()
                     # the rollout's deadline may be over
                     if not external.session.is_sealed:
                         return external

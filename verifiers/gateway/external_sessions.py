@@ -68,7 +68,7 @@ class ExternalSession:
         row: prompt, answer, task, info and example_id.
         error: why the agent failed, as far as who started it says so.
         has_ended: nothing more is posted.
-        is_cancelled: the gateway was stopped before the end was posted.
+        is_cancelled: `cancel` was called before the end was posted.
         result: set where the finished rollout is recorded: what became of it.
     """
 
@@ -83,10 +83,10 @@ class ExternalSession:
     is_cancelled: bool = False
     result: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def cancel(self) -> None:
-        """End the session because the gateway is stopped."""
+    def cancel(self, why: str) -> None:
+        """End the session without its program's word."""
         self.is_cancelled = not self.has_ended.is_set()
-        self.error = self.error or "the gateway was stopped before the session was ended"
+        self.error = self.error or why
         self.has_ended.set()
 
     async def posted(self) -> dict[str, Any]:
@@ -146,16 +146,16 @@ class SessionRoutes:
     Args:
         key: the admin key.
         begin: opens a session as the body of `POST /sessions` asks.
-        report: gives what is answered of a session that has ended.
         give_back: takes a session whose caller hung up before it was told of it.
+        report: gives what is answered of a session that has ended.
     """
 
     def __init__(
         self,
         key: str,
         begin: Callable[[dict[str, Any]], Awaitable[ExternalSession]],
+        give_back: Callable[[ExternalSession], object],
         report: Callable[[ExternalSession | EndedSession], Awaitable[dict[str, Any]]] | None = None,
-        give_back: Callable[[ExternalSession], object] | None = None,
     ) -> None:
         self._key = key
         self._begin = begin
@@ -225,7 +225,7 @@ class SessionRoutes:
 
     async def _post_session(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         external = await self._begin(body)
-        if self._give_back is not None and (request.transport is None or request.transport.is_closing()):
+        if request.transport is None or request.transport.is_closing():
             self._give_back(external)
             raise RefusedCallError("the caller hung up.", status=503)
         row, session = external.row, external.session

@@ -166,7 +166,7 @@ class ExternalRun:
                             await asyncio.wait({*self._running, aborted}, return_when=asyncio.FIRST_COMPLETED)
                 aborted.cancel()
                 for external in self._open.values():
-                    external.cancel()
+                    external.cancel("the gateway was stopped before the session was ended")
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
@@ -193,7 +193,11 @@ class ExternalRun:
         task = self._tasks.create_task(self._run(runner, request))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await offered
+        try:
+            return await asyncio.shield(offered)
+        except asyncio.CancelledError:
+            offered.add_done_callback(_give_back_offered)
+            raise
 
     def _runner_for(self, given: _NewSession) -> RolloutRunner:
         limiter, longest_s = self.runner.limiter, self.runner.rollout_timeout_s
@@ -271,13 +275,22 @@ class _Sessions(ExternalEnv):
         self._run = run
 
     def _routes_for(self, key: str) -> SessionRoutes:
-        return SessionRoutes(key, self._run.begin, _result)
+        return SessionRoutes(key, self._run.begin, _give_back, _result)
 
     def _id_of(self, row: RolloutInput) -> str:
         return str(row["info"]["session_id"])
 
     def _offer(self, external: ExternalSession) -> None:
         self._run.offer(external)
+
+
+def _give_back(external: ExternalSession) -> None:
+    external.cancel("its program hung up before it was told of the session")
+
+
+def _give_back_offered(offered: asyncio.Future[ExternalSession]) -> None:
+    if not offered.cancelled() and offered.exception() is None:
+        _give_back(offered.result())
 
 
 async def _result(external: ExternalSession | EndedSession) -> dict[str, Any]:
