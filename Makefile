@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
-WORKERS ?= 2
+WORKERS ?= 3
 DIST ?= dist
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
