@@ -7,6 +7,8 @@ needs two cores that are free. `ray_ratio`: the same of two workers in a Ray clu
 installed. `overhead_ms`: CPU, of rank 0 and the worker processes together, that a worker adds to a rollout of an
 empty environment with one call of a model that answers at once. The start of the workers is in none of them: rates
 are measured from the first scored rollout on, and the overhead is the difference between a long and a short run.
+`step_ratio`: seconds of a training step on one thread of this process beside one busy worker process, over the step
+alone; `step_ratio_inline` beside the same rewards inline, on the event loop's thread.
 
 Ends with one line of JSON.
 """
@@ -21,13 +23,16 @@ import os
 import resource
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 # a module that worker processes can import, too
 sys.path.insert(0, str(Path(__file__).parent / "worker_sides"))
+import torch
 import worker_environments
 
 import verifiers as vf
@@ -62,8 +67,14 @@ class InstantModel:
         """Nothing is open."""
 
 
-async def play(engine: str, make: Callable[[], vf.Environment], rollouts: int, in_flight: int) -> float:
-    """Play rollouts in groups; return rollouts per second from the first group that was scored on."""
+async def play(
+    engine: str,
+    make: Callable[[], vf.Environment],
+    rollouts: int,
+    in_flight: int,
+    begun: threading.Event | None = None,
+) -> float:
+    """Play rollouts in groups; return rollouts per second from the first scored group on, where `begun` is set."""
     env = make()
     played = WorkerSettings.parse(engine).open([(env, make)], blocked_s=120.0).of(env)
     scored: list[float] = []
@@ -81,10 +92,12 @@ async def play(engine: str, make: Callable[[], vf.Environment], rollouts: int, i
 
     # every worker has played before the clock starts
     await runner.run_groups(group(example) for example in range(4))
-    begun = len(scored)
+    before = len(scored)
+    if begun is not None:
+        begun.set()
     started = time.perf_counter()
     await runner.run_groups(group(example) for example in range(4, 4 + rollouts // GROUP))
-    return (len(scored) - begun) / (time.perf_counter() - started)
+    return (len(scored) - before) / (time.perf_counter() - started)
 
 
 def cpu_s() -> float:
@@ -105,6 +118,51 @@ def cpu_ms_of_a_rollout(engine: str, rollouts: int) -> float:
     return (spent[1] - spent[0]) / rollouts * 1000
 
 
+class Training:
+    """A model whose steps take some tenths of a second on one thread."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._layers = torch.nn.Sequential(torch.nn.Linear(768, 3072), torch.nn.GELU(), torch.nn.Linear(3072, 768))
+        self._optimizer = torch.optim.AdamW(self._layers.parameters())
+        self._inputs = torch.randn(1024, 768)
+
+    def step_s(self) -> float:
+        """Train one step; return its seconds."""
+        started = time.perf_counter()
+        self._optimizer.zero_grad()
+        (self._layers(self._inputs) - self._inputs).square().mean().backward()
+        self._optimizer.step()
+        return time.perf_counter() - started
+
+    def steps_s_beside(self, engine: str, rollouts: int) -> float:
+        """Return the median seconds of a step while an engine plays busy rollouts in a thread of its own."""
+        begun = threading.Event()
+        with ThreadPoolExecutor(1) as other:
+            playing = other.submit(lambda: asyncio.run(play(engine, worker_environments.busy, rollouts, 32, begun)))
+            while not begun.wait(1.0):
+                # raises what ended it
+                if playing.done():
+                    playing.result()
+            found = []
+            while not playing.done():
+                found.append(self.step_s())
+        # the last one ended alone
+        return statistics.median(found[:-1])
+
+
+def step_ratios(rounds: int, rollouts: int) -> dict[str, float]:
+    """Return seconds of a step beside workers and beside rewards inline, over seconds of a step alone."""
+    training = Training()
+    ratios: dict[str, list[float]] = {"step_ratio": [], "step_ratio_inline": []}
+    for _ in range(rounds):
+        for name, engine in zip(ratios, ("processes:1", "inline"), strict=True):
+            alone = statistics.median(training.step_s() for _ in range(20))
+            ratios[name].append(training.steps_s_beside(engine, rollouts) / alone)
+            print(f"a step beside {engine}: {ratios[name][-1]:.3f} of {alone:.3f} s alone", flush=True)
+    return {name: round(statistics.median(found), 3) for name, found in ratios.items()}
+
+
 def join_ray() -> bool:
     """Start a Ray cluster of this machine, which the workers find; False where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
@@ -121,6 +179,8 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    # before Ray's processes share the cores
+    steps = step_ratios(args.rounds, args.rollouts)
     engines = ENGINES if join_ray() else ENGINES[:2]
     rates: dict[str, list[float]] = {engine: [] for engine in engines}
     costs: dict[str, list[float]] = {engine: [] for engine in ENGINES[:2]}
@@ -136,7 +196,7 @@ def main() -> None:
     cost = {engine: statistics.median(found) for engine, found in costs.items()}
     result = {f"{engine.partition(':')[0]}_ratio": round(rate[engine] / rate["inline"], 2) for engine in engines[1:]}
     result["overhead_ms"] = round(cost["processes:2"] - cost["inline"], 3)
-    print(json.dumps(result))
+    print(json.dumps(result | steps))
 
 
 if __name__ == "__main__":
