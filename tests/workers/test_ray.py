@@ -166,11 +166,14 @@ async def test_a_node_with_other_versions_is_refused(
         await run(played)
 
 
-async def test_a_stranger_is_not_let_in(new_engine: Callable[..., Any]) -> None:
+async def test_a_stranger_is_not_let_in(new_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from verifiers.workers import ray_engine
+
+    monkeypatch.setattr(ray_engine, "_GREETING_S", 0.5)
     engine = new_engine(1)
     played, _ = world.workers_of(world.one_turn, engine)
     await run(played)
-    for greeting in (b"0" * 64 + b"\n", b"x" * 10_000):
+    for greeting in (b"0" * 64 + b"\n", b"x" * 10_000, b""):
         reader, writer = await asyncio.open_connection(*engine.listens_at)
         writer.write(greeting)
         async with asyncio.timeout(world.WITHIN_S):

@@ -35,6 +35,7 @@ logger = logging.getLogger("verifiers.workers")
 _LAST_LINES = 3
 _LONGEST_KEY = 64
 _CONNECT_S = 60.0
+_GREETING_S = 10.0
 _REACH_S = 10.0
 _POLL_S = 0.2
 _OUTPUT_S = 1.0
@@ -300,15 +301,23 @@ _Expected = dict[str, Callable[[asyncio.Transport], asyncio.Protocol]]
 
 
 class _Arrival(asyncio.Protocol):
-    """A connection whose first line has to be a secret that an actor was given, good for one connection."""
+    """A connection whose first line has to be a secret that an actor was given, good for one connection.
+
+    A stranger's is closed as soon as it says something else, or nothing for a while.
+    """
 
     def __init__(self, expected: _Expected) -> None:
         self._expected = expected
         self._received = b""
         self._transport: asyncio.Transport
+        self._silence: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._silence = asyncio.get_running_loop().call_later(_GREETING_S, self._transport.abort)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._silence.cancel()
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -319,6 +328,7 @@ class _Arrival(asyncio.Protocol):
         if begin is None:
             self._transport.abort()
             return
+        self._silence.cancel()
         protocol = begin(self._transport)
         self._transport.set_protocol(protocol)
         if rest:
