@@ -134,7 +134,7 @@ async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
         await asyncio.sleep(0.1)
         may_begin.set()
         async with asyncio.timeout(10):
-            while len(run.progress) == 0:
+            while len(run.progress) == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     (row,) = read_run(tmp_path).rows
     assert (row["outcome"], row["reward"]) == ("cancelled", None)

@@ -195,7 +195,7 @@ class Routes:
     # -- generating -----------------------------------------------------------------------------------------
 
     async def _generate(self, jobs: Sequence[GenerationRequest]) -> list[Generation]:
-        promises = [asyncio.wrap_future(self._engine.submit(job)) for job in jobs]
+        promises = [asyncio.wrap_future(promise) for promise in self._engine.submit_all((job, None) for job in jobs)]
         try:
             generations = await asyncio.gather(*promises)
         finally:
@@ -210,8 +210,8 @@ class Routes:
     ) -> web.StreamResponse:
         progress = Progress()
         watched = [Watched(index, progress) for index in range(len(jobs))]
-        for item, job in zip(watched, jobs, strict=True):
-            item.follow(self._engine.submit(job, item))
+        for item, promise in zip(watched, self._engine.submit_all(zip(jobs, watched, strict=True)), strict=True):
+            item.follow(promise)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await response.prepare(request)

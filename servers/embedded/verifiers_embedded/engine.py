@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal
 
@@ -129,21 +129,28 @@ class Engine:
         """Rows and columns (tokens) of key-value cache that memory is held for."""
         return self._batch.allocated
 
-    def submit(self, request: GenerationRequest, watcher: Watcher | None = None) -> Future[Generation]:
-        """Queues a request. Cancelling the future frees its slot at the next step."""
+    def submit(self, request: GenerationRequest) -> Future[Generation]:
+        """Queue a request. Cancelling the future frees its slot at the next step."""
+        return self.submit_all([(request, None)])[0]
+
+    def submit_all(self, requests: Iterable[tuple[GenerationRequest, Watcher | None]]) -> list[Future[Generation]]:
+        """Queue requests that begin together, as far as slots are free, so that an equal prompt is computed once."""
+        sequences = [self._sequence(request, watcher) for request, watcher in requests]
+        with self._wake:
+            if self._failure is not None:
+                for sequence in sequences:
+                    _settle(sequence.future, error=self._failure)
+            else:
+                self._waiting.extend(sequences)
+                self._wake.notify()
+        return [sequence.future for sequence in sequences]
+
+    def _sequence(self, request: GenerationRequest, watcher: Watcher | None) -> Sequence:
         matcher = StopMatcher(self._decode, request.stop) if request.stop else None
-        future: Future[Generation] = Future()
         noise = NoiseStream(request.sampling.seed)
         guide = None if request.grammar is None else request.grammar.begin()
         prompt = list(request.prompt_ids)
-        sequence = Sequence(request, future, matcher, noise, prompt, watcher=watcher, guide=guide)
-        with self._wake:
-            if self._failure is not None:
-                _settle(future, error=self._failure)
-            else:
-                self._waiting.append(sequence)
-                self._wake.notify()
-        return future
+        return Sequence(request, Future(), matcher, noise, prompt, watcher=watcher, guide=guide)
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop sampling; the future is done when no more tokens come.
