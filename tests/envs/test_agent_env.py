@@ -181,21 +181,23 @@ def refuse_forced_calls(sent: Any) -> None:
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half of a surrogate pair"),
     ],
 )
-@pytest.mark.parametrize("goes_on", [True, False])
-async def test_what_one_agent_asks_does_not_end_the_run(asked: dict[str, Any], text: str, goes_on: bool) -> None:
+@pytest.mark.parametrize("then", ["goes on", "fails", "ends"])
+async def test_what_one_agent_asks_does_not_end_the_run(asked: dict[str, Any], text: str, then: str) -> None:
     async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
         body = {"model": model, "messages": row["prompt"], **asked}
         url, headers = f"{base_url}/chat/completions", {"x-api-key": api_key}
         async with aiohttp.request("POST", url, json=body, headers=headers) as response:
             assert response.status == 400
             refusal = await response.text()
-        if not goes_on:
+        if then == "fails":
             raise RuntimeError(refusal)
+        if then == "ends":
+            return "42"
         return await two_calls(row, base_url=base_url, api_key=api_key, model=model)
 
     async with FakeOpenAIServer("42") as server:
         rollout = await played(env_of(run), server, check_call=refuse_forced_calls)
-    if goes_on:
+    if then == "goes on":
         assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.COMPLETED, 1.0, 2)
     else:
         assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)

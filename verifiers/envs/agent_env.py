@@ -157,10 +157,10 @@ class GatewayEnv(Environment, abc.ABC):
     def _finish(self, state: State, session: Session, result: Any) -> None:
         calls = session.calls
         if not calls and not session.client.is_cut_off:
+            refused = session.newest_refusal
+            why = f"a call was refused: {refused}" if refused else "does it use the base URL and key given?"
             # from the failure of its calls, where they failed
-            raise AgentError(
-                "the agent ended without an answer of the policy; does it use the base URL and key given?"
-            ) from session.client.last_error
+            raise AgentError(f"the agent ended without an answer of the policy; {why}") from session.client.last_error
         for call in calls:
             message = call.answer["choices"][0]
             said = message.get("message") or {"role": "assistant", "content": message.get("text") or ""}

@@ -104,6 +104,7 @@ class Session:
         key: the secret that names the session.
         is_over_budget: set when a call was refused for the budget.
         is_sealed: the rollout is over, and calls add nothing.
+        newest_refusal: why the gateway refused the newest call that it refused; "" where it refused none.
     """
 
     client: RolloutClient
@@ -115,6 +116,7 @@ class Session:
     key: str = field(default_factory=lambda: f"sk-vf-{secrets.token_urlsafe(32)}", repr=False)
     is_over_budget: asyncio.Event = field(default_factory=asyncio.Event)
     is_sealed: bool = False
+    newest_refusal: str = ""
     _exchanges: dict[bytes, list[Exchange]] = field(default_factory=lambda: defaultdict(list))
     _order: list[Exchange] = field(default_factory=list)
     _refusal: RefusedCallError | None = None
@@ -169,6 +171,9 @@ class Session:
         self._requests += 1
         try:
             yield
+        except RefusedCallError as refusal:
+            self.newest_refusal = str(refusal)
+            raise
         finally:
             self._requests -= 1
 
