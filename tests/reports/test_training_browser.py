@@ -37,7 +37,7 @@ async def test_the_page_shows_everything_that_its_data_has(browser: Any, tmp_pat
         "Rollout-bound: the trainer waited 71 % of the time",
         "max_concurrent above 64",
         "30 of 100",
-        "0.625 ± 0.05",
+        "0.625 ± 0.050",
         "11.50 GiB",
         "torch's allocations on cuda:0",
         "SandboxError: no room",

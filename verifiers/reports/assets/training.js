@@ -13,7 +13,10 @@ function section(title, note, ...parts) {
 }
 
 function estimate({ reward, error }) {
-  return error === null ? compact(reward) : `${compact(reward)} ± ${compact(error)}`;
+  if (!error) return compact(reward);
+  // two digits of the error
+  const decimals = Math.max(0, 1 - Math.floor(Math.log10(error)));
+  return `${reward.toFixed(decimals)} ± ${error.toFixed(decimals)}`;
 }
 
 function headFacts({ head }) {
