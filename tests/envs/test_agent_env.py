@@ -11,6 +11,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.inference.wire import WireObject
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.runner import RolloutRunner
 from verifiers.testing import FakeOpenAIServer, Fault
@@ -112,6 +113,19 @@ async def test_a_budget_truncates_and_scores_what_there_is(limits: dict[str, int
     assert sum(row.sampled_tokens for row in rollout.rows) > 0
 
 
+async def test_a_budget_that_is_used_up_before_the_first_answer_gives_no_reward() -> None:
+    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            ask = client.chat.completions.create
+            await asyncio.gather(*(ask(model=model, messages=[{"role": "user", "content": c}]) for c in "ab"))
+        return ""
+
+    async with FakeOpenAIServer("42", latency_s=0.5) as server:
+        rollout = await played(env_of(run, max_turns=1), server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
+    assert "no answer of the policy before its time or its budget" in rollout.failure.text
+
+
 async def test_the_time_of_a_rollout_truncates_it() -> None:
     async def run(row: Any, **given: Any) -> str:
         await two_calls(row, **given)
@@ -126,7 +140,7 @@ async def test_an_agent_whose_time_is_over_before_its_first_answer_has_no_reward
     async with FakeOpenAIServer("42") as server:
         rollout = await played(env_of(hangs, timeout_seconds=0.3), server)
     assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
-    assert "no answer of the policy before its time was over" in rollout.failure.text
+    assert "no answer of the policy before its time" in rollout.failure.text
 
 
 async def calls_after_an_overlong_one(row: Any, *, base_url: str, api_key: str, model: str) -> str:
@@ -178,6 +192,7 @@ def refuse_forced_calls(sent: Any) -> None:
             "image",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half of a surrogate pair"),
     ],
 )
@@ -202,6 +217,36 @@ async def test_what_one_agent_asks_does_not_end_the_run(asked: dict[str, Any], t
     else:
         assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
         assert text in rollout.failure.text
+
+
+class WithoutStops:
+    """An endpoint whose API has no stop sequences."""
+
+    base_url, api_key = "http://policy", "EMPTY"
+
+    async def call(self, path: str, arguments: Any) -> WireObject:
+        if "stop" in arguments:
+            raise vf.ConfigError("the Responses API has no argument 'stop'")
+        message = {"role": "assistant", "content": "42"}
+        return WireObject({"id": "1", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]})
+
+    async def close(self) -> None: ...
+
+
+async def test_an_argument_that_the_endpoint_cannot_take_fails_the_rollout_that_asked_for_it() -> None:
+    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        stop = {"stop": ["."]} if row["answer"] == "0" else {}
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            answer = await client.chat.completions.create(model=model, messages=row["prompt"], **stop)
+        return answer.choices[0].message.content or ""
+
+    runner = RolloutRunner(env_of(run), WithoutStops(), "fake")
+    prompt = [{"role": "user", "content": "6 times 7?"}]
+    group = await runner.run_group(
+        [RolloutRequest(RolloutKey(0, number, 0), prompt, answer) for number, answer in enumerate(("0", "42"))]
+    )
+    assert [rollout.reward for rollout in group.rollouts] == [None, 1.0]
+    assert "no argument 'stop'" in group.rollouts[0].failure.text
 
 
 class JudgesAfterwards(vf.AgentEnv):
@@ -246,7 +291,7 @@ async def test_a_call_that_the_agent_gave_up_does_not_decide_the_outcome() -> No
 
 
 async def test_an_agent_that_swallows_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verifiers.envs.agent_env.WIND_UP_S", 0.2)
+    monkeypatch.setattr("verifiers.envs.agent_env.CANCELLED_S", 0.2)
     over = asyncio.Event()
 
     async def run(row: Any, **given: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import resource
@@ -17,7 +18,9 @@ import openai
 import pytest
 
 from verifiers.gateway import gateway as gateway_module
+from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.gateway import Gateway
+from verifiers.gateway.http_json import json_object
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.wire import WireObject
@@ -94,6 +97,42 @@ async def test_an_unknown_key_is_refused_whatever_its_headers_are(opened: Any) -
     headers = {"Authorization": "Bearer sk-" + "a" * 500_000}
     async with aiohttp.ClientSession() as http, http.get(f"{url}/models", headers=headers) as response:
         assert response.status == 401
+
+
+async def test_a_connection_whose_headers_have_no_end_is_closed_before_they_are_many(opened: Any) -> None:
+    session, url, _ = await opened("fine")
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    # a request in order, and then the next one's headers
+    writer.write(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: {session.key}\r\n\r\n".encode())
+    assert b"200 OK" in await reader.readline()
+    writer.write(b"GET /v1/models HTTP/1.1\r\n")
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 100:
+            writer.write(f"x-{sent}: {'a' * MIB}\r\n".encode())
+            await writer.drain()
+            sent += 1
+    # beside what the sockets hold
+    assert sent < 20
+
+
+@pytest.mark.parametrize(
+    ("body", "passes"),
+    [
+        ('{"messages": [' + "[]," * 200_000, False),
+        ('{"a": "' + "[,{" * 200_000 + '"}', True),
+        ('{"a": "' + '\\",' * 200_000 + '"}', True),
+        ('{"a": "' + '\\"' * 200_000 + "," * 200_000, True),
+    ],
+)
+def test_values_are_counted_before_a_body_is_read_and_text_counts_nothing(body: str, passes: bool) -> None:
+    refused = ""
+    try:
+        json_object(body.encode())
+    except RefusedCallError as error:
+        refused = str(error)
+    assert ("more than 200,000 values" in refused) == (not passes)
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ async def test_the_memory_cannot_be_filled_with_empty_files(contained: str) -> N
     async with await open_sandbox(SandboxSpec(isolation="bubblewrap", disk_bytes=8 << 20)) as sandbox:
         files = "import os\nfor number in range(10**7): open(f'/tmp/f{number}', 'w').close()"
         assert (await python(sandbox, files)).exit_code == -9
-        # what is there already may be removed, however long it takes; -xdev: a Python that lives in /tmp is mounted there
+        # what is there already may be removed, however long it takes; -xdev: a Python in /tmp is mounted there
         removed = await sandbox.run("find /tmp/ -xdev -type f -delete && echo on", timeout_s=150)
         assert removed.stdout == "on\n", removed
 

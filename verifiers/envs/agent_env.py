@@ -34,7 +34,10 @@ RunAgent = Callable[..., Any]
 """`run(row, *, base_url, api_key, model)`, sync or async; gives the final answer, or items of the state."""
 
 WIND_UP_S = 5.0
-"""Seconds that an agent has for its end: after a call was refused for the budget, and after it was cancelled."""
+"""Seconds that an agent has for its end after a call was refused for the budget."""
+
+CANCELLED_S = 3.0
+"""Seconds that an agent has for its end after it was cancelled."""
 
 
 class AgentOptions(EnvironmentOptions, total=False):
@@ -142,8 +145,9 @@ class GatewayEnv(Environment, abc.ABC):
         is_cut = isinstance(newest, RefusedCallError) and newest.ends_rollout
         client.overlong = False
         client.is_cut_off = is_cut or deadline.expired()
-        if client.is_cut_off and not is_cut and not session.calls:
-            failure = AgentError("the agent got no answer of the policy before its time was over")
+        is_overlong = isinstance(newest, RefusedCallError) and newest.code == "context_length_exceeded"
+        if client.is_cut_off and not is_overlong and not session.calls:
+            failure = AgentError("the agent got no answer of the policy before its time or its budget was over")
         elif client.is_cut_off:
             failure = None
         if failure is not None:
@@ -244,10 +248,10 @@ async def _ended(task: asyncio.Task[Any]) -> Any:
     except asyncio.CancelledError:
         if not task.done():
             task.cancel()
-            _, running = await asyncio.wait({task}, timeout=WIND_UP_S)
+            _, running = await asyncio.wait({task}, timeout=CANCELLED_S)
             if running:
                 logger.warning(
-                    "an agent does not end though it was cancelled %g s ago; it is left behind.", WIND_UP_S
+                    "an agent does not end though it was cancelled %g s ago; it is left behind.", CANCELLED_S
                 )
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
         raise

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import at_loop_end
 from verifiers.gateway.calls import RefusedCallError
-from verifiers.gateway.http_json import json_object, json_response, refuse_many_values
+from verifiers.gateway.http_json import json_object, json_response
 from verifiers.gateway.listener import MAX_BODY, MAX_HEADERS, Listener
 from verifiers.gateway.session import OVER, Exchange, Session
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.installation import install_hint
+from verifiers.log import text_without_credentials
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -175,7 +176,7 @@ class Gateway:
             return web.Response()
         except Exception as error:
             logger.exception("%s %s failed", request.method, request.path)
-            text = f"the gateway failed: {type(error).__name__}: {error}"
+            text = text_without_credentials(f"the gateway failed: {type(error).__name__}: {error}")
             return _refused(wire, RefusedCallError(text, status=500, code="gateway_error"))
 
     async def _answer(
@@ -191,9 +192,7 @@ class Gateway:
         except web.HTTPRequestEntityTooLarge as error:
             text = f"the body has more than {MAX_BODY // 2**20} MiB."
             raise RefusedCallError(text, status=413, code="request_too_large") from error
-        body = json_object(raw)
-        refuse_many_values(body)
-        call = wire.read(body, session)
+        call = wire.read(json_object(raw), session)
         if path.endswith("/count_tokens"):
             return json_response({"input_tokens": await session.count_tokens(call)})
         retries = request.headers.get("x-stainless-retry-count", "0")

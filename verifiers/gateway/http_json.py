@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from verifiers.gateway.calls import RefusedCallError
@@ -10,20 +12,26 @@ from verifiers.gateway.calls import RefusedCallError
 if TYPE_CHECKING:
     from aiohttp import web
 
-__all__ = ["json_bytes", "json_object", "json_response", "openai_error", "refuse_many_values"]
+__all__ = ["json_bytes", "json_object", "json_response", "openai_error"]
 
 MAX_VALUES = 200_000
 """In the objects and lists of one call's body, all together."""
+
+
+# a string, also one without an end, is one match: what is in it counts nothing
+_STRUCTURE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{,]', re.DOTALL)
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
     """Return a body as an object.
 
     Raises:
-        RefusedCallError: it is not a JSON object.
+        RefusedCallError: it is not a JSON object, or has more than `MAX_VALUES`, which would hold up other sessions.
     """
     try:
-        body = json.loads(raw)
+        text = raw.decode("utf-8-sig", "surrogatepass")
+        _refuse_many_values(text)
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RefusedCallError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -31,21 +39,14 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def refuse_many_values(body: dict[str, Any]) -> None:
-    """Refuse a body of so many values that checking them would hold up other sessions.
-
-    Raises:
-        RefusedCallError: it has more than `MAX_VALUES`.
-    """
-    left, count = [body], 0
-    while left:
-        item: Any = left.pop()
-        if isinstance(item, (dict, list)):
-            count += len(item)
-            if count > MAX_VALUES:
-                text = f"the body has more than {MAX_VALUES:,} values; send fewer messages."
-                raise RefusedCallError(text, status=413, code="request_too_large")
-            left += item.values() if isinstance(item, dict) else item
+def _refuse_many_values(text: str) -> None:
+    # each value follows a comma or the bracket of what it is in
+    if sum(map(text.count, "[{,")) <= MAX_VALUES:
+        return
+    outside_strings = (match for match in _STRUCTURE.finditer(text) if text[match.start()] != '"')
+    if next(itertools.islice(outside_strings, MAX_VALUES, None), None) is not None:
+        said = f"the body has more than {MAX_VALUES:,} values; send fewer messages."
+        raise RefusedCallError(said, status=413, code="request_too_large")
 
 
 def json_bytes(data: Any) -> bytes:

@@ -80,6 +80,10 @@ class Listener:
 
         @web.middleware
         async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.transport is not None:
+                connection = request.transport.get_protocol()
+                assert isinstance(connection, _Connection)
+                connection.begin_request(request)
             self._answered.add(request.protocol)
             try:
                 return await handler(request)
@@ -144,7 +148,7 @@ class Listener:
             return _Refusal()
         self._accepted += 1
         asyncio.get_running_loop().call_soon(self._count_connected)
-        return server()
+        return _Connection(server())
 
     def _make_room(self, connections: list[Any]) -> bool:
         """Close a connection that waits for nothing where there is no room; return False where there is none."""
@@ -164,6 +168,39 @@ class Listener:
     def _count_connected(self) -> None:
         # asyncio calls connection_made right after
         self._accepted -= 1
+
+
+class _Connection(asyncio.Protocol):
+    """A connection of aiohttp's, closed where it sends more than headers may have before a request begins.
+
+    aiohttp counts the lines of headers, and each line's bytes, but holds all of them before it calls the application.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+        self._transport: asyncio.WriteTransport
+        self._body: Any = None
+        self._received = 0
+        self.eof_received = handler.eof_received
+        self.connection_lost = handler.connection_lost
+        self.pause_writing, self.resume_writing = handler.pause_writing, handler.resume_writing
+
+    def begin_request(self, request: web.Request) -> None:
+        """Count what comes after a request's body."""
+        self._body, self._received = request.content, 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._body is None or self._body.is_eof():
+            self._received += len(data)
+        if self._received > 2 * MAX_HEADERS:
+            self._transport.abort()
+        else:
+            self._handler.data_received(data)
 
 
 class _Refusal(asyncio.Protocol):

@@ -304,13 +304,15 @@ class Session:
         max_tokens = 0
         if not all(_is_unicode(text) for text in _texts_in(call.arguments)):
             raise RefusedCallError("a text of the call has half of a surrogate pair; send whole characters.")
+        if call.max_tokens is not None and call.max_tokens < 1:
+            raise RefusedCallError(f"max_tokens is {call.max_tokens}; give 1 or more.")
         if self.is_policy(call):
             arguments = self._policy_arguments(call)
             if self.budget.completion_tokens is not None:
                 max_tokens = arguments.get("max_completion_tokens") or arguments["max_tokens"]
             work = self._ask(self.client, call, arguments)
         elif call.model in self.helpers:
-            limit = {} if call.max_tokens is None else {"max_tokens": call.max_tokens}
+            limit = {} if call.max_tokens is None else {_name_of_limit(call): call.max_tokens}
             work = self._ask(
                 self.helpers[call.model], call, {**call.arguments, **call.sampling, **limit, "model": call.model}
             )
@@ -329,20 +331,16 @@ class Session:
         calls = self.budget.calls
         if left == 0 or (calls is not None and calls <= sum(not each.has_failed for each in self._policy_calls())):
             self.is_over_budget.set()
-            self._refusal = RefusedCallError(
-                f"the rollout has used its budget of {calls or 'any number of'} calls and "
-                f"{self.budget.completion_tokens or 'any number of'} sampled tokens.",
-                status=403,
-                code="budget_exceeded",
-            )
+            used = f"{self.budget.completion_tokens} sampled tokens" if left == 0 else f"{calls} calls"
+            text = f"the rollout has used its budget of {used}."
+            self._refusal = RefusedCallError(text, status=403, code="budget_exceeded")
             raise self._refusal
         given = {name: value for name, value in self.sampling_args.items() if value is not None}
         arguments = {**call.arguments, **given, "model": self.model}
         limits = [arguments.pop(name, None) for name in ("max_tokens", "max_completion_tokens")]
         limits = [value for value in (*limits, call.max_tokens, left) if value is not None]
         if limits:
-            # the name that every chat model knows; text completions have the other alone
-            arguments["max_completion_tokens" if call.path == CHAT else "max_tokens"] = min(limits)
+            arguments[_name_of_limit(call)] = min(limits)
         stops = [*_listed(call.arguments.get("stop")), *_listed(self.sampling_args.get("stop"))]
         if stops:
             arguments["stop"] = list(dict.fromkeys(stops))
@@ -352,7 +350,7 @@ class Session:
             if _is_refused(self.client, {**given, "model": self.model}):
                 # the run's own arguments: the call itself ends the run
                 return arguments
-            raise RefusedCallError(str(error), code="unsupported_value") from None
+            raise RefusedCallError(text_without_credentials(str(error)), code="unsupported_value") from None
         return arguments
 
     async def _ask(
@@ -363,7 +361,10 @@ class Session:
         except OverlongPromptError as error:
             raise RefusedCallError(str(error), code="context_length_exceeded") from error
         except ConfigError as error:
-            raise RefusedCallError(str(error), code="unsupported_value") from error
+            if client.fatal_error is error and (call.path != CHAT or call.arguments.keys() - {"messages"}):
+                # the next agent may ask for something else
+                client.fatal_error = None
+            raise RefusedCallError(text_without_credentials(str(error)), code="unsupported_value") from error
         except ModelError as error:
             # the run's own retries are over; what the server says of the call itself, the agent may mend
             status = (error.status or 0) if isinstance(error, ProviderError) else 0
@@ -372,6 +373,11 @@ class Session:
             text = text_without_credentials(str(error))
             raise RefusedCallError(text, status=kept, code="upstream_error") from error
         return dict(plain_data(response)), recorded
+
+
+def _name_of_limit(call: AgentCall) -> str:
+    # the name that every chat model knows; text completions have the other alone
+    return "max_completion_tokens" if call.path == CHAT else "max_tokens"
 
 
 def read_arguments(text: str) -> Any:
