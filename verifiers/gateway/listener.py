@@ -181,9 +181,6 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.WriteTransport
         self._body: Any = None
         self._received = 0
-        self.eof_received = handler.eof_received
-        self.connection_lost = handler.connection_lost
-        self.pause_writing, self.resume_writing = handler.pause_writing, handler.resume_writing
 
     def begin_request(self, request: web.Request) -> None:
         """Count what comes after a request's body."""
@@ -201,6 +198,18 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         else:
             self._handler.data_received(data)
+
+    def eof_received(self) -> None:
+        self._handler.eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._handler.connection_lost(error)
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
 
 
 class _Refusal(asyncio.Protocol):
