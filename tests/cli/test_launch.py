@@ -44,7 +44,8 @@ SCRIPTS = {
     "options": '[cluster]\ngpus_per_node = 4\nsbatch = ["--partition=p", "--account=a"]\ntrainer_nodes = 3\n'
     'accelerate_config = "my ddp.yaml"\n',
     "ray": '[server]\nlaunch = "vllm"\n[workers]\nengine = "ray"\ncount = 5\nstart_timeout = 60.0\n'
-    "cpus = 1.5\nresources = { docker = 0.5 }\n[cluster]\nserver_nodes = 1\nray_nodes = 2\n",
+    "cpus = 1.5\nresources = { docker = 0.5, GPU = 0.5, memory = 1073741824 }\n"
+    "[cluster]\nserver_nodes = 1\nray_nodes = 2\n",
 }
 
 
@@ -97,15 +98,18 @@ def test_a_ray_cluster_has_what_the_workers_of_the_run_need(tmp_path: Path) -> N
     assert head["rayStartParams"] == {"num-cpus": "0"}
     assert {group[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {2}
     # three of the five workers at most
-    assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == {"cpu": 5}
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == {
+        "cpu": 5, "nvidia.com/gpu": 2, "memory": 3 << 30,
+    }  # fmt: skip
     assert group["rayStartParams"] == {"resources": """'{"docker": 1.5}'"""}
     name = found["RayCluster"]["metadata"]["name"]
     joins = found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
     assert f"ray start --address {name}-head-svc:6379 --num-cpus=0" in joins
     subprocess.run(["bash", "-n", "-c", joins], check=True)
     guarded = [one for one in yaml.safe_load_all(text) if one["kind"] == "NetworkPolicy"]
-    parts = [one["spec"]["podSelector"]["matchLabels"]["part"] for one in guarded]
-    assert parts == ["server", "ray"]
+    parts = [one["spec"]["podSelector"]["matchLabels"].get("part") for one in guarded]
+    # with Ray all pods of the run: rank 0's is a node of it, too
+    assert parts == ["server", None]
 
 
 def test_the_parts_of_the_manifests_find_each_other() -> None:

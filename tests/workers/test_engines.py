@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -58,15 +60,20 @@ def is_alive(pid: str) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-async def test_a_killed_worker_leaves_no_process_of_its_own(tmp_path: Path, new_engine: NewEngine) -> None:
+@pytest.mark.parametrize("by", ["the run", "another process"])
+async def test_a_killed_worker_leaves_no_process_of_its_own(by: str, tmp_path: Path, new_engine: NewEngine) -> None:
     played, workers = world.workers_of(functools.partial(world.Faulty, str(tmp_path)), new_engine(1))
     noted = tmp_path / "child"
     async with asyncio.timeout(world.WITHIN_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(world.runner_of(played).run_groups(world.fault_requests("start a process", size=1)))
         await world.until(lambda: noted.exists() and noted.read_text())
-        assert is_alive(noted.read_text())
-        workers.pool()._links[0].running.kill()
-        await world.until(lambda: not is_alive(noted.read_text()))
+        child, worker = noted.read_text().split()
+        assert is_alive(child)
+        if by == "the run":
+            workers.pool()._links[0].running.kill()
+        else:
+            os.kill(int(worker), signal.SIGKILL)
+        await world.until(lambda: not is_alive(child))
 
 
 async def test_logs_and_prints_reach_the_run_with_the_number_of_their_worker(

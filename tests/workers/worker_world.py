@@ -163,7 +163,7 @@ class Faulty(vf.SingleTurnEnv):
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "start a process":
             child = await asyncio.create_subprocess_exec("sleep", "3600")
-            (self.directory / "child").write_text(str(child.pid))
+            (self.directory / "child").write_text(f"{child.pid} {os.getpid()}")
             await asyncio.sleep(3600)
         if what.startswith("await release"):
             (self.directory / what).touch()

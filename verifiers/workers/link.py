@@ -71,8 +71,8 @@ class WorkerLink:
 
     @property
     def may_play(self) -> bool:
-        """True where its environment is loaded and it has ended all that was to end."""
-        return self.is_ready and not self._timers
+        """True where its environment is loaded, its connection stands, and it has ended all that was to end."""
+        return self.is_ready and not self.lost.done() and not self._timers
 
     # -- for the pool ---------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class WorkerLink:
 
         def kill() -> None:
             if self.running is not None:
-                logger.warning("worker %d gives no answer for %g s and is killed.", self.number, limit_s)
+                logger.warning("worker %d did not answer within %g s and was killed.", self.number, limit_s)
                 self.running.kill()
 
         if what not in self._timers:

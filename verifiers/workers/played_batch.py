@@ -97,6 +97,9 @@ class PlayedBatch:
     def begin(self, index: int) -> None:
         """Play a rollout as soon as it has its slot."""
         assert self._tasks is not None
+        if self._results.done():
+            # a task of the environment's that has outlived the batch
+            return
         self._queued[index] = self._tasks.create_task(self._begin(index))
 
     async def _begin(self, index: int) -> None:
@@ -123,6 +126,11 @@ class PlayedBatch:
 
     def end(self, index: int, message: Message) -> None:
         end = self._ends.get(index)
+        if end is None and index in self._queued:
+            # given up before it had its slot: it takes none, and the worker has nothing to end
+            self._ends[index] = asyncio.get_running_loop().create_future()
+            self._ends[index].set_result(None)
+            self._queued[index].cancel()
         if end is None or end.done():
             return
         fatal = self.records[index].client.fatal_error
@@ -155,11 +163,11 @@ class PlayedBatch:
         self._results.set_result(results)
 
     def _judge(self, index: int, verdict: Message) -> None:
-        """Take what the worker knows of a rollout's end; its own deadline on rank 0 counts first."""
+        """Take the worker's verdict on a rollout; a deadline that passed on rank 0 comes first."""
         record = self.records[index]
         client = record.client
         client.is_cut_off |= verdict.get("is_cut_off", False)
-        # the worker knows which of the failed calls its environment has made good
+        # the verdict leaves out failed calls that the environment has made good
         client.overlong = verdict.get("overlong", False)
         client.last_error = None
         if "failure" in verdict and record.failure is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import itertools
 import logging
 import pickle
@@ -281,7 +280,7 @@ class _Pool:
             most = self._workers.multiplex
             free = [link for link in self._links if link.may_play and not link.is_retiring]
             free = [link for link in free if link.in_play + size <= most or not link.in_play]
-            # a group is scored in one worker: where its own winds something down, wait for that
+            # a group is scored in one worker: while that is still cancelling something, wait for it
             if free and holder is None:
                 return min(free, key=lambda link: (link.unscored, link.number))
             change = asyncio.get_running_loop().create_future()
@@ -377,8 +376,12 @@ class _Pool:
 
 async def _reap(running: RunningWorker) -> str:
     """Wait for a worker's end and return its reason; one that does not end is killed."""
-    with contextlib.suppress(TimeoutError):
+    try:
         async with asyncio.timeout(_CLOSE_S):
             return await running.wait()
-    running.kill()
-    return await running.wait()
+    except TimeoutError:
+        running.kill()
+        return await running.wait()
+    except BaseException:
+        running.kill()
+        raise

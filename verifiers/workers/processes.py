@@ -73,27 +73,36 @@ class ProcessEngine:
 class _Process:
     def __init__(self, process: subprocess.Popen[bytes], number: int) -> None:
         self._process, self._number = process, number
+        self._is_killed = False
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._logging = threading.Thread(target=self._log, name=f"verifiers-worker-{number}", daemon=True)
         self._logging.start()
 
     def kill(self) -> None:
-        # the processes that it has started are of its group
+        self._is_killed = True
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group()
 
     async def wait(self) -> str:
-        while (code := self._process.poll()) is None:  # noqa: ASYNC110 - a process tells nobody
+        while (code := self._process.poll()) is None:  # noqa: ASYNC110 - no event is portable
             await asyncio.sleep(_POLL_S)
+        self._kill_group()
         # a process of its own that lives on may hold the pipe open
         await asyncio.to_thread(self._logging.join, 1.0)
         assert self._process.stdin is not None
         self._process.stdin.close()
+        if self._is_killed:
+            return "was killed"
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL (by hand, or because the machine is out of memory)"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         last = f"; its last output: {' | '.join(self._lines)}" if code and self._lines else ""
         return f"ended {how}{last}"
+
+    def _kill_group(self) -> None:
+        # the processes that it has started are of its group, and may live on without it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _log(self) -> None:
         assert self._process.stdout is not None
@@ -108,16 +117,24 @@ class _Process:
 
 
 def main(fd: int) -> None:
-    """Be a worker: serve rank 0 at the other end of a socket until rank 0 says so, or is gone."""
+    """Be a worker: serve rank 0 at the other end of a socket until a `close` message, or until it is lost."""
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
-    asyncio.run(_serve(sock))
+    parent_is_gone = threading.Event()
+    asyncio.run(_serve(sock, parent_is_gone))
+    if parent_is_gone.is_set():
+        _kill_own_group()
 
 
-async def _serve(sock: socket.socket) -> None:
+async def _serve(sock: socket.socket, parent_is_gone: threading.Event) -> None:
     loop = asyncio.get_running_loop()
     worker = RolloutWorker(set_up_process)
-    _end_with_parent(lambda: loop.call_soon_threadsafe(worker.ended.set))
+
+    def end() -> None:
+        parent_is_gone.set()
+        loop.call_soon_threadsafe(worker.ended.set)
+
+    _end_with_parent(end)
     await loop.create_unix_connection(lambda: worker.connection, sock=sock)
     await worker.serve()
 
@@ -132,6 +149,11 @@ def _end_with_parent(end: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):
             end()
         time.sleep(TEARDOWN_WITHIN_S)
-        os._exit(1)
+        _kill_own_group()
 
     threading.Thread(target=watch, name="verifiers-parent-watch", daemon=True).start()
+
+
+def _kill_own_group() -> None:
+    """End this process and all that it has started."""
+    os.killpg(0, signal.SIGKILL)

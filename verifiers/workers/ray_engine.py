@@ -140,6 +140,7 @@ class RayEngine:
         worker = _RayWorker(link, functools.partial(self._end_actor, number))
         try:
             place = await self._placed(actor)
+            worker.node = place["node"]
             if (theirs := place["versions"]) != (ours := _versions()):
                 raise ConfigError(
                     f"the Ray node {place['node']} has {theirs} and rank 0 has {ours}; install the same on each node"
@@ -167,7 +168,6 @@ class RayEngine:
             self._end_actor(number)
             worker.output.close()
             raise
-        worker.node = place["node"]
         return worker
 
     async def _placed(self, actor: Any) -> dict[str, str]:
@@ -388,7 +388,7 @@ class RolloutActor:
         return {"node": ray.util.get_node_ip_address(), "versions": _versions()}
 
     async def serve(self, host: str, port: int, keys: Mapping[str, str]) -> None:
-        """Be a worker: serve rank 0 until rank 0 says so, or is gone."""
+        """Be a worker: serve rank 0 until a `close` message, or until the connection is lost."""
         output = socket.create_connection((host, port), _CONNECT_S)
         output.settimeout(None)
         output.sendall(f"{keys['output']}\n".encode())

@@ -71,7 +71,7 @@ class RolloutWorker:
         self._prepare = prepare
 
     async def serve(self) -> None:
-        """Serve rank 0 until it says that this is the end, or is gone; then tear the environments down."""
+        """Serve rank 0 until a `close` message, or until the connection is lost; then tear the environments down."""
         with self.guards, relaxed_gc():
             try:
                 await self.ended.wait()
@@ -197,11 +197,16 @@ class _Record(RolloutRecord):
     granted: asyncio.Event = field(default_factory=asyncio.Event, kw_only=True)
 
     async def play(self, limits: BatchLimits, rollout: Callable[[Any], Awaitable[Any]]) -> tuple[Any, State]:
-        with limits.suspended():
-            self.send({"op": "play", "place": self.place})
-            await self.granted.wait()
-        # two arguments to super: slots make the class anew
-        return await RolloutRecord.play(self, limits, rollout)
+        try:
+            with limits.suspended():
+                self.send({"op": "play", "place": self.place})
+                await self.granted.wait()
+            # two arguments to super: slots make the class anew
+            return await RolloutRecord.play(self, limits, rollout)
+        except asyncio.CancelledError:
+            # by its environment: rank 0 has a slot for it, or one that it waits for
+            self.send({"op": "end", "place": self.place})
+            raise
 
     def drop(self) -> None:
         RolloutRecord.drop(self)
@@ -286,7 +291,7 @@ class _Batch:
 
 
 def _verdict(judged: RolloutRecord | Rollout, record: RolloutRecord) -> dict[str, Any]:
-    """Return what became of a rollout, as far as rank 0 cannot know."""
+    """Return what became of a rollout, as far as it is decided in the worker."""
     verdict: dict[str, Any] = {}
     if judged.failure is not None:
         assert judged.outcome is not None

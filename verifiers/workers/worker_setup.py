@@ -56,7 +56,13 @@ class _SendsLogs(logging.Handler):
         self._loop, self._send = loop, send
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = {"op": "log", "name": record.name, "level": record.levelno, "text": self.format(record)}
+        try:
+            text = self.format(record)
+        except Exception:
+            # a mistake in the call that logs, which is printed and ends nothing
+            self.handleError(record)
+            return
+        message = {"op": "log", "name": record.name, "level": record.levelno, "text": text}
         # the loop may have ended
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._send, message)

@@ -175,12 +175,15 @@ def _check_ray(run_file: str, run: RunFile) -> None:
         )
 
 
-def _ray_node(run: RunFile) -> tuple[int, str]:
-    """Return the CPUs that one node of Ray needs for its share of the workers, and its other resources as JSON."""
+def _ray_node(run: RunFile) -> tuple[dict[str, int], str]:
+    """Return what a node of Ray needs for its share of the workers, as Kubernetes names it, and the rest as JSON."""
     workers = run.workers
     share = math.ceil((workers.count or 1) / max(1, run.cluster.ray_nodes))
-    own = {name: share * amount for name, amount in workers.resources.items() if name not in ("GPU", "memory")}
-    return math.ceil(share * workers.cpus), json.dumps(own) if own else ""
+    needs = {name: share * amount for name, amount in {"CPU": workers.cpus, **workers.resources}.items()}
+    known = {"CPU": "cpu", "GPU": "nvidia.com/gpu", "memory": "memory"}
+    own = {name: amount for name, amount in needs.items() if name not in known}
+    limits = {known[name]: math.ceil(amount) for name, amount in needs.items() if name in known}
+    return limits, json.dumps(own) if own else ""
 
 
 def _template(name: str, values: dict[str, Any]) -> str:
@@ -241,9 +244,9 @@ def _kubernetes(run: RunFile, path: Path, values: dict[str, Any]) -> str:
         "mounts": _items(mounts, 12),
         "volumes": _items(volumes, 8),
     }
-    cpus, resources = _ray_node(run)
+    limits, resources = _ray_node(run)
     ray = {
-        "ray_cpus": cpus,
+        "ray_limits": json.dumps(limits),
         # ray start gets it through a shell
         "ray_params": f"resources: {json.dumps(shlex.quote(resources))}" if resources else "",
         "ray_mounts": _items(mounts, 14),
