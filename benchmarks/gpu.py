@@ -5,8 +5,8 @@
 
 Each stage is a process of its own; its results are printed as they come, one line of JSON each, and appended to
 --out. A stage that is still running when the minutes are over is ended, and what it has reported stays. Ends with one
-line of JSON: the machine, every figure by stage and name (null where it was not run), and what failed. The exit code
-is 1 where a check failed or a stage broke off.
+line of JSON: the machine, every figure by stage and name (null where it was not run, false where a check failed or a
+stage broke off), and what failed. The exit code is 1 where a check failed or a stage broke off.
 
 benchmarks/gpu/README.md lists the packages to bring to a machine without network.
 """

@@ -4,8 +4,9 @@
 
 A Qwen3 of one layer in float32 on one thread, so that nearly all memory is the head's; prompts are half as long as
 completions. Each side runs in a process of its own: without gradient, as old and reference log-probs are computed,
-and with forward and backward pass, entropies included, as a micro-batch is trained. Memory is how far the process's
-peak grew during the pass; gradients of the parameters are part of it. Values and gradients of both are compared.
+and with forward and backward pass, entropies included, as a micro-batch is trained. Memory is the process's peak
+during the pass less what it held when the pass began; gradients of the parameters are part of it. Linux only. Values
+and gradients of both are compared.
 
 Ends with one line of JSON: our peak over TRL's without gradient and with it, and the same of seconds.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -47,6 +47,7 @@ def run_side(options: argparse.Namespace) -> dict[str, float]:
     import torch
     from trl.trainer.utils import add_fused_lm_head
 
+    from verifiers.monitoring.stage_timer import peak_memory
     from verifiers.train.loss.fused_head import fuse_head
 
     model = make_model(options)
@@ -62,20 +63,21 @@ def run_side(options: argparse.Namespace) -> dict[str, float]:
     # what libraries allocate once is not of the pass
     with torch.no_grad():
         model(input_ids=ids[:1, -4:], labels=labels[:1, -4:], fused_lm_head=True)
-    before, started = peak_mb(), time.perf_counter()
+    meter = peak_memory(model.device)
+    if meter is None:
+        sys.exit("log_probs.py: peak memory is read from /proc, as Linux has it")
+    # a peak since just before is what is held now; the process's own may be higher, of memory that was freed
+    meter.take()
+    before, started = meter.take(), time.perf_counter()
     with torch.set_grad_enabled(options.measure == "with_gradient"):
         found = model(input_ids=ids, labels=labels, fused_lm_head=True)
     if options.measure == "with_gradient":
         (found.log_probs.mean() + 0.1 * found.entropy.mean()).backward()
-    seconds = time.perf_counter() - started
+    seconds, grown = time.perf_counter() - started, meter.take() - before
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item() if gradients else 0.0
     total = found.log_probs.sum().item()
-    return {"mb": peak_mb() - before, "seconds": seconds, "log_probs": total, "gradient": norm}
-
-
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"mb": grown / 2**20, "seconds": seconds, "log_probs": total, "gradient": norm}
 
 
 def main() -> None:

@@ -19,8 +19,9 @@ Faults are of runs of `--fault-steps` steps with a checkpoint every fifth of the
 at half time and the same command again, and 5 % of the grades failing.
 
 Ratios are ours over TRL's: medians (wall_ratio, wall_ratio_remote, memory_ratio), and geometric means paired by seed
-with 95 % intervals by Student's t (..._paired). Rounds of a seed count as one. Ends with one line of JSON. On two
-free cores five seeds take an hour or more, by an estimate; `--seeds 1` and `--places near` are shorter.
+with 95 % intervals by Student's t (..._paired). Rounds of a seed count as one. Where a run misses the target, the
+ratios of its place are null. Ends with one line of JSON. On two free cores five seeds take an hour or more, by an
+estimate; `--seeds 1` and `--places near` are shorter.
 """
 
 from __future__ import annotations
@@ -200,6 +201,8 @@ def report(args: argparse.Namespace, work: Path) -> None:
                 faults += measure_faults(SIDES / f"{name}.py", asked, threads, home / "faults", raises=seed == 0)
 
     def ratios(place: str, what: str, name: str) -> dict[str, Any]:
+        if not all(run.reached for side in sides for rounds in runs[side, place].values() for run in rounds):
+            return {name: None, f"{name}_paired": None}
         found = {
             side: {seed: [getattr(run, what) for run in rounds] for seed, rounds in runs[side, place].items()}
             for side in sides

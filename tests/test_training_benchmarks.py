@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import a module of the benchmarks' folders as the scripts do."""
-    for folder in ("gsm8k", "training_faults"):
+    for folder in ("gpu", "gsm8k", "training_faults"):
         monkeypatch.syspath_prepend(str(BENCHMARKS / folder))
     before = set(sys.modules)
     yield importlib.import_module
@@ -80,6 +81,76 @@ def test_a_trainer_that_counts_failures_as_zero_is_found_biased(load: Any, tmp_p
     assert honest["chance_low"] < honest["bias"] < honest["chance_high"]
     assert honest["failed"] == sum(failed)
     assert 0.03 < honest["failed"] / honest["graded"] < 0.07
+
+
+def log_line(step: int, *, eval_s: float = 0.0) -> dict[str, Any]:
+    """Return the log of two steps of 5 s, with a wait for an evaluation in each, and 300 sampled tokens in all."""
+    seconds = 5.0 + eval_s
+    times = {"time/step_s": seconds, "time/eval_s": eval_s, "tokens/sampled_per_s": 150 / seconds}
+    return {"step": step, "steps": 2, "reward": 0.5, "num_tokens": 200 * step, "memory/train_gib": step / 2, **times}
+
+
+LOGS = [
+    log_line(2),
+    {"step": 2, "eval_reward": 0.4},
+    log_line(4, eval_s=3.0),
+    {"step": 4, "eval_reward": 0.6},
+    log_line(6, eval_s=1.0),
+    {"step": 6, "eval_reward": 0.5},
+]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "seconds", "without_evaluations"), [(0.4, 10.0, 10.0), (0.5, 26.0, 20.0), (0.7, None, None)]
+)
+def test_seconds_to_a_threshold_have_the_waits_for_the_evaluations_before(
+    load: Any, threshold: float, seconds: float | None, without_evaluations: float | None
+) -> None:
+    figures = load("figures")
+    assert figures.seconds_to(LOGS, threshold) == seconds
+    assert figures.seconds_to(LOGS, threshold, evaluations=False) == without_evaluations
+
+
+@pytest.mark.parametrize(("operations", "mfu"), [(6, 0.4737), (4, 0.3158)])
+def test_rates_and_mfu_are_over_the_whole_clock_and_all_gpus(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: int, mfu: float
+) -> None:
+    figures, statistics = load("figures"), load("verifiers.evals.statistics")
+    score = statistics.mean_and_stderr_clustered([[1.0], [0.0]])
+    monkeypatch.setattr(figures, "held_out", lambda directory: (score, {}))
+    path = tmp_path / figures.METRICS
+    path.write_text("".join(json.dumps(line) + "\n" for line in LOGS))
+    found = figures.read_figures(tmp_path, [0.5], gpus=2, parameters=1e9, peak=2e11, operations=operations)
+    # 30 s of steps and 8 s of waits; 900 sampled tokens, 1,200 with the prompts
+    assert (found["seconds"], found["steps"]) == (38.0, 6)
+    assert (found["tokens_per_s"], found["tokens_per_s_and_gpu"]) == (23.7, 11.8)
+    assert found["mfu"] == mfu
+    assert found["seconds_to"] == {"0.5": 26.0}
+    assert found["seconds_to_without_evaluations"] == {"0.5": 20.0}
+    assert (found["peak_memory_gib"], found["held_out"], found["problems"]) == (3.0, 0.5, 2)
+
+
+def test_a_ratio_over_seeds_is_paired_and_its_interval_is_student_s(load: Any) -> None:
+    # logs of the ratios are log 2 + (-0.1, 0, 0.1): standard error 0.1 / sqrt(3), and t is 4.302653 with 2 degrees
+    ours, theirs = {0: [2 * math.exp(-0.1)], 1: [20.0], 2: [200 * math.exp(0.1)]}, {0: [1.0], 1: [10.0], 2: [100.0]}
+    width = 4.302653 * 0.1 / math.sqrt(3)
+    found = load("intervals").ratio_over_seeds(ours, theirs)
+    assert (found["mean"], found["seeds"]) == (2.0, 3)
+    assert found["low"] == pytest.approx(2 * math.exp(-width), rel=1e-3)
+    assert found["high"] == pytest.approx(2 * math.exp(width), rel=1e-3)
+
+
+@pytest.mark.parametrize("values", [{0: [3.0]}, {0: [3.0], 1: [3.0]}])
+def test_one_seed_or_seeds_that_agree_have_no_interval(load: Any, values: dict[int, list[float]]) -> None:
+    assert load("intervals").mean_over_seeds(values) == {"mean": 3.0, "low": None, "high": None, "seeds": len(values)}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flops"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12), ("none", None)],
+)
+def test_forms_of_a_gpu_have_their_own_peak(load: Any, gpu: str, flops: float | None) -> None:
+    assert load("peak_flops").peak_flops_of(gpu) == flops
 
 
 STEPS = """

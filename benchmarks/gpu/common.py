@@ -10,7 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Asked", "Report", "make_model", "make_tokenizer", "peak_memory_mib", "run_stage", "synchronize"]
+__all__ = [
+    "Asked",
+    "Report",
+    "make_model",
+    "make_tokenizer",
+    "peak_memory_mib",
+    "reset_peak_memory",
+    "run_stage",
+    "synchronize",
+]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -110,8 +119,19 @@ def synchronize(asked: Asked) -> float:
     return time.perf_counter()
 
 
+def reset_peak_memory(asked: Asked) -> None:
+    """Forget the peak of what ran before, so that each side reports its own."""
+    if asked.device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+
 def peak_memory_mib(asked: Asked) -> float | None:
-    """Return the most memory held on the GPU so far; None on the CPU, where a process's peak says too little."""
+    """Return the most memory held on the GPU since the last reset, or the process's start.
+
+    None on the CPU, where a process's peak says too little.
+    """
     if asked.device != "cuda":
         return None
     import torch

@@ -59,6 +59,7 @@ def settings(given: dict[str, Any]) -> dict[str, Any]:
         "save_steps": given["save_steps"] or 500,
         "use_cpu": device == "cpu",
         "bf16": False,
+        "model_init_kwargs": {"dtype": given["dtype"]},
         "activation_checkpointing": False,
         "report_to": "none",
         "disable_tqdm": True,
@@ -143,7 +144,8 @@ def run_side(given: dict[str, Any]) -> None:
 def start(asked: Asked, **given: Any) -> subprocess.Popen[str]:
     """Begin a run in a process of its own; its steps are lines of JSON on its standard output."""
     base: dict[str, Any] = {"side": "ours", "device": asked.device, "seed": 0, "ahead": 0, "target": math.inf}
-    base |= {"save_steps": 0, "resume": False, "tokens": 16, "batch": 16 if asked.tiny else 256, **given}
+    base |= {"save_steps": 0, "resume": False, "tokens": 16, "batch": 16 if asked.tiny else 256, "dtype": "float32"}
+    base |= given
     command = [sys.executable, __file__, json.dumps({"run": base})]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -203,10 +205,12 @@ def measure_overlap(asked: Asked, report: Report) -> None:
     scratch, rates = Path(asked.scratch), {}
     model = make_letters(asked, scratch / "model", large=True)
     steps = 4 if asked.tiny else 8
+    dtype = str(asked.dtype).removeprefix("torch.")
     for ahead in (0, 1):
         size = {"batch": 16 if asked.tiny else 64, "tokens": 16 if asked.tiny else 256}
         out = str(scratch / f"ahead-{ahead}")
-        found = list(steps_of(start(asked, model=model, steps=steps, ahead=ahead, output_dir=out, **size)))
+        given = {"model": model, "steps": steps, "ahead": ahead, "output_dir": out, "dtype": dtype, **size}
+        found = list(steps_of(start(asked, **given)))
         rates[ahead] = (len(found) - 2) / (found[-1]["seconds"] - found[1]["seconds"])
         report.figure(f"steps per second, num_batches_ahead={ahead}", rates[ahead])
     report.figure("speedup by a block ahead on one device", rates[1] / rates[0])

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 __all__ = ["PEAK_FLOPS", "peak_flops_of"]
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Dense bfloat16, by a part of the GPU's name, from the makers' data sheets."""
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""Dense bfloat16, by a part of the GPU's name, from the makers' data sheets; the first part that fits counts."""
 
 
 def peak_flops_of(gpu: str) -> float | None:

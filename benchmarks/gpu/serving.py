@@ -3,11 +3,13 @@
 Generation has 1, 64 and 256 requests in flight, prompts of 128 tokens and completions of 256, none of which ends
 early: the embedded server over HTTP with token ids and log-probs (with and without CUDA graphs), transformers'
 `generate` and its continuous batching in process, on the same weights. vLLM is a further row where it is installed.
+Each side is timed once, after a warm-up with the same prompts, of which nothing is reused: prefix caches are off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import json
 import random
@@ -19,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Asked, Report, make_model, make_tokenizer, peak_memory_mib, run_stage, synchronize
+from common import (
+    Asked,
+    Report,
+    make_model,
+    make_tokenizer,
+    peak_memory_mib,
+    reset_peak_memory,
+    run_stage,
+    synchronize,
+)
 from verifiers_embedded.decoding import cuda_graph
 from verifiers_embedded.in_process_server import InProcessServer
 
@@ -58,11 +69,23 @@ def by_generate(model: Any, prompts: Prompts, tokens: int) -> None:
 
 
 def by_continuous_batching(model: Any, prompts: Prompts, tokens: int) -> None:
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(prompts, generation_config=settings)
+    sharing = ContinuousBatchingConfig(allow_block_sharing=False)
+    # the warm-up leaves its manager and CUDA graphs to the run that is timed
+    found = model.generate_batch(
+        prompts, generation_config=settings, continuous_batching_config=sharing, persistent_manager=True
+    )
+    assert len(found) == len(prompts)
     assert all(len(answer.generated_tokens) == tokens for answer in found.values())
+
+
+def destroy_manager(model: Any) -> None:
+    """Free the cache of continuous batching, which is made for one number of requests."""
+    model.destroy_cached_continuous_batching_manager()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def measure_generation(asked: Asked, report: Report) -> None:
@@ -79,6 +102,7 @@ def measure_generation(asked: Asked, report: Report) -> None:
         if asked.device == "cuda":
             run = partial(by_continuous_batching, model, prompts, tokens)
             note(asked, report, "continuous batching", count, tokens, run)
+            destroy_manager(model)
         elif count == in_flight[-1]:
             report.figure("continuous batching", None, why="takes minutes to begin on the CPU")
     if importlib.util.find_spec("vllm") is None:
@@ -89,6 +113,7 @@ def measure_generation(asked: Asked, report: Report) -> None:
 
 def note(asked: Asked, report: Report, name: str, count: int, tokens: int, run: Callable[[], None]) -> None:
     """Run once to warm up, then time; a side that breaks is reported and the others go on."""
+    reset_peak_memory(asked)
     try:
         run()
         started = synchronize(asked)
@@ -105,7 +130,13 @@ def measure_vllm(asked: Asked, report: Report, model: Any, in_flight: Any, promp
 
     directory = Path(asked.scratch, "model")
     model.save_pretrained(directory)
-    engine = vllm.LLM(str(directory), skip_tokenizer_init=True, gpu_memory_utilization=0.4, max_model_len=1024)
+    engine = vllm.LLM(
+        str(directory),
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.4,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+    )
     settings = vllm.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
     for count in in_flight:
         inputs = [{"prompt_token_ids": ids} for ids in make_prompts(count, prompt)]

@@ -1,8 +1,8 @@
-"""Training of one block on the device: equal to the CPU's, and its speed beside TRL's trainer at equal memory.
+"""Training of one block on the device: equal to the CPU's, and its speed beside TRL's with as many tokens in a pass.
 
 Run by the stages `training_step` and `training`. Both sides of the speed have the same model, the same kernels and
-the same most tokens in one pass; ours packs rows by length into micro-batches, TRL's takes rows as they come, prompts
-padded on the left and completions on the right to the longest of the block.
+the same most tokens in one pass; peak memory is reported. Ours packs rows by length into micro-batches, TRL's takes
+rows as they come, prompts padded on the left and completions on the right to the longest of the block.
 """
 
 from __future__ import annotations

@@ -35,19 +35,22 @@ def logged_rewards(directory: Path) -> list[float]:
     return [line["reward"] for line in read_lines(directory) if "reward" in line]
 
 
-def clock(lines: Lines, step: int | None = None) -> float:
-    """Return the trainer's seconds up to a step, or of the whole run; waiting for evaluations is left out."""
+def clock(lines: Lines, step: int | None = None, *, evaluations: bool = True) -> float:
+    """Return the trainer's seconds up to a step, or of the whole run, with the waits for evaluations or without."""
     return math.fsum(
-        line["steps"] * (line["time/step_s"] - line.get("time/eval_s", 0.0))
+        line["steps"] * (line["time/step_s"] - (0.0 if evaluations else line.get("time/eval_s", 0.0)))
         for line in lines
         if "time/step_s" in line and (step is None or line["step"] <= step)
     )
 
 
-def seconds_to(lines: Lines, threshold: float) -> float | None:
-    """Return the trainer's seconds up to the first held-out evaluation at the threshold; None where none was."""
+def seconds_to(lines: Lines, threshold: float, *, evaluations: bool = True) -> float | None:
+    """Return the trainer's seconds up to the first held-out evaluation at the threshold; None where none was.
+
+    The waits for the evaluations before that one are counted, unless `evaluations` is False.
+    """
     found = [line["step"] for line in lines if line.get("eval_reward", -math.inf) >= threshold]
-    return clock(lines, min(found)) if found else None
+    return clock(lines, min(found), evaluations=evaluations) if found else None
 
 
 def held_out(directory: Path) -> tuple[Estimate, dict[Any, list[float]]]:
@@ -59,7 +62,13 @@ def held_out(directory: Path) -> tuple[Estimate, dict[Any, list[float]]]:
 
 
 def read_figures(
-    directory: Path, thresholds: Sequence[float], *, gpus: int, parameters: float | None, peak: float | None
+    directory: Path,
+    thresholds: Sequence[float],
+    *,
+    gpus: int,
+    parameters: float | None,
+    peak: float | None,
+    operations: int = 6,
 ) -> dict[str, Any]:
     """Return the figures of a finished run.
 
@@ -69,10 +78,12 @@ def read_figures(
         gpus: GPUs of the run, those of the server too; 0 on the CPU.
         parameters: of the model.
         peak: floating point operations a second of one GPU.
+        operations: of training, for each parameter and token.
 
     Returns:
-        `mfu` counts 6 operations for each parameter and token of a rollout, prompt and completion, over the whole
-        clock and all GPUs; sampling counts nothing. None stands for what cannot be told.
+        `mfu` counts `operations` for each parameter and token of a rollout, prompt and completion; sampling counts
+        nothing. It and the rates are over all GPUs and the whole clock, the waits for evaluations included: the
+        block ahead is generated meanwhile. None stands for what cannot be told.
     """
     lines = read_lines(directory)
     seconds = clock(lines)
@@ -82,14 +93,18 @@ def read_figures(
     memory = [value for line in logs for name, value in line.items() if re.fullmatch("memory/.+_gib", name)]
     rate = sampled / seconds if seconds else math.nan
     known = parameters is not None and peak is not None and gpus and seconds
+    flops = operations * parameters * tokens / seconds if known else 0.0  # type: ignore[operator]
     score, _ = held_out(directory)
     return {
         "seconds": round(seconds, 2),
         "steps": newest_step(directory),
         "seconds_to": {str(threshold): seconds_to(lines, threshold) for threshold in thresholds},
+        "seconds_to_without_evaluations": {
+            str(threshold): seconds_to(lines, threshold, evaluations=False) for threshold in thresholds
+        },
         "tokens_per_s": round(rate, 1),
         "tokens_per_s_and_gpu": round(rate / gpus, 1) if gpus else None,
-        "mfu": round(6 * parameters * tokens / seconds / gpus / peak, 4) if known else None,  # type: ignore[operator]
+        "mfu": round(flops / gpus / peak, 4) if known else None,  # type: ignore[operator]
         "peak_memory_gib": max(memory, default=None),
         "held_out": score.mean,
         "held_out_stderr": score.stderr if math.isfinite(score.stderr) else None,

@@ -17,7 +17,10 @@ _ANY: Bounds = (-math.inf, math.inf)
 
 
 def mean_over_seeds(values: Seeds, bounds: Bounds = _ANY) -> dict[str, Any]:
-    """Return mean and interval over seeds; the interval is None with fewer than two."""
+    """Return mean and interval over seeds.
+
+    The interval is None with fewer than two seeds, and where all of them agree and there are no bounds.
+    """
     return _as_json(mean_and_stderr_clustered(list(values.values()), bounds=bounds))
 
 
