@@ -236,6 +236,45 @@ async def test_rollouts_that_wait_for_a_slot_end_with_their_environment(begin_wi
     assert {one.outcome for one in rollouts} == {Outcome.ENVIRONMENT_ERROR}
 
 
+async def test_a_rollout_that_its_environment_gives_up_frees_its_slot_and_costs_no_worker(begin_with: Any) -> None:
+    begun: list[vf.State] = []
+
+    async def wait_in_the_first(state: vf.State) -> None:
+        begun.append(state)
+        if len(begun) == 1:
+            await asyncio.sleep(3600)
+
+    begin_with(wait_in_the_first)
+    played, workers = world.workers_of(world.GivesOneUp, grace_s=0.5)
+    runner = world.runner_of(played, slots=1)
+    async with asyncio.timeout(20):
+        rollouts = await runner.run_batch(world.requests_of(played, [0], size=3)[0])
+    assert [one.outcome for one in rollouts[1:]] == [Outcome.COMPLETED] * 2
+    await asyncio.sleep(1.0)
+    assert runner.limiter.in_flight == 0
+    assert not any(link.lost.done() for link in workers.pool()._links)
+    assert all(link.may_play for link in workers.pool()._links)
+
+
+async def test_a_worker_whose_connection_is_lost_gets_no_group() -> None:
+    engine = world.InLoop()
+    played, workers = world.workers_of(world.one_turn, engine)
+    runner = world.runner_of(played)
+    await runner.run_groups(world.requests_of(played, [0]))
+    link = next(link for link in workers.pool()._links if link.may_play)
+
+    async def late() -> str:
+        await asyncio.sleep(1.0)
+        return "died"
+
+    # as of a process, or of Ray's, the end is known some time after the connection's
+    link.running.wait = late
+    link.connection.abort()
+    await world.until(link.lost.done)
+    blocks = await runner.run_groups(world.requests_of(played, [1, 2]))
+    assert {one.outcome for group in blocks for one in group.rollouts} == {Outcome.COMPLETED}
+
+
 async def test_an_untrained_call_has_the_arguments_of_the_sdk(begin_with: Any) -> None:
     async def judge(state: vf.State) -> None:
         messages = [{"role": "user", "content": "judge"}]

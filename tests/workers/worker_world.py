@@ -216,6 +216,21 @@ class GivesUp(Scripted):
         raise LookupError("the whole group")
 
 
+class GivesOneUp(Scripted):
+    """Plays its rollouts one after the other, and gives the first up after a moment."""
+
+    async def run_rollouts(self, client: Any, model: str, prompts: Any, answers: Any, *_: Any, **__: Any) -> Any:
+        results: list[Any] = []
+        for index in range(len(prompts)):
+            part = slice(index, index + 1)
+            try:
+                playing = super().run_rollouts(client[part], model, prompts[part], answers[part])
+                results += await asyncio.wait_for(playing, None if index else 0.3)
+            except TimeoutError:
+                results.append(([], {"completion": []}))
+        return results
+
+
 FAULTS = (
     "",
     "raise",
