@@ -193,9 +193,13 @@ def in_workers(
     if run.eval_environment is not None:
         factories.append((eval_env, functools.partial(train._loaded, run.eval_environment)))
     workers = run.workers.open(factories, blocked_s=blocked_s)
+
+    def evaluated(one: Any) -> Any:
+        return workers.of(one, one.get_eval_dataset())
+
     if run.eval_environment is not None:
-        return workers.of(env, env.get_dataset()), workers.of(eval_env)
-    return workers.of(env, env.get_dataset()), {name: workers.of(one) for name, one in named.items()} or None
+        return workers.of(env, env.get_dataset()), evaluated(eval_env)
+    return workers.of(env, env.get_dataset()), {name: evaluated(one) for name, one in named.items()} or None
 
 
 def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractContextManager[None]:

@@ -26,6 +26,7 @@ logger = logging.getLogger("verifiers.workers")
 
 Factory = Callable[[], Any]
 
+_CHECKED_ROWS = 1000
 _MOST_LOST_WORKERS = 2
 _MOST_FAILED_STARTS = 3
 _START_S = 300.0
@@ -120,11 +121,11 @@ class RemoteWorkers:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, env: Any, rows: Any = ()) -> Any:
-        """Return the environment as the workers play it; see `RolloutWorkers`."""
+        """Return the environment as the workers play it; see `RolloutWorkers`. The first 1,000 rows are checked."""
         reason = getattr(env, "not_in_workers", "")
         if reason:
             raise ConfigError(f'workers cannot play {type(env).__name__}: {reason}; give it engine = "inline".')
-        for row in itertools.islice(rows, 1):
+        for row in itertools.islice(rows, _CHECKED_ROWS):
             refuse_unsendable(dict(zip(ROW_FIELDS, row_fields(row), strict=True)))
         for index, known in enumerate(self._envs):
             if known is env:
