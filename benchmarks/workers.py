@@ -74,7 +74,7 @@ async def play(
     in_flight: int,
     begun: threading.Event | None = None,
 ) -> float:
-    """Play rollouts in groups; return rollouts per second from the first scored group on, where `begun` is set."""
+    """Play rollouts in groups; return the rollouts per second after the first four, at whose end `begun` is set."""
     env = make()
     played = WorkerSettings.parse(engine).open([(env, make)], blocked_s=120.0).of(env)
     scored: list[float] = []
@@ -147,6 +147,7 @@ class Training:
             found = []
             while not playing.done():
                 found.append(self.step_s())
+            playing.result()
         # the last one ended alone
         return statistics.median(found[:-1])
 

@@ -120,16 +120,17 @@ async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
     gateway: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway() as (client, run):
-        may_begin, begun = asyncio.Event(), run.env._run_agent
+        begins, may_begin, begin = asyncio.Event(), asyncio.Event(), run.env._run_agent
 
         async def begin_late(*args: Any) -> Any:
+            begins.set()
             await may_begin.wait()
-            return await begun(*args)
+            return await begin(*args)
 
         monkeypatch.setattr(run.env, "_run_agent", begin_late)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await client.open(prompt=PROMPT)
+        opening = asyncio.create_task(client.open(prompt=PROMPT))
+        await begins.wait()
+        opening.cancel()
         # the gateway sees the end of the connection
         await asyncio.sleep(0.1)
         may_begin.set()

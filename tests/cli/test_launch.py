@@ -99,7 +99,7 @@ def test_a_ray_cluster_has_what_the_workers_of_the_run_need(tmp_path: Path) -> N
     assert {group[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {2}
     # three of the five workers at most
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == {
-        "cpu": 5, "nvidia.com/gpu": 2, "memory": 3 << 30,
+        "cpu": 5, "nvidia.com/gpu": 2, "memory": 5 << 30,
     }  # fmt: skip
     assert group["rayStartParams"] == {"resources": """'{"docker": 1.5}'"""}
     name = found["RayCluster"]["metadata"]["name"]

@@ -120,7 +120,7 @@ async def test_a_budget_that_is_used_up_before_the_first_answer_gives_no_reward(
             await asyncio.gather(*(ask(model=model, messages=[{"role": "user", "content": c}]) for c in "ab"))
         return ""
 
-    async with FakeOpenAIServer("42", latency_s=0.5) as server:
+    async with FakeOpenAIServer("42", latency_s=60.0) as server:
         rollout = await played(env_of(run, max_turns=1), server)
     assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
     assert "no answer of the policy before its time or its budget" in rollout.failure.text
@@ -233,20 +233,44 @@ class WithoutStops:
     async def close(self) -> None: ...
 
 
-async def test_an_argument_that_the_endpoint_cannot_take_fails_the_rollout_that_asked_for_it() -> None:
+async def test_an_argument_that_the_endpoint_cannot_take_concerns_the_agent_that_asked_for_it() -> None:
     async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
-        stop = {"stop": ["."]} if row["answer"] == "0" else {}
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            answer = await client.chat.completions.create(model=model, messages=row["prompt"], **stop)
-        return answer.choices[0].message.content or ""
+
+            async def ask(**more: Any) -> str:
+                answer = await client.chat.completions.create(model=model, messages=row["prompt"], **more)
+                return answer.choices[0].message.content or ""
+
+            if row["task"] == "fails":
+                return await ask(stop=["."])
+            answer = await ask()
+            if row["task"] == "goes on":
+                with pytest.raises(openai.BadRequestError):
+                    await ask(stop=["."])
+            return answer
 
     runner = RolloutRunner(env_of(run), WithoutStops(), "fake")
     prompt = [{"role": "user", "content": "6 times 7?"}]
+    tasks = ("fails", "goes on", "asks for nothing")
     group = await runner.run_group(
-        [RolloutRequest(RolloutKey(0, number, 0), prompt, answer) for number, answer in enumerate(("0", "42"))]
+        [RolloutRequest(RolloutKey(0, number, 0), prompt, "42", task) for number, task in enumerate(tasks)]
     )
-    assert [rollout.reward for rollout in group.rollouts] == [None, 1.0]
+    assert [rollout.reward for rollout in group.rollouts] == [None, 1.0, 1.0]
     assert "no argument 'stop'" in group.rollouts[0].failure.text
+
+
+async def test_an_argument_of_the_run_that_the_endpoint_cannot_take_ends_the_run() -> None:
+    async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+            await client.chat.completions.create(model=model, messages=row["prompt"], tools=tools)
+        return ""
+
+    runner = RolloutRunner(env_of(run), WithoutStops(), "fake", {"stop": ["."]})
+    with pytest.raises(vf.ConfigError, match="no argument 'stop'"):
+        await runner.run_group(
+            [RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "6 times 7?"}], "42")]
+        )
 
 
 class JudgesAfterwards(vf.AgentEnv):

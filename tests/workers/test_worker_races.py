@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -237,11 +238,8 @@ async def test_rollouts_that_wait_for_a_slot_end_with_their_environment(begin_wi
 
 
 async def test_a_rollout_that_its_environment_gives_up_frees_its_slot_and_costs_no_worker(begin_with: Any) -> None:
-    begun: list[vf.State] = []
-
     async def wait_in_the_first(state: vf.State) -> None:
-        begun.append(state)
-        if len(begun) == 1:
+        if world.GivesOneUp.playing == 0:
             await asyncio.sleep(3600)
 
     begin_with(wait_in_the_first)
@@ -254,6 +252,19 @@ async def test_a_rollout_that_its_environment_gives_up_frees_its_slot_and_costs_
     assert runner.limiter.in_flight == 0
     assert not any(link.lost.done() for link in workers.pool()._links)
     assert all(link.may_play for link in workers.pool()._links)
+
+
+@pytest.mark.parametrize("what", ["image", "tool"])
+async def test_what_one_agent_in_a_worker_asks_does_not_end_the_run(what: str) -> None:
+    def refuse(sent: Any) -> None:
+        if sent.get("tool_choice") == "required":
+            raise vf.ConfigError("tool_choice is 'required'")
+
+    played, _ = world.workers_of(functools.partial(world.with_asking_agent, what))
+    runner = world.runner_of(played, require_tokens=True, check_call=refuse)
+    group = await runner.run_group(world.requests_of(played, [0])[0])
+    assert {one.outcome for one in group.rollouts} == {Outcome.COMPLETED}
+    assert [one.turns for one in group.rollouts] == [1, 1]
 
 
 async def test_a_worker_whose_connection_is_lost_gets_no_group() -> None:

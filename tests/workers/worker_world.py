@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import os
 import random
@@ -128,6 +130,25 @@ def with_agent() -> vf.Environment:
     return vf.AgentEnv(agent, dataset=ROWS, rubric=vf.Rubric(funcs=[agrees]))
 
 
+async def asking_agent(what: str, row: Any, *, base_url: str, api_key: str, model: str) -> str:
+    """Ask for something that training cannot use, and then for an answer."""
+    import aiohttp
+
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    refused = {"messages": image} if what == "image" else {"messages": row["prompt"], "tool_choice": "required"}
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as session:
+        for body, status in ((refused, 400), ({"messages": row["prompt"]}, 200)):
+            async with session.post(f"{base_url}/chat/completions", json={"model": model, **body}) as response:
+                answer = await response.json()
+            assert response.status == status, answer
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def with_asking_agent(what: str) -> vf.Environment:
+    run = functools.partial(asking_agent, what)
+    return vf.AgentEnv(run, dataset=ROWS, rubric=vf.Rubric(funcs=[agrees]))
+
+
 class Faulty(vf.SingleTurnEnv):
     """Does what the row's answer says, in the reward where it begins with "score"."""
 
@@ -217,17 +238,22 @@ class GivesUp(Scripted):
 
 
 class GivesOneUp(Scripted):
-    """Plays its rollouts one after the other, and gives the first up after a moment."""
+    """Plays its rollouts one after the other, and gives the first up after a moment, twice."""
+
+    playing = 0
 
     async def run_rollouts(self, client: Any, model: str, prompts: Any, answers: Any, *_: Any, **__: Any) -> Any:
-        results: list[Any] = []
-        for index in range(len(prompts)):
+        def play(index: int) -> Any:
+            type(self).playing = index
             part = slice(index, index + 1)
-            try:
-                playing = super().run_rollouts(client[part], model, prompts[part], answers[part])
-                results += await asyncio.wait_for(playing, None if index else 0.3)
-            except TimeoutError:
-                results.append(([], {"completion": []}))
+            return super(GivesOneUp, self).run_rollouts(client[part], model, prompts[part], answers[part])
+
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(play(0), 0.3)
+        results: list[Any] = [([], {"completion": []})]
+        for index in range(1, len(prompts)):
+            results += await play(index)
         return results
 
 

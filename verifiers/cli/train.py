@@ -197,9 +197,13 @@ def in_workers(
     def evaluated(one: Any) -> Any:
         return workers.of(one, one.get_eval_dataset())
 
+    played = workers.of(env, env.get_dataset())
     if run.eval_environment is not None:
-        return workers.of(env, env.get_dataset()), evaluated(eval_env)
-    return workers.of(env, env.get_dataset()), {name: evaluated(one) for name, one in named.items()} or None
+        return played, evaluated(eval_env)
+    if not named and getattr(env, "eval_dataset", None) is not None:
+        # its rows are checked, too
+        evaluated(env)
+    return played, {name: evaluated(one) for name, one in named.items()} or None
 
 
 def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractContextManager[None]:

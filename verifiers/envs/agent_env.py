@@ -123,7 +123,7 @@ class GatewayEnv(Environment, abc.ABC):
             wind_up_s: seconds that the agent has for its end after a call was refused for the budget.
 
         Raises:
-            AgentError: the agent failed, or got no answer before its time was over.
+            AgentError: the agent failed, or got no answer before its time or its budget was over.
         """
         client = session.client
         deadline = asyncio.timeout(self.timeout_seconds)
@@ -161,8 +161,7 @@ class GatewayEnv(Environment, abc.ABC):
     def _finish(self, state: State, session: Session, result: Any) -> None:
         calls = session.calls
         if not calls and not session.client.is_cut_off:
-            refused = session.newest_refusal
-            why = f"a call was refused: {refused}" if refused else "does it use the base URL and key given?"
+            why = session.why_unanswered("does it use the base URL and key given?")
             # from the failure of its calls, where they failed
             raise AgentError(f"the agent ended without an answer of the policy; {why}") from session.client.last_error
         for call in calls:

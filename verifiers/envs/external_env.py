@@ -91,8 +91,9 @@ class ExternalEnv(GatewayEnv):
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port!r}; give a number from 0 to 65535.")
         self.host, self.port = host, port
-        self._waiting: asyncio.PriorityQueue[tuple[int, ExternalSession]] = asyncio.PriorityQueue()
-        self._numbers = itertools.count(1)
+        # the number decides between equal times
+        self._waiting: asyncio.PriorityQueue[tuple[float, int, ExternalSession]] = asyncio.PriorityQueue()
+        self._numbers = itertools.count()
         self._routes: SessionRoutes | None = None
         self._starting: asyncio.Task[Gateway] | None = None
 
@@ -123,17 +124,13 @@ class ExternalEnv(GatewayEnv):
             return await self._within_budget(session, external.posted(), wind_up_s=math.inf)
 
     def _routes_for(self, key: str) -> SessionRoutes:
-        return SessionRoutes(key, self._take, self._give_back)
+        return SessionRoutes(key, self._take, self._offer)
 
     def _id_of(self, row: RolloutInput) -> str:
         return new_session_id()
 
     def _offer(self, external: ExternalSession) -> None:
-        self._waiting.put_nowait((next(self._numbers), external))
-
-    def _give_back(self, external: ExternalSession) -> None:
-        # it has waited longest: the next program takes it
-        self._waiting.put_nowait((-next(self._numbers), external))
+        self._waiting.put_nowait((external.began_at, next(self._numbers), external))
 
     async def _take(self, body: dict[str, Any]) -> ExternalSession:
         """Return the oldest rollout that no program has taken."""
@@ -141,7 +138,7 @@ class ExternalEnv(GatewayEnv):
         try:
             async with asyncio.timeout(wait_s):
                 while True:
-                    _, external = await self._waiting.get()
+                    *_, external = await self._waiting.get()
                     # the rollout's deadline may be over
                     if not external.session.is_sealed:
                         return external

@@ -120,9 +120,11 @@ class ProgramEnv(GatewayEnv):
             stdin = None if self.stdin is None else _filled(self.stdin, values, row)
             await self._within_budget(session, program.run(stdin, _variables(url, session)))
             if not session.calls and not session.client.is_cut_off:
+                why = session.why_unanswered(
+                    "does it use OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY?"
+                )
                 raise AgentError(
-                    f"{program} ended without an answer of the policy; does it use OPENAI_BASE_URL and "
-                    f"OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY?{program.last_errors}"
+                    f"{program} ended without an answer of the policy; {why}{program.last_errors}"
                 ) from session.standing_failure
             state = program.state(is_chat=not isinstance(row["prompt"], str))
             if self.score is not None:

@@ -8,6 +8,7 @@ import hmac
 import logging
 import os
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class ExternalSession:
         error: why the agent failed, as far as who started it says so.
         has_ended: nothing more is posted.
         is_cancelled: `cancel` was called before the end was posted.
+        began_at: seconds on the monotonic clock.
         result: set where the finished rollout is recorded: what became of it.
     """
 
@@ -81,13 +83,14 @@ class ExternalSession:
     error: str | None = None
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_cancelled: bool = False
+    began_at: float = field(default_factory=time.monotonic)
     result: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def cancel(self, why: str) -> None:
         """End the session without its program's word."""
-        self.is_cancelled = not self.has_ended.is_set()
-        self.error = self.error or why
-        self.has_ended.set()
+        if not self.has_ended.is_set():
+            self.is_cancelled, self.error = True, why
+            self.has_ended.set()
 
     async def posted(self) -> dict[str, Any]:
         """Wait for the end, and return what was posted as items of a rollout's state.

@@ -201,6 +201,7 @@ class Gateway:
             try:
                 response = await send(wire, request, session, exchange)
             except RefusedCallError as refusal:
+                session.newest_refusal = str(refusal)
                 response = _refused(wire, refusal)
                 await _write(request, response)
             transport = request.transport

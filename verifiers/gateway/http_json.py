@@ -18,8 +18,8 @@ MAX_VALUES = 200_000
 """In the objects and lists of one call's body, all together."""
 
 
-# a string, also one without an end, is one match: what is in it counts nothing
-_STRUCTURE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{,]', re.DOTALL)
+# a run of strings is one match, and so is one without an end: what is in them counts nothing
+_STRUCTURE = re.compile(r'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)[^"\[{,]*+)++|[\[{,]', re.DOTALL)
 
 
 def json_object(raw: bytes) -> dict[str, Any]:

@@ -51,6 +51,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # what clients keep beside the message that they were answered, and send back with it
 _KEPT_BY_CLIENTS = frozenset({"annotations", "provider_specific_fields", "thinking_blocks"})
+_LIMITS = ("max_completion_tokens", "max_tokens")
 _TRACE = frozenset({"token_ids", "prompt_token_ids", "weight_versions", "stop_reason", "prompt_logprobs"})
 
 
@@ -81,7 +82,7 @@ class OpenAIWire:
             checked["model"],
             arguments,
             {name: body[name] for name in body.keys() & SAMPLING_ARGUMENTS},
-            checked.get("max_completion_tokens") or checked.get("max_tokens"),
+            next((checked[name] for name in _LIMITS if checked.get(name) is not None), None),
             bool(body.get("stream")),
             {
                 "include_usage": bool((body.get("stream_options") or {}).get("include_usage")),

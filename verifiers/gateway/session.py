@@ -17,12 +17,13 @@ from verifiers.gateway.calls import AgentCall, RefusedCallError
 from verifiers.inference.endpoint import CHAT, TOKENIZE
 from verifiers.inference.wire import plain_data
 from verifiers.log import text_without_credentials
-from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
+from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, refuse_non_text
 
 __all__ = ["OVER", "Budget", "Exchange", "Session", "SessionCall"]
 
 OVER = "the rollout of this key is over."
 MAX_REQUESTS = 128
+AGENTS_OWN = "unsupported_by_endpoint"
 """Requests of one session that are read or answered at a time."""
 
 
@@ -104,7 +105,7 @@ class Session:
         key: the secret that names the session.
         is_over_budget: set when a call was refused for the budget.
         is_sealed: the rollout is over, and calls add nothing.
-        newest_refusal: why the gateway refused the newest call that it refused; "" where it refused none.
+        newest_refusal: why a call was refused, the newest time; "" where none was.
     """
 
     client: RolloutClient
@@ -228,10 +229,17 @@ class Session:
         good = {id(each) for known in self._exchanges.values() if any(e.body for e in known) for each in known}
         failures = [each.failure for each in self._read_by_agent() if each.has_failed and id(each) not in good]
         for failure in reversed(failures):
+            if isinstance(failure, RefusedCallError) and failure.code == AGENTS_OWN:
+                # as where the gateway refuses it before it is asked
+                continue
             if isinstance(failure, RefusedCallError) and not failure.ends_rollout:
                 cause = failure.__cause__
                 return cause if isinstance(cause, Exception) else failure
         return None
+
+    def why_unanswered(self, where_nothing_was_asked: str) -> str:
+        """Return why an agent has no answer of the policy, as the end of a sentence."""
+        return f"a call was refused: {self.newest_refusal}" if self.newest_refusal else where_nothing_was_asked
 
     def _policy_calls(self) -> list[Exchange]:
         return [exchange for exchange in self._order if self.is_policy(exchange.call)]
@@ -353,6 +361,18 @@ class Session:
             raise RefusedCallError(text_without_credentials(str(error)), code="unsupported_value") from None
         return arguments
 
+    def _is_of_agent(self, call: AgentCall, refusal: str) -> bool:
+        """Tell whether an endpoint refused what this agent asked for, and not what every rollout of the run asks."""
+        if any(repr(name) in refusal for name in self.sampling_args):
+            return False
+        if call.path != CHAT or call.arguments.keys() - {"messages"}:
+            return True
+        try:
+            refuse_non_text(call.arguments["messages"], "the call")
+        except ConfigError:
+            return True
+        return False
+
     async def _ask(
         self, client: RolloutClient, call: AgentCall, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], RecordedAnswer | None]:
@@ -361,10 +381,12 @@ class Session:
         except OverlongPromptError as error:
             raise RefusedCallError(str(error), code="context_length_exceeded") from error
         except ConfigError as error:
-            if client.fatal_error is error and (call.path != CHAT or call.arguments.keys() - {"messages"}):
-                # the next agent may ask for something else
-                client.fatal_error = None
-            raise RefusedCallError(text_without_credentials(str(error)), code="unsupported_value") from error
+            text = text_without_credentials(str(error))
+            if not self._is_of_agent(call, text):
+                raise RefusedCallError(text, code="unsupported_value") from error
+            # the next agent may ask for something else
+            client.fatal_error = None
+            raise RefusedCallError(text, code=AGENTS_OWN) from None
         except ModelError as error:
             # the run's own retries are over; what the server says of the call itself, the agent may mend
             status = (error.status or 0) if isinstance(error, ProviderError) else 0

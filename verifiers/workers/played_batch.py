@@ -87,8 +87,8 @@ class PlayedBatch:
 
     def lose(self, error: RolloutWorkerError) -> None:
         self._lost = error
-        for end in self._ends.values():
-            if not end.done():
+        for index, end in self._ends.items():
+            if not end.done() and index not in self._queued:
                 end.set_exception(RolloutWorkerError(*error.args))
         if not self._results.done():
             # the rollouts that are in play record it first
@@ -100,39 +100,41 @@ class PlayedBatch:
         if self._results.done():
             # a task of the environment's that has outlived the batch
             return
-        self._queued[index] = self._tasks.create_task(self._begin(index))
+        # an environment may play one again that it gave up
+        end = self._ends[index] = asyncio.get_running_loop().create_future()
+        self._queued[index] = self._tasks.create_task(self._begin(index, end))
 
-    async def _begin(self, index: int) -> None:
+    async def _begin(self, index: int, end: asyncio.Future[None]) -> None:
         place = (self._number, index)
         try:
-            await self.records[index].play(self._batch.limits, functools.partial(self._play, index))
+            await self.records[index].play(self._batch.limits, functools.partial(self._play, index, end))
         finally:
-            self._queued.pop(index, None)
-            end = self._ends.get(index)
+            if self._ends[index] is end:
+                self._queued.pop(index, None)
             # one that has ended answers no more
-            if (end is None or end.cancelled()) and not self.is_done and self._lost is None:
+            if (not end.done() or end.cancelled()) and not self.is_done and self._lost is None:
                 self._link.connection.send({"op": "drop", "place": place})
                 self._link.expect(place)
 
-    async def _play(self, index: int, _: RolloutClient) -> State:
+    async def _play(self, index: int, end: asyncio.Future[None], _: RolloutClient) -> State:
         self._queued.pop(index, None)
         self.contexts[index] = copy_context()
         if self._lost is not None:
             raise RolloutWorkerError(*self._lost.args)
-        end = self._ends[index] = asyncio.get_running_loop().create_future()
         self._link.connection.send({"op": "begin", "place": (self._number, index)})
         await end
         return self.records[index].bare_state()
 
     def end(self, index: int, message: Message) -> None:
         end = self._ends.get(index)
-        if end is None and index in self._queued:
-            # given up before it had its slot: it takes none, and the worker has nothing to end
-            self._ends[index] = asyncio.get_running_loop().create_future()
-            self._ends[index].set_result(None)
-            self._queued[index].cancel()
         if end is None or end.done():
             return
+        if index in self._queued:
+            # given up before it had its slot: it takes none, and the worker has nothing to end
+            end.set_result(None)
+            self._queued[index].cancel()
+            return
+        self._forgive(index, message)
         fatal = self.records[index].client.fatal_error
         if isinstance(fatal, FATAL_ERRORS):
             end.set_exception(fatal)
@@ -150,6 +152,8 @@ class PlayedBatch:
                 end.set_result(None)
         if self._results.done():
             return
+        for index, result in enumerate(message.get("results", ())):
+            self._forgive(index, result)
         fatal = [one for record in self.records if isinstance(one := record.client.fatal_error, FATAL_ERRORS)]
         if fatal or "error" in message:
             self._results.set_exception(fatal[0] if fatal else error_from(message["error"]))
@@ -161,6 +165,11 @@ class PlayedBatch:
             state.link, state.place = self._link, (self._number, index)
             results.append((result["completion"], state))
         self._results.set_result(results)
+
+    def _forgive(self, index: int, verdict: Message) -> None:
+        """Leave out an error that one agent in the worker caused by what it asked for."""
+        if not verdict.get("is_fatal", False):
+            self.records[index].client.fatal_error = None
 
     def _judge(self, index: int, verdict: Message) -> None:
         """Take the worker's verdict on a rollout; a deadline that passed on rank 0 comes first."""

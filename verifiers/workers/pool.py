@@ -41,10 +41,10 @@ class RolloutWorkers(Protocol):
 
         Args:
             env: on rank 0, which has the rows.
-            rows: a dataset; its first row is looked at.
+            rows: a dataset; its first 1,000 rows are looked at.
 
         Raises:
-            ConfigError: the workers cannot make this environment, or a field of the row cannot travel to them.
+            ConfigError: the workers cannot make this environment, or a field of a row cannot travel to them.
         """
         ...
 
@@ -121,7 +121,7 @@ class RemoteWorkers:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, env: Any, rows: Any = ()) -> Any:
-        """Return the environment as the workers play it; see `RolloutWorkers`. The first 1,000 rows are checked."""
+        """Return the environment as the workers play it; see `RolloutWorkers`."""
         reason = getattr(env, "not_in_workers", "")
         if reason:
             raise ConfigError(f'workers cannot play {type(env).__name__}: {reason}; give it engine = "inline".')

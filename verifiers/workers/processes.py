@@ -79,8 +79,8 @@ class _Process:
         self._logging.start()
 
     def kill(self) -> None:
-        self._is_killed = True
         if self._process.poll() is None:
+            self._is_killed = True
             self._kill_group()
 
     async def wait(self) -> str:
@@ -91,12 +91,11 @@ class _Process:
         await asyncio.to_thread(self._logging.join, 1.0)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        if self._is_killed:
-            return "was killed"
-        if code == -signal.SIGKILL:
-            return "was killed by SIGKILL (by hand, or because the machine is out of memory)"
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         last = f"; its last output: {' | '.join(self._lines)}" if code and self._lines else ""
+        if code == -signal.SIGKILL:
+            by = "" if self._is_killed else " by SIGKILL (by hand, or because the machine is out of memory)"
+            return f"was killed{by}{last}"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return f"ended {how}{last}"
 
     def _kill_group(self) -> None:

@@ -197,6 +197,9 @@ class _Record(RolloutRecord):
     granted: asyncio.Event = field(default_factory=asyncio.Event, kw_only=True)
 
     async def play(self, limits: BatchLimits, rollout: Callable[[Any], Awaitable[Any]]) -> tuple[Any, State]:
+        if not self._is_dropped:
+            # an environment may play it again
+            self.granted.clear()
         try:
             with limits.suspended():
                 self.send({"op": "play", "place": self.place})
@@ -204,8 +207,8 @@ class _Record(RolloutRecord):
             # two arguments to super: slots make the class anew
             return await RolloutRecord.play(self, limits, rollout)
         except asyncio.CancelledError:
-            # by its environment: rank 0 has a slot for it, or one that it waits for
-            self.send({"op": "end", "place": self.place})
+            # by its environment, or with its batch: rank 0 frees its slot, or its place in the queue
+            self.send({"op": "end", "place": self.place, **_verdict(self, self)})
             raise
 
     def drop(self) -> None:
@@ -300,6 +303,8 @@ def _verdict(judged: RolloutRecord | Rollout, record: RolloutRecord) -> dict[str
         verdict["is_cut_off"] = True
     if record.client.overlong:
         verdict["overlong"] = True
+    if record.client.fatal_error is not None:
+        verdict["is_fatal"] = True
     return verdict
 
 

@@ -27,6 +27,8 @@ __all__ = ["launch", "main", "parser", "rendered"]
 
 _TEMPLATES = Path(__file__).parents[1] / "templates" / "cluster"
 _SERVERS = {"vllm": "vf-vllm", "embedded": "vf-serve"}
+# of each of its pods, beside the workers' own
+_MEMORY_OF_RAY = 2 << 30
 _SUBMIT = {"slurm": ("sbatch", ()), "k8s": ("kubectl", ("apply", "-f", "-"))}
 
 _JOIN_RAY = """\
@@ -183,6 +185,8 @@ def _ray_node(run: RunFile) -> tuple[dict[str, int], str]:
     known = {"CPU": "cpu", "GPU": "nvidia.com/gpu", "memory": "memory"}
     own = {name: amount for name, amount in needs.items() if name not in known}
     limits = {known[name]: math.ceil(amount) for name, amount in needs.items() if name in known}
+    if "memory" in limits:
+        limits["memory"] += _MEMORY_OF_RAY
     return limits, json.dumps(own) if own else ""
 
 

@@ -248,9 +248,7 @@ class ExternalRun:
             self._budgets.pop(name)
             status = 400 if rollout.outcome is Outcome.ENVIRONMENT_ERROR else 500
             text = f"the session could not begin: {failure or rollout.outcome}"
-            offered = self._offered.pop(name)
-            if not offered.done():
-                offered.set_exception(RefusedCallError(text, status=status, code="session_failed"))
+            self._offered.pop(name).set_exception(RefusedCallError(text, status=status, code="session_failed"))
             return
         external.result.set_result(
             {
