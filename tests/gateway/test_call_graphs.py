@@ -99,6 +99,9 @@ class Agent:
             text: str = json.loads(content)["choices"][0]["message"]["content"]
         else:
             events = [json.loads(line[6:]) for line in content.split("\n") if line.startswith("data: {")]
+            # a stream that has begun tells of a failure by an event
+            if any("error" in event for event in events):
+                return None
             text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
         self.read.add(text)
         return text
