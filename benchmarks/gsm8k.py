@@ -161,8 +161,7 @@ def table(results: dict[str, dict[str, Any]]) -> Iterable[str]:
                 ("", "seconds_to"),
                 (", waits for evaluations left out", "seconds_to_without_evaluations"),
             ):
-                # results from before there were both have one
-                to = seeds.get(key, {}).get(str(anchor.score)) if seeds else None
+                to = seeds[key].get(str(anchor.score)) if seeds else None
                 yield f"| {name} | seconds to {anchor.score} ({anchor.name}){label} | {_interval(to)} | |"
         best = "; ".join(f"{anchor.score} ({anchor.name})" for anchor in suite.anchors)
         score = f"{seeds['held_out']['mean']:.4f} ± {_number(seeds['held_out']['stderr'])}" if seeds else NOT_RUN

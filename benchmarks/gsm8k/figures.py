@@ -92,8 +92,9 @@ def read_figures(
     tokens = max((line["num_tokens"] for line in logs), default=0)
     memory = [value for line in logs for name, value in line.items() if re.fullmatch("memory/.+_gib", name)]
     rate = sampled / seconds if seconds else math.nan
-    known = parameters is not None and peak is not None and gpus and seconds
-    flops = operations * parameters * tokens / seconds if known else 0.0  # type: ignore[operator]
+    mfu = None
+    if parameters is not None and peak is not None and gpus and seconds:
+        mfu = round(operations * parameters * tokens / seconds / gpus / peak, 4)
     score, _ = held_out(directory)
     return {
         "seconds": round(seconds, 2),
@@ -104,7 +105,7 @@ def read_figures(
         },
         "tokens_per_s": round(rate, 1),
         "tokens_per_s_and_gpu": round(rate / gpus, 1) if gpus else None,
-        "mfu": round(flops / gpus / peak, 4) if known else None,  # type: ignore[operator]
+        "mfu": mfu,
         "peak_memory_gib": max(memory, default=None),
         "held_out": score.mean,
         "held_out_stderr": score.stderr if math.isfinite(score.stderr) else None,

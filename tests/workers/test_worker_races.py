@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import worker_world as world
 
 import verifiers as vf
-from verifiers.errors import ConfigError, OverlongPromptError, RolloutWorkerError
+from verifiers.errors import ConfigError, MissingTokenIdsError, OverlongPromptError, RolloutWorkerError
 from verifiers.inference.limits import NoMoreSlotsError
+from verifiers.inference.wire import WireObject
 from verifiers.types import Outcome
 from verifiers.workers.link import WorkerLink
 
@@ -265,6 +267,26 @@ async def test_what_one_agent_in_a_worker_asks_does_not_end_the_run(what: str) -
     group = await runner.run_group(world.requests_of(played, [0])[0])
     assert {one.outcome for one in group.rollouts} == {Outcome.COMPLETED}
     assert [one.turns for one in group.rollouts] == [1, 1]
+
+
+class WithoutTokenIds(world.Model):
+    """A model whose answers have no token ids."""
+
+    async def call(self, path: str, arguments: Any) -> Any:
+        message = {"role": "assistant", "content": "a"}
+        return WireObject({"id": "1", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]})
+
+
+async def test_what_every_rollout_in_a_worker_would_meet_ends_the_run(begin_with: Any) -> None:
+    async def swallow(state: vf.State) -> None:
+        with contextlib.suppress(Exception):
+            await ask(state, "something")
+
+    begin_with(swallow)
+    played, _ = world.workers_of(world.Scripted)
+    runner = world.runner_of(played, WithoutTokenIds(), require_tokens=True)
+    with pytest.raises(MissingTokenIdsError):
+        await runner.run_group(world.requests_of(played, [0])[0])
 
 
 async def test_a_worker_whose_connection_is_lost_gets_no_group() -> None:
