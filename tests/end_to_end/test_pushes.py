@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from verifiers.errors import GenerationError
-from verifiers.rollouts.recording_client import RolloutClient, Turn
+from verifiers.rollouts.recording_client import RolloutClient
+from verifiers.rollouts.rollout import Turn
 from verifiers.train.weight_sync import DirectorySync, policy_tensors
 
 

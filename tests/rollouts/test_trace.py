@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from verifiers.rollouts.recording_client import Turn, rows_from_turns
-from verifiers.rollouts.rollout import TokenSequence
+from verifiers.rollouts.rollout import TokenSequence, Turn, rows_from_turns
 
 
 def turn(prompt: list[int], answer: list[int], *, version: int = 0, finish: str = "stop") -> Turn:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.recording_client import Turn, rows_from_turns
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn, rows_from_turns
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.collate import (
     Dropped,
