@@ -16,7 +16,7 @@ PACKAGES := -e .[anthropic,train,gym,mcp,ray,rg,sandbox,ta] -e servers/embedded[
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 # each worker and each command that a test starts would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
-# of torch and its like most modules are never imported; those that are get compiled then
+# pip compiles on one core; in the venvs beside ours a module is compiled when it is imported
 export PIP_COMPILE ?= 0
 
 .PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
@@ -42,6 +42,8 @@ $(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml ser
 	  || { echo "verifiers needs Python 3.11 or later; $$($(PYTHON) --version) was found. Run: make PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PACKAGES) -r requirements-dev.txt
+	@# on all cores; and other packages' syntax warnings come here, not into a newcomer's first run
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 demo: $(INSTALLED)

@@ -17,7 +17,7 @@ HEAVY = ["torch", "transformers", "trl", "datasets", "openai", "aiohttp", "pydan
 
 
 def in_a_new_process(code: str) -> Any:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     return json.loads(result.stdout)
 
 

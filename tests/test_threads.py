@@ -32,8 +32,9 @@ async def test_no_more_calls_run_at_once_than_the_limit_and_all_of_them_run() ->
 
 async def test_time_in_the_queue_does_not_count() -> None:
     threads = DaemonThreads("tool", limit=1)
-    calls = (threads.run(lambda: time.sleep(0.2), timeout_s=0.5) for _ in range(4))
-    assert await asyncio.gather(*calls) == [None] * 4
+    first = threads.run(lambda: time.sleep(2.0), timeout_s=60.0)
+    queued = (threads.run(lambda: None, timeout_s=1.5) for _ in range(3))
+    assert await asyncio.gather(first, *queued) == [None] * 4
 
 
 async def test_a_call_that_hangs_is_given_up_and_gives_its_place_to_the_next(
@@ -41,7 +42,7 @@ async def test_a_call_that_hangs_is_given_up_and_gives_its_place_to_the_next(
 ) -> None:
     threads, release = DaemonThreads("tool", limit=1), threading.Event()
     hung = asyncio.create_task(threads.run(release.wait, timeout_s=0.1))
-    quick = asyncio.create_task(threads.run(lambda: "quick", timeout_s=5.0))
+    quick = asyncio.create_task(threads.run(lambda: "quick", timeout_s=60.0))
     try:
         with pytest.raises(OverdueError):
             await hung

@@ -257,6 +257,6 @@ env = Env(dataset=[{"question": "q"}])
 print(env.evaluate_sync(FakeClient("a"), "m").reward)
 unused = Env(dataset=[{"question": "q"}])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.split("\n")[:2] == ["[0.0]", "torn down"]
     assert done.stdout.count("torn down") == 1

@@ -127,13 +127,19 @@ async def test_an_environment_that_counts_turns_itself_still_gets_all_of_them(
     assert (type(state["turn"]), state["turn"]) == (int, 7 if begins else 8)
 
 
-async def test_timeout_seconds_ends_a_rollout_with_what_was_said_and_it_is_scored(rows: Rows) -> None:
+async def test_timeout_seconds_ends_a_rollout_with_what_was_said_and_it_is_scored(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Slow(vf.MultiTurnEnv):
         async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+            # the loop's clock is moved past the deadline, however long the first answer took
+            loop = asyncio.get_running_loop()
+            now = loop.time
+            monkeypatch.setattr(loop, "time", lambda: now() + 61)
             await asyncio.sleep(3600)
             return []
 
-    env = Slow(dataset=rows, timeout_seconds=0.05, rubric=vf.Rubric([lambda completion: float(len(completion))]))
+    env = Slow(dataset=rows, timeout_seconds=60, rubric=vf.Rubric([lambda completion: float(len(completion))]))
     results = await env.evaluate(FakeClient("hello"), "m", num_examples=1)
     (state,) = results.state
     assert (state["timed_out"], state["stop_condition"], results.reward) == (True, "timeout_reached", [1.0])

@@ -93,10 +93,10 @@ def test_a_registry_that_is_found_and_cannot_be_used_is_one_sentence(
 
 def test_a_hang_is_tried_again_by_default(env_name: str, results: Any) -> None:
     with FakeOpenAIServer("4", faults=[Fault.hang()]) as server:
-        assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--rollout-timeout", "3"]) == 0
+        assert main([env_name, "-b", server.url, "-n", "1", "-r", "1", "--rollout-timeout", "12"]) == 0
         assert server.request_count == 2
     (row,) = results.rows
-    assert (row["outcome"], row["attempts"], results.metadata["attempt_timeout_s"]) == ("completed", 2, 1.0)
+    assert (row["outcome"], row["attempts"], results.metadata["attempt_timeout_s"]) == ("completed", 2, 4.0)
 
 
 @pytest.mark.parametrize(

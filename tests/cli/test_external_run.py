@@ -131,10 +131,15 @@ async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
         opening = asyncio.create_task(client.open(prompt=PROMPT))
         await begins.wait()
         opening.cancel()
-        # the gateway sees the end of the connection
-        await asyncio.sleep(0.1)
+        runner = (await run.env.start())._listener._runner
+        assert runner is not None
+        assert runner.server is not None
+        async with asyncio.timeout(60):
+            # the gateway sees the end of the connection
+            while runner.server.connections:  # noqa: ASYNC110 - a server tells nobody
+                await asyncio.sleep(0.01)
         may_begin.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(run.progress) == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     (row,) = read_run(tmp_path).rows
@@ -205,7 +210,7 @@ async def test_every_end_has_its_outcome_and_only_a_reward_that_was_posted_count
 
 def sessions_in_memory(key: str) -> int:
     gc.collect()
-    return sum(isinstance(each, Session) and each.key == key for each in gc.get_objects())
+    return sum(type(each) is Session and each.key == key for each in gc.get_objects())
 
 
 async def test_of_a_session_that_ended_only_its_numbers_are_kept(gateway: Start) -> None:

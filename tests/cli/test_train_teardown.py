@@ -22,7 +22,7 @@ SOURCE = """
 import threading
 import verifiers as vf
 
-OVER = threading.Event()
+BEGUN, OVER = threading.Event(), threading.Event()
 DID = []
 
 
@@ -34,7 +34,8 @@ class Env(vf.SingleTurnEnv):
     @vf.teardown
     def wait(self):
         DID.append("teardown")
-        OVER.wait(20)
+        BEGUN.set()
+        OVER.wait(60)
 
 
 def load_environment():
@@ -125,5 +126,7 @@ def test_a_teardown_that_hangs_keeps_neither_the_server_nor_the_command(
     assert code == int(fails), shown.err
     assert ("it broke" in shown.err) == fails
     assert "verifiers-interpreter" in Trained.threads
+    # its thread may need longer than the teardown is given
+    assert sys.modules["waiting_env"].BEGUN.wait(30)
     assert did == ["server", "teardown"]
     assert "did not end within 0.1 s" in caplog.text

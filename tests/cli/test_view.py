@@ -256,7 +256,7 @@ def test_it_listens_on_loopback_ends_cleanly_on_ctrl_c_and_says_where_it_is(root
         with socket.create_connection(("127.0.0.1", int(port[1])), timeout=5):
             # a browser that keeps its connection does not keep the command
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=10)
+            _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
 
 

@@ -64,7 +64,7 @@ class Outlasting(tiny_world.Dialogue):
         trainer.weight_sync.push = pushing
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-        assert await asyncio.to_thread(self._let_go.wait, 15)
+        assert await asyncio.to_thread(self._let_go.wait, 120)
         return await super().env_response(messages, state, **kwargs)
 
     async def get_model_response(self, *args: Any, **kwargs: Any) -> Any:

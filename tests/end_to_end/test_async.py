@@ -46,7 +46,7 @@ class Holding:
         self.asked.append(text)
         self.on_ask(text)
         if text in self.held:
-            await asyncio.to_thread(self.let_go.wait, 15)
+            await asyncio.to_thread(self.let_go.wait, 120)
         return letters(body)
 
 
@@ -71,7 +71,7 @@ def test_the_next_block_is_begun_while_stragglers_of_the_one_before_still_run(
             fake.url,
             num_batches_ahead=ahead,
             max_steps=4,
-            async_generation_timeout=10.0,
+            async_generation_timeout=60.0,
         )
         blocks = texts_of_blocks(trainer)
         holding.held = {blocks[1][0]}
@@ -128,7 +128,7 @@ def test_a_streamed_micro_batch_trains_while_the_rest_of_its_block_is_generated(
     """The block's last group is answered only when its first micro-batch is trained."""
     with FakeOpenAIServer(holding) as fake:
         trainer = make_fake_trainer(
-            tiny_world.single_turn(), fake.url, streaming=True, max_steps=1, async_generation_timeout=10.0
+            tiny_world.single_turn(), fake.url, streaming=True, max_steps=1, async_generation_timeout=60.0
         )
         holding.held = {texts_of_blocks(trainer)[0][-1]}
         compute = trainer._compute_loss

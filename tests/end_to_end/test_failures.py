@@ -148,8 +148,10 @@ def mixed_answer(body: dict[str, Any]) -> Any:
 
 
 def test_launched_rollouts_are_the_sum_over_outcomes_whatever_happens(make_fake_trainer: Callable[..., Any]) -> None:
+    # only the last block has to wait for a deadline, which all that end by themselves must meet
+    ending = ["good" if kind == "hang" else kind for kind in KINDS]
     env = Raising(
-        dataset=[{"question": f"{kind} {i}"} for i in range(2) for kind in KINDS],
+        dataset=[{"question": f"{kind} {i}"} for i, kinds in enumerate((ending, KINDS)) for kind in kinds],
         rubric=vf.Rubric(funcs=[grades]),
     )
     groups = len(KINDS)
@@ -160,7 +162,7 @@ def test_launched_rollouts_are_the_sum_over_outcomes_whatever_happens(make_fake_
             max_steps=2,
             per_device_train_batch_size=4 * groups,
             gradient_accumulation_steps=1,
-            rollout_timeout=0.5,
+            rollout_timeout=6.0,
             shuffle_dataset=False,
         )
         trainer.train()
@@ -188,27 +190,25 @@ def test_launched_rollouts_are_the_sum_over_outcomes_whatever_happens(make_fake_
 
 
 def test_the_messages_of_failures_name_their_causes() -> None:
+    # what hangs is named by the test below: here nothing may run out of time
+    kinds = [kind for kind in KINDS if kind != "hang"]
     env = Raising(
-        dataset=[{"question": f"{kind} 0"} for kind in KINDS],
+        dataset=[{"question": f"{kind} 0"} for kind in kinds],
         rubric=vf.Rubric(funcs=[grades]),
     )
-    with (
-        FakeOpenAIServer(mixed_answer) as fake,
-        AsyncBatchGenerator(env, fake.url, "fake", rollout_timeout_s=0.3) as g,
-    ):
+    with FakeOpenAIServer(mixed_answer) as fake, AsyncBatchGenerator(env, fake.url, "fake") as g:
         requests = [
             RolloutRequest(RolloutKey(0, i, j), [{"role": "user", "content": f"{kind} 0"}], seed=5000 + 10 * i + j)
-            for i, kind in enumerate(KINDS)
+            for i, kind in enumerate(kinds)
             for j in range(2)
         ]
         g.submit_batch(BatchRequest.of_rollouts(0, requests))
-        block = g.get_batch(0, timeout_s=10)
+        block = g.get_batch(0, timeout_s=60)
         assert g.launched == g.finished == len(requests) == sum(block.outcomes().values())
     said = {str(r.prompt[-1]["content"]).split()[0]: str(r.failure) for r in block if r.failure is not None}
     assert "the environment's own mistake" in said["raise"]
     assert "a tool called exit" in said["exit"]
     assert "its own, not the run's" in said["timeout"]
-    assert "rollout_timeout_s=0.3" in said["hang"]
     assert "401" in said["refuse"]
     assert "grades: " in said["ungraded"]
     assert "the reward function's mistake" in said["ungraded"]
@@ -228,7 +228,7 @@ def test_a_block_without_any_score_stops_the_run_with_the_commonest_cause(
 ) -> None:
     env = Raising(dataset=[{"question": f"{kind} {i}"} for i in range(4)], rubric=vf.Rubric(funcs=[grades]))
     with FakeOpenAIServer(lambda body: "ok" if body["seed"] < 1000 else mixed_answer(body)) as fake:
-        trainer = make_fake_trainer(env, fake.url, rollout_timeout=0.3)
+        trainer = make_fake_trainer(env, fake.url, rollout_timeout=0.3 if kind == "hang" else 60.0)
         with pytest.raises(NothingScoredError, match=cause) as raised:
             trainer.train()
     assert "none of 8 rollouts got a reward" in str(raised.value)
@@ -252,4 +252,4 @@ def test_a_swallowed_provider_error_is_still_a_provider_error() -> None:
     ):
         generator.submit_batch(BatchRequest.of_rollouts(0, [request]))
         with pytest.raises(NothingScoredError, match=r"1 provider_error.*503.*after 2 attempts"):
-            generator.get_batch(0, timeout_s=10)
+            generator.get_batch(0, timeout_s=60)

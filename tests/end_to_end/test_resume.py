@@ -122,7 +122,7 @@ def test_a_run_without_drained_pushes_keeps_what_is_finished_and_generates_the_r
     async def answer(body: dict[str, Any]) -> str:
         asked.append(body["messages"][-1]["content"])
         if asked[-1] in held:
-            await asyncio.to_thread(let_go.wait, 15)
+            await asyncio.to_thread(let_go.wait, 120)
         return "".join(random.Random(body["seed"]).choice("aeiou") for _ in range(4))
 
     class UntilBlock2IsFinished(TrainerCallback):

@@ -163,7 +163,7 @@ def config(output_dir: Path, url: str, **overrides: Any) -> GRPOConfig:
     values: dict[str, Any] = {
         "output_dir": str(output_dir),
         "server_url": url,
-        "server_wait": 5.0,
+        "server_wait": 60.0,
         "max_steps": 2,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -126,13 +128,17 @@ async def test_a_budget_that_is_used_up_before_the_first_answer_gives_no_reward(
     assert "no answer of the policy before its time or its budget" in rollout.failure.text
 
 
-async def test_the_time_of_a_rollout_truncates_it() -> None:
+async def test_the_time_of_a_rollout_truncates_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(row: Any, **given: Any) -> str:
         await two_calls(row, **given)
+        # the loop's clock is moved past the deadline, however long the calls took
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + 61)
         return await hangs(row)
 
     async with FakeOpenAIServer("42") as server:
-        rollout = await played(env_of(run, timeout_seconds=0.5), server)
+        rollout = await played(env_of(run, timeout_seconds=60), server)
     assert (rollout.outcome, rollout.reward) == (Outcome.TRUNCATED, 1.0)
 
 
@@ -276,15 +282,31 @@ async def test_an_argument_of_the_run_that_the_endpoint_cannot_take_ends_the_run
 class JudgesAfterwards(vf.AgentEnv):
     """An environment that is not done when its agent is."""
 
+    def __init__(self, afterwards: Callable[[], Awaitable[None]], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.afterwards = afterwards
+
     async def _run_agent(self, row: Any, session: Any, gateway: Any) -> Any:
         result = await super()._run_agent(row, session, gateway)
-        await asyncio.sleep(0.6)
+        await self.afterwards()
         return result
 
 
 @pytest.mark.parametrize("fault", [Fault(400), None])
 async def test_a_call_that_is_answered_after_the_agents_end_decides_nothing(fault: Fault | None) -> None:
     late: list[asyncio.Task[Any]] = []
+    agent_ended = threading.Event()
+
+    async def answer(body: dict[str, Any]) -> Any:
+        if server.request_count > 1:
+            return "42"
+        await asyncio.to_thread(agent_ended.wait, 60)
+        return fault or "42"
+
+    async def afterwards() -> None:
+        agent_ended.set()
+        await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 0, 60)
+        await asyncio.sleep(0.1)
 
     async def run(row: Any, **given: Any) -> str:
         late.append(asyncio.create_task(swallows(row, **given)))
@@ -292,24 +314,33 @@ async def test_a_call_that_is_answered_after_the_agents_end_decides_nothing(faul
             await asyncio.sleep(0.01)
         return await two_calls(row, **given)
 
-    env = JudgesAfterwards(run, dataset=ROWS, rubric=env_of(run).rubric)
-    latency_s = {0: 0.4}
-    async with FakeOpenAIServer("42", latency_s=lambda n: latency_s.get(n, 0.0), faults=[fault]) as server:
+    env = JudgesAfterwards(afterwards, run, dataset=ROWS, rubric=env_of(run).rubric)
+    async with FakeOpenAIServer(answer) as server:
         rollout = await played(env, server)
     await asyncio.gather(*late)
     assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.COMPLETED, 1.0, 2)
 
 
 async def test_a_call_that_the_agent_gave_up_does_not_decide_the_outcome() -> None:
+    has_gone_on = threading.Event()
+
+    async def answer(body: dict[str, Any]) -> Any:
+        if body["messages"][-1]["content"] != "slow":
+            return "42"
+        await asyncio.to_thread(has_gone_on.wait, 60)
+        return Fault(400)
+
     async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.2) as client:
             with pytest.raises(openai.APITimeoutError):
                 await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "slow"}])
-        answer = await two_calls(row, base_url=base_url, api_key=api_key, model=model)
-        await asyncio.sleep(0.5)
-        return answer
+        said = await two_calls(row, base_url=base_url, api_key=api_key, model=model)
+        has_gone_on.set()
+        await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 0, 60)
+        await asyncio.sleep(0.1)
+        return said
 
-    async with FakeOpenAIServer("42", latency_s=lambda n: 0.6 if n == 0 else 0.0, faults=[Fault(400)]) as server:
+    async with FakeOpenAIServer(answer) as server:
         rollout = await played(env_of(run), server)
     assert (rollout.outcome, rollout.reward, rollout.turns) == (Outcome.COMPLETED, 1.0, 2)
 

@@ -52,7 +52,7 @@ async def post(url: str, **body: Any) -> tuple[int, dict[str, Any]]:
 
 async def program(url: str, reward: float | None = None) -> str:
     """Take a rollout, answer it, and end it; returns its session's id."""
-    status, session = await post(f"{url}/sessions", wait_s=20.0)
+    status, session = await post(f"{url}/sessions", wait_s=60.0)
     assert status == 200, session
     assert session["answer"] == "42"
     async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["key"]) as client:
@@ -100,6 +100,14 @@ class LosesItsFirstCaller(vf.ExternalEnv):
 
     lost = ""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_asked = asyncio.Event()
+
+    async def _take(self, body: dict[str, Any]) -> Any:
+        self.is_asked.set()
+        return await super()._take(body)
+
     def _offer(self, external: Any) -> None:
         super()._offer(external)
         if not self.lost:
@@ -116,12 +124,12 @@ class LosesItsFirstCaller(vf.ExternalEnv):
 async def test_a_rollout_whose_caller_hung_up_is_given_to_the_next() -> None:
     env = LosesItsFirstCaller(port=0, dataset=ROWS)
     gateway = await env.start()
-    caller = asyncio.create_task(post(f"{gateway.url}/sessions", wait_s=20.0))
-    await asyncio.sleep(0.3)
+    caller = asyncio.create_task(post(f"{gateway.url}/sessions", wait_s=60.0))
+    await env.is_asked.wait()
     async with planned(env, 2) as (url, running):
         with pytest.raises(aiohttp.ClientError):
             await caller
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             taken = [await program(url, 1.0) for _ in range(2)]
             rollouts = await running
     # before the one that has waited less

@@ -218,14 +218,21 @@ async def test_an_override_that_fails_gives_every_rollout_one_outcome(
         assert re.search(cause, str(rollout.failure))
 
 
-async def test_waiting_for_a_slot_is_no_time_of_the_environment() -> None:
+async def test_waiting_for_a_slot_is_no_time_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    now, moved_s = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: now() + moved_s)
+
     async def answer(body: dict[str, Any]) -> str:
-        await asyncio.sleep(0.02)
+        nonlocal moved_s
+        moved_s += 5.0
+        # every deadline that is over by then ends its rollout
+        await asyncio.sleep(0.002)
         return "4"
 
-    # twelve rollouts of 20 ms, one after the other
+    # twelve rollouts of five seconds on the loop's clock, one after the other
     limiter = Limiter(1)
-    groups = await runner(CallsEach(), answer, limiter=limiter, rollout_timeout_s=0.15).run_groups(
+    groups = await runner(CallsEach(), answer, limiter=limiter, rollout_timeout_s=30.0).run_groups(
         [requests(0), requests(1), requests(2)]
     )
     assert [outcomes(group.rollouts) for group in groups] == [[Outcome.COMPLETED] * 4] * 3

@@ -30,7 +30,7 @@ def replies(completion: Any) -> list[str]:
 
 
 async def run_one(env: vf.SandboxEnv, *answers: Any, timeout_s: float = 600.0) -> Rollout:
-    backend = ClientBackend(FakeClient(list(answers)))
+    backend = ClientBackend(FakeClient(answers[0] if callable(answers[0]) else list(answers)))
     runner = RolloutRunner(env, backend, "m", rollout_timeout_s=timeout_s)
     return await runner.run_one(RolloutRequest(RolloutKey(0, 0, 0), ASK))
 
@@ -93,10 +93,17 @@ async def test_commands_run_in_the_rollouts_own_sandbox_and_their_output_is_told
 
 
 async def test_a_command_that_runs_too_long_is_told_and_the_sandbox_lives_on() -> None:
-    env = vf.SandboxEnv(eval_dataset=ROWS, timeout_per_command_s=1.5)
-    rollout = await run_one(env, bash("echo begun; sleep 60"), bash("echo alive"), "done")
+    env = vf.SandboxEnv(eval_dataset=ROWS, timeout_per_command_s=0.5)
+
+    def answer(body: dict[str, Any]) -> Any:
+        said = len(replies(body["messages"]))
+        # the second command has all the time it needs
+        env.timeout_per_command_s = 60.0 if said else 0.5
+        return [bash("echo begun; sleep 60"), bash("echo alive"), "done"][said]
+
+    rollout = await run_one(env, answer)
     late, after = replies(rollout.completion)
-    assert late.endswith("[the command ran longer than 1.5 s and was killed]")
+    assert late.endswith("[the command ran longer than 0.5 s and was killed]")
     assert after == "alive"
 
 

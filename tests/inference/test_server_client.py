@@ -85,7 +85,7 @@ async def test_a_server_that_is_too_slow_was_reached_and_one_that_refuses_was_no
         FakeOpenAIServer(route_faults={"/health": Fault.hang()}) as server,
         pytest.raises(NoAnswerError, match="timed out") as late,
     ):
-        await ServerClient(server.url).request("GET", "/health", timeout_s=0.1)
+        await ServerClient(server.url).request("GET", "/health", timeout_s=1.0)
     assert late.value.timed_out
     with pytest.raises(NoAnswerError, match="got no answer") as gone:
         await ServerClient("http://127.0.0.1:9").request("GET", "/health", timeout_s=5.0)
@@ -105,8 +105,8 @@ async def test_a_host_that_takes_no_connection_was_not_reached(monkeypatch: pyte
 
 
 async def test_once_connected_an_answer_has_the_whole_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_server, "_CONNECT_S", 0.05)
-    with FakeOpenAIServer(latency_s=0.3) as server:
+    monkeypatch.setattr(rollout_server, "_CONNECT_S", 1.0)
+    with FakeOpenAIServer(latency_s=1.5) as server:
         answer = await ServerClient(server.url).request("POST", "/v1/completions", {"prompt": "a"}, timeout_s=30.0)
     assert answer["choices"]
 

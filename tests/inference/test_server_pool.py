@@ -62,7 +62,7 @@ def generate() -> Iterator[Callable[..., AsyncBatchGenerator]]:
     made: list[AsyncBatchGenerator] = []
 
     def make(client: Any) -> AsyncBatchGenerator:
-        generator = AsyncBatchGenerator(environment(), client, "fake", retry=QUICK, generation_timeout_s=15.0)
+        generator = AsyncBatchGenerator(environment(), client, "fake", retry=QUICK, generation_timeout_s=120.0)
         made.append(generator)
         return generator.start()
 
@@ -82,15 +82,32 @@ def assert_nothing_lost(done: ScoredBlock) -> None:
 # -- faults, over real sockets ---------------------------------------------------------------------------------
 
 
+class Holds:
+    """Latencies: the first requests are answered, and all others wait until the server dies."""
+
+    def __init__(self, answered: int) -> None:
+        self.answered = answered
+        self.is_over = False
+
+    def __call__(self, number: int) -> float:
+        return 0.05 if self.is_over or number < self.answered else 60.0
+
+    def stop(self, server: FakeOpenAIServer) -> None:
+        """Stop the server while some wait, and others go on to their second turn."""
+        server.wait_until(lambda it: it.request_count - it.in_flight >= self.answered and it.in_flight > 4, 60.0)
+        self.is_over = True
+        server.stop()
+
+
 def test_a_server_that_dies_in_mid_request_takes_no_rollout_with_it_and_gets_none_until_it_is_up(
     generate: Callable[..., AsyncBatchGenerator],
 ) -> None:
-    with FakeOpenAIServer("4", latency_s=0.05) as one, FakeOpenAIServer("4", latency_s=0.05) as two:
+    holds = Holds(8)
+    with FakeOpenAIServer("4", latency_s=holds) as one, FakeOpenAIServer("4", latency_s=0.05) as two:
         pool = ServerPool([one.url, two.url])
         generator = generate(pool)
         generator.submit_batch(BatchRequest.of_rollouts(0, block()))
-        one.wait_until(lambda server: server.request_count > COUNT / 2 and server.in_flight > 4)
-        one.stop()
+        holds.stop(one)
         assert_nothing_lost(generator.get_batch(0))
         assert list(pool.down()) == [one.url]
         # it is back, but nobody has pushed weights to it
@@ -109,12 +126,13 @@ def test_a_server_that_dies_in_mid_request_takes_no_rollout_with_it_and_gets_non
 def test_with_the_only_server_gone_rollouts_wait_for_it_and_go_on(
     generate: Callable[..., AsyncBatchGenerator],
 ) -> None:
-    with FakeOpenAIServer("4", latency_s=0.05) as server:
+    # of the first turn half are answered
+    holds = Holds(COUNT // 2)
+    with FakeOpenAIServer("4", latency_s=holds) as server:
         pool = ServerPool([server.url])
         generator = generate(pool)
         generator.submit_batch(BatchRequest.of_rollouts(0, block()))
-        server.wait_until(lambda server: server.request_count > COUNT and server.in_flight > 4)
-        server.stop()
+        holds.stop(server)
         until(pool.down)
         server.start()
         before = server.request_count
@@ -127,11 +145,11 @@ def test_with_the_only_server_gone_rollouts_wait_for_it_and_go_on(
 
 
 def test_a_list_of_urls_is_enough_where_nobody_pushes_weights(generate: Callable[..., AsyncBatchGenerator]) -> None:
-    with FakeOpenAIServer("4", latency_s=0.03) as one, FakeOpenAIServer("4", latency_s=0.03) as two:
+    holds = Holds(8)
+    with FakeOpenAIServer("4", latency_s=holds) as one, FakeOpenAIServer("4", latency_s=0.03) as two:
         generator = generate([one.url, two.url])
         generator.submit_batch(BatchRequest.of_rollouts(0, block()))
-        one.wait_until(lambda server: server.in_flight > 4)
-        one.stop()
+        holds.stop(one)
         assert_nothing_lost(generator.get_batch(0))
         assert two.request_count > 0
 

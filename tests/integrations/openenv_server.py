@@ -45,7 +45,6 @@ class OpenEnvServer:
         play: one step of the environment.
         first_error: (code, message) answered in place of a session.
         action_schema: reported by /schema.
-        heartbeat_s: pings, and the session ends if none comes back in half of it.
         answer: replaces the answers of the WebSocket by kind, e.g. {"reset": "no JSON"}.
         health: body of /health; None answers 404.
         lose_resets: how many connections end before their first reset is answered.
@@ -54,6 +53,7 @@ class OpenEnvServer:
         open, most_open, refused, begun: sessions now, at most, refused, ever.
         received: the requests of all sessions, in order of arrival.
         goodbyes: sessions that ended by `close`.
+        pongs: answers to the pings of `ping`.
         headers: of the newest WebSocket request.
     """
 
@@ -64,7 +64,6 @@ class OpenEnvServer:
         play: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = guess_digit,
         first_error: tuple[str, str] | None = None,
         action_schema: dict[str, Any] = GUESS_SCHEMA,
-        heartbeat_s: float | None = None,
         answer: dict[str, str] | None = None,
         health: str | None = '{"status": "healthy"}',
         lose_resets: int = 0,
@@ -74,30 +73,36 @@ class OpenEnvServer:
         self.play = play
         self.first_error = first_error
         self.action_schema = action_schema
-        self.heartbeat_s = heartbeat_s
         self.answer = answer or {}
         self.health = health
         self.lose_resets = lose_resets
         self.hang_on = hang_on
-        self.open = self.most_open = self.refused = self.begun = self.goodbyes = 0
+        self.open = self.most_open = self.refused = self.begun = self.goodbyes = self.pongs = 0
         self.received: list[dict[str, Any]] = []
         self.headers: dict[str, str] = {}
         self.url = ""
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop
         self._stopping: asyncio.Event
+        self._newest: web.WebSocketResponse
 
-    def wait_until(self, condition: Callable[[OpenEnvServer], bool], timeout_s: float = 10.0) -> None:
-        """Block until `condition(self)` holds; looked at whenever a session comes or goes."""
+    def wait_until(self, condition: Callable[[OpenEnvServer], bool], timeout_s: float = 60.0) -> None:
+        """Block until `condition(self)` holds; looked at whenever a session or a pong comes or goes."""
         with self._changed:
             if not self._changed.wait_for(lambda: condition(self), timeout_s):
                 raise TimeoutError(f"{self.open} sessions are open, {self.begun} were begun")
+
+    def ping(self, timeout_s: float = 60.0) -> None:
+        """Ping the newest session, and block until it has answered."""
+        expected = self.pongs + 1
+        asyncio.run_coroutine_threadsafe(self._newest.ping(), self._loop).result(timeout_s)
+        self.wait_until(lambda it: it.pongs == expected, timeout_s)
 
     def __enter__(self) -> OpenEnvServer:
         ready: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
         self._thread.start()
-        self.url = f"http://127.0.0.1:{ready.result(10)}"
+        self.url = f"http://127.0.0.1:{ready.result(60)}"
         return self
 
     def __exit__(
@@ -136,7 +141,7 @@ class OpenEnvServer:
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
         self.headers = dict(request.headers)
-        socket = web.WebSocketResponse(heartbeat=self.heartbeat_s)
+        socket = self._newest = web.WebSocketResponse(autoping=False)
         await socket.prepare(request)
         if self.first_error is not None:
             await self._say_error(socket, *self.first_error)
@@ -163,6 +168,11 @@ class OpenEnvServer:
     async def _play(self, socket: web.WebSocketResponse, request: web.Request) -> None:
         episode: dict[str, Any] = {}
         async for message in socket:
+            if message.type is WSMsgType.PONG:
+                with self._changed:
+                    self.pongs += 1
+                    self._changed.notify_all()
+                continue
             if message.type is not WSMsgType.TEXT:
                 return
             request_json = json.loads(message.data)

@@ -232,17 +232,22 @@ async def test_a_step_that_hangs_ends_the_rollout_and_the_instance_is_closed_whe
     walk: type[Walk],
 ) -> None:
     go_on, closed = threading.Event(), threading.Event()
-    walk.step = lambda self, action: go_on.wait(15)  # type: ignore[method-assign,assignment,return-value]
+    walk.step = lambda self, action: go_on.wait(60)  # type: ignore[method-assign,assignment,return-value]
     walk.close = lambda self: closed.set()  # type: ignore[method-assign]
     env = env_of(walk)
     closed.clear()
-    env.step_timeout_s = 0.5
-    rollout = await play(env, ["right"])
+
+    async def right(body: dict[str, Any]) -> str:
+        # for the step alone: making and resetting have been
+        env.step_timeout_s = 0.5
+        return "right"
+
+    rollout = await play(env, right)
     assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
     assert "The environment's step did not return within 0.5 s." in str(rollout.failure)
     assert not closed.is_set()
     go_on.set()
-    assert await asyncio.to_thread(closed.wait, 10)
+    assert await asyncio.to_thread(closed.wait, 60)
 
 
 async def test_a_cancelled_rollout_closes_its_instance(walk: type[Walk]) -> None:
@@ -264,7 +269,7 @@ async def test_no_thread_outlives_its_rollout(walk: type[Walk]) -> None:
     await play(env_of(walk), ["right"])
     own = [thread for thread in threading.enumerate() if thread.name.startswith("GymEnv")]
     for thread in own:
-        await asyncio.to_thread(thread.join, 10)
+        await asyncio.to_thread(thread.join, 60)
     assert not [thread for thread in own if thread.is_alive()]
 
 

@@ -62,7 +62,7 @@ class Pids:
     def all(self) -> list[int]:
         return [int(line) for line in self.path.read_text().split()] if self.path.exists() else []
 
-    def wait_until_gone(self, timeout_s: float = 8.0) -> None:
+    def wait_until_gone(self, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while alive := [pid for pid in self.all if is_alive(pid)]:
             assert time.monotonic() < deadline, f"still running: {alive}"
@@ -305,7 +305,7 @@ async def test_a_cancelled_rollout_ends_its_own_servers(servers: Servers) -> Non
     env = environment(local(), scope="rollout")
     with FakeOpenAIServer(script(calls(("wait", {"seconds": 60})))) as server:
         task = asyncio.create_task(env.a_evaluate(server.url, "fake", num_examples=1))
-        await asyncio.to_thread(server.wait_until, lambda it: it.request_count == 1)
+        await asyncio.to_thread(server.wait_until, lambda it: it.request_count == 1, 60.0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 import verifiers as vf
+from verifiers import loop_thread
 from verifiers.errors import GenerationError
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
@@ -45,9 +46,9 @@ def test_threads_that_close_a_generator_at_once_leave_no_connection_open(latency
             )
             if latency_s:
                 wanted = 32 * (round_number + 1)
-                server.wait_until(lambda fake, wanted=wanted: fake.request_count >= wanted)  # type: ignore[misc]
+                server.wait_until(lambda fake, wanted=wanted: fake.request_count >= wanted, 60.0)  # type: ignore[misc]
             else:
-                generator.get_batch(0, 10.0)
+                generator.get_batch(0, 60.0)
             threads = [threading.Thread(target=generator.close) for _ in range(4)]
             for thread in threads:
                 thread.start()
@@ -89,7 +90,10 @@ def test_every_waiter_is_told_at_once_that_the_generators_thread_has_ended(end: 
     assert left_open() == []
 
 
-def test_code_that_stands_still_on_the_loop_delays_the_end_by_a_second_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_code_that_stands_still_on_the_loop_delays_the_end_by_a_second_only(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_thread, "_HEARING_S", 1.0)
     go_on = threading.Event()
 
     class Blocking(vf.SingleTurnEnv):

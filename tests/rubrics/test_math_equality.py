@@ -102,7 +102,7 @@ PAIRS = [
 
 
 async def test_right_answers_are_right_and_wrong_ones_wrong() -> None:
-    verdicts = await asyncio.gather(*[math_verdict(answer, response) for answer, response, _ in PAIRS])
+    verdicts = await asyncio.gather(*[math_verdict(answer, response, timeout_s=60) for answer, response, _ in PAIRS])
     assert [(*pair[:2], verdict is RIGHT) for pair, verdict in zip(PAIRS, verdicts, strict=True)] == PAIRS
     assert set(verdicts) == {RIGHT, WRONG}
 
@@ -112,19 +112,20 @@ def test_answers_are_compared_from_any_thread_and_any_event_loop() -> None:
 
     def in_a_loop(number: int) -> None:
         async def compare() -> None:
-            found.extend(await asyncio.gather(*[math_verdict(f"\\sqrt{{{number}}}+{i}", f"{i} + {number}^{{1/2}}") for i in range(3)]))  # fmt: skip  # noqa: E501
+            pairs = [(f"\\sqrt{{{number}}}+{i}", f"{i} + {number}^{{1/2}}") for i in range(3)]
+            found.extend(await asyncio.gather(*[math_verdict(*pair, timeout_s=60) for pair in pairs]))
 
         asyncio.run(compare())
 
     def blocking(number: int) -> None:
-        found.append(math_verdict_blocking(f"{number}\\pi", f"\\pi\\cdot {number}"))
+        found.append(math_verdict_blocking(f"{number}\\pi", f"\\pi\\cdot {number}", timeout_s=60))
 
     targets: list[Callable[[int], None]] = [in_a_loop, blocking]
     threads = [threading.Thread(target=target, args=(number,)) for target in targets for number in (2, 3, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(15)
+        thread.join(120)
     assert found == [RIGHT] * 12
 
 
@@ -244,4 +245,4 @@ def test_nothing_heavy_is_imported_for_what_is_decided_by_the_text() -> None:
         "rubric = vf.MathRubric()\n"
         "assert not {'sympy', 'math_verify', 'openai'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

@@ -66,7 +66,7 @@ def test_its_functions_and_parser_are_the_classic_ones() -> None:
 )
 async def test_an_answer_is_worth_one_where_it_is_equal(completion: Any, answer: Any, reward: float) -> None:
     scored = state(completion, answer)
-    await vf.MathRubric().score_group([scored])
+    await vf.MathRubric(timeout_s=60).score_group([scored])
     assert scored["reward"] == reward
     assert scored["metrics"] == {"correct_answer": reward, "math_timeout": 0.0, "math_worker_died": 0.0}
     assert "grading_errors" not in scored
@@ -109,7 +109,7 @@ async def test_workers_that_do_not_run_are_a_failed_grade_and_no_zero(monkeypatc
 
 async def test_a_state_that_is_scored_again_with_another_answer_is_compared_again() -> None:
     scored = state(thought("41"), "42")
-    rubric = vf.MathRubric()
+    rubric = vf.MathRubric(timeout_s=60)
     await rubric.score_group([scored])
     scored["completion"] = thought("42")
     await rubric.score_group([scored])
@@ -117,7 +117,7 @@ async def test_a_state_that_is_scored_again_with_another_answer_is_compared_agai
 
 
 async def test_the_classic_calls_work_and_rows_may_share_a_state() -> None:
-    rubric = vf.MathRubric()
+    rubric = vf.MathRubric(timeout_s=60)
     assert await rubric.correct_answer(rubric.parser, thought("7"), "7") == 1.0
     shared = State()
     scores = await rubric.score_rollouts(["p"] * 2, [thought("7"), thought("8")], ["7", "9"], [shared] * 2)
@@ -131,7 +131,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 def test_an_environment_is_scored_by_it() -> None:
     rows = [{"question": "?", "answer": "\\frac{3}{2}"}]
-    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.MathRubric(parser=vf.Parser(vf.extract_boxed_answer)))
+    rubric = vf.MathRubric(parser=vf.Parser(vf.extract_boxed_answer), timeout_s=60)
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=rubric)
     env.parser = env.rubric.parser
     with FakeOpenAIServer(["\\boxed{1.5}", "\\boxed{3 / 2}", "\\boxed{2}"]) as server:
         results = env.evaluate_sync(server.url, "fake", rollouts_per_example=3)

@@ -124,14 +124,14 @@ CASES = [
 def test_format_answer_and_reward_are_the_worked_examples(
     text: str, truth: Any, expected: tuple[int, int, int]
 ) -> None:
-    result = vf.r1_zero_reward(text, truth)
+    result = vf.r1_zero_reward(text, truth, timeout_s=60)
     assert result == dict(zip(("format", "answer", "reward"), expected, strict=True))
 
 
 @pytest.mark.parametrize(("text", "truth", "expected"), CASES[2:6])
 async def test_the_rubric_gives_the_same(text: str, truth: Any, expected: tuple[int, int, int]) -> None:
     scored = State(prompt="p", completion=[{"role": "assistant", "content": text}], answer=truth)
-    await r1_zero_rubric().score_group([scored])
+    await r1_zero_rubric(timeout_s=60).score_group([scored])
     assert scored["reward"] == expected[2]
     assert scored["metrics"] == {"r1_zero_answer": expected[1], "r1_zero_format": expected[0]}
     assert "grading_errors" not in scored

@@ -113,7 +113,7 @@ def test_the_container_has_no_network_no_rights_and_every_limit() -> None:
 async def test_commands_files_and_processes(state: Path, tool: str) -> None:
     async with await open_sandbox(SandboxSpec(isolation=tool)) as sandbox:
         assert sandbox.isolation == tool
-        result = await sandbox.run("echo out; echo err >&2; exit 3", timeout_s=10)
+        result = await sandbox.run("echo out; echo err >&2; exit 3", timeout_s=60)
         assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3)
         assert (await sandbox.run(["cat"], stdin="fed")).stdout == "fed"
         assert (await sandbox.run(["sh", "-c", "echo $KEY"], env={"KEY": "secret"})).stdout == "secret\n"
@@ -128,9 +128,9 @@ async def test_commands_files_and_processes(state: Path, tool: str) -> None:
         assert raised.value.errno == errno.EFBIG
         process = await sandbox.start(["sh", "-c", "while read line; do echo got $line; done"])
         await process.write("one\n")
-        assert await process.read_line(timeout_s=5) == b"got one\n"
+        assert await process.read_line(timeout_s=60) == b"got one\n"
         await process.kill()
-        assert await process.wait(timeout_s=5) is not None
+        assert await process.wait(timeout_s=60) is not None
         flood = await sandbox.run("head -c 2000000 /dev/zero")
         assert (len(flood.stdout), flood.dropped_bytes) == (1 << 20, 2_000_000 - (1 << 20))
     executed = [line for line in log(state) if line[0] == "exec"]
@@ -147,7 +147,8 @@ async def test_time_that_runs_out_kills_inside(
     state: Path, marker: str, wait_until_gone: Callable[[str], None]
 ) -> None:
     async with await open_sandbox(SandboxSpec(isolation="docker")) as sandbox:
-        result = await sandbox.run(["sleep", marker], timeout_s=0.5)
+        # by then the stand-in has noted what it has started, also on a busy machine
+        result = await sandbox.run(["sleep", marker], timeout_s=2)
         assert result.timed_out
         assert result.exit_code is None
         wait_until_gone(marker)
@@ -217,7 +218,7 @@ def test_the_main_process_ends_with_the_program(state: Path) -> None:
     program.kill()
     program.wait()
     program.stdout.close()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while "cat" in _name(main):
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -61,11 +61,17 @@ async def test_time_that_runs_out_kills_the_command_and_what_it_started(
 
 
 async def test_the_specs_wall_time_holds_and_earlier_output_is_kept(isolation: IsolationLevel) -> None:
-    async with await open_sandbox(SandboxSpec(isolation, wall_time_s=0.5, file_bytes=1000)) as sandbox:
-        result = await sandbox.run("echo early; sleep 60")
-        assert (result.timed_out, result.stdout) == (True, "early\n")
-        with pytest.raises(OSError):
-            await sandbox.write("file", "x" * 2000)
+    # on a busy machine the shell may not come to its echo within the first of these
+    for wall_time_s in (0.5, 5.0, 30.0):
+        spec = SandboxSpec(isolation, wall_time_s=wall_time_s, file_bytes=1000)
+        async with await open_sandbox(spec) as sandbox:
+            result = await sandbox.run("echo early; sleep 60")
+            assert result.timed_out
+            with pytest.raises(OSError):
+                await sandbox.write("file", "x" * 2000)
+        if result.stdout:
+            break
+    assert result.stdout == "early\n"
 
 
 async def test_files_are_there_for_later_commands_and_reads(box: AgentSandbox) -> None:
@@ -96,14 +102,14 @@ async def test_a_started_process_talks_line_by_line(box: AgentSandbox) -> None:
     process = await box.start(["sh", "-c", "while read line; do echo got $line; echo e >&2; done; printf tail"])
     for word in ("one", "two"):
         await process.write(f"{word}\n")
-        assert await process.read_line(timeout_s=5) == f"got {word}\n".encode()
+        assert await process.read_line(timeout_s=60) == f"got {word}\n".encode()
     with pytest.raises(TimeoutError):
         await process.read_line(timeout_s=0.05)
     await process.write(b"three\n")
-    assert await process.read_line(timeout_s=5) == b"got three\n"
+    assert await process.read_line(timeout_s=60) == b"got three\n"
     await process.kill()
     assert await process.wait() == -9
-    assert await process.read_line(timeout_s=5) == b""
+    assert await process.read_line(timeout_s=60) == b""
     assert process.stderr() == "e\n" * 3
     with pytest.raises(SandboxError, match="no longer reads"):
         await process.write("four\n")
@@ -111,22 +117,22 @@ async def test_a_started_process_talks_line_by_line(box: AgentSandbox) -> None:
 
 async def test_a_started_process_that_ends_leaves_its_last_words(box: AgentSandbox) -> None:
     process = await box.start(["sh", "-c", "echo one; printf two; exit 5"])
-    assert await process.wait(timeout_s=5) == 5
+    assert await process.wait(timeout_s=60) == 5
     assert [await process.read_line() for _ in range(3)] == [b"one\n", b"two", b""]
 
 
 async def test_a_line_without_end_kills_its_process(box: AgentSandbox) -> None:
     process = await box.start(["sh", "-c", "cat /dev/zero | tr '\\0' x"])
     with pytest.raises(SandboxError, match="longer than"):
-        await process.read_line(timeout_s=10)
-    assert await process.wait(timeout_s=5) == -9
+        await process.read_line(timeout_s=60)
+    assert await process.wait(timeout_s=60) == -9
 
 
 async def test_a_started_process_outlives_a_command_whose_time_ran_out(box: AgentSandbox) -> None:
     process = await box.start(["cat"])
     assert (await box.run("sleep 60", timeout_s=0.2)).timed_out
     await process.write("still here\n")
-    assert await process.read_line(timeout_s=5) == b"still here\n"
+    assert await process.read_line(timeout_s=60) == b"still here\n"
 
 
 async def test_a_background_process_lives_until_the_sandbox_is_closed(
@@ -134,9 +140,9 @@ async def test_a_background_process_lives_until_the_sandbox_is_closed(
 ) -> None:
     async with await open_sandbox(SandboxSpec(isolation)) as sandbox:
         # it keeps the pipe, which must not keep the command's answer
-        result = await sandbox.run(f"sleep {marker} & echo started", timeout_s=5)
+        result = await sandbox.run(f"sleep {marker} & echo started", timeout_s=60)
         assert (result.stdout, result.exit_code) == ("started\n", 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while count_of(marker) != 1:
                 await asyncio.sleep(0.01)
         assert (await sandbox.run("echo on")).stdout == "on\n"
@@ -191,8 +197,8 @@ async def test_closing_ends_a_command_under_way(isolation: IsolationLevel) -> No
     await sandbox.close()
     with pytest.raises(SandboxError):
         await running
-    assert await process.wait(timeout_s=5) is None
-    assert await process.read_line(timeout_s=5) == b""
+    assert await process.wait(timeout_s=60) is None
+    assert await process.read_line(timeout_s=60) == b""
 
 
 async def test_a_cancelled_close_has_closed_all_the_same(
@@ -273,7 +279,7 @@ def test_readable_paths_that_give_everything_away_are_refused() -> None:
 
 
 async def test_commands_of_one_sandbox_run_side_by_side(box: AgentSandbox) -> None:
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(
             box.run("mkfifo meet; echo hello > meet"), box.run("until test -p meet; do :; done; cat meet")
         )
@@ -328,7 +334,7 @@ def test_a_sandbox_works_in_the_event_loop_of_any_thread(isolation: IsolationLev
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(15)
+        thread.join(60)
     assert outputs == ["thread\n"] * 3
 
 
@@ -386,7 +392,7 @@ async def test_bubblewrap_works_where_proc_cannot_be_mounted(contained: str, mon
     recipe = bubblewrap.recipes()[0]._replace(proc=False)
     monkeypatch.setattr(opening, "_recipes", [recipe])
     async with await open_sandbox() as sandbox:
-        assert (await sandbox.run("ls /proc; echo $(pwd)", timeout_s=10)).stdout == "/sandbox/home\n"
+        assert (await sandbox.run("ls /proc; echo $(pwd)", timeout_s=60)).stdout == "/sandbox/home\n"
         assert (await sandbox.run("sleep 60", timeout_s=0.3)).timed_out
         assert (await sandbox.run(["python3", "-c", "print(1)"])).stdout == "1\n"
 

@@ -15,7 +15,7 @@ from verifiers.sandbox.worker_pool import WorkerPool
 
 
 def test_json_goes_in_and_comes_out(pool: WorkerPool) -> None:
-    answer = pool.call_blocking("pool_functions:echo", 1, "zwei", None, [1.5], timeout_s=3, key={"a": ["ü"]})
+    answer = pool.call_blocking("pool_functions:echo", 1, "zwei", None, [1.5], timeout_s=60, key={"a": ["ü"]})
     assert answer == {"args": [1, "zwei", None, [1.5]], "kwargs": {"key": {"a": ["ü"]}}}
     assert pool.call_blocking("math:sqrt", 16) == 4
     long = "x" * 5_000_000

@@ -22,9 +22,10 @@ from verifiers.sandbox.worker_pool import WorkerPool
 
 
 def test_nothing_starts_before_the_first_call() -> None:
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     pool = WorkerPool(workers=2)
-    assert threading.active_count() == threads
+    # threads of earlier tests may have ended meanwhile
+    assert set(threading.enumerate()) <= threads
     assert pool._workers.all == set()
     pool.close()
 
@@ -58,8 +59,9 @@ def test_a_pool_that_ends_while_a_cancelled_call_closes_its_worker_leaves_no_pro
 
 
 async def test_a_queued_calls_time_starts_when_a_worker_takes_it(pool: WorkerPool) -> None:
-    results = await asyncio.gather(*(pool.call("time:sleep", 0.6, timeout_s=2.0) for _ in range(4)))
-    assert results == [None] * 4
+    first = pool.call("time:sleep", 3, timeout_s=60)
+    queued = (pool.call("math:sqrt", 4, timeout_s=2.5) for _ in range(3))
+    assert await asyncio.gather(first, *queued) == [None, 2, 2, 2]
 
 
 async def test_cancelling_a_call_kills_it_and_frees_the_worker(
@@ -100,7 +102,7 @@ def test_it_serves_many_threads_and_event_loops_at_once(isolation: IsolationLeve
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(18)
+            thread.join(60)
     assert sorted(results) == list(range(200))
 
 
@@ -123,7 +125,7 @@ def test_closing_ends_calls_under_way_and_those_that_wait(isolation: IsolationLe
     (worker,) = pool._workers.all
     pool.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert len(errors) == 2
     assert all("closed" in str(error) for error in errors)
     assert worker.sandbox.process.returncode is not None
@@ -138,7 +140,7 @@ def test_a_pool_that_nobody_holds_ends_its_workers() -> None:
     (worker,) = pool._workers.all
     del pool
     gc.collect()
-    assert worker.sandbox.process.wait(5) is not None
+    assert worker.sandbox.process.wait(60) is not None
 
 
 def _in_a_forked_child(pool: WorkerPool, answers: multiprocessing.Queue[float]) -> None:
@@ -154,8 +156,8 @@ def test_a_forked_child_gets_workers_of_its_own(isolation: IsolationLevel) -> No
         answers = context.Queue()
         child = context.Process(target=_in_a_forked_child, args=(pool, answers))
         child.start()
-        assert answers.get(timeout=10) == 9
-        child.join(10)
+        assert answers.get(timeout=60) == 9
+        child.join(60)
         assert child.exitcode == 0
         assert pool.call_blocking("math:sqrt", 16) == 4
 

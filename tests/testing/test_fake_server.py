@@ -185,8 +185,12 @@ def test_faults_work_for_synchronous_code() -> None:
 
 async def test_a_hang_lasts_until_the_caller_gives_up() -> None:
     async with FakeOpenAIServer("fine", faults=Fault.hang()) as server, sdk(server) as client:
-        with pytest.raises(openai.APITimeoutError):
-            await client.chat.completions.create(model="m", messages=USER, timeout=0.05)
+        call = asyncio.create_task(client.chat.completions.create(model="m", messages=USER))
+        await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 1)
+        await asyncio.sleep(0.05)
+        assert (server.in_flight, call.cancel()) == (1, True)
+        with pytest.raises(asyncio.CancelledError):
+            await call
         await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 0)
         answer = await client.chat.completions.create(model="m", messages=USER)
     assert answer.choices[0].message.content == "fine"

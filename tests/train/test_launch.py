@@ -54,7 +54,7 @@ def other_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_server_of_another_environment_is_started_and_ended(other_environment: Path, tmp_path: Path) -> None:
     with launched_server("odd", str(tmp_path), python=str(other_environment)) as url:
-        with urllib.request.urlopen(url.removesuffix("/v1"), timeout=5) as response:
+        with urllib.request.urlopen(url.removesuffix("/v1"), timeout=60) as response:
             assert response.status == 200
         pid = int((tmp_path / "started").read_text())
     with pytest.raises(ProcessLookupError):

@@ -168,8 +168,8 @@ def test_a_signal_ends_a_rank_0_that_is_inside_a_call_which_does_not_return() ->
     with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"stuck\n"
-        used = None
-        while used != (used := psutil.Process(process.pid).cpu_times()):
+        used, child = None, psutil.Process(process.pid)
+        while used != (used := child.cpu_times()) or child.status() != psutil.STATUS_SLEEPING:
             # it may still be on its way into the call
             time.sleep(0.1)
         process.terminate()

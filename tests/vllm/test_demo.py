@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STEPS = 400
+STEPS = 200
 
 
 @pytest.mark.timeout(2400)
@@ -23,6 +23,6 @@ def test_the_demo_trains_against_vllm(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     print(summary)
     assert 0.3 <= summary["before"]["accuracy"] <= 0.45
-    assert summary["after"]["accuracy"] >= 0.7
-    assert summary["gain"]["low"] > 0.3
+    assert summary["after"]["accuracy"] >= 0.6
+    assert summary["gain"]["low"] > 0.15
     assert (tmp_path / "report.html").stat().st_size > 1000

@@ -16,13 +16,14 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from verifiers_dataserver import serving
+from verifiers_dataserver import graders, rewards, serving
 from verifiers_dataserver.config import load_configuration
 from verifiers_dataserver.graders import HttpGrader, Task
 from verifiers_dataserver.rewards import DatasetReward, Part
 from verifiers_dataserver.scores import Score
 from verifiers_dataserver.tasks import Completion, Row
 
+from verifiers.sandbox.worker_pool import WorkerPool
 from verifiers.server_process import bind
 
 
@@ -52,7 +53,8 @@ def datasets(rows: str, *graders: str) -> dict[str, Any]:
 async def test_a_failing_grader_is_an_error_of_its_items_and_the_others_have_their_rewards(
     serve: Any, python: Any, rows: str, name: str, words: str
 ) -> None:
-    server = await serve({"datasets": datasets(rows, name), "graders": {name: python(name)}})
+    grader = python(name, **({"timeout_s": 0.5} if name in ("hang", "spin") else {}))
+    server = await serve({"datasets": datasets(rows, name), "graders": {name: grader}})
     failed, right, wrong = await server.grade((f"{name}:1", "1"), ("fine:1", "1"), ("fine:1", "2"))
     assert failed["reward"] is None
     assert words in failed["error"]
@@ -64,8 +66,15 @@ async def test_a_failing_grader_is_an_error_of_its_items_and_the_others_have_the
 
 
 async def test_one_completion_that_makes_a_grader_hang_costs_the_others_of_its_group_nothing(
-    serve: Any, python: Any, rows: str
+    serve: Any, python: Any, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    call = WorkerPool.call
+
+    async def impatient(pool: WorkerPool, function: str, target: str, given: Any, options: Any) -> Any:
+        timeout_s = 0.5 if given["text"] == "slow" else 30.0
+        return await call(pool, function, target, given, options, timeout_s=timeout_s)
+
+    monkeypatch.setattr(WorkerPool, "call", impatient)
     server = await serve({"datasets": datasets(rows, "slow_if"), "graders": {"slow_if": python("slow_if")}})
     results = await server.grade(("slow_if:1", "1"), ("slow_if:1", "slow"), ("slow_if:1", "1"))
     assert [result["reward"] for result in results] == [1.0, None, 1.0]
@@ -85,14 +94,25 @@ async def test_while_a_grader_hangs_other_requests_are_answered_at_once(serve: A
     await asyncio.gather(hanging, return_exceptions=True)
 
 
-async def test_what_no_worker_takes_in_time_is_an_error_too(serve: Any, python: Any, rows: str) -> None:
+async def test_what_no_worker_takes_in_time_is_an_error_too(
+    serve: Any, python: Any, rows: str, pass_time: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what was graded by then keeps its reward, also where the same grader did it."""
-    grader = python("slow_if", timeout_s=30.0, workers=1)
+    graded: list[Any] = []
+    score_of = graders.score_of
+    monkeypatch.setattr(graders, "score_of", lambda *result: (graded.append(result), score_of(*result))[1])
+    # what ends a grader that keeps to no time must not come in between
+    monkeypatch.setattr(rewards, "_GRACE_S", 1000.0)
+    grader = python("slow_if", timeout_s=600.0, workers=1)
     server = await serve(
-        {"datasets": datasets(rows, "slow_if"), "graders": {"slow_if": grader}, "server": {"grade_timeout_s": 1.0}}
+        {"datasets": datasets(rows, "slow_if"), "graders": {"slow_if": grader}, "server": {"grade_timeout_s": 100.0}}
     )
-    results = await server.grade(("slow_if:1", "1"), ("slow_if:1", "slow"), ("slow_if:1", "slow"), ("fine:1", "1"))
-    assert [result["reward"] for result in results] == [1.0, None, None, 1.0]
+    items = [("slow_if:1", "1"), ("slow_if:1", "slow"), ("slow_if:1", "slow"), ("fine:1", "1")]
+    asked = asyncio.create_task(server.grade(*items))
+    while not graded:  # noqa: ASYNC110 - it sets no events
+        await asyncio.sleep(0.01)
+    pass_time(100.0)
+    assert [result["reward"] for result in await asked] == [1.0, None, None, 1.0]
 
 
 async def test_version_1_answers_503_which_its_clients_repeat_and_no_0(serve: Any, python: Any, rows: str) -> None:
@@ -107,9 +127,10 @@ async def test_version_1_answers_503_which_its_clients_repeat_and_no_0(serve: An
 
 
 async def test_a_grader_leaves_scarce_cores_to_the_server(serve: Any, python: Any, rows: str) -> None:
-    grader = {"niceness": python("niceness", timeout_s=10.0)}
+    grader = {"niceness": python("niceness")}
     server = await serve({"datasets": {"d": {"jsonl": rows, "graders": ["niceness"]}}, "graders": grader})
-    assert (await server.grade(("d:1", "1")))[0]["reward"] > os.nice(0)
+    # 19 is the most there is
+    assert (await server.grade(("d:1", "1")))[0]["reward"] >= min(os.nice(0) + 1, 19)
 
 
 # -- graders behind a URL ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import save_file
+from step_gate import StepGate
 from verifiers_embedded.in_process_server import InProcessServer
 from verifiers_embedded.loading import load_model
 
@@ -240,9 +241,14 @@ async def test_a_seed_gives_the_same_tokens_alone_and_among_64_others(start: Any
 
     # the second time, the prompt's keys are among those that were kept
     for stream in (False, True):
+        await server.post("/pause?mode=keep")
         async with asyncio.TaskGroup() as group:
             others = [group.create_task(tokens_of(server, other(number))) for number in range(64)]
-            await server.until(lambda: server.engine.counts["running"] > 30)
+            await server.until(lambda: server.engine.counts["waiting"] == 64)
+            # the others are held in the middle until the one that must agree is there
+            gate = StepGate(server.engine, tokens=2, until=lambda: bool(server.engine._waiting))
+            await server.post("/resume")
+            await server.until(lambda gate=gate: gate.held > 30)
             same = await tokens_of(server, {**ASKED, **sampling, "stream": stream})
         assert same == alone
         assert all(task.result() for task in others)

@@ -48,7 +48,7 @@ def spawn() -> Iterator[Any]:
 
 def call(url: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=10) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=100) as response:
         return json.load(response)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_gate import StepGate
 
 
 async def test_log_probs_are_those_of_the_distribution_sampled_from(
@@ -157,11 +158,15 @@ async def test_a_client_that_goes_away_frees_its_slot(start: Any) -> None:
 
 async def test_a_client_that_goes_away_in_mid_generation_stops_costing_steps(start: Any) -> None:
     server = await start()
+    gate = StepGate(server.engine, until=lambda: server.engine._batch.sequences[0].future.cancelled())
     task = asyncio.create_task(server.chat(max_tokens=240, ignore_eos=True))
-    await server.until(lambda: server.engine.counts["running"] == 1)
+    await server.until(lambda: gate.held == 1)
+    (sequence,) = server.engine._batch.sequences
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await server.until(lambda: server.engine.counts["running"] == 0 and server.engine.cache_allocated == (0, 0))
+    # the step that was held, and no other
+    assert len(sequence.log_probs) == 6
 
 
 async def test_an_engine_that_dies_answers_everyone_and_health_says_why(start: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from json_forms import (
     events_of,
     fits,
 )
+from step_gate import StepGate
 from verifiers_embedded.batch import ActiveBatch
 from verifiers_embedded.constraints import GrammarCompiler, Guide, forbid
 from verifiers_embedded.generation import GenerationRequest, Sequence
@@ -198,13 +198,10 @@ async def test_a_push_in_mid_generation_changes_the_weights_and_not_the_form(
     start: Any, model_dir: Path, other_dir: Path, reference: Any
 ) -> None:
     server = await start()
-    step = server.engine._batch.step
-    server.engine._batch.step = lambda: (time.sleep(0.005), step())[1]
+    gate = StepGate(server.engine)
     fields = {"max_tokens": 99, **fits(LETTERS_SCHEMA)}
     tasks = [asyncio.create_task(server.chat("p" * seed, seed=seed, **fields)) for seed in range(3)]
-    await server.until(lambda: len(rows := list(server.engine._batch.sequences)) == 3 and all(
-        len(row.log_probs) >= 5 for row in rows
-    ))  # fmt: skip
+    await server.until(lambda: gate.held == 3)
     assert (await server.post("/pause?mode=keep"))[0] == 200
     await server.push(other_dir, "7")
     await server.post("/resume")
@@ -220,10 +217,9 @@ async def test_a_push_in_mid_generation_changes_the_weights_and_not_the_form(
 
 async def test_an_aborted_constrained_answer_comes_as_it_stands(start: Any) -> None:
     server = await start()
-    step = server.engine._batch.step
-    server.engine._batch.step = lambda: (time.sleep(0.005), step())[1]
+    gate = StepGate(server.engine)
     task = asyncio.create_task(server.chat(max_tokens=99, **fits(LETTERS_SCHEMA)))
-    await server.until(lambda: any(len(row.log_probs) > 3 for row in list(server.engine._batch.sequences)))
+    await server.until(lambda: gate.held == 1)
     await server.post("/pause?mode=abort")
     choice = (await task)["choices"][0]
     assert choice["finish_reason"] == "abort"

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from step_gate import StepGate
 from tool_templates import PRINTS_TEXT, TOOL
 from verifiers_embedded import batch as batch_module
 from verifiers_embedded.sampling import Draw
@@ -165,18 +166,28 @@ async def test_calls_and_reasoning_stand_apart_in_a_stream_as_in_the_whole(
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
-async def test_clients_that_hang_up_in_mid_stream_free_their_slots_within_a_second(start: Any) -> None:
+async def test_clients_that_hang_up_in_mid_stream_free_their_slots_with_the_next_step(start: Any) -> None:
     server = await start(slots=256)
 
     async def hang_up() -> None:
         body = chat_body(ignore_eos=True, max_tokens=240, stream=True)
         async with server.session.post(server.base + "/v1/chat/completions", json=body) as response:
-            await response.content.readline()
+            async for line in response.content:
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0].get("token_ids"):
+                    break
             response.close()
 
-    await asyncio.gather(*(hang_up() for _ in range(200)))
-    async with asyncio.timeout(1.0):
-        await server.until(lambda: server.engine.counts == {"running": 0, "waiting": 0})
+    await server.post("/pause?mode=keep")
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(200):
+            clients.create_task(hang_up())
+        await server.until(lambda: server.engine.counts["waiting"] == 200)
+        sequences = list(server.engine._waiting)
+        StepGate(server.engine, tokens=1, until=lambda: all(row.future.cancelled() for row in sequences))
+        await server.post("/resume")
+    await server.until(lambda: server.engine.counts == {"running": 0, "waiting": 0})
+    # far from the 240 with which they would have ended by themselves
+    assert {len(row.log_probs) for row in sequences} <= {1, 2}
     assert (await server.chat(max_tokens=2))["usage"]["completion_tokens"] > 0
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from step_gate import StepGate
 
 
 def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
@@ -20,23 +20,10 @@ def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
 async def in_mid_generation(server: Any, count: int = 1, **fields: Any) -> list[asyncio.Task[dict[str, Any]]]:
     """Start requests, and pause the server in mode keep once each has a slot and some tokens."""
     fields = {"max_tokens": 200, "ignore_eos": True, **fields}
-    step = server.engine._batch.step
-
-    def slow_step() -> Any:
-        # The pause has to come before the last of the 200 tokens, on a busy machine too.
-        time.sleep(0.005)
-        return step()
-
-    server.engine._batch.step = slow_step
+    gate = StepGate(server.engine)
     tasks = [asyncio.create_task(server.chat(f"prompt {i}", seed=i, **fields)) for i in range(count)]
-
-    def some_tokens() -> bool:
-        rows = list(server.engine._batch.sequences)
-        return len(rows) == count and all(len(row.log_probs) >= 5 for row in rows)
-
-    await server.until(some_tokens)
+    await server.until(lambda: gate.held == count)
     assert (await server.post("/pause?mode=keep"))[0] == 200
-    server.engine._batch.step = step
     return tasks
 
 
@@ -62,12 +49,14 @@ async def test_a_push_without_a_pause_is_stamped_exactly(
     start: Any, model_dir: Path, other_dir: Path, reference: Any
 ) -> None:
     server = await start()
+    gate = StepGate(server.engine)
     task = asyncio.create_task(server.chat(max_tokens=240, ignore_eos=True, seed=0))
-    await server.until(lambda: server.engine.counts["running"] == 1)
+    await server.until(lambda: gate.held == 1)
     assert (await server.push(other_dir, "7"))[0] == 200
     answer = await task
     prompt, ids, log_probs = server.sampled(answer)
     versions = spans(answer)
+    assert len(versions) == 2
     assert versions[0][1] == 0
     assert versions[-1][2] == 240
     for version, first, last in versions:
@@ -104,7 +93,7 @@ async def test_naming_new_weights_names_the_tokens_sampled_since_the_reload(star
 
     def step_until_named() -> Any:
         if len(sequence.log_probs) == border + 3:
-            gate.wait(10)
+            gate.wait(60)
         return step()
 
     server.engine._batch.step = step_until_named
@@ -226,11 +215,9 @@ async def test_keep_freezes_requests_and_they_go_on_after_resume(start: Any) -> 
 
 async def test_wait_is_the_default_and_answers_when_the_slots_are_empty(start: Any) -> None:
     server = await start(slots=2)
-    await server.post("/pause?mode=keep")
+    gate = StepGate(server.engine)
     tasks = [asyncio.create_task(server.chat(max_tokens=120, ignore_eos=True)) for _ in range(4)]
-    await server.until(lambda: server.engine.counts["waiting"] == 4)
-    await server.post("/resume")
-    await server.until(lambda: server.engine.counts == {"running": 2, "waiting": 2})
+    await server.until(lambda: gate.held == 2 and server.engine.counts["waiting"] == 2)
     assert await server.post("/pause") == (200, {"status": "paused"})
     assert server.engine.counts == {"running": 0, "waiting": 2}
     await server.post("/resume")

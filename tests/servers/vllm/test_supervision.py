@@ -115,8 +115,8 @@ def test_kill_dash_nine_of_either_leaves_no_orphan(
     process = spawn()
     server, engine = group(tmp_path)
     os.kill(process.pid if victim == "vf-vllm" else server, signal.SIGKILL)
-    assert_ended([server, engine], 12.0)
-    assert process.wait(timeout=5) in (-signal.SIGKILL, 1)
+    assert_ended([server, engine], 60.0)
+    assert process.wait(timeout=60) in (-signal.SIGKILL, 1)
 
 
 @pytest.mark.slow
@@ -133,9 +133,9 @@ def test_a_server_that_cannot_start_ends_the_command_with_a_sentence(
     spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = spawn("--broken", ready=False)
-    _, errors = process.communicate(timeout=18)
+    _, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "vf-vllm: vLLM could not be started" in errors
     assert "exit code 3" in errors
     assert not (tmp_path / "port").exists()
-    assert_ended(group(tmp_path), 1.0)
+    assert_ended(group(tmp_path), 20.0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from verifiers.errors import WeightSyncError
+from verifiers.inference import rollout_server
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import NcclSync, WeightSync, nccl
 from verifiers.train.weight_sync.nccl import packed
@@ -179,7 +180,12 @@ def test_weights_that_are_loaded_twice_travel_in_one_group(server: FakeOpenAISer
     sync.close()
 
 
-def test_a_refusal_is_raised_while_the_broadcast_hangs(server: FakeOpenAIServer) -> None:
+def test_a_refusal_is_raised_while_the_broadcast_hangs(
+    server: FakeOpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the server answers at once, on a machine that is not crowded
+    monkeypatch.setattr(rollout_server, "SHUTDOWN_S", 20.0)
+    monkeypatch.setattr(rollout_server, "HEALTH_S", 20.0)
     never = threading.Event()
 
     class Hanging(Recorded):
@@ -195,15 +201,22 @@ def test_a_refusal_is_raised_while_the_broadcast_hangs(server: FakeOpenAIServer)
         sync.close()
 
 
-def test_a_collective_that_never_ends_is_given_up_at_the_deadline(server: FakeOpenAIServer) -> None:
+def test_a_collective_that_never_ends_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
+
+    async def answer(self: Any, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        # without a round trip, so that nothing but the collective takes time
+        return {"weight_version": "default", "world_size": 1}
+
+    monkeypatch.setattr(nccl.ServerClient, "request", answer)
 
     class Hanging(Recorded):
         def join(self, unique_id: bytes, world_size: int) -> None:
             never.wait(120)
 
-    sync = NcclSync(server.url, make_group=Hanging, timeout_s=0.4)
-    with pytest.raises(WeightSyncError, match="weight_sync_timeout"):
+    sync = NcclSync("http://server", make_group=Hanging, timeout_s=2.0)
+    sync.pool.stall_timeout_s = 60.0
+    with pytest.raises(WeightSyncError, match="its collective did not end within weight_sync_timeout"):
         sync.push(WEIGHTS.items(), 1)
     never.set()
     sync.close()

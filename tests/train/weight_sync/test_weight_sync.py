@@ -131,7 +131,7 @@ def test_an_adapter_is_taken_out_again_when_the_push_fails() -> None:
 
 def wait_until_gone(path: Path) -> None:
     """Old versions are removed while the caller continues."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not path.exists()
@@ -142,7 +142,7 @@ def test_a_push_writes_one_version_and_removes_the_one_before(tmp_path: Path) ->
 
     with FakeOpenAIServer() as server:
         sync = DirectorySync(server.url, str(tmp_path))
-        sync.connect(5.0)
+        sync.connect(60.0)
         sync.push(SOME.items(), 7)
         (call,) = [call for call in server.weight_calls if call.path == "/collective_rpc"]
         assert call.body["method"] == "reload_weights"
@@ -189,7 +189,9 @@ def test_a_directory_without_room_is_refused_before_anything_is_written(
 
 
 def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
-    sync = DirectorySync("http://127.0.0.1:9/v1", str(tmp_path), timeout_s=0.4)
+    sync = DirectorySync("http://127.0.0.1:9/v1", str(tmp_path), timeout_s=30.0)
+    # bounds only how long it is asked again
+    sync.pool.restart_timeout_s = 0.4
     with pytest.raises(
         WeightSyncError, match=r"step 1 did not reach.*127\.0\.0\.1:9/pause.* got no answer: Cannot connect"
     ):
