@@ -210,6 +210,8 @@ def test_a_plain_function_that_was_quick_before_is_told_how_to_leave_the_loop() 
 
     async def score() -> None:
         rubric = vf.Rubric([reward])
+        # the imports of the first call block the loop, too
+        await rubric.score_group([vf.State(prompt="", completion="", answer="")])
         with handle_interrupts("vf-eval", Work(), 3.0):
             while True:
                 await rubric.score_group([vf.State(prompt="", completion="", answer="")])
@@ -220,13 +222,22 @@ def test_a_plain_function_that_was_quick_before_is_told_how_to_leave_the_loop() 
 
 @pytest.mark.usefixtures("_patient_exit")
 def test_an_async_agent_that_blocks_the_loop_which_answers_it_is_named_with_its_mend() -> None:
+    blocks = False
+
     async def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        if not blocks:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as other:
+                return (await other.completions.create(model=model, prompt="waits for others")).choices[0].text
         with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
             return client.completions.create(model=model, prompt="waits for itself").choices[0].text
 
     async def play(url: str) -> None:
+        nonlocal blocks
         env = vf.AgentEnv(run, dataset=[{"question": "?", "answer": ""}])
         row: Any = {"prompt": "?", "answer": "", "task": "default", "info": {}, "example_id": 0}
+        # the imports of the first rollout block the loop, too
+        await env.rollout(row, url, "fake")
+        blocks = True
         with handle_interrupts("vf-eval", Work(), 3.0):
             await env.rollout(row, url, "fake")
 
