@@ -310,6 +310,17 @@ async def test_the_pass_at_k_chart_labels_its_last_k(
     assert " ".join(lowest) == labels
 
 
+async def test_the_line_of_the_length_chart_has_one_mean_a_length(browser: Any, tmp_path: Path, rows: Any) -> None:
+    stored = [rows(index, 0, completion_tokens=4 + index % 3, reward=float(index % 7 > 2)) for index in range(120)]
+    await open_run(browser, store(tmp_path / "run", stored))
+    path = await browser.run(
+        "[...document.querySelectorAll('figure')].at(-1).querySelector('path.line').getAttribute('d')"
+    )
+    xs = [float(point.split()[0]) for point in path[1:].split("L")]
+    assert len(xs) == 3
+    assert xs == sorted(set(xs))
+
+
 async def test_the_list_leads_to_runs_and_back_and_fits_a_narrow_window(
     browser: Any, tmp_path: Path, rows: Any
 ) -> None:

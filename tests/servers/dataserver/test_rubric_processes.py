@@ -177,7 +177,7 @@ async def test_a_second_chance_that_comes_too_late_has_loaded_the_process_for_th
     assert await graded(grader, "1") == [1.0]
     world.gate.unlink()
     asked = asyncio.create_task(graded(grader, "die", "1"))
-    await world.until(lambda: sum(child.loading for child in grader._all) == 2)
+    await world.until(lambda: world.starts == 1 + 2)
     pass_time(grader._wait_s)
     assert all("in time" in problem for problem in await asked)
     apart: list[Any] = list(grader._apart)

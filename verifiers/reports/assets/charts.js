@@ -307,11 +307,17 @@ function lengthPlot(measure, onRollout) {
     }
     const parts = Math.min(10, Math.floor(own.length / 5));
     const trend = [];
-    for (let part = 0; part < parts; part += 1) {
-      const some = own.slice(Math.floor((part * own.length) / parts), Math.floor(((part + 1) * own.length) / parts));
+    let from = 0;
+    for (let part = 1; part <= parts; part += 1) {
+      let to = Math.floor((part * own.length) / parts);
+      // rollouts of one length stay together, or the line would rise and fall above that length
+      while (to < own.length && own[to].completionTokens === own[to - 1].completionTokens) to += 1;
+      if (to <= from) continue;
+      const some = own.slice(from, to);
       trend.push(
         `${place.x(mean(some.map((one) => one.completionTokens))).toFixed(1)} ${place.y(mean(valuesOf(some, measure))).toFixed(1)}`,
       );
+      from = to;
     }
     if (trend.length > 1) place.root.append(svg("path", { class: `line ${kind}`, d: `M${trend.join("L")}` }));
   });
