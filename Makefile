@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml ser
 	  || { echo "verifiers needs Python 3.11 or later; $$($(PYTHON) --version) was found. Run: make PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PACKAGES) -r requirements-dev.txt
-	@# on all cores; and other packages' syntax warnings come here, not into a newcomer's first run
+	@# on all cores; other packages' syntax warnings come here, not into a newcomer's first run; their templates do not compile
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 

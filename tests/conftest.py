@@ -116,6 +116,45 @@ def in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
     return run
 
 
+@pytest.fixture
+async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that puts the loop's clock forward, so that a deadline ends when the test is ready for it."""
+    loop, passed = asyncio.get_running_loop(), [0.0]
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + sum(passed))
+    return passed.append
+
+
+@pytest.fixture
+def bears_at_once() -> Callable[..., Callable[[Any], Any]]:
+    """Return a function that makes the answers of a fake server which refuses more than `most` calls at once.
+
+    An answer waits for the call too many while the limiter has room for it, however slow the machine is.
+    """
+    from verifiers.testing import Fault
+
+    def make(most: int, limiter: Any, retry_after: float) -> Callable[[Any], Any]:
+        in_flight = refused = 0
+
+        async def answer(body: dict[str, Any]) -> Any:
+            nonlocal in_flight, refused
+            in_flight += 1
+            try:
+                if in_flight > most:
+                    refused += 1
+                    return Fault(429, retry_after=retry_after)
+                before = refused
+                while limiter.in_flight > most and refused == before:  # noqa: ASYNC110 - a limit tells nobody
+                    await asyncio.sleep(0.005)
+                return "4"
+            finally:
+                in_flight -= 1
+
+        return answer
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """Return a Ray cluster of this machine: a head without CPUs, which rank 0 joins, and two nodes of two each."""

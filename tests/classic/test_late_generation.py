@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -128,14 +129,11 @@ async def test_an_environment_that_counts_turns_itself_still_gets_all_of_them(
 
 
 async def test_timeout_seconds_ends_a_rollout_with_what_was_said_and_it_is_scored(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch
+    rows: Rows, pass_time: Callable[[float], None]
 ) -> None:
     class Slow(vf.MultiTurnEnv):
         async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
-            # the loop's clock is moved past the deadline, however long the first answer took
-            loop = asyncio.get_running_loop()
-            now = loop.time
-            monkeypatch.setattr(loop, "time", lambda: now() + 61)
+            pass_time(61)
             await asyncio.sleep(3600)
             return []
 

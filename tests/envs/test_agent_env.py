@@ -128,13 +128,10 @@ async def test_a_budget_that_is_used_up_before_the_first_answer_gives_no_reward(
     assert "no answer of the policy before its time or its budget" in rollout.failure.text
 
 
-async def test_the_time_of_a_rollout_truncates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_of_a_rollout_truncates_it(pass_time: Callable[[float], None]) -> None:
     async def run(row: Any, **given: Any) -> str:
         await two_calls(row, **given)
-        # the loop's clock is moved past the deadline, however long the calls took
-        loop = asyncio.get_running_loop()
-        now = loop.time
-        monkeypatch.setattr(loop, "time", lambda: now() + 61)
+        pass_time(61)
         return await hangs(row)
 
     async with FakeOpenAIServer("42") as server:

@@ -249,22 +249,9 @@ async def test_of_two_servers_one_may_die_for_good() -> None:
     assert running.result().outcomes == {Outcome.COMPLETED: PLANNED}
 
 
-async def test_a_provider_with_a_limit_is_met_by_an_adaptive_one() -> None:
+async def test_a_provider_with_a_limit_is_met_by_an_adaptive_one(bears_at_once: Any) -> None:
     limiter = AdaptiveLimiter()
-    refused = 0
-
-    async def answer(body: dict[str, Any]) -> Any:
-        """Refuse an eleventh; an answer waits for it while the limit has room for it, however slow the machine is."""
-        nonlocal refused
-        if server.in_flight > 10:
-            refused += 1
-            return Fault(429, retry_after=0.1)
-        before = refused
-        while limiter.in_flight > 10 and refused == before:  # noqa: ASYNC110 - a limit tells nobody
-            await asyncio.sleep(0.005)
-        return "4"
-
-    async with FakeOpenAIServer(answer) as server:
+    async with FakeOpenAIServer(bears_at_once(10, limiter, retry_after=0.1)) as server:
         result = await run(HttpBackend(Endpoint(server.url)), RetryPolicy(max_attempts=100, base_s=0.02), limiter)
         show("429 above 10 at once, adaptive limit", result)
     assert result.outcomes == {Outcome.COMPLETED: PLANNED}

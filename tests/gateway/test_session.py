@@ -37,14 +37,14 @@ async def test_an_unknown_key_is_refused_before_its_body_is_read(opened: Any) ->
 async def test_a_sealed_session_answers_409_and_adds_nothing(opened: Any) -> None:
     session, url, server = await opened(latency_s=30.0)
     running = asyncio.create_task(ask(url, session.key))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(server.wait_until, lambda seen: seen.in_flight == 1, 60.0)
     session.seal()
     with pytest.raises(openai.ConflictError, match="is over"):
         await running
     with pytest.raises(openai.ConflictError, match="is over"):
         await ask(url, session.key)
     assert session.client.calls == 0
-    assert len(server.requests) <= 1
+    assert len(server.requests) == 1
 
 
 async def test_a_budget_of_calls_ends_the_rollout_as_truncated(opened: Any) -> None:

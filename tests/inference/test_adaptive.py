@@ -14,7 +14,7 @@ from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.limits import Limiter, call_with_retries
 from verifiers.inference.retries import RetryableError, RetryPolicy
 from verifiers.rollouts.recording_client import RolloutClient
-from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.testing import FakeOpenAIServer
 
 
 class Clock:
@@ -269,23 +269,10 @@ def test_throughput_comes_near_what_the_provider_gives_with_few_refusals(
     assert measured["failed"] < 0.001, measured
 
 
-async def test_a_real_provider_that_bears_8_at_once_gets_about_8() -> None:
+async def test_a_real_provider_that_bears_8_at_once_gets_about_8(bears_at_once: Any) -> None:
     answered: set[int] = set()
     limiter = AdaptiveLimiter()
-    refused = 0
-
-    async def answer(body: dict[str, Any]) -> Any:
-        """Refuse a ninth; an answer waits for it while the limit has room for it, however slow the machine is."""
-        nonlocal refused
-        if server.in_flight > 8:
-            refused += 1
-            return Fault(429, retry_after=0.05)
-        before = refused
-        while limiter.in_flight > 8 and refused == before:  # noqa: ASYNC110 - a limit tells nobody
-            await asyncio.sleep(0.005)
-        return "4"
-
-    async with FakeOpenAIServer(answer) as server:
+    async with FakeOpenAIServer(bears_at_once(8, limiter, retry_after=0.05)) as server:
         backend = HttpBackend(Endpoint(server.url))
 
         async def one(number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import tempfile
@@ -83,15 +82,6 @@ def numbered(path: Path, count: int) -> Path:
 
 
 Serve = Callable[..., Awaitable[Client]]
-
-
-@pytest_asyncio.fixture
-async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that puts the loop's clock forward, so that a deadline ends when the test is ready for it."""
-    loop, passed = asyncio.get_running_loop(), [0.0]
-    now = loop.time
-    monkeypatch.setattr(loop, "time", lambda: now() + sum(passed))
-    return passed.append
 
 
 @pytest.fixture
