@@ -7,8 +7,8 @@ chat request with the same number in flight, alternately, several rounds; rates 
 machine whose speed drifts treats all alike. A rollout here is the whole thing: `Environment.run_rollouts` with
 recording handle, limiter, retry loop and deadline, and then its score.
 
-Rollouts run with rarer garbage collections (`verifiers.concurrency.relaxed_gc`), which helps any client: the floor is
-measured with Python's setting, as people write it, and with ours.
+Rollouts run with rarer garbage collections (`relaxed_gc` in verifiers/rollouts/runner.py), which helps any client:
+the floor is measured with Python's setting, as people write it, and with ours.
 
 Ends with one line of JSON: ratio_to_raw (1.0 would be no overhead at all over aiohttp), ratio_to_raw_same_gc (the
 same against raw aiohttp with our collector setting), ratio_to_openai.
@@ -28,11 +28,10 @@ import aiohttp
 import openai
 
 import verifiers as vf
-from verifiers.concurrency import relaxed_gc
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.limits import Limiter
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
 from verifiers.testing.fake_process import server_process
 from verifiers.types import RolloutKey
 

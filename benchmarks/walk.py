@@ -6,9 +6,10 @@ A profile hook notes every Python function of `verifiers` that is entered (a cor
 resumes), in all threads of this process; the server is a process of its own. A file is counted once; a move is an
 entry whose file is another than that of the entry before it.
 
-The rollout: a single turn with one reward, as training plays it (token ids, `run_groups`), after two others, so that
-nothing is loaded or prepared in it. The block: from `GRPOTrainer.train()` to the call of `_compute_loss`, with one
-prompt of two rollouts.
+The rollout: a single turn with one reward, as training plays it (token ids, `run_groups`), after seven others:
+nothing is loaded or prepared in it, and its reward function, known to be quick, is called on the event loop.
+
+The block: from `GRPOTrainer.train()` to the call of `_compute_loss`, with one prompt of two rollouts.
 
 Ends with one line of JSON: files, moves and calls of both.
 """
@@ -39,6 +40,7 @@ import verifiers as vf
 from verifiers.testing.fake_process import server_process
 
 ROOT = f"{Path(vf.__file__).parent}{os.sep}"
+PLAYED_BEFORE = 7
 ANSWER = "The answer is 42."
 QUESTION = [{"role": "user", "content": "What is 6 times 7?"}]
 
@@ -88,9 +90,9 @@ async def walk_rollout(walk: Walk, url: str) -> None:
     backend = HttpBackend(Endpoint(url))
     token_in = token_in_for("auto", backend, "fake", require_tokens=True)
     runner = RolloutRunner(environment(), backend, "fake", {}, require_tokens=True, token_in=token_in)
-    for number in range(3):
+    for number in range(PLAYED_BEFORE + 1):
         request = RolloutRequest(RolloutKey(0, number, 0), QUESTION, ANSWER, seed=number + 1)
-        if number == 2:
+        if number == PLAYED_BEFORE:
             walk.start()
         (group,) = await runner.run_groups([[request]])
         walk.stop()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
@@ -20,12 +19,8 @@ __all__ = [
     "OverdueError",
     "at_loop_end",
     "gather_owned",
-    "one_by_one",
-    "relaxed_gc",
     "threads_for",
 ]
-
-YIELD_AFTER_S = 0.005
 
 T = TypeVar("T")
 
@@ -44,19 +39,6 @@ async def gather_owned(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [task.result() for task in running]
     # out here, where raising it leaves its own cause and context alone
     raise first
-
-
-async def one_by_one(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await coroutines one after the other, and let others have the event loop now and then."""
-    since = time.perf_counter()
-    results = []
-    for coroutine in work:
-        results.append(await coroutine)
-        # quick functions add up over a large group, and other rollouts share the loop
-        if time.perf_counter() - since > YIELD_AFTER_S:
-            await asyncio.sleep(0)
-            since = time.perf_counter()
-    return results
 
 
 _pending_ends: set[Callable[[], Awaitable[None]]] = set()
@@ -262,34 +244,3 @@ def threads_for(what: str, limit: int) -> DaemonThreads:
     if threads is None:
         threads = _threads[key] = DaemonThreads(what, limit)
     return threads
-
-
-# a loop on which code stands still does not hear that it is to end, and waiting longer changes nothing
-YOUNG_OBJECTS = 50_000
-
-_gc_lock = threading.Lock()
-_gc_users = 0
-_gc_before: tuple[int, int, int] = (700, 10, 10)
-
-
-@contextlib.contextmanager
-def relaxed_gc() -> Iterator[None]:
-    """Raise the garbage collector's first threshold to at least `YOUNG_OBJECTS`.
-
-    May be nested, and used from any thread.
-    """
-    global _gc_users, _gc_before
-    with _gc_lock:
-        _gc_users += 1
-        if _gc_users == 1:
-            _gc_before = gc.get_threshold()
-            # 0 means that the user has switched automatic collection off
-            if 0 < _gc_before[0] < YOUNG_OBJECTS:
-                gc.set_threshold(YOUNG_OBJECTS, *_gc_before[1:])
-    try:
-        yield
-    finally:
-        with _gc_lock:
-            _gc_users -= 1
-            if _gc_users == 0:
-                gc.set_threshold(*_gc_before)

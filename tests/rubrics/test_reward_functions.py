@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from verifiers.rubrics import Rubric, reward_call
-from verifiers.rubrics.reward_call import PreparedCall
+from verifiers.rubrics import Rubric, scoring
+from verifiers.rubrics.scoring import PreparedCall
 from verifiers.types import State
 
 
@@ -18,7 +18,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(reward_call, "time", self)
+        monkeypatch.setattr(scoring, "time", self)
 
     def perf_counter(self) -> float:
         return self.now

@@ -189,7 +189,7 @@ class EnvGroupRubric(Rubric):
             route = _route_of(task, self.env_map, self.routes)
             if route is None:
                 error = ConfigError(f"no environment of the group has the task {task!r}, only {sorted(self.env_map)}")
-                self._record_failure("EnvGroupRubric", items, error)
+                self.record_failure("EnvGroupRubric", items, error)
                 return [item.score(0.0) for item in items]
             inside = [dataclasses.replace(item, task=route.task) for item in items]
             rubric = self.env_map[route.name].rubric

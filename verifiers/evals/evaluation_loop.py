@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from verifiers.concurrency import relaxed_gc
 from verifiers.data.batch_plan import rollout_seed
 from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
@@ -17,7 +16,7 @@ from verifiers.errors import NothingScoredError
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.inference.limits import Limiter, NoMoreSlotsError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
 from verifiers.types import RolloutKey
 
 __all__ = [

@@ -158,7 +158,7 @@ class RemoteRubric(Rubric):
 
     def _score(self, item: ScoringInput, grade: Grade) -> RolloutScore:
         if grade.reward is None:
-            self._record_failure("dataserver", [item], GradingError(grade.error or "no reward was given"))
+            self.record_failure("dataserver", [item], GradingError(grade.error or "no reward was given"))
             return item.score(0.0)
         return item.score(grade.reward, dict(grade.metrics))
 

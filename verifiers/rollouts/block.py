@@ -17,11 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.concurrency import relaxed_gc
 from verifiers.errors import ConfigError, NothingScoredError, RolloutWorkerError
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
 from verifiers.types import Outcome, RolloutKey
 
 __all__ = [

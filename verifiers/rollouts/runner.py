@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verifiers.concurrency import relaxed_gc
 from verifiers.errors import ConfigError, RolloutWorkerError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limits import Limiter, RolloutActivity
@@ -30,7 +32,10 @@ from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_f
 from verifiers.rubrics.scoring import call_score_group
 from verifiers.types import Failure, Outcome, RolloutScore
 
-__all__ = ["RolloutRunner", "RunsRollouts"]
+__all__ = ["RolloutRunner", "RunsRollouts", "relaxed_gc"]
+
+YOUNG_OBJECTS = 50_000
+"""Allocations between two young collections while rollouts run: each would walk the rollouts in flight."""
 
 
 class RunsRollouts(Protocol):
@@ -264,3 +269,31 @@ def _own_copy(value: Any) -> Any:
     if kind is list:
         return [_own_copy(item) for item in value]
     return copy.deepcopy(value)
+
+
+_gc_lock = threading.Lock()
+_gc_users = 0
+_gc_before: tuple[int, int, int] = (700, 10, 10)
+
+
+@contextmanager
+def relaxed_gc() -> Iterator[None]:
+    """Raise the garbage collector's first threshold to at least `YOUNG_OBJECTS`.
+
+    May be nested, and used from any thread.
+    """
+    global _gc_users, _gc_before
+    with _gc_lock:
+        _gc_users += 1
+        if _gc_users == 1:
+            _gc_before = gc.get_threshold()
+            # 0 means that the user has switched automatic collection off
+            if 0 < _gc_before[0] < YOUNG_OBJECTS:
+                gc.set_threshold(YOUNG_OBJECTS, *_gc_before[1:])
+    try:
+        yield
+    finally:
+        with _gc_lock:
+            _gc_users -= 1
+            if _gc_users == 0:
+                gc.set_threshold(*_gc_before)

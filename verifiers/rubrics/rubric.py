@@ -10,21 +10,26 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from verifiers.concurrency import gather_owned, one_by_one
+from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, GradingError
 from verifiers.keywords import set_extra_keywords, warn_once
 from verifiers.parsers.parser import Parser
-from verifiers.rubrics.reward_call import PreparedCall, finite_float, reward_names
-from verifiers.rubrics.scoring import (
-    ScoringInput,
-    call_score_group,
+from verifiers.rubrics.overrides import (
     call_score_rollout,
-    call_score_rollouts,
-    checked_reward_funcs,
     first_generation_call,
     is_state_call,
-    refuse_group_funcs,
+    override_scores,
     second_generation_call,
+    with_failures_noted,
+)
+from verifiers.rubrics.scoring import (
+    PreparedCall,
+    ScoringInput,
+    call_score_group,
+    checked_reward_funcs,
+    finite_float,
+    refuse_group_funcs,
+    reward_names,
     store_scores,
 )
 from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutScores, State
@@ -32,6 +37,7 @@ from verifiers.types import Info, Messages, RewardFunc, RolloutScore, RolloutSco
 __all__ = ["Rubric"]
 
 MAX_PREPARED_CALLS = 1024
+YIELD_AFTER_S = 0.005
 
 
 class Rubric:
@@ -134,9 +140,14 @@ class Rubric:
         return not (self.get_reward_funcs() or self.overrides_scoring or self.overrides("score_inputs"))
 
     @property
+    def is_overridden(self) -> bool:
+        """Tell whether a subclass scores rollouts by a `score_rollout` or `score_rollouts` of its own."""
+        return self.overrides("score_rollout") or self.overrides("score_rollouts")
+
+    @property
     def overrides_scoring(self) -> bool:
         """Tell whether a subclass scores rollouts by classic methods of its own."""
-        return any(self.overrides(method) for method in ("score_rollout", "score_rollouts", "score_group"))
+        return self.is_overridden or self.overrides("score_group")
 
     # -- scoring --------------------------------------------------------------------------------------------
 
@@ -155,8 +166,9 @@ class Rubric:
         """
         started = time.perf_counter()
         inputs = [ScoringInput.from_state(state) for state in states]
-        scores = await self._override_scores(inputs, score_sem)
-        if scores is None:
+        if self.is_overridden:
+            scores = await override_scores(self, inputs, score_sem)
+        else:
             scores = await self.score_inputs(inputs, score_sem)
         store_scores(inputs, scores, started)
         return scores
@@ -262,7 +274,7 @@ class Rubric:
         if len(inputs) > 1 and any(self._waits(call) for call in calls if not call.is_group):
             values = await gather_owned(rollouts)
         else:
-            values = await one_by_one(rollouts)
+            values = await _one_by_one(rollouts)
         for index, call in enumerate(calls):
             if call.is_group and inputs:
                 async with gate:
@@ -286,40 +298,12 @@ class Rubric:
         """
         if as_group and self.overrides("score_group"):
             states = [item.state for item in inputs]
-            return await self._failures_noted("score_group", inputs, call_score_group(self, states, score_sem))
-        scores = await self._override_scores(inputs, score_sem, extra)
-        if scores is None:
-            scores = await self.score_inputs(inputs, score_sem, as_group=as_group, extra=extra)
-        return scores
+            return await with_failures_noted(self, "score_group", inputs, call_score_group(self, states, score_sem))
+        if self.is_overridden:
+            return await override_scores(self, inputs, score_sem, extra)
+        return await self.score_inputs(inputs, score_sem, as_group=as_group, extra=extra)
 
     # -- parts of scoring -----------------------------------------------------------------------------------
-
-    async def _override_scores(
-        self, inputs: Sequence[ScoringInput], score_sem: Any, extra: Mapping[str, Any] | None = None
-    ) -> list[RolloutScore] | None:
-        """Score rollouts by a subclass's `score_rollout` or `score_rollouts`; None where it overrides neither."""
-
-        async def by_score_rollout(item: ScoringInput) -> list[RolloutScore]:
-            return [await call_score_rollout(self, item, score_sem, extra)]
-
-        if self.overrides("score_rollout"):
-            work = [self._failures_noted("score_rollout", [item], by_score_rollout(item)) for item in inputs]
-            return [score for [score] in await gather_owned(work)]
-        if self.overrides("score_rollouts"):
-            return await self._failures_noted("score_rollouts", inputs, call_score_rollouts(self, inputs, extra))
-        return None
-
-    async def _failures_noted(
-        self, method: str, inputs: Sequence[ScoringInput], scoring: Awaitable[list[RolloutScore]]
-    ) -> list[RolloutScore]:
-        """Await scores; what a method raises becomes a failed grade of the rollouts it was called with."""
-        try:
-            return await scoring
-        except ConfigError:
-            raise
-        except (Exception, SystemExit) as error:
-            self._record_failure(method, inputs, error)
-            return [item.score(0.0) for item in inputs]
 
     async def _rollout_values(
         self,
@@ -420,10 +404,10 @@ class Rubric:
         pairs = zip(self.reward_funcs, self.reward_weights, strict=True)
         weights = [weight for func, weight in pairs if func is call.func]
         is_metric = bool(weights) and not any(weights)
-        self._record_failure(call.name, () if is_metric else inputs, error)
+        self.record_failure(call.name, () if is_metric else inputs, error)
         return math.nan if is_metric else 0.0
 
-    def _record_failure(self, name: str, inputs: Iterable[ScoringInput], error: BaseException) -> None:
+    def record_failure(self, name: str, inputs: Iterable[ScoringInput], error: BaseException) -> None:
         """Log a failure, and note it for each rollout."""
         # a function that fails once tends to fail always: one traceback is enough, and none for our own sentences
         is_sentence = isinstance(error, (GradingError, ConfigError))
@@ -434,3 +418,16 @@ class Rubric:
         self._seen_failing.add(key)
         for item in inputs:
             item.note_failure(name, error)
+
+
+async def _one_by_one(rollouts: Iterable[Awaitable[list[float]]]) -> list[list[float]]:
+    """Await rollouts' values one after the other, and let others have the event loop now and then."""
+    since = time.perf_counter()
+    values = []
+    for rollout in rollouts:
+        values.append(await rollout)
+        # quick functions add up over a large group, and other rollouts share the loop
+        if time.perf_counter() - since > YIELD_AFTER_S:
+            await asyncio.sleep(0)
+            since = time.perf_counter()
+    return values

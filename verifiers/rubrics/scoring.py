@@ -1,9 +1,8 @@
 """Scoring: one rollout as reward functions see it, their calls, and its score as any rubric gives it.
 
 A rubric takes `ScoringInput`s and gives a `RolloutScore` for each. Reward functions are called by argument names, on
-the event loop or in a thread, and give a finite float. Rubrics written for the classic API override `score_rollout`,
-`score_rollouts` or `score_group` with the arguments and results of their generation; the three `call_` functions call
-such an override and turn what it gives into `RolloutScore`s.
+the event loop or in a thread, and give a finite float. `call_score_group` is what the runner calls for each finished
+group.
 """
 
 from __future__ import annotations
@@ -11,28 +10,40 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
+import math
+import os
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.concurrency import threads_for
 from verifiers.errors import ConfigError, GradingError
 from verifiers.keywords import check_parameters
-from verifiers.rubrics.reward_call import NAMES, PreparedCall, finite_float, reward_name
 from verifiers.types import FailedGrade, Info, Messages, RolloutScore, State
 
 __all__ = [
+    "PreparedCall",
     "ScoringInput",
+    "accepted_arguments",
     "call_score_group",
-    "call_score_rollout",
-    "call_score_rollouts",
     "checked_reward_funcs",
-    "first_generation_call",
-    "is_state_call",
+    "finite_float",
+    "parameters_of",
     "refuse_group_funcs",
-    "second_generation_call",
+    "reward_name",
+    "reward_names",
+    "score_from",
     "store_scores",
 ]
+
+QUICK_S = 0.001
+SLOW_S = 0.005
+QUICK_CALLS = 3
+PLURALS = frozenset({"prompts", "completions", "answers", "states", "tasks", "infos"})
+NAMES = PLURALS | {name.removesuffix("s") for name in PLURALS}
 
 
 @dataclass(slots=True)
@@ -151,6 +162,139 @@ def store_scores(inputs: Iterable[ScoringInput], scores: Iterable[RolloutScore],
             timing["total_ms"] = timing.get("total_ms", 0.0) + elapsed_ms - before_ms
 
 
+# -- calls of reward functions -----------------------------------------------------------------------------------
+
+
+class PreparedCall:
+    """A reward function with its parameters, read once, and its speed so far.
+
+    A thread hop costs four times as much as the rest of scoring by a typical reward function (a regular expression,
+    a comparison), and many times that on a busy machine. A slow function called on the event loop, though, would
+    stall every rollout in flight. So a synchronous function starts out in threads, and moves to the loop when three
+    calls in a row each took less than 1 ms, measured inside the thread so that the hop does not count. One call on
+    the loop of more than 5 ms sends it back for good. Three in a row, not the first three: a first call often pays
+    for imports.
+
+    Attributes:
+        name: for metrics and messages.
+        is_group: the function has a parameter for whole groups (prompts, completions, answers, states, tasks, infos).
+        on_loop: the next call stays on the event loop.
+    """
+
+    __slots__ = (
+        "_is_async",
+        "_names",
+        "_quick_in_a_row",
+        "_stays_in_threads",
+        "_takes_everything",
+        "func",
+        "is_group",
+        "name",
+        "on_loop",
+    )
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+        self.name = reward_name(func)
+        try:
+            parameters = list(inspect.signature(func).parameters.values())
+        except (TypeError, ValueError):
+            # some builtins have no signature: the call itself will say what is wrong
+            parameters = []
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._names = tuple(item.name for item in parameters if item.kind in by_name)
+        self._takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+        self.is_group = not PLURALS.isdisjoint(self._names)
+        self._is_async = _is_async(func)
+        self.on_loop = self._is_async
+        self._quick_in_a_row = 0
+        # without an event loop around it, a synchronous function need not await the judge
+        self._stays_in_threads = "judge" in self._names
+
+    @property
+    def waits(self) -> bool:
+        """Tell whether a call lets other work run meanwhile, so that concurrent calls are worth a task each."""
+        return self._is_async or not self.on_loop
+
+    async def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Call the function with those of `values` that it names, and return what it returns.
+
+        Raises:
+            Exception: what the function raises; asyncio.CancelledError passes.
+        """
+        if self._takes_everything:
+            arguments = dict(values)
+        else:
+            arguments = {name: values[name] for name in self._names if name in values}
+        if self._is_async:
+            return await self.func(**arguments)
+        if self.on_loop:
+            started = time.perf_counter()
+            try:
+                result = self.func(**arguments)
+            finally:
+                if time.perf_counter() - started > SLOW_S:
+                    self.on_loop, self._stays_in_threads = False, True
+        else:
+            result = await self._in_thread(arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _in_thread(self, arguments: dict[str, Any]) -> Any:
+        threads = threads_for("reward function", min(32, (os.cpu_count() or 1) + 4))
+        result, error, elapsed_s = await threads.run(functools.partial(_timed, self.func, arguments))
+        self._quick_in_a_row = self._quick_in_a_row + 1 if elapsed_s < QUICK_S else 0
+        if self._quick_in_a_row >= QUICK_CALLS and not self._stays_in_threads:
+            self.on_loop = True
+        if error is not None:
+            raise error
+        return result
+
+
+def reward_name(func: Callable[..., Any]) -> str:
+    """Return a function's name; of a partial that of the function inside, of other callables that of their class."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return getattr(func, "__name__", None) or type(func).__name__
+
+
+def reward_names(funcs: Sequence[Callable[..., Any]]) -> list[str]:
+    """Return the functions' names, which are their metrics' names; several lambdas are numbered by their order."""
+    names = [reward_name(func) for func in funcs]
+    if names.count("<lambda>") < 2:
+        return names
+    numbers = itertools.count(1)
+    return [f"lambda_{next(numbers)}" if name == "<lambda>" else name for name in names]
+
+
+def finite_float(value: Any) -> float:
+    """Return the value as a float.
+
+    Raises:
+        GradingError: the value is no finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise GradingError(f"returned {reprlib.repr(value)}, not a finite number")
+    return number
+
+
+def _is_async(func: Callable[..., Any]) -> bool:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
+
+
+def _timed(func: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, BaseException | None, float]:
+    started = time.perf_counter()
+    try:
+        return func(**arguments), None, time.perf_counter() - started
+    except BaseException as error:  # raised by the caller, on the event loop
+        return None, error, time.perf_counter() - started
+
+
 # -- checks of reward functions -----------------------------------------------------------------------------------
 
 
@@ -181,77 +325,7 @@ def refuse_group_funcs(calls: Iterable[PreparedCall]) -> None:
             )
 
 
-# -- overrides of the classic methods -----------------------------------------------------------------------------
-
-
-def is_state_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for `score_rollout(state, ...)` of the second generation; the first always passes a completion."""
-    if args:
-        return isinstance(args[0], Mapping)
-    return "state" in kwargs and "completion" not in kwargs
-
-
-def first_generation_call(
-    prompt: Messages,
-    completion: Messages,
-    answer: Any = "",
-    state: State | None = None,
-    task: str = "default",
-    info: Info | None = None,
-    **kwargs: Any,
-) -> tuple[ScoringInput, dict[str, Any]]:
-    """Return the rollout and the further arguments of a `score_rollout` call of the first generation."""
-    item = ScoringInput(prompt, completion, answer, state if state is not None else State(), task, info or {})
-    return item, kwargs
-
-
-def second_generation_call(state: State, score_sem: Any = None) -> tuple[State, Any]:
-    """Return the arguments of a `score_rollout` call of the second generation."""
-    return state, score_sem
-
-
-async def call_score_rollout(
-    rubric: Any, item: ScoringInput, score_sem: Any = None, extra: Mapping[str, Any] | None = None
-) -> RolloutScore:
-    """Score one rollout by `rubric.score_rollout`, in the generation that it is written for.
-
-    `score_sem` is given to a method that takes it, and else entered around the call; `extra` has further arguments.
-
-    Raises:
-        GradingError: the method gave no reward, or one that is no finite number.
-        Exception: what the method raises.
-    """
-    gate = score_sem if score_sem is not None else contextlib.nullcontext()
-    names, _ = _parameters_of(rubric.score_rollout)
-    if "state" in names and "completion" not in names:
-        arguments: dict[str, Any] = {"state": item.state}
-        if "score_sem" in names:
-            arguments["score_sem"], gate = gate, contextlib.nullcontext()
-    else:
-        arguments = _accepted(rubric.score_rollout, {**item.arguments(), **(extra or {})})
-    async with gate:
-        return _score_from(await rubric.score_rollout(**arguments), item)
-
-
-async def call_score_rollouts(
-    rubric: Any, inputs: Sequence[ScoringInput], extra: Mapping[str, Any] | None = None
-) -> list[RolloutScore]:
-    """Score rollouts by `rubric.score_rollouts`.
-
-    Raises:
-        GradingError: another number of rewards, or one that is no finite number.
-        Exception: what the method raises.
-    """
-    columns = _accepted(rubric.score_rollouts, {**ScoringInput.columns(inputs), **(extra or {})})
-    result = await rubric.score_rollouts(**columns)
-    rewards = [finite_float(reward) for reward in result["reward"]]
-    metrics = {name: [float(value) for value in column] for name, column in result["metrics"].items()}
-    if len(rewards) != len(inputs):
-        raise GradingError(f"returned {len(rewards)} rewards for {len(inputs)} rollouts")
-    return [
-        item.score(reward, {name: column[place] for name, column in metrics.items()})
-        for place, (item, reward) in enumerate(zip(inputs, rewards, strict=True))
-    ]
+# -- one group ---------------------------------------------------------------------------------------------------
 
 
 async def call_score_group(rubric: Any, states: Sequence[State], score_sem: Any = None) -> list[RolloutScore]:
@@ -264,7 +338,7 @@ async def call_score_group(rubric: Any, states: Sequence[State], score_sem: Any 
         Exception: what the method raises.
     """
     gate = score_sem if score_sem is not None else contextlib.nullcontext()
-    result = await rubric.score_group(states, **_accepted(rubric.score_group, {"score_sem": gate}))
+    result = await rubric.score_group(states, **accepted_arguments(rubric.score_group, {"score_sem": gate}))
     given: Sequence[Any] = result if isinstance(result, list) and len(result) == len(states) else [None] * len(states)
     return [
         score if isinstance(score, RolloutScore) else _group_member_score(score, ScoringInput.from_state(state))
@@ -275,19 +349,19 @@ async def call_score_group(rubric: Any, states: Sequence[State], score_sem: Any 
 def _group_member_score(result: Any, item: ScoringInput) -> RolloutScore:
     """Return the score that `score_group` gave a rollout; one without a reward is a failed grade."""
     try:
-        return _score_from(result, item)
+        return score_from(result, item)
     except (GradingError, TypeError, ValueError) as error:
         item.note_failure("score_group", error)
         return item.score(0.0)
 
 
-def _accepted(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that a method takes."""
-    names, takes_everything = _parameters_of(method)
+    names, takes_everything = parameters_of(method)
     return arguments if takes_everything else {name: value for name, value in arguments.items() if name in names}
 
 
-def _score_from(result: Any, item: ScoringInput) -> RolloutScore:
+def score_from(result: Any, item: ScoringInput) -> RolloutScore:
     """Return the score that an override gave: as its result, or, where that is None, in the state.
 
     Raises:
@@ -303,7 +377,7 @@ def _score_from(result: Any, item: ScoringInput) -> RolloutScore:
     return item.score(finite_float(reward), {name: float(value) for name, value in (metrics or {}).items()})
 
 
-def _parameters_of(method: Any) -> tuple[frozenset[str], bool]:
+def parameters_of(method: Any) -> tuple[frozenset[str], bool]:
     # the function under a bound method; what was put on the instance in its place is looked at as it is
     return _parameters_of_function(getattr(method, "__func__", method))
 

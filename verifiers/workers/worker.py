@@ -18,13 +18,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.concurrency import relaxed_gc
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import EnvironmentLoadError
 from verifiers.inference.limits import Limiter
 from verifiers.rollouts.batch_client import BatchClient, BatchLimits, RolloutRecord
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
 from verifiers.rubrics.scoring import call_score_group
 from verifiers.types import Outcome, RolloutKey, State
 from verifiers.workers.client import ModelCalls, WorkerClient

@@ -21,7 +21,8 @@ from verifiers.parsers.messages import plain, sanitize_tool_calls
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
-from verifiers.rubrics.scoring import ScoringInput, call_score_group, call_score_rollout
+from verifiers.rubrics.overrides import call_score_rollout
+from verifiers.rubrics.scoring import ScoringInput, call_score_group
 from verifiers.types import GenerateOutputs, RolloutKey, RolloutScore, SamplingArgs
 
 if TYPE_CHECKING:
