@@ -109,8 +109,6 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(300)
 def test_a_regular_expression_that_holds_the_interpreter_ends_an_evaluation(results: Any) -> None:
     run = Blocked("tries_too_many_ways", 3.0)
-    # no Python code can handle it, so the deadline ends the run then too
-    run.signal(signal.SIGTERM)
     code, said = run.end()
     assert code == 1, said
     assert "a function of one of these threads has kept all others from running for 3 s" in said
@@ -118,6 +116,20 @@ def test_a_regular_expression_that_holds_the_interpreter_ends_an_evaluation(resu
     assert {row["example_id"] for row in results.rows} == {0, 1}
     assert "2 of 3 rollouts are there" in run.resume()
     assert [row["outcome"] for row in results.rows] == ["completed"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_an_evaluation_whose_interpreter_is_held(results: Any, number: signal.Signals) -> None:
+    run = Blocked("tries_too_many_ways", 3600.0)
+    run.signal(number)
+    code, said = run.end()
+    assert code == -signal.SIGQUIT, said
+    assert "vf-eval: a signal arrived, and a function of one of these threads keeps Python from handling it" in said
+    assert "in tries_too_many_ways" in said
+    assert {row["example_id"] for row in results.rows} == {0, 1}
+    assert "2 of 3 rollouts are there" in run.resume()
 
 
 @pytest.mark.slow

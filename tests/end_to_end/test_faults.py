@@ -105,15 +105,22 @@ def test_an_environment_that_blocks_the_event_loop_ends_the_run_and_is_named(mak
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_environment_that_holds_the_interpreter_ends_the_run_and_is_named(make_world: Any) -> None:
+@pytest.mark.parametrize("ended_by", ["deadline", "SIGTERM"])
+def test_an_environment_that_holds_the_interpreter_ends_the_run_and_is_named(make_world: Any, ended_by: str) -> None:
     world = make_world("interpreter held", "training")
-    run = world.train(async_generation_timeout=DEADLINE_S, grading_timeout=DEADLINE_S)
+    if ended_by == "deadline":
+        run = world.train(async_generation_timeout=DEADLINE_S, grading_timeout=DEADLINE_S)
+        sentence, code = "vf-train: a function of one of these threads has kept all others from running", 1
+    else:
+        run = world.train()
+        # nothing of Python can handle it
+        sentence, code = "a signal arrived, and a function of one of these threads keeps Python", -signal.SIGQUIT
     world.inject(run)
-    # nothing of Python can handle it
-    run.kill(signal.SIGTERM)
-    assert world.wait(run) == 1
+    if ended_by == "SIGTERM":
+        run.kill(signal.SIGTERM)
+    assert world.wait(run) == code
     said = run.log.read_text()
-    assert "vf-train: a function of one of these threads has kept all others from running" in said
+    assert sentence in said
     assert "in tries_too_many_ways" in said
     go_on(world)
     assert world.record()["status"] == "finished"

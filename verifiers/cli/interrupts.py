@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Protocol
 
 from verifiers.cli.main import FAILED, INTERRUPTED, BlockedLoopError
+from verifiers.signal_watch import end_if_signals_wait
 from verifiers.watchdog import (
     BLOCKING_ADVICE,
     LoopWatchdog,
@@ -109,6 +110,10 @@ def handle_interrupts(name: str, work: Interruptible, limit_s: float) -> Iterato
         f"expression that tries too many ways?), or the process was stopped, so the run ends with exit code 1. "
         f"{_STORED}"
     )
+    unhandled = (
+        f"{name}: a signal arrived, and a function of one of these threads keeps Python from handling it (a regular "
+        f"expression that tries too many ways?), so the process is killed. {_STORED}"
+    )
     with restored_handlers(*_SIGNALS):
         for number in _SIGNALS:
             loop.add_signal_handler(number, interrupt)
@@ -116,7 +121,7 @@ def handle_interrupts(name: str, work: Interruptible, limit_s: float) -> Iterato
             signal.signal(number, note_signal)
         watchdog.start()
         try:
-            with exit_if_interpreter_is_held(limit_s, held):
+            with exit_if_interpreter_is_held(limit_s, held), end_if_signals_wait(unhandled, _SIGNALS):
                 yield
         except BlockedLoopError:
             task = asyncio.current_task()

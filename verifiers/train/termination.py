@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from verifiers.errors import RankError
+from verifiers.signal_watch import end_if_signals_wait
 from verifiers.train.distributed import error_text
 
 __all__ = ["Ending", "end_together", "ended_by_signals", "recorded"]
@@ -208,6 +209,11 @@ _HANDLED_WITHIN_S = 1.5
 
 _GIVE_BACK_WITHIN_S = 0.6
 
+_HELD = (
+    "a signal arrived, and a function of one of these threads keeps Python from handling it (a regular expression "
+    "that tries too many ways?), so the process is killed. The run resumes from its newest checkpoint."
+)
+
 # a text as code: it is printed, and the exit code is 1
 _BY_SIGTERM = "ended by SIGTERM"
 
@@ -270,7 +276,11 @@ def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -
     for number in before:
         signal.signal(number, ending.handle)
     try:
-        with _ended_if_stuck(ending, give_back) if give_back is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as watched:
+            if before:
+                watched.enter_context(end_if_signals_wait(_HELD, tuple(before)))
+            if give_back is not None:
+                watched.enter_context(_ended_if_stuck(ending, give_back))
             yield ending
     except BaseException:
         if give_back is not None:
