@@ -298,6 +298,30 @@ async def test_a_copy_scores_by_its_own_functions(copied: Any) -> None:
     assert scored["reward"] == 1.5
 
 
+class OwnCalls(Rubric):
+    """A rubric that calls reward functions itself, and lets what they raise pass."""
+
+    async def call_reward_func(self, func: Any, *args: Any, **kwargs: Any) -> float:
+        return float(func(kwargs["completion"]))
+
+
+async def test_a_metric_that_raises_in_an_override_of_the_call_leaves_the_reward_alone() -> None:
+    def right(completion: Any) -> float:
+        return 1.0
+
+    def broken(completion: Any) -> float:
+        raise ZeroDivisionError("no words")
+
+    rubric = OwnCalls([right])
+    rubric.add_metric(broken)
+    states = [State(prompt="p", completion="c", answer="", task="t", info={}) for _ in range(2)]
+    scores = await rubric.score_group(states)
+    assert [(score.reward, score.metrics, score.errors) for score in scores] == [(1.0, {"right": 1.0}, [])] * 2
+    rubric.reward_weights[1] = 0.5
+    scores = await rubric.score_group(states)
+    assert [(score.reward, score.errors[0]["func"]) for score in scores] == [(1.0, "broken")] * 2
+
+
 async def test_a_metric_that_raises_leaves_reward_and_outcome_alone(caplog: pytest.LogCaptureFixture) -> None:
     def right(completion: Any) -> float:
         return 1.0

@@ -318,7 +318,7 @@ class Rubric:
 
         async def call(index: int) -> None:
             if is_overridden:
-                values[index] = await self.call_reward_func(calls[index].func, **item.arguments(), **extra)
+                values[index] = await self._override_value(calls[index], item, extra)
             else:
                 values[index] = await self._function_value(calls[index], item, extra)
 
@@ -339,6 +339,15 @@ class Rubric:
         """Return one function's value for one rollout; 0.0, with the failure noted, where it gives none."""
         try:
             return finite_float(await call({**item.arguments(), **self.class_objects, **extra}))
+        except (Exception, SystemExit) as error:
+            return self._failed_value(call, [item], error)
+
+    async def _override_value(self, call: PreparedCall, item: ScoringInput, extra: Mapping[str, Any]) -> float:
+        """Return what a subclass's `call_reward_func` gives for one rollout, as `_function_value` does."""
+        try:
+            return await self.call_reward_func(call.func, **item.arguments(), **extra)
+        except ConfigError:
+            raise
         except (Exception, SystemExit) as error:
             return self._failed_value(call, [item], error)
 
