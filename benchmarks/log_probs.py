@@ -48,7 +48,7 @@ def run_side(options: argparse.Namespace) -> dict[str, float]:
     from trl.trainer.utils import add_fused_lm_head
 
     from verifiers.monitoring.stage_timer import peak_memory
-    from verifiers.train.loss.fused_head import fuse_head
+    from verifiers.train.loss.logprobs import fuse_head
 
     model = make_model(options)
     outputs = ("log_probs", "entropy") if options.measure == "with_gradient" else ("log_probs",)

@@ -20,6 +20,7 @@ __all__ = [
     "as_message",
     "as_messages",
     "content_text",
+    "drop_none",
     "joined",
     "message_field",
     "message_text",
@@ -232,3 +233,10 @@ def joined(before: Any, after: Any) -> Any:
     if isinstance(before, str):
         return before + (after if isinstance(after, str) else "".join(map(message_text, as_messages(after))))
     return before + as_messages([after] if isinstance(after, str) else after)
+
+
+def drop_none(value: Any) -> Any:
+    """Return nested data without the dict entries that are None; list items stay, so that positions do."""
+    if isinstance(value, Mapping):
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    return [drop_none(item) for item in value] if isinstance(value, list) else value

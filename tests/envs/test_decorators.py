@@ -29,6 +29,14 @@ class Base:
     def explodes(self) -> None:
         raise RuntimeError("reading marks must not run properties")
 
+    @staticmethod
+    @teardown(priority=-2)
+    def of_no_instance() -> None: ...
+
+    @classmethod
+    @cleanup(priority=-2)
+    def of_the_class(cls, state: dict) -> None: ...
+
 
 class Child(Base):
     def a_bare(self, state: dict) -> bool:
@@ -44,8 +52,13 @@ def test_higher_priority_comes_first_then_the_name() -> None:
 
 
 def test_a_method_can_carry_several_marks_and_stays_callable() -> None:
-    assert names(Base(), "cleanup") == names(Base(), "teardown") == ["twice"]
+    assert names(Base(), "cleanup")[0] == names(Base(), "teardown")[0] == "twice"
     assert marked_methods(Base(), "teardown")[0]() == "tidied"
+
+
+def test_static_and_class_methods_can_be_marked() -> None:
+    assert names(Base(), "teardown") == ["twice", "of_no_instance"]
+    assert names(Base(), "cleanup") == ["twice", "of_the_class"]
 
 
 def test_an_override_without_the_mark_is_not_marked() -> None:

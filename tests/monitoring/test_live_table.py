@@ -18,9 +18,10 @@ from rich.text import Text
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
-from verifiers.monitoring.figures import Trend, rounded
+from verifiers.monitoring.figures import rounded, sparkline
 from verifiers.monitoring.learning import NothingLearned
 from verifiers.monitoring.live_table import LiveTable, run_table
+from verifiers.monitoring.run_log import Trend
 from verifiers.monitoring.time_metrics import RunTime
 from verifiers.train.console import ProgressLines, can_draw
 from verifiers.train.monitor import RunMonitor
@@ -176,16 +177,16 @@ def test_the_run_is_a_bar_and_the_reward_a_course(width: int) -> None:
 def test_a_course_says_nothing_of_what_is_not_there_and_keeps_little() -> None:
     trend = Trend()
     trend.take(float("nan"))
-    assert (trend.first, trend.now, trend.sparkline(8)) == (None, None, "")
+    assert (trend.first, trend.now, sparkline(trend.values, 8)) == (None, None, "")
     for _ in range(3):
         trend.take(1.0)
-    assert trend.sparkline(8) == "▄▄▄"
+    assert sparkline(trend.values, 8) == "▄▄▄"
     trend.take(0.0)
-    assert trend.sparkline(2) == "█▁"
+    assert sparkline(trend.values, 2) == "█▁"
     for _ in range(5000):
         trend.take(0.5)
-    assert len(trend._means) < 256
-    assert len(trend.sparkline(24)) == 24
+    assert len(trend.values) < 256
+    assert len(sparkline(trend.values, 24)) == 24
 
 
 @pytest.mark.parametrize(

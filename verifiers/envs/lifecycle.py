@@ -130,7 +130,10 @@ def marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
     # asked before and after every turn of every rollout, hence the cache
     found = []
     for name in dir(cls):
-        marks = getattr(getattr(cls, name, None), _MARKS, None)
+        # static: descriptors such as a dataset that is made at its first reading are left alone
+        method = inspect.getattr_static(cls, name, None)
+        # of a static or class method, the function
+        marks = getattr(getattr(method, "__func__", method), _MARKS, None)
         if isinstance(marks, dict) and kind in marks:
             found.append((name, marks[kind]))
     return tuple(found)

@@ -13,6 +13,7 @@ messages.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -87,12 +88,17 @@ class TokenIn:
         self.mode = mode
         self.model = model
         self._routes = TokenRoutes(backend, model, retry or RetryPolicy())
-        self.renderer = renderer or IncrementalRenderer(self._routes.render)
+        self._given_renderer = renderer
         self._known: _Offer | None = None
         self._asking = asyncio.Lock()
         self._failure: ProviderError | None = None
         self._failures = 0
         self._logged: set[str] = set()
+
+    @functools.cached_property
+    def renderer(self) -> TurnRenderer:
+        """Renderer of turns; a conversation of one turn needs none."""
+        return self._given_renderer or IncrementalRenderer(self._routes.render)
 
     async def offered(self) -> bool:
         """Return True if the server takes token ids and turns can be rendered by themselves; asked once.

@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from verifiers.monitoring.bottleneck import Bottleneck
-from verifiers.monitoring.figures import Trend, bar
+from verifiers.monitoring.figures import bar, sparkline
 from verifiers.monitoring.history import EVAL_REWARD, eval_set_label, is_trained_on
 from verifiers.monitoring.learning import NothingLearned
+from verifiers.monitoring.run_log import Trend
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.monitoring.time_metrics import RunTime
 
@@ -135,7 +136,9 @@ class _Progress:
 
     def __init__(self, done: float, reward: Trend | None) -> None:
         self._done = done
-        self._reward = f"reward {reward}" if reward is not None and reward.first is not None else ""
+        self._reward = ""
+        if reward is not None and reward.first is not None:
+            self._reward = f"reward {reward.first:.3f} first, {reward.now:.3f} now  {sparkline(reward.values, 24)}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         percent = f" {100 * self._done:.0f} %"

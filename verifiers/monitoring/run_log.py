@@ -40,6 +40,7 @@ __all__ = [
     "ErrorCounts",
     "RunRecord",
     "SampleChoice",
+    "Trend",
     "error_key",
     "is_training_run",
     "read_lines",
@@ -178,6 +179,48 @@ class RunRecord:
                 logger.warning(text, self.directory, error)
 
 
+_MOST_MEANS = 256
+
+
+class Trend:
+    """The course of a metric: its first and newest value, and means of equal spans between them.
+
+    It keeps 256 means at most, however long the run.
+
+    Attributes:
+        first: the first value; None before there is one.
+        now: the newest value; None before there is one.
+    """
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.now: float | None = None
+        self._means: list[float] = []
+        self._newest: list[float] = []
+        self._values_a_mean = 1
+
+    @property
+    def values(self) -> Sequence[float]:
+        """Means of equal numbers of values, in order."""
+        return self._means or self._newest
+
+    def take(self, value: Any) -> None:
+        """Take in a value; what is no finite number is left out."""
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return
+        self.now = float(value)
+        self.first = self.now if self.first is None else self.first
+        self._newest.append(self.now)
+        if len(self._newest) < self._values_a_mean:
+            return
+        self._means.append(fmean(self._newest))
+        self._newest = []
+        if len(self._means) == _MOST_MEANS:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means = [(one + two) / 2 for one, two in pairs]
+            self._values_a_mean *= 2
+
+
 OTHER_ERRORS = "other errors"
 """Key under which errors beyond the commonest are counted."""
 
@@ -278,7 +321,7 @@ class SampleChoice:
 
 
 def shown_messages(messages: Any, role: str) -> list[dict[str, Any]]:
-    """Messages as of `viewer.transcripts.messages_of`, long ones cut in the middle, of many the first and last."""
+    """Messages as of `evals.transcripts.messages_of`, long ones cut in the middle, of many the first and last."""
     shown = messages_of(messages, role)
     if len(shown) > _MESSAGES:
         left_out = len(shown) - _MESSAGES

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verifiers.chat_messages import drop_none
 from verifiers.types import (
     ChatMessage,
     Messages,
@@ -131,13 +132,6 @@ def _lean_part(part: Any) -> Any:
     if not isinstance(part, dict) or part.get("type") != "input_audio":
         return part
     return {name: part[name] for name in ("type", "input_audio") if name in part}
-
-
-def drop_none(value: Any) -> Any:
-    """Return nested data without the dict entries that are None; list items stay, so that positions do."""
-    if isinstance(value, Mapping):
-        return {key: drop_none(item) for key, item in value.items() if item is not None}
-    return [drop_none(item) for item in value] if isinstance(value, list) else value
 
 
 def print_prompt_completions_sample(

@@ -20,9 +20,8 @@ from verifiers.inference.limits import RolloutActivity
 from verifiers.inference.load_balancer import credentials
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
-from verifiers.monitoring.figures import Trend
 from verifiers.monitoring.learning import LearningSignal, NothingLearned
-from verifiers.monitoring.run_log import METRICS, SAMPLES, ErrorCounts, RunRecord, SampleChoice, read_lines
+from verifiers.monitoring.run_log import METRICS, SAMPLES, ErrorCounts, RunRecord, SampleChoice, Trend, read_lines
 from verifiers.monitoring.stage_timer import StageTimer, peak_memory
 from verifiers.monitoring.time_metrics import RunTime, interval_metrics
 from verifiers.rollouts.rollout import ScoredBlock

@@ -24,6 +24,7 @@ from verifiers.train.checkpoint.run_directory import ResumePoint, RunDirectory, 
 from verifiers.train.config import GRPOConfig
 from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.evaluator import Evaluator
+from verifiers.train.evaluation.policy_evaluation import PolicyEvaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
 from verifiers.train.monitor import RunMonitor
 from verifiers.train.sampling_args import refuse_biased_call
@@ -51,7 +52,7 @@ class RolloutSession:
         sampling_args: of training rollouts.
         publisher: keeps the servers on the trained weights.
         timer: the trainer's time by stage.
-        before_push: called before each push.
+        evaluation: gives the rollouts of an evaluation in flight, which each push waits for.
         checks_meanwhile: a push may be checked while the trainer computes.
 
     Attributes:
@@ -70,12 +71,12 @@ class RolloutSession:
         publisher: WeightPublisher,
         timer: StageTimer,
         *,
-        before_push: Callable[[], None],
+        evaluation: Callable[[], PolicyEvaluation | None],
         checks_meanwhile: bool,
     ) -> None:
         self._args, self._env, self._eval_envs, self._rows = args, env, eval_envs, rows
         self._plan, self._sampling_args, self._publisher, self._timer = plan, sampling_args, publisher, timer
-        self._before_push, self._checks_meanwhile = before_push, checks_meanwhile
+        self._evaluation, self._checks_meanwhile = evaluation, checks_meanwhile
         self.generator: AsyncBatchGenerator | None = None
         self.prefetcher: RolloutPrefetcher | None = None
         publisher.on_version = self._note_version
@@ -143,7 +144,9 @@ class RolloutSession:
 
     def push(self, version: int) -> None:
         """Push the present weights, stamped with a version."""
-        self._before_push()
+        if (evaluation := self._evaluation()) is not None:
+            with self._timer.stage("eval"):
+                evaluation.wait()
         # pushes that drain are for runs that can be repeated: nothing then runs beside a check
         drains = self.prefetcher is None or self.prefetcher.drains
         self._publisher.push(version, may_check_meanwhile=self._checks_meanwhile and not drains)
@@ -245,9 +248,10 @@ class RunLifecycle:
         further = self._directory.begin(point, self._evaluator.stored.own)
         if self._plan.source is not None:
             restore_curriculum(self._plan, further if point.checkpoint else self._state_at_0)
+        owed = None
         if point.checkpoint:
             prefetcher.restore(still_planned(self._plan, load_pending_blocks(point.checkpoint)))
-        owed = self._evaluator.owed(further)
+            owed = self._evaluator.owed(further)
         self._monitor.begin(
             self.first_step if point.checkpoint else None,
             servers=self._session.servers,

@@ -35,9 +35,8 @@ from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
-from verifiers.train.loss.fused_head import fuse_heads
 from verifiers.train.loss.grpo_loss import CorrectedLoss, micro_step_loss, only_advantages_matter
-from verifiers.train.loss.logprobs import PolicyLogprobs
+from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.planned_run import planned_run
@@ -195,7 +194,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.sampling_args,
             self.publisher,
             self.timer,
-            before_push=self.evaluator.wait,
+            evaluation=lambda: self.evaluator.running,
             # DeepSpeed takes its optimizer step with the last backward pass, before a check could be judged
             checks_meanwhile=not self.is_deepspeed_enabled,
         )
@@ -234,12 +233,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(BeforeOptimizerStep(self.publisher.settle))
         if not any(isinstance(callback, ProgressLines) for callback in given):
             self.add_callback(ProgressLines(self.plan))
-        self._stops = StopsBetweenBlocks(self.plan.updates_per_block)
-        self._add_last_callbacks()
+        self._last_callbacks: list[Any] = [StopsBetweenBlocks(self.plan.updates_per_block)]
+        if self.args.eval_overlap or self.args.eval_strategy != "no":
+            self._last_callbacks.append(self.eval_schedule)
 
     def _add_last_callbacks(self) -> None:
         # after every callback that may ask for a stop, a save or an evaluation
-        for callback in (self._stops, self.eval_schedule):
+        for callback in self._last_callbacks:
             self.pop_callback(callback)
             self.add_callback(callback)
 

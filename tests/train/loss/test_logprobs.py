@@ -1,12 +1,217 @@
-"""Old log-probs stand where their tokens are, or nothing is assembled."""
+"""Log-probs and entropies without whole logits are those of the model's own logits, and so are their gradients.
+
+Old log-probs that are given stand where their tokens are, or nothing is assembled.
+"""
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from typing import Any
+
 import pytest
 import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from verifiers.errors import ConfigError
-from verifiers.train.loss.logprobs import assemble_old_log_probs
+from verifiers.train.loss import logprobs
+from verifiers.train.loss.logprobs import assemble_old_log_probs, fuse_head, log_probs_of_copy
+
+WORDS = 40
+TEMPERATURE = 0.7
+SIZE: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZE |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
+SIZE |= {"initializer_range": 0.5, "use_cache": False}
+
+CONFIGS: dict[str, Any] = {
+    "plain": lambda: hf.Qwen3Config(**SIZE, head_dim=8),
+    "tied": lambda: hf.Qwen3Config(**SIZE, head_dim=8, tie_word_embeddings=True),
+    "soft cap": lambda: hf.Gemma2Config(**SIZE, head_dim=8, final_logit_softcapping=3.0),
+    "soft cap of RecurrentGemma": lambda: hf.RecurrentGemmaConfig(
+        **{**SIZE, "num_hidden_layers": 3}, lru_width=16, logits_soft_cap=3.0
+    ),
+    "logit_scale": lambda: hf.CohereConfig(**SIZE, logit_scale=0.25),
+    "logits_scaling": lambda: hf.GraniteConfig(**SIZE, logits_scaling=4.0),
+    "bias": lambda: hf.PhiConfig(**SIZE),
+    "experts": lambda: hf.Qwen3MoeConfig(
+        **SIZE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.1
+    ),
+}
+
+
+def make_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    if kind == "bias":
+        torch.nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+def make_batch() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, WORDS, (5, 10), generator=draw)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = mask[1, 8:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :4] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def from_whole_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs and entropies (5, 9) of labels, 0 where there is none, by plain autograd; and the router's loss."""
+    given: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if hasattr(model.config, "num_experts"):
+        given["output_router_logits"] = True
+    found = model(**given)
+    labels = batch["labels"][:, 1:]
+    logps = (found.logits[:, :-1].float() / TEMPERATURE).log_softmax(dim=-1)
+    chosen = logps.gather(2, labels.clamp(min=0)[..., None]).squeeze(2)
+    entropies = -(logps.exp() * logps).sum(dim=-1)
+    return *(one.masked_fill(labels == -100, 0.0) for one in (chosen, entropies)), found.get("aux_loss")
+
+
+def objective(logps: Tensor, entropies: Tensor, router: Tensor | None) -> Tensor:
+    weights = torch.linspace(-1.0, 1.0, logps.numel()).view_as(logps)
+    total = (weights * logps).sum() + 0.3 * entropies.sum()
+    return total if router is None else total + 0.1 * router
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 7 words for the 28 labels: the vocabulary takes six of them, the last one partly filled."""
+    monkeypatch.setattr(logprobs, "_CPU_TILE", 7 * 28)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_values_and_gradients_are_those_of_whole_logits(kind: str) -> None:
+    model, batch = make_model(kind), make_batch()
+    logps, entropies, router = from_whole_logits(model, batch)
+    objective(logps, entropies, router).backward()
+    expected = gradients(model)
+    fuse_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+    asked = {"output_router_logits": True} if kind == "experts" else {}
+    found = model(**batch, **asked, fused_lm_head=True)
+    torch.testing.assert_close(found.log_probs, logps, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.entropy, entropies, atol=1e-5, rtol=1e-5)
+    assert (found.aux_loss is None) == (router is None)
+    objective(found.log_probs, found.entropy, found.aux_loss).backward()
+    actual = gradients(model)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            actual[name], gradient, atol=1e-4, rtol=1e-4, msg=lambda text, of=name: f"{of}: {text}"
+        )
+    # any other call of the model is its own
+    assert model(input_ids=batch["input_ids"]).logits.shape == (5, 10, WORDS)
+
+
+# peft 0.21 reads a property that transformers 5.23 has renamed
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.usefixtures("small_tiles")
+def test_an_adapter_gets_the_gradient_of_whole_logits() -> None:
+    base, batch = make_model("tied"), make_batch()
+    model: Any = get_peft_model(base, LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    model.eval()
+    objective(*from_whole_logits(model, batch)).backward()
+    expected = gradients(model)
+    fuse_head(base, TEMPERATURE, outputs=("log_probs", "entropy"))
+    found = model(**batch, fused_lm_head=True)
+    objective(found.log_probs, found.entropy, None).backward()
+    actual = gradients(model)
+    assert expected
+    assert all(torch.allclose(actual[name], one, atol=1e-5) for name, one in expected.items())
+
+
+def test_in_bfloat16_the_softmax_is_in_float32() -> None:
+    model, batch = make_model("plain").bfloat16(), make_batch()
+    logps = from_whole_logits(model, batch)[0]
+    fuse_head(model, TEMPERATURE, outputs=("log_probs",))
+    found = model(**batch, fused_lm_head=True)
+    assert found.log_probs.dtype == torch.float32
+    assert found.entropy is None
+    # the logits are rounded to bfloat16 on both sides, and nothing after them is
+    torch.testing.assert_close(found.log_probs, logps, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_under_autocast_the_head_has_the_precision_that_is_asked_for(in_float32: bool) -> None:
+    model, batch = make_model("plain"), make_batch()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        states = model.base_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]
+        with torch.autocast("cpu", enabled=not in_float32, dtype=torch.bfloat16):
+            logits = model.lm_head(states.float() if in_float32 else states)
+    assert logits.dtype == (torch.float32 if in_float32 else torch.bfloat16)
+    labels = batch["labels"][:, 1:]
+    whole = (logits[:, :-1].float() / TEMPERATURE).log_softmax(dim=-1)
+    expected = whole.gather(2, labels.clamp(min=0)[..., None]).squeeze(2).masked_fill(labels == -100, 0.0)
+    fuse_head(model, TEMPERATURE, outputs=("log_probs",), in_float32=in_float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(**batch, fused_lm_head=True).log_probs
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    found.sum().backward()
+    assert all(gradient.dtype == torch.float32 for gradient in gradients(model).values())
+
+
+def test_a_micro_batch_without_labels_has_a_gradient_of_zero() -> None:
+    model, batch = make_model("plain"), make_batch()
+    fuse_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+    model(
+        **{**batch, "labels": torch.full_like(batch["labels"], -100)}, fused_lm_head=True
+    ).log_probs.sum().backward()
+    assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("kind", ["plain", "soft cap", "logits_scaling"])
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_a_copys_log_probs_are_those_of_whole_logits(kind: str, batch_size: int) -> None:
+    copy, whole = make_model(kind), make_batch()
+    batch = {"prompt_ids": whole["input_ids"][:, :4], "completion_ids": whole["input_ids"][:, 4:]}
+    batch |= {"prompt_mask": whole["attention_mask"][:, :4], "completion_mask": whole["attention_mask"][:, 4:]}
+    with torch.no_grad():
+        expected = from_whole_logits(copy, whole)[0][:, 3:]
+    found = log_probs_of_copy(copy, batch, TEMPERATURE, batch_size)
+    real = batch["completion_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_150k_takes_at_most_035_of_trls_memory() -> None:
+    """By the largest single allocation of a training pass over 512 tokens; the gradient of the head is 5 MiB."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    ids = torch.randint(151_936, (2, 257))
+    largest = []
+    for fuse in (add_fused_lm_head, fuse_head):
+        config = hf.Qwen3Config(**{**SIZE, "vocab_size": 151_936, "hidden_size": 8}, head_dim=8)
+        model: Any = hf.Qwen3ForCausalLM(config)
+        fuse(model, 1.0, outputs=("log_probs", "entropy"))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+            found = model(input_ids=ids, labels=ids, fused_lm_head=True)
+            (found.log_probs + found.entropy).sum().backward()
+        largest.append(max(event.self_cpu_memory_usage for event in measured.events()))
+    assert largest[0] >= 512 * 32_768 * 4
+    assert largest[1] <= 0.35 * largest[0]
+
 
 ATTENTION = torch.ones(2, 5, dtype=torch.int64)
 SAMPLED = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])

@@ -90,6 +90,7 @@ class Evaluator:
         sets: the prompts.
         stored: the evaluations of the run on the disk.
         in_flight: the evaluation that has begun and not ended.
+        running: its rollouts, on rank 0; all are of one version, so a push waits for them.
         nothing_scored: the last one gave no reward.
     """
 
@@ -112,7 +113,7 @@ class Evaluator:
         self.sets = tuple(sets)
         self.in_flight: EvaluationInFlight | None = None
         self.nothing_scored = False
-        self._evaluation: PolicyEvaluation | None = None
+        self.running: PolicyEvaluation | None = None
         self.stored = StoredEvaluations(str(args.output_dir), self._redactor, writes=bool(args.save_evaluations))
 
     def sets_of(self, eval_dataset: Any = None) -> tuple[EvalSet, ...]:
@@ -175,7 +176,7 @@ class Evaluator:
             parts.append(part)
         evaluation = PolicyEvaluation(generator, parts, self._deadline_s())
         evaluation.begin()
-        self._evaluation = evaluation
+        self.running = evaluation
 
     @in_stage("eval")
     def finish(self, *, required: bool) -> tuple[EvaluationInFlight, dict[str, float]]:
@@ -199,12 +200,12 @@ class Evaluator:
         return flight, measured.metrics
 
     def _take_measured(self, prefix: str) -> Measured:
-        evaluation = self._evaluation
+        evaluation = self.running
         assert evaluation is not None
         try:
             measured = evaluation.wait()
         finally:
-            self._evaluation = None
+            self.running = None
         metrics = {**measured.metrics, f"{prefix}_wait_seconds": evaluation.waited_s}
         return Measured(metrics, measured.failures)
 
@@ -234,17 +235,11 @@ class Evaluator:
         assert part.block is not None
         return part.block
 
-    @in_stage("eval")
-    def wait(self) -> None:
-        """Wait for the rollouts in flight, on rank 0: all of an evaluation's are of one version."""
-        if self._evaluation is not None:
-            self._evaluation.wait()
-
     # -- over a run -----------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
         """Forget the evaluation in flight, which ends with the generator that it runs on, and those of the run."""
-        self._evaluation = self.in_flight = None
+        self.running = self.in_flight = None
         self.stored.own.clear()
 
     def owed(self, further_state: dict[str, Any]) -> int | None:

@@ -1,22 +1,156 @@
-"""Log-probs without gradient: of the policy, its reference, a frozen copy of it, or given as lists.
+"""Log-probs by a model's last hidden states: of the trained policy, its reference and a frozen copy of it.
+
+Logits exist tile by tile, and only of tokens with a label. The kernel is TRL's: Triton on GPUs, torch elsewhere; its
+backward pass computes each tile again. TRL calls it with tiles of 4,096 tokens x 32,768 words. That suits its Triton
+kernel, which works in place; its torch fallback makes some seven float32 copies of a tile, and scores prompts too.
+Other candidates: torch's `linear_cross_entropy` and Liger's fused linear cross-entropy have neither entropies nor
+soft-capped logits, and Liger needs Triton.
 
 `assemble_old_log_probs` is public: it is for training on rollouts that were sampled and scored somewhere else.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import trl
+from accelerate.utils import is_peft_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from verifiers.errors import ConfigError
 from verifiers.train.distributed import Ranks
-from verifiers.train.loss.fused_head import head_log_probs
 
-__all__ = ["PolicyLogprobs", "assemble_old_log_probs", "log_probs_of_copy"]
+__all__ = [
+    "PolicyLogprobs",
+    "assemble_old_log_probs",
+    "fuse_head",
+    "fuse_heads",
+    "head_log_probs",
+    "log_probs_of_copy",
+    "logit_scale_and_cap",
+]
+
+IGNORED = -100
+"""Label of a position that is not scored."""
+
+_TILE_WORDS = 32_768
+_TILE_TOKENS = 4_096
+_CPU_TILE = 2**22
+"""Logits of a tile on the CPU: 16 MiB in float32."""
+
+
+def head_log_probs(
+    model: Any, states_NH: Tensor, ids_N: Tensor, temperature: float, outputs: tuple[str, ...] = ("log_probs",)
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs (N,) of tokens in float32, and their distributions' entropies (N,) or None.
+
+    Args:
+        model: whose output embeddings and config turn the states into logits. Weights that FSDP shards are gathered.
+        states_NH: last hidden states, each of the position before its token.
+        ids_N: the tokens.
+        temperature: divides the logits.
+        outputs: "entropy" among them asks for entropies.
+    """
+    head = model.get_output_embeddings()
+    weight, bias = head.weight, head.bias
+    if isinstance(weight, DTensor):
+        weight, bias = weight.full_tensor(), bias.full_tensor() if bias is not None else None
+    # a model that is spread over devices may end on another than its head
+    states_NH, ids_N = states_NH.to(weight.device), ids_N.to(weight.device)
+    words = _TILE_WORDS
+    if weight.device.type == "cpu":
+        words = _CPU_TILE // max(1, min(len(ids_N), _TILE_TOKENS))
+    words = min(words, weight.shape[0])
+    scale, cap = logit_scale_and_cap(model.config)
+    found = ChunkedLogProbFunction.apply(states_NH, weight, bias, ids_N, temperature, words, cap, scale, outputs)
+    return found[0], found[1]
+
+
+def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
+    """Return the factor of a model's logits, then the c of c * tanh(logits / c); None where they are not capped."""
+    text = config.get_text_config()
+    # Gemma; RecurrentGemma; xLSTM
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    cap = next((found for name in caps if (found := getattr(text, name, None)) is not None), None)
+    # Cohere; Muse Glimmer; Falcon-H1
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if (factor := getattr(text, name, None)) is not None:
+            return factor, cap
+    scaling = getattr(text, "logits_scaling", None)
+    if scaling is None:
+        return 1.0, cap
+    # Granite and MiniCPM3 divide by it
+    return (scaling if text.model_type == "hyperclovax" else 1 / scaling), cap
+
+
+def fuse_heads(trainer: Any) -> None:
+    """Fuse the heads of a TRL trainer's policy and of its reference model; the policy's gives entropies too."""
+    in_float32 = trainer.args.cast_lm_head_to_fp32
+    policy = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
+    fuse_head(policy, trainer.temperature, outputs=("log_probs", "entropy"), in_float32=in_float32)
+    if trainer.ref_model is not None:
+        reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+        fuse_head(reference, trainer.temperature, outputs=("log_probs",), in_float32=in_float32)
+
+
+def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_float32: bool = False) -> None:
+    """Let TRL's call `model(..., labels=labels, fused_lm_head=True)` compute log-probs by `head_log_probs`.
+
+    It has to be part of the model's forward: wrappers that shard it gather its weights there. Replaces what
+    `trl.trainer.utils.add_fused_lm_head` has installed; any other call of the model stays as it was.
+
+    Args:
+        model: a causal language model of transformers, without adapter or wrapper; changed in place.
+        temperature: divides the logits.
+        outputs: fields of the result that are computed: "log_probs", and "entropy" where asked for.
+        in_float32: the head's product is in float32, whatever the model's.
+    """
+    plain = model.forward
+
+    # `generate` and the trainer read the names of the arguments
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return plain(*args, **kwargs)
+        labels_RT = kwargs.pop("labels")[:, 1:]
+        # the body and the head are looked up in each call: FSDP and PEFT replace them
+        body = self.base_model(*args, **{**kwargs, "use_cache": False})
+        # a model that is spread over devices takes its labels on the first and may end on another
+        scored_RT = (labels_RT := labels_RT.to(body.last_hidden_state.device)) != IGNORED
+        states_NH = body.last_hidden_state[:, :-1][scored_RT]
+        precision: Any = nullcontext()
+        if in_float32:
+            states_NH = states_NH.float()
+            precision = torch.autocast(states_NH.device.type, enabled=False)
+        head = self.get_output_embeddings()
+        with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
+            found = head_log_probs(self, states_NH, labels_RT[scored_RT], temperature, outputs)
+        # masked_scatter keeps a micro-batch without any label connected to the model's parameters
+        logps, entropies = (
+            None if one is None else one.new_zeros(scored_RT.shape).masked_scatter(scored_RT.to(one.device), one)
+            for one in found
+        )
+        return FusedCausalLMOutput(log_probs=logps, entropy=entropies, aux_loss=_router_loss(self, body, kwargs))
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _router_loss(model: Any, body: Any, given: dict[str, Any]) -> Any:
+    """Return the load-balancing loss of a mixture of experts where TRL asked for it, else None."""
+    if not given.get("output_router_logits"):
+        return None
+    text = model.config.get_text_config()
+    mask = given.get("attention_mask")
+    return load_balancing_loss_func(body.router_logits, text.num_experts, text.num_experts_per_tok, mask)
 
 
 class PolicyLogprobs:
