@@ -91,11 +91,11 @@ async def rollouts(calls: int, per_rollout: int, isolation: str) -> int:
         max_turns=per_rollout + 1,  # type: ignore[arg-type]
     )
     runner = RolloutRunner(env, ClientBackend(FakeClient(answer)), "fake", limiter=Limiter(calls))
-    finished = await asyncio.gather(
-        *(
-            runner.run_one(RolloutRequest(RolloutKey(0, number, 0), [{"role": "user", "content": str(number)}]))
+    finished = await runner.run_batch(
+        [
+            RolloutRequest(RolloutKey(0, number, 0), [{"role": "user", "content": str(number)}])
             for number in range(calls // per_rollout)
-        )
+        ]
     )
     right = 0
     for number, rollout in enumerate(finished):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from embedded_server import SIZES, Served, compare, embedded, make_model, workload
 
-from verifiers.train.launch import launched_server
+from verifiers.train.processes.launch import launched_server
 
 os.environ.setdefault("VERIFIERS_VLLM_PYTHON", str(Path(__file__).parents[1] / ".venv-vllm/bin/python"))
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

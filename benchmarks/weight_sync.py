@@ -32,7 +32,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from verifiers.train.launch import launched_server
+from verifiers.train.processes.launch import launched_server
 from verifiers.train.weight_sync import DirectorySync, LoraSync
 
 os.environ.setdefault("VERIFIERS_VLLM_PYTHON", str(Path(__file__).parents[1] / ".venv-vllm/bin/python"))

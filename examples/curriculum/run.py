@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     import transformers
 
     import verifiers as vf
-    from verifiers.train.launch import launched_server
+    from verifiers.train.processes.launch import launched_server
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     import verifiers as vf
-    from verifiers.train.launch import launched_server
+    from verifiers.train.processes.launch import launched_server
     from verifiers.train.tiny_model.char_model import make_model
     from verifiers.train.tiny_model.warm_start import warm_start
 

@@ -193,7 +193,7 @@ def test_what_would_end_the_run_is_told_before_the_server_is_started(
     def started(*_: object, **__: object) -> None:
         raise AssertionError("the server was started")
 
-    monkeypatch.setattr("verifiers.train.launch.launched_server", started)
+    monkeypatch.setattr("verifiers.train.processes.launch.launched_server", started)
     text = replaced("max_steps = 3", f"max_steps = 3\n{setting}") + '[server]\nlaunch = "embedded"\n'
     run_file.write_text(text)
     before = sorted(path.name for path in Path().iterdir())
@@ -214,7 +214,7 @@ def test_no_bar_of_a_library_is_drawn_into_the_lines_of_a_run(
         bars.append(transformers.utils.logging.is_progress_bar_enabled() or not datasets.are_progress_bars_disabled())
         raise CommandFailedError("far enough")
 
-    monkeypatch.setattr("verifiers.train.launch.launched_server", started)
+    monkeypatch.setattr("verifiers.train.processes.launch.launched_server", started)
     run_file.write_text(RUN + '[server]\nlaunch = "embedded"\n')
     transformers.utils.logging.enable_progress_bar()
     datasets.enable_progress_bars()

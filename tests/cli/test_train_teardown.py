@@ -82,7 +82,7 @@ def did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         finally:
             waiting_env.DID.append("server")
 
-    monkeypatch.setattr("verifiers.train.launch.launched_server", launched)
+    monkeypatch.setattr("verifiers.train.processes.launch.launched_server", launched)
     monkeypatch.setattr(lifecycle, "TEARDOWN_WITHIN_S", 0.1)
     monkeypatch.setattr(train, "_TEARDOWN_AFTER_FAILURE_S", 0.1)
     yield waiting_env.DID

@@ -104,8 +104,7 @@ def test_positions_visit_every_micro_step_of_a_block_once_a_pass() -> None:
     plan = plan_with(steps_per_generation=6, gradient_accumulation_steps=3, num_iterations=2, num_generations=4)
     positions = [plan.position(step, micro) for step in range(4) for micro in range(3)]
     assert [(at.iteration, at.micro_step) for at in positions] == [(p, m) for p in range(2) for m in range(6)]
-    assert [at.update_in_block for at in positions] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-    assert plan.position(4, 2) == Position(block_id=1, iteration=0, micro_step=2, update_in_block=0)
+    assert plan.position(4, 2) == Position(block_id=1, iteration=0, micro_step=2)
     with pytest.raises(ConfigError, match=r"micro_step is 3, .*gradient_accumulation_steps=3"):
         plan.position(0, 3)
 

@@ -75,6 +75,16 @@ class Outlasting(tiny_world.Dialogue):
         return response
 
 
+class NeverEnds(tiny_world.Dialogue):
+    """Held-out dialogues whose environment never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(eval_dataset=tiny_world.rows(2))
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(600)
+
+
 def scripted(scores: dict[int, float], version: Callable[[], int]) -> vf.SingleTurnEnv:
     """Held-out prompts whose rewards say how good each step's weights are."""
 

@@ -160,7 +160,7 @@ def watched_probes(trainer: Any) -> list[str]:
 
     def pushing(version: int, **options: Any) -> None:
         push(version, **options)
-        seen.extend(["asked"] * trainer.check.is_pending)
+        seen.extend(["asked"] * (trainer.check._version is not None))
 
     def training(*args: Any) -> Any:
         loss = step(*args)
@@ -168,7 +168,7 @@ def watched_probes(trainer: Any) -> list[str]:
         return loss
 
     def settling() -> None:
-        seen.extend(["judged"] * trainer.check.is_pending)
+        seen.extend(["judged"] * (trainer.check._version is not None))
         settle()
 
     trainer.publisher.push, trainer.training_step = pushing, training

@@ -77,7 +77,7 @@ def test_a_push_after_a_doubtful_load_is_probed_and_waited_for(
         trainer.weight_sync.pool.replicas[0].repeated_loads += 1
         trainer.session.push(3)
         trainer.session.push(4)
-        assert not trainer.check.is_pending
+        assert trainer.check.finish() is None
     assert probed == [0, 1, 3]
 
 

@@ -34,6 +34,7 @@ BAD_SETTINGS = {
     ),
     "cispo cap": ({"loss_type": "cispo", "epsilon_high": 0.28}, r"at most epsilon_high, which is 0\.28: on policy"),
     "dropout": ({"disable_dropout": False}, r"disable_dropout is False: the sampler .* leave it out"),
+    "environment": ({"mask_env_responses": False}, r"is False: tokens of the environment never .* leave it out"),
     "loss": ({"loss_type": "ppo"}, r"loss_type is 'ppo'; choose one of"),
 }
 

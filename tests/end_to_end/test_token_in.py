@@ -137,6 +137,6 @@ async def _rollouts(url: str, way: str) -> list[Rollout]:
             RolloutRequest(RolloutKey(0, n, 0), prompt=[{"role": "user", "content": row["question"]}], seed=n)
             for n, row in enumerate(tiny_world.rows(8))
         ]
-        return [await runner.run_one(request) for request in requests]
+        return [(await runner.run_batch([request]))[0] for request in requests]
     finally:
         await backend.close()

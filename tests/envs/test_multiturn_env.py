@@ -248,13 +248,13 @@ async def test_an_override_may_wrap_the_rollout_in_either_generations_way(client
 
     for kind in (First, Second):
         runner = RolloutRunner(kind(max_turns=2, dataset=rows), ClientBackend(client), "m", require_tokens=True)
-        rollout = await runner.run_one(RolloutRequest(RolloutKey(0, 9, 0), ASK))
+        (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, 9, 0), ASK)])
         assert (rollout.outcome, rollout.state["mine"], rollout.turns) == (Outcome.COMPLETED, 1, 2)
         assert (len(rollout.rows), rollout.forks) == (1, 0)
 
 
 async def test_the_runner_tells_the_environment_which_example_it_plays(client: FakeClient, rows: Rows) -> None:
     runner = RolloutRunner(TupleReply(max_turns=1, dataset=rows), ClientBackend(client), "m")
-    rollout = await runner.run_one(RolloutRequest(RolloutKey(0, 9, 0), ASK, answer="a"))
+    (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, 9, 0), ASK, answer="a")])
     assert (rollout.state["id"], rollout.state["example_id"], rollout.state["input"]["example_id"]) == (9, 9, 9)
     assert rollout.completion == [{"role": "assistant", "content": "re: start"}]

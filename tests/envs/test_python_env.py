@@ -32,7 +32,8 @@ def python(*cells: str) -> dict[str, Any]:
 
 async def run_one(env: vf.PythonEnv, *answers: Any, timeout_s: float = 600.0) -> Rollout:
     runner = RolloutRunner(env, ClientBackend(FakeClient(list(answers))), "m", rollout_timeout_s=timeout_s)
-    return await runner.run_one(RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "q"}]))
+    request = RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "q"}])
+    return (await runner.run_batch([request]))[0]
 
 
 def replies(rollout: Rollout) -> list[str]:

@@ -32,7 +32,7 @@ def replies(completion: Any) -> list[str]:
 async def run_one(env: vf.SandboxEnv, *answers: Any, timeout_s: float = 600.0) -> Rollout:
     backend = ClientBackend(FakeClient(answers[0] if callable(answers[0]) else list(answers)))
     runner = RolloutRunner(env, backend, "m", rollout_timeout_s=timeout_s)
-    return await runner.run_one(RolloutRequest(RolloutKey(0, 0, 0), ASK))
+    return (await runner.run_batch([RolloutRequest(RolloutKey(0, 0, 0), ASK)]))[0]
 
 
 class FakeSandbox:
@@ -54,7 +54,7 @@ class FakeSandbox:
         if command == "hang":
             self.began.set()
             await asyncio.get_running_loop().create_future()
-        return RunResult(f"ran {command}\n", "", 0, False, 0, 0.0)
+        return RunResult(f"ran {command}\n", "", 0, False, 0)
 
     async def start(self, command: Any) -> Any:
         self.commands.append(tuple(command))
@@ -307,12 +307,12 @@ def test_long_output_keeps_its_beginning_and_its_end_and_says_what_is_missing() 
 @pytest.mark.parametrize(
     ("result", "text"),
     [
-        (RunResult("", "", 0, False, 0, 0.1), "[no output]"),
-        (RunResult("a\n", "", 0, False, 0, 0.1), "a"),
-        (RunResult("", "b\n", 1, False, 0, 0.1), "stderr:\nb\n[exit code 1]"),
-        (RunResult("a\n", "", -9, False, 0, 0.1), "a\n[exit code -9]"),
-        (RunResult("a", "", None, True, 0, 0.1), "a\n[the command ran longer than 3 s and was killed]"),
-        (RunResult("abcdefghijkl", "", 0, False, 12345, 0.1), "abcd\n[... 3 characters left out ...]\nhijkl\n[12,345 "
+        (RunResult("", "", 0, False, 0), "[no output]"),
+        (RunResult("a\n", "", 0, False, 0), "a"),
+        (RunResult("", "b\n", 1, False, 0), "stderr:\nb\n[exit code 1]"),
+        (RunResult("a\n", "", -9, False, 0), "a\n[exit code -9]"),
+        (RunResult("a", "", None, True, 0), "a\n[the command ran longer than 3 s and was killed]"),
+        (RunResult("abcdefghijkl", "", 0, False, 12345), "abcd\n[... 3 characters left out ...]\nhijkl\n[12,345 "
          "bytes of output were too many and are lost]"),
     ],
 )  # fmt: skip

@@ -58,7 +58,7 @@ async def replies(env: vf.ToolEnv, *calls: Any) -> list[str]:
 
 async def run_one(env: vf.ToolEnv, *answers: Any) -> Rollout:
     runner = RolloutRunner(env, ClientBackend(FakeClient(list(answers))), "m")
-    return await runner.run_one(RolloutRequest(RolloutKey(0, 0, 0), ASK))
+    return (await runner.run_batch([RolloutRequest(RolloutKey(0, 0, 0), ASK)]))[0]
 
 
 def test_the_attributes_are_those_of_the_classic_api() -> None:

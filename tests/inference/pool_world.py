@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
+
+from verifiers.inference import rollout_server as replica_module
+from verifiers.inference import server_pool as pool_module
 from verifiers.inference.rollout_server import ServerClient, WeightUpdate
 from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer
@@ -21,6 +25,12 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def release_within(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound the time in which a pool that ends continues its servers."""
+    for module in (pool_module, replica_module):
+        monkeypatch.setattr(module, "SHUTDOWN_S", seconds)
 
 
 def restarted(server: FakeOpenAIServer) -> None:

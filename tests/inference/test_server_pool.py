@@ -322,7 +322,7 @@ async def test_a_run_keeps_the_rollouts_of_a_prompt_together() -> None:
     for requests in (block()[start : start + GENERATIONS] for start in range(0, COUNT, GENERATIONS)):
         before = [server.calls for server in servers]
         for request in requests:
-            await runner.run_one(request)
+            await runner.run_batch([request])
         made = sorted(server.calls - b for server, b in zip(servers, before, strict=True))
         assert made == [0, 0, 3 * GENERATIONS]
     assert all(server.calls for server in servers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,20 @@ from typing import Any
 
 from aiohttp import web
 
+import verifiers as vf
+from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.token_in import TokenIn, token_in_for
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.runner import RolloutRunner
+from verifiers.types import RolloutKey
+
 BEGIN, END, THINK, UNTHINK, CALL, UNCALL = range(0xE000, 0xE006)
 """Code points of Unicode's private use area."""
+
+TURNS = 6
+NO_WAIT = RetryPolicy(base_s=0.0)
+ASK = [{"role": "user", "content": "begin"}]
 
 Template = Callable[[Sequence[Mapping[str, Any]], Any], str]
 
@@ -224,3 +237,60 @@ def calls(prompt: Sequence[int], seed: int) -> str:
     """Return a thought, a word, and a call of `add`."""
     word = digest(prompt, seed)
     return f'{chr(THINK)}{word[:4]}{chr(UNTHINK)}{word[4:]}{chr(CALL)}add:{{"n": {len(prompt)}}}{chr(UNCALL)}'
+
+
+class Dialogue(vf.MultiTurnEnv):
+    """The environment's words depend on the policy's; only contents are repeated, as many environments do."""
+
+    def __init__(self, turns: int = TURNS, **kwargs: Any) -> None:
+        rows = [{"prompt": ASK, "answer": ""}]
+        super().__init__(max_turns=turns, dataset=rows, rubric=vf.Rubric(funcs=[lambda **_: 1.0]), **kwargs)
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        messages[-1].pop("reasoning_content", None)
+        return [{"role": "user", "content": f"{state['turn']}: {messages[-1]['content'][:3]}"}], state
+
+
+def add(n: int) -> str:
+    """Add seven.
+
+    Args:
+        n: the number to add to
+    """
+    return str(n + 7)
+
+
+def tools(turns: int) -> vf.ToolEnv:
+    rows = [{"prompt": ASK, "answer": ""}]
+    return vf.ToolEnv(tools=[add], max_turns=turns, dataset=rows, rubric=vf.Rubric(funcs=[lambda **_: 1.0]))
+
+
+async def play(
+    server: TokenServer,
+    generation: str,
+    env: Any = None,
+    *,
+    count: int = 1,
+    token_in: TokenIn | None = None,
+    **options: Any,
+) -> list[Rollout]:
+    """Rollouts of one prompt, each with a seed of its own."""
+    backend = HttpBackend(Endpoint(server.url))
+    sampling = {"temperature": 1.0, **options.pop("sampling", {})}
+    token_in = token_in or token_in_for(generation, backend, "m", require_tokens=True, retry=NO_WAIT)
+    runner = RolloutRunner(
+        env or Dialogue(), backend, "m", sampling, retry=NO_WAIT, require_tokens=True, token_in=token_in, **options
+    )
+    try:
+        requests = [RolloutRequest(RolloutKey(0, 0, n), prompt=ASK, seed=n + 1) for n in range(count)]
+        return [(await runner.run_batch([request]))[0] for request in requests]
+    finally:
+        await backend.close()
+
+
+def extends_each_time(turns: Sequence[tuple[list[int], list[int]]]) -> bool:
+    """Return True where each prompt begins with the prompt and the answer before it, id for id."""
+    return all(
+        after[0][: len(prompt) + len(answer)] == prompt + answer
+        for (prompt, answer), after in itertools.pairwise(turns)
+    )

@@ -69,7 +69,7 @@ async def play(env: vf.GymEnv, answers: Any, *, row: int = 0) -> Rollout:
     """One rollout of a row through the runner, scored."""
     runner = RolloutRunner(env, ClientBackend(FakeClient(answers)), "m", {})
     data = env.get_dataset()[row]
-    rollout = await runner.run_one(RolloutRequest(RolloutKey(0, row, 0), data["prompt"], info=data["info"]))
+    (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, row, 0), data["prompt"], info=data["info"])])
     await runner.score([rollout])
     return rollout
 

@@ -193,7 +193,7 @@ async def test_a_pool_that_cannot_work_is_a_failed_grade_and_never_a_zero(
     env = env_of("countdown")
     runner = RolloutRunner(env, ClientBackend(FakeClient("<answer>1</answer>")), "m", {})
     row = env.get_dataset()[0]
-    rollout = await runner.run_one(RolloutRequest(RolloutKey(0, 0, 0), row["prompt"], info=row["info"]))
+    (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, 0, 0), row["prompt"], info=row["info"])])
     await runner.score([rollout])
     if harmless is None:
         # this one is the answer's doing

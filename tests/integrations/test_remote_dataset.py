@@ -117,7 +117,7 @@ def test_each_generation_step_is_one_request(recorder: RecordingServer) -> None:
     assert [body["optimizer_step"] for body in recorder.calls("/v2/sample")] == [0, 1, 2]
 
 
-def test_the_place_of_a_row_is_its_generation_step_micro_step_and_slot(recorder: RecordingServer) -> None:
+def test_the_place_of_a_row_is_its_generation_step_and_slot(recorder: RecordingServer) -> None:
     """Two devices, groups of 2, 3 completions per device and micro-step, 4 micro-steps: 12 prompts a block."""
     dataset = RemoteRLDataset(
         recorder.url,
@@ -129,13 +129,13 @@ def test_the_place_of_a_row_is_its_generation_step_micro_step_and_slot(recorder:
     )
     assert dataset.prompts_per_block == 12
     assert [tuple(dataset.place(index)) for index in (0, 1, 2, 5, 6, 11, 12)] == [
-        (0, 0, 0),
-        (0, 0, 1),
-        (0, 1, 2),
-        (0, 3, 5),
-        (0, 0, 6),
-        (0, 3, 11),
-        (1, 0, 0),
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 5),
+        (0, 6),
+        (0, 11),
+        (1, 0),
     ]
     with pytest.raises(IndexError):
         dataset[24]

@@ -46,7 +46,7 @@ async def play(env: vf.TextArenaEnv, answers: Any, *, row: int = 0) -> Rollout:
     runner = RolloutRunner(env, ClientBackend(FakeClient(answers)), "m", {})
     data = env.get_dataset()[row]
     request = RolloutRequest(RolloutKey(0, row, 0), data["prompt"], answer=data["answer"], info=data["info"])
-    rollout = await runner.run_one(request)
+    (rollout,) = await runner.run_batch([request])
     await runner.score([rollout])
     return rollout
 

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -69,9 +70,10 @@ async def test_a_fork_bomb_at_closing_time_does_not_outrun_the_kill(
 async def test_ignoring_signals_does_not_help(
     box: AgentSandbox, marker: str, wait_until_gone: Callable[[str], None]
 ) -> None:
+    started = time.monotonic()
     result = await box.run(f"trap '' TERM INT HUP QUIT XCPU; sleep {marker}; sleep {marker}", timeout_s=0.4)
     assert result.timed_out
-    assert result.elapsed_s < 30
+    assert time.monotonic() - started < 30
     wait_until_gone(marker)
 
 

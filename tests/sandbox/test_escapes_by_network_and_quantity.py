@@ -139,9 +139,10 @@ async def test_many_processes_together_cannot_hold_more_than_one_may(contained: 
 
 
 async def test_an_endless_loop_is_killed(box: AgentSandbox) -> None:
+    started = time.monotonic()
     result = await box.run("while :; do :; done", timeout_s=0.2)
     assert result.timed_out
-    assert result.elapsed_s < 30
+    assert time.monotonic() - started < 30
 
 
 async def test_processor_time_ends_what_runs_in_the_background(

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,6 @@ async def test_commands_give_their_output_and_exit_code(box: AgentSandbox) -> No
     assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3)
     assert not result.timed_out
     assert result.dropped_bytes == 0
-    assert result.elapsed_s > 0
     # a list is run without a shell
     assert (await box.run(["echo", "$HOME; ls"])).stdout == "$HOME; ls\n"
     missing = await box.run(["no-such-command"])
@@ -52,10 +52,11 @@ async def test_stdin_is_fed_however_long_and_need_not_be_read(box: AgentSandbox)
 async def test_time_that_runs_out_kills_the_command_and_what_it_started(
     box: AgentSandbox, marker: str, wait_until_gone: Callable[[str], None]
 ) -> None:
+    started = time.monotonic()
     result = await box.run(f"sleep {marker} & sleep {marker}", timeout_s=0.3)
     assert result.timed_out
     assert result.exit_code is None
-    assert result.elapsed_s < 30
+    assert time.monotonic() - started < 30
     wait_until_gone(marker)
     assert (await box.run("echo on")).stdout == "on\n"
 

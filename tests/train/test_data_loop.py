@@ -17,8 +17,8 @@ from verifiers.monitoring.learning import LearningSignal
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import group_advantages
+from verifiers.train.batching.block_metrics import block_metrics
 from verifiers.train.batching.collate import MicroBatch
-from verifiers.train.block_metrics import block_metrics
 from verifiers.train.config import GRPOConfig
 from verifiers.train.data_loop import DataLoop
 from verifiers.types import Outcome, RolloutKey

@@ -12,7 +12,7 @@ from verifiers.data.batch_plan import make_plan
 from verifiers.errors import WeightSyncError
 from verifiers.train.checkpoint.checkpoint import mark_complete
 from verifiers.train.checkpoint.run_directory import RunDirectory
-from verifiers.train.distributed import Ranks
+from verifiers.train.processes.distributed import Ranks
 from verifiers.train.run_lifecycle import RunLifecycle
 
 PLAN = make_plan(per_device_train_batch_size=4, num_generations=4, max_steps=4, num_prompts=12)

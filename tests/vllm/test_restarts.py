@@ -15,7 +15,7 @@ import torch
 import vllm_world
 from transformers import TrainerCallback
 
-from verifiers.train.launch import launched_server
+from verifiers.train.processes.launch import launched_server
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def _start(args: argparse.Namespace) -> int:
     # read once, when torch is imported: idle threads must not spin on the server's cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
-    from verifiers.train.termination import recorded
+    from verifiers.train.processes.termination import recorded
 
     return recorded(lambda: train(**vars(args)))
 
@@ -80,11 +80,11 @@ def train(
     from verifiers.train.checkpoint.checkpoint import model_name
     from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
     from verifiers.train.config import GRPOConfig, lora_defaults
-    from verifiers.train.distributed import on_rank_0
     from verifiers.train.evaluation.eval_sets import choose_eval_sets
-    from verifiers.train.launch import installed_servers
     from verifiers.train.models import check_model_exists, check_model_path
     from verifiers.train.planned_run import planned_run
+    from verifiers.train.processes.distributed import on_rank_0
+    from verifiers.train.processes.launch import installed_servers
     from verifiers.train.validation.eval_settings import check_eval_sets
     from verifiers.train.validation.host_settings import check_start
 
@@ -124,7 +124,7 @@ def train(
     check_model_exists(run.model.path, config.model_init_kwargs)
 
     from verifiers.train.evaluation.storage import evaluation_lines
-    from verifiers.train.launch import launched_server, share_cores
+    from verifiers.train.processes.launch import launched_server, share_cores
     from verifiers.train.trainer import GRPOTrainer
 
     hide_library_bars()

@@ -87,13 +87,11 @@ class Position:
         block_id: the block being trained, from 0.
         iteration: the pass over that block, 0 .. num_iterations - 1.
         micro_step: the micro-step of the block, 0 .. steps_per_generation - 1.
-        update_in_block: optimizer steps this block has served before, 0 .. updates_per_block - 1.
     """
 
     block_id: int
     iteration: int
     micro_step: int
-    update_in_block: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +268,7 @@ class BatchPlan:
         block_id, update_in_block = divmod(optimizer_step, self.updates_per_block)
         micro_step_in_block = update_in_block * self.gradient_accumulation_steps + micro_step
         iteration, micro_batch = divmod(micro_step_in_block, self.steps_per_generation)
-        return Position(block_id, iteration, micro_batch, update_in_block)
+        return Position(block_id, iteration, micro_batch)
 
     def first_block_after(self, optimizer_step: int) -> int:
         """Return the block that a run resumed at `optimizer_step` begins with.

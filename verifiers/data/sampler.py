@@ -92,7 +92,10 @@ class RepeatSampler:
         return self.chunks_per_epoch * self.batch_size * self.mini_repeat_count * self.repeat_count
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` epoch number `epoch` (from 0), as a resumed run does."""
+        """Make the next `iter()` epoch number `epoch` (from 0).
+
+        accelerate calls it on the sampler of a DataLoader that it prepared, before each epoch.
+        """
         self.epoch = check_size("epoch", epoch, 0)
 
     def _warn_of_dropped_rows(self) -> None:

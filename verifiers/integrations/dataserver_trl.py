@@ -129,13 +129,10 @@ class Place(NamedTuple):
 
     Attributes:
         generation_step: its block.
-        accumulation_step: the micro-step of the block, counted on its device, whose slice begins with it, before TRL
-            shuffles the block.
         slot: its place among the block's prompts.
     """
 
     generation_step: int
-    accumulation_step: int
     slot: int
 
 
@@ -240,9 +237,7 @@ class RemoteRLDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} is asked for, but the run has {len(self)}")
-        block, slot = divmod(index, self.prompts_per_block)
-        on_device = slot * self.num_generations % (self.per_device * self.steps_per_generation)
-        return Place(block, on_device // self.per_device, slot)
+        return Place(*divmod(index, self.prompts_per_block))
 
     def optimizer_step(self, generation_step: int) -> int:
         """Return the optimizer step at which the first pass over a block begins."""

@@ -34,7 +34,7 @@ class RolloutRequest:
     Attributes:
         key: identity of the rollout.
         prompt: messages, or a string in completion mode.
-        seed: sampling seed sent to the server; derived from (seed, key) by `data.plan.rollout_seed`.
+        seed: sampling seed sent to the server; derived from (seed, key) by `data.sampler.rollout_seed`.
         lost_workers: rollout workers that died under its earlier attempts.
     """
 

@@ -128,10 +128,6 @@ class RolloutRunner:
             first = failed.exceptions[0]
         raise first
 
-    async def run_one(self, request: RolloutRequest) -> Rollout:
-        """Run one rollout to its end, without a score."""
-        return (await self.run_batch([request]))[0]
-
     async def run_batch(
         self,
         requests: Sequence[RolloutRequest],

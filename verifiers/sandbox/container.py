@@ -220,7 +220,6 @@ class ContainerSandbox(SandboxBase):
         if not command:
             raise ConfigError("A sandbox was given an empty command.")
         whole = ["sh", "-c", _SHELL, "sh", command] if isinstance(command, str) else list(command)
-        started = time.monotonic()
         client, out, err, timed_out = await self._exchange(
             whole,
             stdin=stdin.encode() if isinstance(stdin, str) else stdin,
@@ -234,7 +233,6 @@ class ContainerSandbox(SandboxBase):
             exit_code=None if timed_out else client.process.returncode,
             timed_out=timed_out,
             dropped_bytes=out.dropped + err.dropped,
-            elapsed_s=time.monotonic() - started,
         )
 
     async def start(self, command: Sequence[str]) -> SandboxProcess:

@@ -250,7 +250,6 @@ class AgentSandbox(SandboxBase):
             exit_code=None if message["timed_out"] else message["exit"],
             timed_out=message["timed_out"],
             dropped_bytes=out.dropped + err.dropped,
-            elapsed_s=message["elapsed_s"],
         )
 
     async def start(self, command: Sequence[str]) -> SandboxProcess:

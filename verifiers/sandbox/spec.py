@@ -101,7 +101,6 @@ class RunResult:
             out.
         timed_out: its wall time ran out, and it was killed with all that it had started.
         dropped_bytes: how much output was thrown away.
-        elapsed_s: seconds from start to end.
     """
 
     stdout: str
@@ -109,7 +108,6 @@ class RunResult:
     exit_code: int | None
     timed_out: bool
     dropped_bytes: int
-    elapsed_s: float
 
 
 class SandboxProcess(Protocol):

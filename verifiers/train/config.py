@@ -50,7 +50,8 @@ class GRPOConfig(trl.GRPOConfig):
         max_concurrent: rollouts in flight at once.
         requests_per_second: throttle on requests; None for none.
         max_seq_len: rows with more prompt and completion tokens than this are dropped, counted, never cut.
-        mask_env_responses: kept for the classic name; tokens of the environment never carry loss.
+        mask_env_responses: kept for the classic name; tokens of the environment never carry loss, and False is
+            refused.
         zero_truncated_completions: a truncated rollout's reward counts as 0.
         require_full_groups: a group with a failed rollout gives no gradient at all.
         rollout_retries: how often a rollout that failed before it was scored is repeated, with another seed.

@@ -25,9 +25,9 @@ from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import BlockStream
 from verifiers.train.batching.training_block import TrainingBlock, build_training_block, rows_to_score
 from verifiers.train.config import GRPOConfig
-from verifiers.train.distributed import Ranks
 from verifiers.train.loss.kl_penalty import RewardPenalty
 from verifiers.train.loss.logprobs import PolicyLogprobs
+from verifiers.train.processes.distributed import Ranks
 
 __all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch"]
 

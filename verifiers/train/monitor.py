@@ -25,9 +25,9 @@ from verifiers.monitoring.run_log import METRICS, SAMPLES, ErrorCounts, RunRecor
 from verifiers.monitoring.stage_timer import StageTimer, peak_memory
 from verifiers.monitoring.time_metrics import RunTime, interval_metrics
 from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.batching.block_metrics import block_metrics, curriculum_metrics
 from verifiers.train.batching.packing import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.train.block_metrics import block_metrics, curriculum_metrics
 from verifiers.train.config import GRPOConfig
 
 __all__ = ["MonitorCallback", "RunMonitor", "run_description"]

@@ -22,11 +22,11 @@ from verifiers.train.checkpoint.checkpoint import resume_step
 from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
 from verifiers.train.checkpoint.run_directory import ResumePoint, RunDirectory, visible_checkpoint
 from verifiers.train.config import GRPOConfig
-from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.evaluator import Evaluator
 from verifiers.train.evaluation.policy_evaluation import PolicyEvaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
 from verifiers.train.monitor import RunMonitor
+from verifiers.train.processes.distributed import Ranks
 from verifiers.train.sampling_args import refuse_biased_call
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import WeightPublisher

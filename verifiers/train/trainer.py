@@ -22,16 +22,15 @@ from verifiers.data.curriculum import Curriculum
 from verifiers.errors import ConfigError
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
+from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import refuse_unstreamable
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.train.block_metrics import block_tokens, fill_completions_table
 from verifiers.train.checkpoint.checkpoint import model_name, raises_checkpoint_error
 from verifiers.train.checkpoint.run_directory import RunDirectory
 from verifiers.train.config import GRPOConfig
 from verifiers.train.console import ProgressLines
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch
-from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
@@ -40,9 +39,10 @@ from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.planned_run import planned_run
+from verifiers.train.processes.distributed import Ranks
+from verifiers.train.processes.termination import end_together
 from verifiers.train.run_lifecycle import RolloutSession, RunLifecycle
 from verifiers.train.sampling_args import training_sampling_args
-from verifiers.train.termination import end_together
 from verifiers.train.validation.eval_settings import check_eval_sets
 from verifiers.train.validation.host_settings import check_output_dir
 from verifiers.train.validation.process_settings import check_processes

@@ -124,11 +124,6 @@ class Engine:
             "tokens_reused": store.tokens_reused,
         }
 
-    @property
-    def cache_allocated(self) -> tuple[int, int]:
-        """Rows and columns (tokens) of key-value cache that memory is held for."""
-        return self._batch.allocated
-
     def submit(self, request: GenerationRequest) -> Future[Generation]:
         """Queue a request. Cancelling the future frees its slot at the next step."""
         return self.submit_all([(request, None)])[0]

@@ -21,21 +21,17 @@ class Minor:
 
     Attributes:
         scale_out_flag: /inference/v1/generate is there only with --enable-scale-out; before, it always was.
-        reports_versions: answers of /inference/v1/generate say which weights each token came from.
-        nccl_unique_id: the NCCL weight transfer can meet by a unique id, without vLLM on the trainer's side.
     """
 
     scale_out_flag: bool
-    reports_versions: bool
-    nccl_unique_id: bool
 
 
 MINORS: dict[tuple[int, int], Minor] = {
-    (0, 28): Minor(scale_out_flag=False, reports_versions=False, nccl_unique_id=False),
-    (0, 29): Minor(scale_out_flag=False, reports_versions=False, nccl_unique_id=False),
-    (0, 30): Minor(scale_out_flag=True, reports_versions=False, nccl_unique_id=True),
-    (0, 31): Minor(scale_out_flag=True, reports_versions=False, nccl_unique_id=True),
-    (0, 32): Minor(scale_out_flag=True, reports_versions=True, nccl_unique_id=True),
+    (0, 28): Minor(scale_out_flag=False),
+    (0, 29): Minor(scale_out_flag=False),
+    (0, 30): Minor(scale_out_flag=True),
+    (0, 31): Minor(scale_out_flag=True),
+    (0, 32): Minor(scale_out_flag=True),
 }
 
 

@@ -84,7 +84,7 @@ async def test_requests_beyond_the_slots_wait_and_are_answered_by_identity(
         prompt, ids, log_probs = server.sampled(answer)
         assert server.loaded.tokenizer.decode(prompt) == f"<user>{place}<bot>"
         assert log_probs == pytest.approx(reference.log_probs(model_dir, prompt, ids), abs=1e-4)
-    assert server.engine.cache_allocated[0] <= 4
+    assert server.engine._batch.allocated[0] <= 4
 
 
 async def test_the_eos_token_is_in_the_ids_but_not_in_the_text(start: Any) -> None:
@@ -164,7 +164,7 @@ async def test_a_client_that_goes_away_in_mid_generation_stops_costing_steps(sta
     (sequence,) = server.engine._batch.sequences
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await server.until(lambda: server.engine.counts["running"] == 0 and server.engine.cache_allocated == (0, 0))
+    await server.until(lambda: server.engine.counts["running"] == 0 and server.engine._batch.allocated == (0, 0))
     # the step that was held, and no other
     assert len(sequence.log_probs) == 6
 

@@ -14,7 +14,7 @@ from verifiers.errors import CheckpointError, GenerationError
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.checkpoint.checkpoint import extra_state, newest_complete
 from verifiers.train.checkpoint.run_directory import RunDirectory
-from verifiers.train.distributed import Ranks
+from verifiers.train.processes.distributed import Ranks
 
 PLAN = make_plan(per_device_train_batch_size=4, num_generations=4, num_iterations=2, max_steps=10, num_prompts=12)
 

@@ -38,25 +38,17 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class AdvantageResult:
-    """Advantages of a batch of groups, and what is worth counting about them.
+    """Advantages of a batch of groups, and the mean and deviation of each group's rewards.
 
     Attributes:
         advantages: same layout as the rewards; None where the rollout is kept out of the loss.
         group_means: mean reward of each group; None where no reward takes part.
         group_stds: deviation of each group (ddof = 1); None where fewer than two rewards take part.
-        batch_std: deviation over all rewards that take part (ddof = 1); 0.0 with fewer than two.
-        frac_reward_zero_std: share of groups with a baseline whose rewards are all equal, 0 .. 1; 0.0 without any.
-        groups_without_baseline: groups with fewer than two rewards: nothing to compare with, so no gradient.
-        groups_incomplete: groups dropped whole by `require_full_groups`.
     """
 
     advantages: list[list[float | None]]
     group_means: list[float | None]
     group_stds: list[float | None]
-    batch_std: float
-    frac_reward_zero_std: float
-    groups_without_baseline: int
-    groups_incomplete: int
 
 
 class BlockAdvantages(dict[RolloutKey, float | list[float]]):
@@ -124,8 +116,8 @@ def group_advantages(
     if estimator not in ADVANTAGE_ESTIMATORS:
         raise ConfigError(f"advantage_estimator is {estimator!r}; choose one of {', '.join(ADVANTAGE_ESTIMATORS)}.")
     groups = [_floats(group) for group in rewards]
-    incomplete = [require_full_groups and None in group for group in groups]
-    groups = [[None] * len(group) if drop else group for group, drop in zip(groups, incomplete, strict=True)]
+    if require_full_groups:
+        groups = [[None] * len(group) if None in group else group for group in groups]
     scored = [[reward for reward in group if reward is not None] for group in groups]
     means = [_mean(values) if values else None for values in scored]
     stds = [_deviation(values) if len(values) > 1 else None for values in scored]
@@ -145,16 +137,7 @@ def group_advantages(
     elif estimator == "group" and scale_rewards != "none":
         scales = [(batch_std if scale_rewards == "batch" else std or 0.0) + eps for std in stds]
         advantages = [_divided(group, scale) for group, scale in zip(advantages, scales, strict=True)]
-    with_baseline = [std for std in stds if std is not None]
-    return AdvantageResult(
-        advantages=advantages,
-        group_means=means,
-        group_stds=stds,
-        batch_std=batch_std,
-        frac_reward_zero_std=with_baseline.count(0.0) / len(with_baseline) if with_baseline else 0.0,
-        groups_without_baseline=sum(std is None and not drop for std, drop in zip(stds, incomplete, strict=True)),
-        groups_incomplete=sum(incomplete),
-    )
+    return AdvantageResult(advantages=advantages, group_means=means, group_stds=stds)
 
 
 def _differences(values: Sequence[float | None], mean: float | None) -> list[float | None]:

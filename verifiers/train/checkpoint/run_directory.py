@@ -34,8 +34,8 @@ from verifiers.train.checkpoint.checkpoint import (
 )
 from verifiers.train.checkpoint.pending_blocks import save_pending_blocks
 from verifiers.train.config import GRPOConfig
-from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.storage import EVALUATIONS, remove_later_evaluations
+from verifiers.train.processes.distributed import Ranks
 
 __all__ = [
     "LOCK",

@@ -26,7 +26,6 @@ from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner
 from verifiers.train.config import GRPOConfig
-from verifiers.train.distributed import Ranks
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
 from verifiers.train.evaluation.policy_evaluation import (
     KeptEvaluation,
@@ -36,6 +35,7 @@ from verifiers.train.evaluation.policy_evaluation import (
     share_of,
 )
 from verifiers.train.evaluation.storage import StoredEvaluations, provenance
+from verifiers.train.processes.distributed import Ranks
 from verifiers.train.sampling_args import with_template_options
 
 __all__ = ["EvaluationInFlight", "Evaluator", "log_evaluation"]

@@ -17,8 +17,8 @@ from torch import Tensor
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.collate import MicroBatch
-from verifiers.train.distributed import Ranks
 from verifiers.train.loss.logprobs import PolicyLogprobs
+from verifiers.train.processes.distributed import Ranks
 from verifiers.types import RolloutKey
 
 __all__ = ["RewardPenalty", "kl_terms"]

@@ -27,7 +27,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from verifiers.errors import ConfigError
-from verifiers.train.distributed import Ranks
+from verifiers.train.processes.distributed import Ranks
 
 __all__ = [
     "PolicyLogprobs",

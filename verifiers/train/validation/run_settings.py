@@ -88,6 +88,11 @@ def refuse_bad_settings(args: GRPOConfig) -> None:
             "disable_dropout is False: the sampler and the old log-probs have no dropout, so the trained pass would "
             "be another policy's; leave it out, and regularize by beta or weight_decay."
         )
+    if args.mask_env_responses is False:
+        raise ConfigError(
+            "mask_env_responses is False: tokens of the environment never carry loss, as the policy did not sample "
+            "them; leave it out."
+        )
     refuse_bad_loss(args)
     if args.num_batches_ahead < 0:
         raise ConfigError(f"num_batches_ahead is {args.num_batches_ahead}; give 0 (on policy) or more.")

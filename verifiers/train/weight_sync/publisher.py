@@ -15,7 +15,7 @@ from verifiers.errors import ConfigError, WeightProbeError, WeightSyncError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.load_balancer import backend_for, each_server
 from verifiers.inference.server_pool import ServerPool
-from verifiers.train.distributed import Ranks
+from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
 from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
 from verifiers.train.weight_sync.protocol import WeightSync, gathered_tensors, is_sharded

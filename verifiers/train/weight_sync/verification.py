@@ -185,11 +185,6 @@ class LogprobCheck:
             on_result=on_result,
         )
 
-    @property
-    def is_pending(self) -> bool:
-        """True from `begin` to `finish`."""
-        return self._version is not None
-
     def run(self, version: int, pool: ServerPool) -> None:
         """Check every server and wait for the answers; one that was restarted is asked again once it is back.
 

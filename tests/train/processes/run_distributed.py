@@ -1,4 +1,4 @@
-"""Two ranks that share work through rank 0: what the test of `verifiers.train.distributed` starts under torchrun."""
+"""Two ranks that share work through rank 0, started under torchrun by test_distributed.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed
 from accelerate import PartialState
 
 from verifiers.errors import RankError
-from verifiers.train.distributed import on_all_ranks, on_rank_0, scatter_from_rank_0
+from verifiers.train.processes.distributed import on_all_ranks, on_rank_0, scatter_from_rank_0
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verifiers.train.distributed import on_rank_0, scatter_from_rank_0
+from verifiers.train.processes.distributed import on_rank_0, scatter_from_rank_0
 
 ONE_PROCESS = SimpleNamespace(num_processes=1, is_main_process=True)
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from verifiers.errors import RankError
 from verifiers.signal_watch import end_if_signals_wait
-from verifiers.train.distributed import error_text
+from verifiers.train.processes.distributed import error_text
 
 __all__ = ["Ending", "end_together", "ended_by_signals", "recorded"]
 

@@ -12,8 +12,8 @@ from verifiers.evals.results import RolloutResults
 from verifiers.evals.summary import summarize
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import rollout_advantages
+from verifiers.train.batching.block_metrics import _timing, block_metrics, percentile, reward_summary
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.train.block_metrics import _timing, block_metrics, percentile, reward_summary
 from verifiers.train.evaluation.policy_evaluation import evaluation_metrics
 from verifiers.types import Failure, Outcome, RolloutKey
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from verifiers.errors import ConfigError, WeightSyncError
-from verifiers.train.launch import launched_server, share_cores
+from verifiers.train.processes.launch import launched_server, share_cores
 
 SERVER = """
 import argparse, http.server, os, pathlib, signal, subprocess, threading, time
@@ -99,7 +99,7 @@ def test_an_environment_without_the_server_is_named(tmp_path: Path) -> None:
 def test_a_server_that_hangs_is_killed_soon_after_a_failure_with_what_it_started(
     other_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verifiers.train.launch._END_AFTER_FAILURE_S", 0.3)
+    monkeypatch.setattr("verifiers.train.processes.launch._END_AFTER_FAILURE_S", 0.3)
     pids: list[int] = []
 
     def fail() -> None:

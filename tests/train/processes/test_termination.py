@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from verifiers.errors import RankError
-from verifiers.train import termination
-from verifiers.train.termination import end_together, ended_by_signals
+from verifiers.train.processes import termination
+from verifiers.train.processes.termination import end_together, ended_by_signals
 
 ONE_PROCESS = SimpleNamespace(num_processes=1)
 
@@ -154,7 +154,7 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
 
 STUCK = """
 import ctypes, os
-from verifiers.train.termination import ended_by_signals
+from verifiers.train.processes.termination import ended_by_signals
 
 with ended_by_signals(lambda error: os.write(1, f"gave back: {error}".encode())):
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)

@@ -1,0 +1,42 @@
+"""Test modules are imported without a package (import mode importlib), so what they share is found by path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+if TYPE_CHECKING:
+    from mcp_world import Pids, Servers
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator[Pids]:
+    """Yield the processes of MCP servers, and kill those that are left."""
+    from mcp_world import Pids
+
+    started = Pids(tmp_path / "pids")
+    yield started
+    for pid in started.all:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    """Return the MCP servers in this process, to which every connection then goes."""
+    from mcp_world import Servers
+
+    from verifiers.integrations.mcp_servers import MCPConnection
+
+    found = Servers()
+    monkeypatch.setattr(MCPConnection, "_new_client", lambda *args: found.client(*args))
+    return found
