@@ -4,10 +4,10 @@
 
 A client process sends, on a schedule that does not wait for answers, `rate` requests a second of /v2/sample (4
 prompts each) and as many of /v2/grade (16 completions of 200 characters, exact grader) to a `vf-dataserver` on the
-same machine, both at once. Two other completions are all the while being graded by a Python grader that sleeps for
-ever, and then by one that computes for ever on two cores; each is killed and given the next ones every 2 seconds. A
-time is that from when a request was due to its whole answer, so a client or a server that falls behind shows in it.
-Every answer is checked.
+same machine, both at once. Two other completions are all the while being graded by a Python grader that sleeps
+without end, and then by one that computes without end on two cores; each is killed and given the next ones every
+2 seconds. A time is that from when a request was due to its whole answer, so a client or a server that falls behind
+shows in it. Every answer is checked.
 
 Before that each route has the machine to itself at the same rate, and a bare aiohttp server that answers a constant
 of the same length is driven in the same way: what the machine and the client take by themselves. Ends with one
@@ -120,7 +120,7 @@ async def drive(
 
 
 async def keep_hanging(session: aiohttp.ClientSession, base: str, dataset: str, ended: asyncio.Event) -> int:
-    """Have two completions graded for ever; returns how many answers said, as they should, that this failed."""
+    """Have two completions graded without end; return how many answers said, as they should, that this failed."""
     items = [{"sample_id": f"{dataset}:{index}", "completion": "x", "completion_index": index} for index in range(2)]
     failed = 0
     while not ended.is_set():

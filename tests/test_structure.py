@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verifiers"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
 PROMISES = ROOT / "docs" / "design" / "promises.md"
+QUESTION_WORD = re.compile(r"\s*(What|Whether|Where|How|Which|Who|Why)\b")
 MOST_FILES_IN_A_FOLDER = 16
 MOST_LINES_IN_A_FILE = 450
 
@@ -52,6 +53,21 @@ def test_a_file_is_short_enough_to_be_read_in_one_go() -> None:
     kept = [path for path in [*MODULES, *others] if ".venv" not in path.parts]
     lines = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in kept}
     assert {name: count for name, count in lines.items() if count > MOST_LINES_IN_A_FILE} == {}
+
+
+def test_no_docstring_begins_with_a_question_word() -> None:
+    folders = ("verifiers", "servers", "environments", "examples")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = []
+    for path in paths:
+        if ".venv" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            # a string as a statement: the docstring of a module, class or function, or of the name above it
+            text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+            if isinstance(text, str) and QUESTION_WORD.match(text):
+                found.append(f"{relative(path)}:{node.lineno}: {text.strip().splitlines()[0]}")
+    assert found == []
 
 
 def test_every_public_name_is_used_by_the_package_an_environment_an_example_or_a_page() -> None:

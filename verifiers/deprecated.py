@@ -135,6 +135,7 @@ def moved_spec(name: str) -> ModuleSpec | None:
     is_package = any(module.startswith(f"{name}.") for module in _moved_modules())
     if not is_package and name not in _moved_modules():
         return None
+    is_package = is_package or name in _load(f"{_CLASSIC}:HOSTED_PARENTS")
     return ModuleSpec(name, _MovedModule(), is_package=is_package)  # type: ignore[arg-type]
 
 

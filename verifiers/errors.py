@@ -74,7 +74,7 @@ class Error(Exception):
 
 
 class ConfigError(Error, ValueError):
-    """A setting, size, dataset or file given by the user cannot work; the message says how to mend it."""
+    """A setting, size, dataset or file given by the user cannot work; the message says how to fix it."""
 
 
 class AgentError(Error, RuntimeError):

@@ -1,4 +1,4 @@
-"""How to install an extra or a server package that is missing.
+"""Install hints for missing extras and server packages.
 
 On PyPI the name `verifiers` belongs to another project. A requirement on exactly the installed version is already
 met, so that an installer fetches only what the extra adds.

@@ -1,6 +1,6 @@
 """Names that a caller gives, compared with those that exist: a misspelled one is refused, an unknown one logged.
 
-The classic API accepts any keyword and keeps it as an attribute, so that a typo would change nothing and tell nobody.
+The classic API accepts any keyword and keeps it as an attribute, so that a typo would go unnoticed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def parameter_names(*functions: Callable[..., Any]) -> frozenset[str]:
 
 
 def check_parameters(owner: str, function: Callable[..., Any], known: Collection[str]) -> None:
-    """Refuse a function that needs an argument which nobody gives, but nearly has the name of a known one.
+    """Refuse a function that needs an argument which no caller supplies, but nearly has the name of a known one.
 
     Raises:
         ConfigError: the sentence has the parameter and the known name.
@@ -132,7 +132,9 @@ def check_parameters(owner: str, function: Callable[..., Any], known: Collection
     for item in parameters:
         near = nearest_name(item.name, known) if item.kind in _BY_NAME and item.default is item.empty else None
         if near is not None and item.name not in known:
-            raise ConfigError(f"{owner} has a parameter {item.name!r}, which nobody gives; did you mean {near!r}?")
+            raise ConfigError(
+                f"{owner} has a parameter {item.name!r}, which no caller supplies; did you mean {near!r}?"
+            )
 
 
 @functools.lru_cache(maxsize=512)

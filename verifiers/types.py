@@ -74,7 +74,7 @@ ModelResponse = Any
 """An object shaped like openai's ChatCompletion or Completion."""
 
 Info = dict[str, Any]
-"""What a row carries beside prompt and answer; the column `info`."""
+"""Data of a row beside prompt and answer; the column `info`."""
 
 SamplingArgs = dict[str, Any]
 """OpenAI's sampling arguments by name: temperature, max_tokens, top_p, seed, extra_body and the like."""
@@ -254,7 +254,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Failure:
-    """Why a rollout has no reward: `kind` is the exception's class name, `text` its message."""
+    """Reason for a rollout without a reward: `kind` is the exception's class name, `text` its message."""
 
     kind: str
     text: str

@@ -36,7 +36,7 @@ BLOCKING_ADVICE = (
     "make it an async def that awaits its slow part (asyncio.to_thread), or, where it is the run of an AgentEnv, a "
     "plain def; other plain functions run on the loop too, once three calls in a row were quick"
 )
-"""How to mend a function that blocks an event loop, for the end of a sentence."""
+"""Advice for a blocked event loop, to end a sentence."""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 

@@ -33,7 +33,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 @dataclass(frozen=True)
 class Asked:
-    """What a stage is asked.
+    """Settings of a stage.
 
     Attributes:
         device: "cuda" or "cpu".

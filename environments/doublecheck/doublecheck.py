@@ -1,4 +1,4 @@
-"""A sum, then "Are you sure?": two turns that show whether a policy keeps what is right and mends what is wrong."""
+"""A sum, then "Are you sure?": two turns that show whether a policy keeps what is right and fixes what is wrong."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def stock(shop: Shop, item: str) -> int:
 
 
 class XMLToolEnv(vf.MultiTurnEnv):
-    """The policy writes `<tool>{"name": ..., "args": {...}}</tool>`, is told a `<result>`, and ends with `<answer>`.
+    """The policy writes `<tool>{"name": ..., "args": {...}}</tool>`, receives a `<result>`, and ends with `<answer>`.
 
     Args:
         tools: functions whose first argument is the row's shop, which the policy does not see.

@@ -34,7 +34,7 @@ MODULES = {
     "verifiers": """Client DatasetBuilder InvalidModelResponseError MissingKeyError Response SandboxState ensure_keys
         log_level quiet_verifiers""",
     "verifiers.types": """Messages State ChatCompletion Completion Response GenerateMetadata RolloutOutput
-        RolloutTiming DatasetBuilder Tool ToolCall TextContentPart ImageUrlContentPart""",
+        RolloutTiming DatasetBuilder Tool ToolCall TextContentPart ImageUrlContentPart ChatCompletionToolParam""",
     "verifiers.utils.data_utils": """BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_boxed_answer
         extract_hash_answer load_example_dataset""",
     "verifiers.utils.tool_utils": "convert_func_to_oai_tool convert_func_to_tool_def",
@@ -47,9 +47,9 @@ MODULES = {
         quiet_verifiers""",
     "verifiers.scripts.eval": "main",
     "verifiers.envs.environment": "Environment",
-    "verifiers.envs.multiturn_env": "MultiTurnEnv",
+    "verifiers.envs.multiturn_env": "MultiTurnEnv MultiTurnMonitorRubric",
     "verifiers.envs.singleturn_env": "SingleTurnEnv",
-    "verifiers.envs.tool_env": "ToolEnv",
+    "verifiers.envs.tool_env": "ToolEnv ToolMonitorRubric",
     "verifiers.envs.stateful_tool_env": "StatefulToolEnv",
     "verifiers.envs.env_group": "EnvGroup EnvGroupRubric",
     "verifiers.parsers.parser": "Parser",
@@ -60,10 +60,11 @@ MODULES = {
     "verifiers.rubrics.judge_rubric": "JudgeRubric",
     "verifiers.rubrics.math_rubric": "MathRubric",
     "verifiers.rubrics.tool_rubric": "ToolRubric",
-    "verifiers.clients": "Client setup_client",
+    "verifiers.clients": "Client client setup_client",
+    "verifiers.clients.client": "Client",
     "verifiers.decorators": "stop cleanup teardown",
     "verifiers.envs.python_env": "PythonEnv",
-    "verifiers.envs.sandbox_env": "SandboxEnv SandboxState",
+    "verifiers.envs.sandbox_env": "SandboxEnv SandboxMonitorRubric SandboxState",
     "verifiers.envs.experimental.gym_env": "GymEnv EpisodicSumRubric",
     "verifiers.envs.experimental.mcp_env": "MCPEnv",
     "verifiers.envs.integrations.openenv_env": "OpenEnvEnv",
@@ -143,6 +144,25 @@ def test_modules_that_are_not_promised_say_so(module: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("clients.OpenAIChatCompletionsClient", "an environment is given an openai.AsyncOpenAI or a URL"),
+        ("clients.resolve_client", "an environment is given an openai.AsyncOpenAI or a URL"),
+        ("clients.openai_chat_completions_client.OpenAIChatCompletionsClient", "an openai.AsyncOpenAI or a URL"),
+        ("utils.async_utils.maybe_retry", "vf-eval and verifiers.evals retry rollouts and store them"),
+        ("utils.save_utils.states_to_outputs", "vf-eval and verifiers.evals retry rollouts and store them"),
+    ],
+)
+def test_a_name_of_a_moved_module_that_is_not_promised_says_so(path: str, instead: str) -> None:
+    module, _, name = f"verifiers.{path}".rpartition(".")
+    with pytest.raises(ImportError, match=rf"^verifiers\.[\w.]+ belongs to .* does not provide; .*{instead}"):
+        exec(f"from {module} import {name}")
+    if "_client." not in path:
+        with pytest.raises(AttributeError, match=rf"^verifiers\.{path} belongs to .*{instead}"):
+            getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(
     ("name", "missing", "extra"),
     [("GRPOTrainer", "trl", "train"), ("MCPEnv", "mcp", "mcp"), ("TextArenaEnv", "textarena", "ta")],
 )
@@ -165,7 +185,28 @@ def test_a_wildcard_import_brings_the_names_that_need_no_extra() -> None:
     assert done.stdout.strip() == "False"
 
 
-# -- small functions -------------------------------------------------------------------------------------------
+# -- small functions and classes --------------------------------------------------------------------------------
+
+
+async def test_monitor_rubrics_measure_without_changing_the_reward() -> None:
+    from verifiers.envs.multiturn_env import MultiTurnMonitorRubric  # type: ignore[attr-defined]
+    from verifiers.envs.sandbox_env import SandboxMonitorRubric  # type: ignore[attr-defined]
+    from verifiers.envs.tool_env import ToolMonitorRubric  # type: ignore[attr-defined]
+
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    completion = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    times = {"ready": True, "ready_wait_time": 2.0, "command_execution_times": [1.0, 4.0]}
+    tools = ToolMonitorRubric(tool_names=["sub"])
+    tools.add_tool_metric("add")
+    tools.remove_tool_metric("sub")
+    for rubric, expected in (
+        (MultiTurnMonitorRubric(), {"num_turns": 1.0}),
+        (SandboxMonitorRubric(), {"sandbox_ready_wait_time": 2.0, "sandbox_command_execution_time": 2.5}),
+        (tools, {"total_tool_calls": 1.0, "add_calls": 1.0}),
+    ):
+        state = vf.State(trajectory=[{}], sandbox_state=times)
+        score = await rubric.score_rollout("q", completion, "", state)
+        assert (score.reward, score.metrics) == (0.0, expected)
 
 
 def test_a_client_is_made_of_a_config_a_mapping_or_an_object(monkeypatch: pytest.MonkeyPatch) -> None:

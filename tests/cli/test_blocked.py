@@ -196,7 +196,7 @@ def test_time_for_which_the_process_was_stopped_does_not_count(monkeypatch: pyte
 
 
 class Work:
-    """What `handle_interrupts` ends; notes that it was asked to."""
+    """Work that `handle_interrupts` ends; it notes the request."""
 
     drain_s, requested = 1.0, False
 

@@ -1,4 +1,4 @@
-"""Where the commands find an environment: the working directory, a path, ./environments, and where a run had it."""
+"""Search paths for environments: the working directory, a path, ./environments, and where a run had it."""
 
 from __future__ import annotations
 

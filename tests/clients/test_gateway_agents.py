@@ -137,7 +137,7 @@ AGENTS: dict[str, tuple[list[str], Any, str]] = {
     "smolagents": ([ADD, FINAL], [[1, 2]], "It is 3."),
     "mini_swe_agent": ([COUNT, SUBMIT], ["3\n"], "3\n"),
 }
-"""What each client has the policy say, what its tool is called with, and its answer."""
+"""Scripted answers of the policy for each client, its tool's arguments, and its final answer."""
 
 
 @pytest.mark.parametrize("name", AGENTS)

@@ -67,7 +67,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """It cannot happen."""
+    """Fault that cannot happen."""
 
     why: str
 

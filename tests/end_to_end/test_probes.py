@@ -1,4 +1,4 @@
-"""When the weights on the servers are proved by a probe, and how long its answer is waited for."""
+"""Probes of the weights on the servers: when they are sent, and the wait for their answers."""
 
 from __future__ import annotations
 

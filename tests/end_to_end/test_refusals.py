@@ -103,7 +103,7 @@ class AsksItself(vf.SingleTurnEnv):
 BIASED_CALLS = {
     "top_p": (
         {"top_p": 0.5},
-        r"a call of the environment samples with top_p=0\.5, .*leave top_p out, ask client\.untrai",
+        r"a call of the environment samples with top_p=0\.5, .*leave top_p out, or ask client\.untrai",
     ),
     "top_k": ({"extra_body": {"top_k": 3}}, r"call of the environment samples with top_k=3"),
     "min_p": ({"extra_body": {"min_p": 0.2}}, r"call of the environment samples with min_p=0\.2"),
@@ -128,6 +128,18 @@ def test_a_trained_call_with_sampling_that_the_trainer_does_not_assume_ends_the_
     with FakeOpenAIServer("ok") as fake:
         trainer = make_fake_trainer(AsksItself(arguments), fake.url, temperature=0.6)
         with pytest.raises(ConfigError, match=message) as raised:
+            trainer.train()
+    assert is_one_sentence(str(raised.value))
+    assert trainer.seen == []
+
+
+def test_a_call_that_cuts_the_distribution_ends_a_run_without_correction_too(
+    make_fake_trainer: Callable[..., Any],
+) -> None:
+    env = AsksItself({"top_p": 0.5, "extra_body": {"top_k": 3}})
+    with FakeOpenAIServer("ok") as fake:
+        trainer = make_fake_trainer(env, fake.url, temperature=0.6, importance_correction=False)
+        with pytest.raises(ConfigError, match=r"samples with top_p=0\.5, .*client\.untrained") as raised:
             trainer.train()
     assert is_one_sentence(str(raised.value))
     assert trainer.seen == []
@@ -193,6 +205,31 @@ def test_rewards_without_recorded_calls_end_the_run_at_the_first_block(
             trainer.train()
     assert is_one_sentence(str(raised.value).removeprefix("block 0: "))
     assert trainer.state.global_step == 0
+
+
+class AsksElsewhereAtTimes(AsksElsewhere):
+    """An environment that takes its own client for every second rollout."""
+
+    begun = 0
+
+    async def rollout(self, client: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+        self.begun += 1
+        play = super().rollout if self.begun % 2 else super(AsksElsewhere, self).rollout
+        return await play(client, model, *args, **kwargs)
+
+
+def test_rewards_without_recorded_calls_beside_others_are_warned_of_once(
+    make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    env = AsksElsewhereAtTimes(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+    with FakeOpenAIServer("ok") as fake:
+        trainer = make_fake_trainer(env, fake.url, max_steps=2)
+        trainer.train()
+    assert trainer.logged("rows/trained") == [4.0, 4.0]
+    warned = [record.getMessage() for record in caplog.records if "no recorded call" in record.getMessage()]
+    assert len(warned) == 1
+    assert warned[0].startswith("block 0: 4 of 8 scored rollouts of task 'default' have")
+    assert "must ask the client and the model that rollout was given" in warned[0]
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere"])

@@ -14,8 +14,8 @@ import trl
 from verifiers.errors import ConfigError
 from verifiers.train.config import GRPOConfig, grpo_defaults
 from verifiers.train.run_lifecycle import replacement_groups
-from verifiers.train.sampling_args import training_sampling_args
 from verifiers.train.validation.run_settings import UNSUPPORTED
+from verifiers.train.validation.sampling_args import training_sampling_args
 
 
 @pytest.mark.parametrize(

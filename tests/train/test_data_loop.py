@@ -29,7 +29,7 @@ PLAN = make_plan(
 
 
 class Meeting:
-    """Where two ranks exchange what they have."""
+    """Meeting point at which two ranks exchange values."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=60.0)

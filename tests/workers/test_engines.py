@@ -1,4 +1,4 @@
-"""What each engine has to keep: the rollouts of inline, and faults that cost what they hit alone."""
+"""Guarantees of each engine: the rollouts of inline, and faults that cost only the rollouts they hit."""
 
 from __future__ import annotations
 

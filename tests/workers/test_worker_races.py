@@ -1,4 +1,4 @@
-"""What crosses on its way between rank 0 and a worker: answers, drops, deadlines and ends."""
+"""Messages that cross between rank 0 and a worker: answers, drops, deadlines and ends."""
 
 from __future__ import annotations
 

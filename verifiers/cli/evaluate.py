@@ -61,7 +61,13 @@ def parser() -> CommandParser:
     add("-n", "--num-examples", type=int, default=5, metavar="N", help="prompts; -1 for all")
     add("-r", "--rollouts-per-example", type=int, default=3, metavar="N", help="rollouts of each prompt")
     add("--shard", metavar="K/N", help="run every N-th prompt from the K-th on; vf-merge joins the N runs")
-    add("-c", "--max-concurrent", type=int, metavar="N", help="rollouts in flight (default: what the endpoint bears)")
+    add(
+        "-c",
+        "--max-concurrent",
+        type=int,
+        metavar="N",
+        help="rollouts in flight (default: what the endpoint sustains)",
+    )
     add("--requests-per-second", type=float, metavar="X", help="requests begun per second (default: no limit)")
     add(
         "--workers",

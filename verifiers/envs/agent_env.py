@@ -232,7 +232,7 @@ class AgentEnv(GatewayEnv):
 
 
 async def _end_over_budget(session: Session, deadline: asyncio.Timeout, wind_up_s: float) -> None:
-    """Give an agent that was refused a call for its budget a little time for its end."""
+    """Give an agent that was refused a call for its budget a grace period for its end."""
     await session.is_over_budget.wait()
     ends = asyncio.get_running_loop().time() + wind_up_s
     with contextlib.suppress(RuntimeError):

@@ -323,7 +323,7 @@ class EnvGroup(Environment):
         sampling_args: SamplingArgs | None = None,
         **kwargs: Any,
     ) -> tuple[Messages, State]:
-        """One rollout by the environment of its task; called as, and giving what, `MultiTurnEnv.rollout` does."""
+        """Play one rollout by the environment of its task, with arguments and result of `MultiTurnEnv.rollout`."""
         row = {"prompt": prompt, "answer": answer, "task": task, "info": info or {}}
         row["example_id"] = kwargs.get("example_id", 0)
         return await self._routed(row, client, model, sampling_args)

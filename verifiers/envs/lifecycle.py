@@ -127,7 +127,7 @@ def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
 @lru_cache(maxsize=512)
 def marked_names(cls: Any, kind: str) -> tuple[tuple[str, int], ...]:
     """Return the names and priorities of the methods that a class marks as `kind`."""
-    # asked before and after every turn of every rollout, hence the cache
+    # asked before and after every turn of every rollout, so it is cached
     found = []
     for name in dir(cls):
         # static: descriptors such as a dataset that is made at its first reading are left alone
@@ -198,7 +198,7 @@ def tear_down(envs: Iterable[Any], within_s: float = TEARDOWN_WITHIN_S) -> None:
 def teardown_at_exit(env: Any) -> None:
     """See to it that the environment's teardown runs when the interpreter ends, which waits 5 seconds for it.
 
-    For the classic calls, which nobody tells when they were the last. It does nothing for an environment without
+    For the classic calls, of which none is known to be the last. It does nothing for an environment without
     marked methods.
     """
     for each in _with_members([env]):

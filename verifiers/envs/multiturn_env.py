@@ -168,7 +168,7 @@ class MultiTurnEnv(Environment):
         sampling_args: SamplingArgs | None = None,
         **kwargs: Any,
     ) -> tuple[Messages, State]:
-        """One rollout, called in either generation's way.
+        """Play one rollout, called in either generation's way.
 
         First: `rollout(client, model, prompt, answer="", task="default", info=None, sampling_args=None)` returns
         (completion, state), where the state's own `completion` is empty as it was then. Second:
@@ -235,3 +235,9 @@ class MultiTurnEnv(Environment):
         state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
         state["is_completed"] = True
         return state
+
+
+def __getattr__(name: str) -> Any:
+    from verifiers.deprecated import former_name
+
+    return former_name(__name__, name)

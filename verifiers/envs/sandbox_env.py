@@ -392,3 +392,9 @@ class PythonEnv(SandboxEnv):
     async def _close(self, sandbox_id: str) -> None:
         self._interpreters.pop(sandbox_id, None)
         await super()._close(sandbox_id)
+
+
+def __getattr__(name: str) -> Any:
+    from verifiers.deprecated import former_name
+
+    return former_name(__name__, name)

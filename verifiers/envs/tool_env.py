@@ -152,7 +152,7 @@ class ToolEnv(MultiTurnEnv):
         return bool(answer) and not isinstance(answer, str) and not answer[-1].get("tool_calls")
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """One tool message for each tool call of the newest message.
+        """Answer each tool call of the newest message with one tool message.
 
         Returns:
             The messages; or (messages, state) where a subclass's own env_response says by its return annotation
@@ -318,3 +318,9 @@ def result_text(result: RunResult, max_chars: int, timeout_s: float) -> str:
     elif result.exit_code:
         notes.append(f"[exit code {result.exit_code}]")
     return "\n".join(part for part in (text, *notes) if part) or "[no output]"
+
+
+def __getattr__(name: str) -> Any:
+    from verifiers.deprecated import former_name
+
+    return former_name(__name__, name)

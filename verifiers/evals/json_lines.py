@@ -1,4 +1,4 @@
-"""Append-only files of one JSON object a line: strict JSON, and mended where a killed process left half a line."""
+"""Append-only files of one JSON object a line: strict JSON, and repaired where a killed process left half a line."""
 
 from __future__ import annotations
 

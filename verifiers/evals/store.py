@@ -117,7 +117,7 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ConfigError(f"{str(directory / METADATA)!r} is no JSON ({error}); mend or delete it.") from None
+        raise ConfigError(f"{str(directory / METADATA)!r} is no JSON ({error}); repair or delete it.") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -141,7 +141,7 @@ def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, di
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if torn is not None:
-                raise ConfigError(f"line {torn[0]} of {str(path)!r} is damaged ({torn[1]}); mend or delete it.")
+                raise ConfigError(f"line {torn[0]} of {str(path)!r} is damaged ({torn[1]}); repair or delete it.")
             try:
                 row = reader.parse(line)
             except ConfigError:

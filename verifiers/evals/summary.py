@@ -121,7 +121,7 @@ class Price:
     completion: float
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """In the table's currency."""
+        """Return the cost of so many tokens, in the table's currency."""
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 

@@ -214,7 +214,7 @@ class Session:
 
     @property
     def newest_failure(self) -> BaseException | None:
-        """What failed in the newest call of the policy whose end the agent knows, or None where it was answered.
+        """Failure of the newest call whose end the agent knows; None where it was answered.
 
         The refusal of a budget counts as one.
         """
@@ -225,7 +225,7 @@ class Session:
 
     @property
     def standing_failure(self) -> Exception | None:
-        """What failed in the newest call that the agent knows to have failed and that no later try made good."""
+        """Newest failure known to the agent that no later try repaired."""
         good = {id(each) for known in self._exchanges.values() if any(e.body for e in known) for each in known}
         failures = [each.failure for each in self._read_by_agent() if each.has_failed and id(each) not in good]
         for failure in reversed(failures):
@@ -388,7 +388,7 @@ class Session:
             client.fatal_error = None
             raise RefusedCallError(text, code=AGENTS_OWN) from None
         except ModelError as error:
-            # the run's own retries are over; what the server says of the call itself, the agent may mend
+            # the run's own retries are over; an error about the call itself is for the agent to correct
             status = (error.status or 0) if isinstance(error, ProviderError) else 0
             kept = status if status in (400, 413, 422, 429) else 502
             # an endpoint's URL may hold a password

@@ -1,4 +1,4 @@
-"""What the gateway's wire formats have in common: reading a body by the SDK's own types, and writing events."""
+"""Shared parts of the gateway's wire formats: reading a body by the SDK's own types, and writing events."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ResizableSlots:
         self._serve()
 
     def resize(self, size: int) -> None:
-        """From now on there are `size` slots."""
+        """Set the number of slots."""
         self.size = size
         self._serve()
 

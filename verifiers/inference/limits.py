@@ -49,7 +49,7 @@ class Limiter:
 
     The bound is on rollouts, first come first served, so that a multi-turn rollout that has begun is finished
     before a new one starts: its prefix is still in the server's cache and its sandbox is still alive. A rollout
-    has one call in flight at a time, hence the bound holds for calls as well.
+    has one call in flight at a time, so the bound holds for calls as well.
 
     Args:
         max_concurrent: rollouts in flight at once; None or a negative number means no bound.

@@ -41,8 +41,8 @@ class LoadBalancer:
     A server that cannot be reached, or breaks off an answer, loses its calls to the others at once, and is ejected
     for 1 s, then for twice as long each time, up to a minute. After that one call probes it, and an answer of
     whatever status brings it back; others follow when the probe was not refused for 5 s. Where all are ejected, the
-    one that is due first is tried: waiting is the retry loop's. A call under which two servers broke off fails, for
-    it may be what ends them.
+    one that is due first is tried: waiting is the retry loop's. A call under which two servers broke off fails, as
+    it may crash the others too.
 
     Args:
         servers: one for each base URL, all serving the same model; anything that `single_backend_for` takes.
@@ -348,8 +348,8 @@ class SessionAffinity:
         if len(self._lost) >= _MOST_LOST:
             lost, self._lost = self._lost, []
             raise ProviderError(
-                f"{' and then '.join(url for url, _ in lost)} went away while it answered one request, which is "
-                "asked of no other: it may be what ends them"
+                f"{' and then '.join(url for url, _ in lost)} broke off while answering the same request; it "
+                "is not sent to another server, because it may crash them"
             ) from error
 
     async def close(self) -> None:

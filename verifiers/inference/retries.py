@@ -69,7 +69,7 @@ class RetryableError(ProviderError):
         unreachable: the server could not be reached, or the connection broke; an answer that was late is not that.
         empty: it was an answer with nothing in it.
         broke: the connection was there, and broke before the answer was.
-        unresolved: the host's name has no address, which is tried twice at most: few typos mend themselves.
+        unresolved: the host's name has no address, which is tried twice at most: it is mostly a typo.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class TokenIn:
             async with self._asking:
                 offer = self._offer
                 if offer is None and self._failure is not None and self._failures > failures:
-                    # it was asked while this one waited: asking once more for each that waits would take for ever
+                    # it was asked while this one waited: asking again for each that waits would take too long
                     raise ProviderError(str(self._failure), status=self._failure.status) from self._failure
                 if offer is None:
                     offer = await self._asked()

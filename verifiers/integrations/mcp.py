@@ -122,7 +122,7 @@ class MCPEnv(ToolEnv):
         return state
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """One tool message for each tool call of the newest message."""
+        """Answer each tool call of the newest message with one tool message."""
         token = _of_this_rollout.set(state.get("mcp_connections"))
         try:
             return await super().env_response(messages, state, **kwargs)

@@ -55,7 +55,7 @@ def find_bottleneck(
     checkpoints; or training itself, where the rollout server is idle a quarter of the time. Where waiting or one of
     the others takes a quarter, or the server is idle, but no part takes half, the run is "mixed": the text lists the
     parts, the largest first.
-    While the trainer waits, fewer than half as many rollouts as ever ran at once are stragglers; where mostly none
+    While the trainer waits, fewer rollouts than half of the most that ran at once are stragglers; where mostly none
     runs and some are scored, the scoring is the bottleneck.
 
     Args:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import logging
 import math
 import threading
 import time
@@ -33,6 +34,8 @@ from verifiers.watchdog import BLOCKING_ADVICE, LoopWatchdog
 
 __all__ = ["AsyncBatchGenerator"]
 
+logger = logging.getLogger("verifiers.rollouts")
+
 T = TypeVar("T")
 _LISTENS_EVERY_S = 1.0
 
@@ -54,7 +57,8 @@ class AsyncBatchGenerator:
         require_tokens: token ids and log-probs are needed (training).
         generation: how turns are sent: "auto" as token ids from the second turn on where the server can, "tokens" as
             token ids always, "messages" never.
-        check_call: of each trained call; see `RolloutClient`.
+        check_call: of each trained call, given the fields of the sampling arguments that rollouts are given (one
+            mapping, of a group of environments one for each) and those of the call; see `RolloutClient`.
         group_policy: the handling of rollouts that fail and of groups without variance.
         drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
             up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
@@ -78,7 +82,7 @@ class AsyncBatchGenerator:
         retry: RetryPolicy | None = None,
         require_tokens: bool = True,
         generation: str = "auto",
-        check_call: Callable[[Mapping[str, Any]], None] | None = None,
+        check_call: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], None] | None = None,
         group_policy: GroupPolicy | None = None,
         drop_stragglers_after_s: float | None = None,
     ) -> None:
@@ -96,7 +100,7 @@ class AsyncBatchGenerator:
             "rollout_timeout_s": rollout_timeout_s,
             "grading_timeout_s": grading_timeout_s,
             "require_tokens": require_tokens,
-            "check_call": check_call,
+            "check_call": check_call and functools.partial(check_call, _fields_given(env, sampling_args or {})),
             "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
         self._group_policy = group_policy
@@ -107,6 +111,7 @@ class AsyncBatchGenerator:
         self._newest_begun: asyncio.Event | None = None
         self._done: dict[int, ScoredBlock] = {}
         self._recorded_tasks: set[str] = set()
+        self._warned_tasks: set[str] = set()
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: LoopThread | None = None
@@ -342,7 +347,10 @@ class AsyncBatchGenerator:
             self._changed.notify_all()
 
     def _refuse_unrecorded(self, block: ScoredBlock) -> None:
-        """Refuse a block whose environment has not once asked the policy by the recording client."""
+        """Refuse a block whose environment has not once asked the policy by the recording client.
+
+        Where it has, rollouts without a call are warned of: an environment may end some of them without asking.
+        """
         by_task: dict[str, list[Rollout]] = {}
         for rollout in block.launched:
             by_task.setdefault(rollout.task, []).append(rollout)
@@ -350,12 +358,25 @@ class AsyncBatchGenerator:
             if any(rollout.rows for rollout in rollouts):
                 self._recorded_tasks.add(task)
             # a prompt that is too long for the policy leaves no row either, and counts as truncated
-            unrecorded = sum(one.is_scored and one.outcome is Outcome.COMPLETED for one in rollouts)
-            if unrecorded and task not in self._recorded_tasks:
+            completed = [one for one in rollouts if one.is_scored and one.outcome is Outcome.COMPLETED]
+            if completed and task not in self._recorded_tasks:
                 raise ConfigError(
-                    f"block {block.block_id}: none of {unrecorded} scored rollouts of task {task!r} has a recorded "
-                    "call to the policy, so there is nothing to train; the environment must ask the client and the "
-                    "model that rollout was given, not a client of its own, another model or client.untrained."
+                    f"block {block.block_id}: none of {len(completed)} scored rollouts of task {task!r} has a "
+                    "recorded call to the policy, so there is nothing to train; the environment must ask the client "
+                    "and the model that rollout was given, not a client of its own, another model or "
+                    "client.untrained."
+                )
+            unasked = sum(not one.turns for one in completed)
+            if unasked and task not in self._warned_tasks:
+                self._warned_tasks.add(task)
+                logger.warning(
+                    "block %d: %d of %d scored rollouts of task %r have no recorded call to the policy and are not "
+                    "trained; unless the environment means to end them without asking, it must ask the client and "
+                    "the model that rollout was given, not a client of its own, another model or client.untrained.",
+                    block.block_id,
+                    unasked,
+                    len(completed),
+                    task,
                 )
 
     def _count(self, _: Rollout) -> None:
@@ -394,3 +415,15 @@ class AsyncBatchGenerator:
             f"{self.launched} rollouts launched so far have ended, {self._limiter.in_flight} are in flight; is the "
             "rollout server still answering?"
         )
+
+
+def _fields_given(env: Any, sampling_args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the fields that sampling arguments put into a call's body, for each environment of a group."""
+    extra = dict(sampling_args.get("extra_body") or {})
+    given: list[Mapping[str, Any]] = []
+    for member in getattr(env, "envs", None) or ():
+        # as a group does: what is given wins over a member's own, also inside extra_body
+        own = getattr(member, "sampling_args", None) or {}
+        merged = {**own, **sampling_args, "extra_body": {**(own.get("extra_body") or {}), **extra}}
+        given += _fields_given(member, merged)
+    return given or [{**sampling_args, **extra}]

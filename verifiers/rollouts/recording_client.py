@@ -206,7 +206,7 @@ class RolloutClient:
         return self
 
     async def close(self) -> None:
-        """Nothing to close: connections belong to the run."""
+        """Do nothing: connections belong to the run."""
 
     async def call(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         """Make a call of `chat.completions` or `completions`, as `create` does.

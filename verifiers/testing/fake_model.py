@@ -71,7 +71,7 @@ class FakeEndpoint:
         return WireObject(response_body(body, answers, model=FAKE_MODEL, token_ids=False))
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
     def _answer(self, body: Mapping[str, Any]) -> str | dict[str, Any]:
         asked = body.get("messages", body.get("prompt"))

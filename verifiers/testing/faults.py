@@ -37,12 +37,12 @@ class Fault:
 
     @classmethod
     def hang(cls, times: int = 1) -> Fault:
-        """No answer comes until the caller gives up or the server stops."""
+        """Make a fault that gives no answer until the caller gives up or the server stops."""
         return cls(times=times, kind="hang")
 
     @classmethod
     def malformed(cls, times: int = 1) -> Fault:
-        """Status 200 with JSON that breaks off in the middle."""
+        """Make a fault of status 200 with JSON that breaks off in the middle."""
         return cls(status=200, times=times, body='{"id": "fake", "choices": [{"mess', kind="malformed")
 
     @property

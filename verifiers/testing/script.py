@@ -156,7 +156,7 @@ class Script:
         return result
 
     async def answers(self, body: dict[str, Any]) -> list[str | dict[str, Any]] | Fault:
-        """One answer for each choice that the request asks for, or the first Fault among them."""
+        """Return one answer for each choice that the request asks for, or the first Fault among them."""
         answers: list[str | dict[str, Any]] = []
         for _ in range(len(_prompts(body)) * (body.get("n") or 1)):
             answer = await self.answer(body)

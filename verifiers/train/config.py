@@ -16,10 +16,10 @@ import trl
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError
-from verifiers.train.sampling_args import refuse_biased_sampling
 from verifiers.train.validation.eval_settings import adjust_evaluation
 from verifiers.train.validation.process_settings import adjust_ddp_timeout
 from verifiers.train.validation.run_settings import refuse_bad_settings, refuse_unsupported_fields
+from verifiers.train.validation.sampling_args import refuse_biased_sampling
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -27,7 +27,7 @@ from verifiers.train.evaluation.policy_evaluation import PolicyEvaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
 from verifiers.train.monitor import RunMonitor
 from verifiers.train.processes.distributed import Ranks
-from verifiers.train.sampling_args import refuse_biased_call
+from verifiers.train.validation.sampling_args import refuse_biased_call
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import WeightPublisher
 

@@ -42,10 +42,10 @@ from verifiers.train.planned_run import planned_run
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.processes.termination import end_together
 from verifiers.train.run_lifecycle import RolloutSession, RunLifecycle
-from verifiers.train.sampling_args import training_sampling_args
 from verifiers.train.validation.eval_settings import check_eval_sets
 from verifiers.train.validation.host_settings import check_output_dir
 from verifiers.train.validation.process_settings import check_processes
+from verifiers.train.validation.sampling_args import training_sampling_args
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import BeforeOptimizerStep, PolicyWeights, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck

@@ -98,7 +98,7 @@ class _PolicyBackend:
         return answer
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class WorkerClient(RolloutClient):

@@ -67,7 +67,7 @@ class ProcessEngine:
         return _Process(process, link.number)
 
     async def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: the workers share no resource."""
 
 
 class _Process:

@@ -303,7 +303,7 @@ _Expected = dict[str, Callable[[asyncio.Transport], asyncio.Protocol]]
 class _Arrival(asyncio.Protocol):
     """A connection whose first line has to be a secret that an actor was given, good for one connection.
 
-    A stranger's is closed as soon as it says something else, or nothing for a while.
+    An untrusted client's is closed as soon as it sends something else, or nothing for a while.
     """
 
     def __init__(self, expected: _Expected) -> None:

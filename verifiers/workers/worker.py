@@ -203,7 +203,7 @@ class _Record(RolloutRecord):
             with limits.suspended():
                 self.send({"op": "play", "place": self.place})
                 await self.granted.wait()
-            # two arguments to super: slots make the class anew
+            # two arguments to super: slots create the class a second time
             return await RolloutRecord.play(self, limits, rollout)
         except asyncio.CancelledError:
             # by its environment, or with its batch: rank 0 frees its slot, or its place in the queue

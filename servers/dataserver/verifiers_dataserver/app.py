@@ -252,7 +252,7 @@ class Routes:
         return web.json_response({"results": results})
 
     def begin_end(self) -> None:
-        """From now on what has no grade is asked for again."""
+        """Refuse from now on requests that lack a grade, so that clients send them again."""
         self._ending = True
 
     async def until_idle(self, timeout_s: float) -> None:

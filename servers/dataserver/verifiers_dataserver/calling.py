@@ -23,7 +23,7 @@ _TRIES = 20
 
 
 def give_way() -> None:
-    """Leave scarce cores to the server: a grader that computes for ever must not slow its answers.
+    """Leave scarce cores to the server: a grader that computes without end must not slow its answers.
 
     For a process in a session of its own: the rest of its session gives way too.
     """

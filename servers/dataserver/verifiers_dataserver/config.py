@@ -284,7 +284,7 @@ def _check_datasets(file: _File) -> None:
 
 
 def _check_arguments(where: str, arguments: dict[str, Any]) -> None:
-    """They go to the process that grades, as JSON."""
+    """Refuse arguments that are no JSON: as JSON they go to the process that grades."""
     for name, value in arguments.items():
         try:
             json.dumps(value)

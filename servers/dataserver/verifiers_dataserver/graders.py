@@ -135,7 +135,7 @@ class MathGrader:
         return Score(float(verdict is MathVerdict.RIGHT))
 
     async def close(self) -> None:
-        """Its workers belong to the process."""
+        """Do nothing: its workers belong to the process."""
 
 
 class PythonGrader:
@@ -180,7 +180,7 @@ class PythonGrader:
         return score_of(self._name, await self._pool.call(function, self._target, given, self._options))
 
     async def close(self) -> None:
-        """Who made the pool closes it."""
+        """Leave the pool open; its maker closes it."""
 
 
 class HttpGrader:

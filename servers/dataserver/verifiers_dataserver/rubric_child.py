@@ -114,7 +114,7 @@ class RubricChild:
         return await answer
 
     def _too_silent(self, number: int, timeout_s: float) -> None:
-        """Not even the process says that a group takes too long: it cannot run, so no group in it can."""
+        """Kill a process that does not even report a group as too slow: none of its groups can run."""
         group, problem = self._groups[number], f"the rubric did not answer within {timeout_s:g} s"
         if group.alone and not group.answer.done():
             group.answer.set_exception(WorkerTimeoutError(problem))

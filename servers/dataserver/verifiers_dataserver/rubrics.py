@@ -152,7 +152,7 @@ class RubricGrader:
         return child
 
     def _retire(self, child: RubricChild | None) -> None:
-        """Let nobody else in; it is killed when the groups in it have ended, each in its own time."""
+        """Give a child no more groups, and kill it once the groups in it have ended."""
         if child is not None:
             child.kill_when_idle()
         if self._child is child:

@@ -1,7 +1,7 @@
 """The built-in graders: from a completion and its row to a number between 0 and 1.
 
 All but `json_schema` take time linear in the completion and no more, whatever it holds, so they may run on
-the event loop; a schema's patterns may take for ever, so that one belongs into a worker.
+the event loop; a schema's patterns may take indefinitely long, so that one runs in a worker.
 """
 
 from __future__ import annotations

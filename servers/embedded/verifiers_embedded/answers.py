@@ -135,7 +135,7 @@ def head(prefix: str, kind: str, delivery: Delivery) -> dict[str, Any]:
 
 
 def ending(generation: Generation, calls_tools: bool = False) -> dict[str, Any]:
-    """Why a choice ended, and the weights of its tokens."""
+    """Return the finish reason and weight spans of a choice."""
     reason: str = generation.finish_reason
     return {
         "finish_reason": "tool_calls" if calls_tools and reason == "stop" else reason,

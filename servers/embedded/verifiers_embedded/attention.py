@@ -47,7 +47,7 @@ _layout: ContextVar[Rows | Prompts | None] = ContextVar("layout", default=None)
 
 @contextmanager
 def laid_out(layout: Rows | Prompts | None) -> Iterator[None]:
-    """Tells the passes inside, in this thread, how their rows or prompts are laid out."""
+    """Set the layout of rows or prompts for the passes inside, in this thread."""
     token = _layout.set(layout)
     try:
         yield
@@ -56,7 +56,7 @@ def laid_out(layout: Rows | Prompts | None) -> Iterator[None]:
 
 
 def install(model: Any) -> bool:
-    """Lets a model on the CPU attend by this module; returns whether it does now.
+    """Let a model on the CPU attend by this module; return whether it does now.
 
     Models that attend in a way of their own (without transformers' interface, or not by "sdpa") stay as they
     are.
@@ -76,7 +76,7 @@ def install(model: Any) -> bool:
 
 
 def filled_up(columns: int, dtype: torch.dtype) -> int:
-    """So many columns or some more, where sums over them then round as in a pass over a whole sequence."""
+    """Round up to a number of columns over which sums round as in a pass over a whole sequence."""
     step = STEP_16_BIT if dtype.itemsize == 2 else 1
     return -(-columns // step) * step
 

@@ -96,7 +96,7 @@ class ActiveBatch:
         self._prefill([row for row, item in enumerate(self.sequences) if id(item) in fresh])
 
     def keep_only(self, keep: Listed[bool]) -> None:
-        """Frees the rows whose flag is false; other rows move into the gaps."""
+        """Free the rows whose flag is false; other rows move into the gaps."""
         rows: list[int | None] = [row for row, kept in enumerate(keep) if kept]
         if rows:
             self._place([self.sequences[row] for row in rows if row is not None], rows)

@@ -126,7 +126,7 @@ class _SlotLayer(CacheLayerMixin):
             self.values.zero_()
 
     def clear(self) -> None:
-        """Frees the tensors."""
+        """Free the tensors."""
         self.keys = self.values = None
         self.is_initialized = False
 

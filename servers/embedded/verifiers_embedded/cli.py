@@ -157,7 +157,7 @@ def _api_key(variable: str | None) -> str | None:
 
 
 def set_environment(threads: int | None) -> None:
-    """Tells OpenMP to sleep, not spin, between steps; it reads this once, when torch is first imported.
+    """Make OpenMP sleep, not spin, between steps; it reads this once, when torch is first imported.
 
     A spinning team takes the cores from the trainer beside it: its steps become several times slower.
     """

@@ -1,4 +1,4 @@
-"""What keeps a GPU from waiting for Python: uploads from pinned memory, and the pass of one token a row, recorded.
+"""GPU decoding without waiting for Python: uploads from pinned memory, and the pass of one token a row, recorded.
 
 On the CPU uploads are plain tensors, and a pass runs as it is unless a test gives another way to record it.
 """

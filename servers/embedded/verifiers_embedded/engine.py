@@ -84,7 +84,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Answers everything that waits with EngineStopped and ends the thread after its current step."""
+        """Answer everything that waits with EngineStopped and end the thread after its current step."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -93,7 +93,7 @@ class Engine:
 
     @property
     def failure(self) -> Exception | None:
-        """Why no more is generated, or None while the thread works."""
+        """Error that ended generation; None while the thread works."""
         if self._failure is None and not self._thread.is_alive():
             return EngineStopped("the engine thread is not running")
         return self._failure
@@ -357,7 +357,7 @@ def _pass_error(ended: Future[Any], waiting: Future[Any]) -> None:
 
 
 def _settle(future: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
-    """Answers a future, unless nobody waits for it any more."""
+    """Answer a future, unless nobody waits for it any more."""
     try:
         if error is not None:
             future.set_exception(error)

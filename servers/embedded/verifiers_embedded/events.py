@@ -44,7 +44,7 @@ class Progress:
         self.wake()
 
     def wake(self) -> None:
-        """Wakes the coroutine; from any thread."""
+        """Wake the coroutine; from any thread."""
         if not self._called:
             self._called = True
             try:
@@ -54,7 +54,7 @@ class Progress:
                 pass
 
     async def wait(self) -> None:
-        """Until something has happened since the last call."""
+        """Wait until something has happened since the last call."""
         await self._event.wait()
         self._event.clear()
         self._called = False
@@ -86,7 +86,7 @@ class Watched:
         return self.future.result()
 
     def cancel(self) -> None:
-        """Frees the slot of a completion that nobody waits for; nothing where it has ended."""
+        """Free the slot of a completion that nobody waits for; do nothing where it has ended."""
         if self.future is not None:
             self.future.cancel()
 

@@ -75,7 +75,7 @@ class Generation:
 
 
 class Watcher(Protocol):
-    """Who wants to know of a completion while it grows."""
+    """Receiver of a completion's progress."""
 
     def advance(self, sequence: Sequence) -> None:
         """Take note of a new token; called in the engine's thread, so it must return at once and raise nothing."""

@@ -22,7 +22,7 @@ FORCED_FORMAT = "hermes"
 """The format of `tool_calls.FORMATS` in which calls can be forced."""
 
 BLANKS = "[ \\n\\r\\t]{1,32}"
-"""Whitespace between two parts of JSON. Bounded: a model that has lost its way would write it for ever."""
+"""Whitespace between two parts of JSON. Bounded: a model that repeats itself would write it without end."""
 
 
 @dataclass(frozen=True)

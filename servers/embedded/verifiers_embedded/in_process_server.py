@@ -157,7 +157,7 @@ class InProcessServer:
             command().result(timeout_s)
 
     def close(self) -> None:
-        """Answers what waits with an error and ends the threads. May be called twice."""
+        """Answer waiting requests with an error and end the threads. May be called twice."""
         self.engine.stop()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -74,7 +74,7 @@ def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int |
 
 
 def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None) -> LoadedModel:
-    """Freezes a model that is on its device, and checks the cached against the plain forward pass.
+    """Freeze a model that is on its device, and check the cached against the plain forward pass.
 
     Raises:
         StartError: the model or the context length cannot be served.

@@ -86,7 +86,7 @@ class PrefixStore:
             self._drop(next(iter(self._held)))
 
     def clear(self) -> None:
-        """Forgets everything: the weights have changed."""
+        """Drop all entries: the weights have changed."""
         self._held.clear()
         self._by_block.clear()
         self._by_last_block.clear()

@@ -101,7 +101,7 @@ def copy_weights(copies: Copies) -> None:
     """Write the new values into the live tensors, converting dtype and device; return once they are there.
 
     Copies to a GPU are queued one behind the other, from pinned memory where they come from the host, and waited for
-    once: whoever gave the tensors may then change them.
+    once: the caller may then change the tensors.
     """
     devices = set()
     with torch.no_grad():

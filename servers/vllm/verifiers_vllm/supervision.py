@@ -1,7 +1,7 @@
 """vLLM as a process group of its own, and the certainty that all of it ends.
 
 vLLM's server starts engine processes. They share its process group, so that one signal reaches all of them;
-the group is ended by SIGTERM first, and for good after a grace. In the other direction the server's process
+the group is ended by SIGTERM first, and for good after a grace period. In the other direction the server's process
 watches for the end of this one (see `served`).
 """
 
@@ -43,7 +43,7 @@ class ServerGroup:
         return self._process.poll()
 
     def end(self, grace_s: float = _GRACE_S) -> None:
-        """SIGTERM to the whole group, and SIGKILL to what is left of it after the grace."""
+        """SIGTERM to the whole group, and SIGKILL to what is left of it after the grace period."""
         if self.exit_code is not None:
             # the process that would have ended the engines in order is gone
             grace_s = min(grace_s, 1.0)

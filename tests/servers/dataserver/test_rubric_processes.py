@@ -151,7 +151,7 @@ async def test_an_environment_that_cannot_be_loaded_is_an_error_each_time(world:
 async def test_groups_beside_one_that_halts_their_process_are_graded_in_the_time_that_is_left(
     world: World, impatient: None
 ) -> None:
-    """As where a pattern matches for ever and holds the lock of the interpreter."""
+    """As where a pattern matches without end and holds the lock of the interpreter."""
     grader = world.grader(load_s=0.4)
     grader._grace_s = 0.3
     assert await graded(grader, "1") == [1.0]

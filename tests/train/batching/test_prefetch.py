@@ -1,4 +1,4 @@
-"""When blocks are submitted, pushed for and taken."""
+"""Order in which blocks are submitted, pushed for and taken."""
 
 from __future__ import annotations
 

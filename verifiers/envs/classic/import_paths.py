@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["CLASSIC_NAMES", "classic_name", "refuse_hosted"]
+__all__ = ["CLASSIC_NAMES", "HOSTED_PARENTS", "classic_name", "refuse_hosted"]
 
 
 def _moved(module: str, home: str, names: str) -> dict[str, str]:
@@ -17,6 +17,7 @@ def _moved(module: str, home: str, names: str) -> dict[str, str]:
 
 
 _LATE = "verifiers.envs.classic.late_names"
+_MONITORS = "verifiers.envs.classic.monitor_rubrics"
 _LATE_TYPES = (
     "DatasetBuilder GenerateMetadata GroupRewardFunc ImageUrlContentPart IndividualRewardFunc InputAudioContentPart "
     "Response RolloutOutput RolloutTiming TextContentPart TrajectoryStepTokens"
@@ -28,7 +29,7 @@ CLASSIC_NAMES = {
     **_moved("verifiers", _LATE, "MissingKeyError ensure_keys log_level quiet_verifiers"),
     **_moved("verifiers", "verifiers.errors", "InvalidModelResponseError"),
     "verifiers:Client": "openai:AsyncOpenAI",
-    "verifiers.types:ChatCompletion": "openai.types.chat:ChatCompletion",
+    **_moved("verifiers.types", "openai.types.chat", "ChatCompletion ChatCompletionToolParam"),
     "verifiers.types:Completion": "openai.types:Completion",
     "verifiers.types:Tool": "verifiers.envs.classic.tool_defs:ToolDef",
     **_moved("verifiers", _LATE, _LATE_TYPES),
@@ -36,13 +37,17 @@ CLASSIC_NAMES = {
     # modules that have gone
     **_moved("verifiers.clients", "verifiers.envs.classic.clients", "setup_client"),
     "verifiers.clients:Client": "openai:AsyncOpenAI",
+    "verifiers.clients.client:Client": "openai:AsyncOpenAI",
     **_moved("verifiers.decorators", "verifiers.envs.lifecycle", "stop cleanup teardown"),
     **_moved("verifiers.envs.experimental.gym_env", "verifiers.integrations.gymnasium", "GymEnv"),
     **_moved("verifiers.envs.experimental.gym_env", "verifiers.rubrics.shaping", "EpisodicSumRubric"),
     **_moved("verifiers.envs.experimental.mcp_env", "verifiers.integrations.mcp", "MCPEnv MCPServerConfig"),
     **_moved("verifiers.envs.integrations.openenv_env", "verifiers.integrations.openenv", "OpenEnvEnv"),
+    **_moved("verifiers.envs.multiturn_env", _MONITORS, "MultiTurnMonitorRubric"),
     **_moved("verifiers.envs.python_env", "verifiers.envs.sandbox_env", "PythonEnv"),
+    **_moved("verifiers.envs.sandbox_env", _MONITORS, "SandboxMonitorRubric"),
     **_moved("verifiers.envs.stateful_tool_env", "verifiers.envs.tool_env", "StatefulToolEnv"),
+    **_moved("verifiers.envs.tool_env", _MONITORS, "ToolMonitorRubric"),
     **{
         f"{package}.{name}": f"verifiers.integrations.{name.replace(old, new)}"
         for package in ("verifiers.envs", "verifiers.envs.integrations")
@@ -91,7 +96,25 @@ _HOSTED_NAMES = (
     "SandboxConfig Task Taskset TasksetConfig Toolset ToolsetConfig TunnelError User UserConfig advantage metric "
     "reward setup update"
 )
-_HOSTED = frozenset(f"verifiers.{path}" for path in f"{_HOSTED_MODULES} {_HOSTED_NAMES}".split())
+_CLIENTS = (
+    "AnthropicMessagesClient NeMoRLChatCompletionsClient OpenAIChatCompletionsClient OpenAIChatCompletionsTokenClient "
+    "OpenAICompletionsClient OpenAIResponsesClient RendererClient anthropic_messages_client "
+    "nemorl_chat_completions_client openai_chat_completions_client openai_chat_completions_token_client "
+    "openai_completions_client openai_responses_client renderer_client resolve_client"
+)
+_COMMAND_PARTS = "async_utils.maybe_retry save_utils.state_to_output save_utils.states_to_outputs"
+_HOSTED = frozenset(
+    f"verifiers.{parent}{path}"
+    for parent, paths in (
+        ("", f"{_HOSTED_MODULES} {_HOSTED_NAMES}"),
+        ("clients.", _CLIENTS),
+        ("utils.", _COMMAND_PARTS),
+    )
+    for path in paths.split()
+)
+HOSTED_PARENTS = frozenset(path.rpartition(".")[0] for path in _HOSTED)
+"""Modules with a name that is refused: `from MODULE import NAME` shows the reason where they are packages."""
+
 _SERVED = {name.partition(":")[0] for name in CLASSIC_NAMES}
 
 
@@ -125,7 +148,9 @@ def refuse_hosted(path: str) -> None:
 
 
 def _refusal(path: str) -> str:
-    return (
-        f"{path} belongs to the hosted or experimental part of the classic verifiers, which this package does not "
-        "provide; vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is."
-    )
+    part, instead = "hosted or experimental part", "vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is"
+    if path.startswith("verifiers.clients."):
+        part, instead = "client classes", "an environment is given an openai.AsyncOpenAI or a URL"
+    elif path.startswith("verifiers.utils."):
+        part, instead = "commands", "vf-eval and verifiers.evals retry rollouts and store them"
+    return f"{path} belongs to the {part} of the classic verifiers, which this package does not provide; {instead}."

@@ -254,7 +254,7 @@ def rollout_advantages(
 
 
 def why_unscored(rollout: Rollout) -> str:
-    """Why a rollout without a reward is not trained on: "straggler", or its outcome."""
+    """Return the reason for an unscored rollout: "straggler", or its outcome."""
     if rollout.failure is not None and rollout.failure.kind == STRAGGLER:
         return "straggler"
     return rollout.outcome.value if rollout.outcome.is_failure else "no_reward"

@@ -36,7 +36,7 @@ from verifiers.train.evaluation.policy_evaluation import (
 )
 from verifiers.train.evaluation.storage import StoredEvaluations, provenance
 from verifiers.train.processes.distributed import Ranks
-from verifiers.train.sampling_args import with_template_options
+from verifiers.train.validation.sampling_args import with_template_options
 
 __all__ = ["EvaluationInFlight", "Evaluator", "log_evaluation"]
 

@@ -24,7 +24,7 @@ def check_start(config: GRPOConfig) -> None:
     """Refuse settings that would end a run after its server was started; leaves nothing behind.
 
     Raises:
-        ConfigError: with the setting that is to be mended.
+        ConfigError: with the setting that is to be changed.
     """
     check_output_dir(str(config.output_dir))
     check_report_to(config.report_to)
