@@ -60,7 +60,7 @@ MODULES = {
     "verifiers.rubrics.judge_rubric": "JudgeRubric",
     "verifiers.rubrics.math_rubric": "MathRubric",
     "verifiers.rubrics.tool_rubric": "ToolRubric",
-    "verifiers.clients": "Client client setup_client",
+    "verifiers.clients": "Client setup_client",
     "verifiers.clients.client": "Client",
     "verifiers.decorators": "stop cleanup teardown",
     "verifiers.envs.python_env": "PythonEnv",
@@ -114,6 +114,8 @@ def test_moved_modules_are_modules_in_every_form_of_import() -> None:
     exec("from verifiers.utils.data_utils import *\nfrom verifiers.utils import tool_utils", names)
     assert names["extract_boxed_answer"] is vf.extract_boxed_answer
     assert names["tool_utils"] is importlib.import_module("verifiers.utils.tool_utils")
+    exec("from verifiers.clients import client", names)
+    assert names["client"].Client is vf.Client
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'verifiers\.utils\.nothing'"):
         importlib.import_module("verifiers.utils.nothing")
     with pytest.raises(AttributeError, match=r"module 'verifiers\.utils\.env_utils' has no attribute 'nothing'"):

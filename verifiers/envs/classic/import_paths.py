@@ -97,10 +97,11 @@ _HOSTED_NAMES = (
     "reward setup update"
 )
 _CLIENTS = (
-    "AnthropicMessagesClient NeMoRLChatCompletionsClient OpenAIChatCompletionsClient OpenAIChatCompletionsTokenClient "
-    "OpenAICompletionsClient OpenAIResponsesClient RendererClient anthropic_messages_client "
-    "nemorl_chat_completions_client openai_chat_completions_client openai_chat_completions_token_client "
-    "openai_completions_client openai_responses_client renderer_client resolve_client"
+    "AnthropicMessagesClient NeMoRLChatCompletionsClient OpenAIChatCompletionsClient "
+    "OpenAIChatCompletionsTokenClient OpenAICompletionsClient OpenAIResponsesClient RendererClient "
+    "anthropic_messages_client nemorl_chat_completions_client openai_chat_completions_client "
+    "openai_chat_completions_token_client openai_completions_client openai_responses_client renderer_client "
+    "resolve_client"
 )
 _COMMAND_PARTS = "async_utils.maybe_retry save_utils.state_to_output save_utils.states_to_outputs"
 _HOSTED = frozenset(
@@ -148,7 +149,8 @@ def refuse_hosted(path: str) -> None:
 
 
 def _refusal(path: str) -> str:
-    part, instead = "hosted or experimental part", "vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is"
+    part = "hosted or experimental part"
+    instead = "vf.ToolEnv, vf.SandboxEnv and verifiers.integrations are what there is"
     if path.startswith("verifiers.clients."):
         part, instead = "client classes", "an environment is given an openai.AsyncOpenAI or a URL"
     elif path.startswith("verifiers.utils."):
