@@ -191,9 +191,9 @@ def test_a_wildcard_import_brings_the_names_that_need_no_extra() -> None:
 
 
 async def test_monitor_rubrics_measure_without_changing_the_reward() -> None:
-    from verifiers.envs.multiturn_env import MultiTurnMonitorRubric  # type: ignore[attr-defined]
-    from verifiers.envs.sandbox_env import SandboxMonitorRubric  # type: ignore[attr-defined]
-    from verifiers.envs.tool_env import ToolMonitorRubric  # type: ignore[attr-defined]
+    from verifiers.envs.multiturn_env import MultiTurnMonitorRubric
+    from verifiers.envs.sandbox_env import SandboxMonitorRubric
+    from verifiers.envs.tool_env import ToolMonitorRubric
 
     calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
     completion = [{"role": "assistant", "content": "", "tool_calls": calls}]
