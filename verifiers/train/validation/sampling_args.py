@@ -125,7 +125,9 @@ def refuse_biased_call(args: GRPOConfig, assumed: Sequence[Mapping[str, Any]], s
             f"a call of the environment {samples}, and the trainer scores it at temperature={args.temperature:g}; "
             f"{passed_on}"
         )
-    for name in NEUTRAL:
+    named = set(sent).union(*assumed)
+    # nearly always none: this is asked at every call
+    for name in [name for name in NEUTRAL if name in named]:
         value, given = _unless_neutral(name, sent), [_unless_neutral(name, fields) for fields in assumed]
         if value in given or (value is None and name in _FORMS):
             continue
