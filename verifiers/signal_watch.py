@@ -38,7 +38,8 @@ def end_if_signals_wait(sentence: str, numbers: Sequence[int], within_s: float =
     """End this process where no Python code of it has run for `within_s` seconds after a signal arrived.
 
     Use it on the main thread, while the handlers of these signals stay as they are. `sentence` is printed to stderr
-    then, and after it the stacks of all threads, as by any SIGQUIT meanwhile; that signal ends the process.
+    then, and after it the stacks of all threads, as by any SIGQUIT meanwhile; that signal ends the process, or, where
+    it is ignored, SIGKILL.
 
     Args:
         sentence: what to print.
@@ -63,7 +64,8 @@ def end_if_signals_wait(sentence: str, numbers: Sequence[int], within_s: float =
     thread = threading.Thread(target=show_running, name="verifiers-signal-watch", daemon=True)
     thread.start()
     registered = [number for number in numbers if number not in _registered]
-    if signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL and signal.SIGQUIT not in _registered:
+    # a shell's background jobs ignore it
+    if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN) and signal.SIGQUIT not in _registered:
         faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
         registered.append(signal.SIGQUIT)
     for number in registered:

@@ -105,6 +105,9 @@ class LoopWatchdog:
     def stop(self) -> None:
         """End the thread; `blocked` is not called from now on. May be called twice."""
         self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            # it ends at once, unless it is in `blocked`
+            self._thread.join(1.0)
 
     @property
     def silent_s(self) -> float:
