@@ -47,7 +47,7 @@ FORMER_NAMES = {
     "verifiers.rollouts.endpoint:Endpoint": "verifiers.inference.endpoint:Endpoint",
     "verifiers.rollouts.endpoint:HttpBackend": "verifiers.inference.endpoint:HttpBackend",
     "verifiers.rollouts.trace:Turn": "verifiers.rollouts.rollout:Turn",
-    "verifiers.rollouts.trace:rows_from_turns": "verifiers.rollouts.rollout:rows_from_turns",
+    "verifiers.rollouts.trace:rows_from_turns": "verifiers.rollouts.recording_client:rows_from_turns",
     "verifiers.rubrics.overlong:completion_tokens": "verifiers.rubrics.shaping:completion_tokens",
     "verifiers.rubrics.r1_zero:r1_zero_rubric": "verifiers.rubrics.shaping:r1_zero_rubric",
     "verifiers.sandbox.opening:open_sandbox": "verifiers.sandbox:open_sandbox",

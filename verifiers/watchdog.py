@@ -2,7 +2,7 @@
 
 An ordinary thread notices that a loop stands still, since a coroutine that calls `time.sleep` releases the
 interpreter's lock. A regular expression does not release it, and no Python code runs until it has ended: there
-faulthandler's thread, which is written in C, ends the process.
+faulthandler, which is written in C, ends the process after a limit, and notes that a signal arrived.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
+
+from verifiers import signal_watcher
 
 __all__ = [
     "BLOCKING_ADVICE",
     "LoopPulse",
     "LoopWatchdog",
     "exit_if_interpreter_is_held",
+    "exit_if_signal_is_unhandled",
     "restored_handlers",
     "running_function",
     "tick_s",
@@ -195,6 +198,69 @@ def _acquire(lock: threading.Lock, timeout_s: float) -> bool:
     return lock.acquire(timeout=timeout_s)
 
 
+@contextlib.contextmanager
+def exit_if_signal_is_unhandled(sentence: str, numbers: Sequence[int], limit_s: float = 5.0) -> Iterator[None]:
+    """End this process where no Python code of it has run for `limit_s` seconds after a signal arrived.
+
+    Python runs a signal's handler between two steps of Python code; faulthandler's handler runs all the same, and
+    writes to a pipe, whose other end `signal_watcher.py` reads as a process of its own. Use this on the main thread,
+    while the handlers of these signals stay as they are. `sentence` is printed to stderr, and after it the stacks of
+    all threads, as by any SIGQUIT meanwhile; that signal ends the process, or, where it is ignored, SIGKILL.
+
+    Args:
+        sentence: what to print.
+        numbers: the signals.
+        limit_s: seconds.
+    """
+    import subprocess
+
+    _register_fork_hook()
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    command = [sys.executable, "-I", "-S", signal_watcher.__file__, str(os.getpid()), str(limit_s), sentence]
+    # Ctrl-C at a terminal must not end it
+    watcher = subprocess.Popen(command, stdin=readable, stdout=subprocess.DEVNULL, start_new_session=True)
+    os.close(readable)
+    ended = threading.Event()
+
+    def show_running() -> None:
+        while not ended.wait(signal_watcher.TICK_S):
+            _write(writable, signal_watcher.RUNS)
+
+    thread = threading.Thread(target=show_running, name="verifiers-signals", daemon=True)
+    thread.start()
+    registered = [number for number in numbers if number not in _noted_signals]
+    # a shell's background jobs ignore it
+    if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN) and signal.SIGQUIT not in _noted_signals:
+        faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
+        registered.append(signal.SIGQUIT)
+    for number in registered:
+        if number != signal.SIGQUIT:
+            # of this thread alone: others run on, and their stacks with them
+            faulthandler.register(number, file=writable, all_threads=False, chain=True)
+    _noted_signals.update(registered)
+    try:
+        yield
+    finally:
+        for number in registered:
+            faulthandler.unregister(number)
+        _noted_signals.difference_update(registered)
+        ended.set()
+        thread.join()
+        _write(writable, signal_watcher.IS_OVER)
+        os.close(writable)
+        watcher.wait()
+
+
+def _write(descriptor: int, word: bytes) -> None:
+    # the watcher may have been killed, or be behind
+    with contextlib.suppress(BrokenPipeError, BlockingIOError):
+        os.write(descriptor, word)
+
+
+_noted_signals: set[int] = set()
+"""Signals that faulthandler is registered for."""
+
 _handlers_before: dict[int, Any] = {}
 
 
@@ -205,7 +271,7 @@ def restored_handlers(*numbers: int) -> Iterator[None]:
     A forked child shares the file by which Python's handlers wake an event loop: a signal to the child would reach
     the loop of its parent.
     """
-    _restore_in_children()
+    _register_fork_hook()
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
     _handlers_before.update(before)
     try:
@@ -217,11 +283,17 @@ def restored_handlers(*numbers: int) -> Iterator[None]:
 
 
 @functools.cache
-def _restore_in_children() -> None:
-    os.register_at_fork(after_in_child=_restore_handlers)
+def _register_fork_hook() -> None:
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _restore_handlers() -> None:
+def _forget_in_child() -> None:
+    # a signal to a forked child is none to its parent
+    for number in _noted_signals:
+        faulthandler.unregister(number)
+        # another hook may have set it, which unregistering undoes
+        signal.signal(number, signal.getsignal(number))
+    _noted_signals.clear()
     if _handlers_before:
         signal.set_wakeup_fd(-1)
     for number, handler in _handlers_before.items():

@@ -16,8 +16,7 @@ from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.wire import WireObject
-from verifiers.rollouts.recording_client import RolloutClient
-from verifiers.rollouts.rollout import rows_from_turns
+from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 
 LONGER_THAN_BUFFERS = 16 * 2**20
 Messages = list[dict[str, str]]

@@ -16,8 +16,7 @@ from verifiers.errors import (
 )
 from verifiers.inference.endpoint import ClientBackend, Endpoint, HttpBackend
 from verifiers.inference.retries import RetryPolicy
-from verifiers.rollouts.recording_client import RolloutClient, turn_seed
-from verifiers.rollouts.rollout import rows_from_turns
+from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns, turn_seed
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault, decode_ids
 
 ASK = [{"role": "user", "content": "2+2?"}]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from verifiers.rollouts.rollout import TokenSequence, Turn, rows_from_turns
+from verifiers.rollouts.recording_client import rows_from_turns
+from verifiers.rollouts.rollout import TokenSequence, Turn
 
 
 def turn(prompt: list[int], answer: list[int], *, version: int = 0, finish: str = "stop") -> Turn:

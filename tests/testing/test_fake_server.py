@@ -21,7 +21,8 @@ import openai
 import pytest
 
 from verifiers.errors import ConfigError, DeadlineError
-from verifiers.rollouts.rollout import Turn, rows_from_turns
+from verifiers.rollouts.recording_client import rows_from_turns
+from verifiers.rollouts.rollout import Turn
 from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
 from verifiers.testing.script import END_ID
 

@@ -13,11 +13,11 @@ from types import FrameType
 from typing import Protocol
 
 from verifiers.cli.main import FAILED, INTERRUPTED, BlockedLoopError
-from verifiers.signal_watch import end_if_signals_wait
 from verifiers.watchdog import (
     BLOCKING_ADVICE,
     LoopWatchdog,
     exit_if_interpreter_is_held,
+    exit_if_signal_is_unhandled,
     restored_handlers,
     running_function,
 )
@@ -121,7 +121,7 @@ def handle_interrupts(name: str, work: Interruptible, limit_s: float) -> Iterato
             signal.signal(number, note_signal)
         watchdog.start()
         try:
-            with exit_if_interpreter_is_held(limit_s, held), end_if_signals_wait(unhandled, _SIGNALS):
+            with exit_if_interpreter_is_held(limit_s, held), exit_if_signal_is_unhandled(unhandled, _SIGNALS):
                 yield
         except BlockedLoopError:
             task = asyncio.current_task()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,10 @@ from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns
 from verifiers.inference.wire import given_arguments, neutral_where_unset, plain_data, request_body, sampled_tokens
-from verifiers.rollouts.rollout import Turn
+from verifiers.rollouts.rollout import TokenSequence, Turn
 from verifiers.types import Usage, message_field
 
-__all__ = ["RecordedAnswer", "RolloutClient", "refuse_non_text", "turn_seed"]
+__all__ = ["RecordedAnswer", "RolloutClient", "refuse_non_text", "rows_from_turns", "turn_seed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -373,3 +373,55 @@ def _as_version(value: Any) -> int | None:
         return int(value)
     except (TypeError, ValueError):
         return None
+
+
+def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
+    """Join turns into training rows.
+
+    Where a turn's prompt extends, id for id, what a row already holds, the new tokens are appended to that row; where
+    it does not (a chat template that rewrites history, a tokenizer that merges differently), a new row starts and is
+    counted as a fork. Nothing is ever re-tokenized or realigned.
+
+    Returns:
+        The rows in the order in which they began, and the number of forks: turns after the first that
+        extended no row. Turns without a sampled token are left out.
+    """
+    rows: list[TokenSequence] = []
+    forks = 0
+    for turn in turns:
+        if not turn.completion_ids:
+            continue
+        # of several rows that a prompt extends, the longest: it leaves the fewest tokens to be given once more
+        longest: tuple[TokenSequence, Sequence[int]] | None = None
+        for row in reversed(rows):
+            added = _added_ids(row, turn.prompt_ids)
+            if added is not None and (longest is None or len(added) < len(longest[1])):
+                longest = row, added
+        if longest is None:
+            forks += bool(rows)
+            longest = TokenSequence(prompt_ids=list(turn.prompt_ids)), ()
+            rows.append(longest[0])
+        _append_turn(*longest, turn)
+    return rows, forks
+
+
+def _added_ids(row: TokenSequence, prompt_ids: Sequence[int]) -> Sequence[int] | None:
+    """Return the tokens that a prompt adds to a row, or None where the prompt does not extend the row."""
+    held_prompt, held = len(row.prompt_ids), len(row.prompt_ids) + len(row.completion_ids)
+    if len(prompt_ids) < held:
+        return None
+    if list(prompt_ids[:held_prompt]) != row.prompt_ids or list(prompt_ids[held_prompt:held]) != row.completion_ids:
+        return None
+    return prompt_ids[held:]
+
+
+def _append_turn(row: TokenSequence, environment_ids: Sequence[int], turn: Turn) -> None:
+    """Append what the environment wrote, seen by the policy and without loss, and what the policy then sampled."""
+    written, sampled = len(environment_ids), len(turn.completion_ids)
+    row.completion_ids += [*environment_ids, *turn.completion_ids]
+    row.loss_mask += [0] * written + [1] * sampled
+    row.logprobs += [0.0] * written + list(turn.logprobs)
+    row.versions += [-1] * written + list(turn.versions)
+    row.is_truncated = turn.finish_reason == "length"
+    if turn.newest_version is not None:
+        row.unreported_version = max(turn.newest_version, row.unreported_version or 0)

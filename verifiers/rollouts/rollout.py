@@ -1,9 +1,9 @@
-"""A rollout, from the turns that were recorded to its training rows; its group, and the block they are part of."""
+"""A rollout with its turns and training rows, its group, and the block they are part of."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ __all__ = [
     "TokenSequence",
     "Turn",
     "failure_from",
-    "rows_from_turns",
     "straggler",
     "timed_out",
 ]
@@ -117,7 +116,7 @@ class Rollout:
         reward: weighted sum of the reward functions; None unless the outcome is `completed` or `truncated`.
         metrics: each reward function's unweighted value.
         rows: the trained policy's tokens; empty where the server gave no token ids.
-        forks: turns that did not extend what was held (see `rows_from_turns`).
+        forks: turns that started another row (see `rows_from_turns`).
         advantage: given by the environment in place of the group's: one float, or one per sampled token.
         failure: why there is no reward.
     """
@@ -214,55 +213,3 @@ def timed_out(seconds: float) -> tuple[Outcome, Failure]:
 def failure_from(error: BaseException) -> Failure:
     """Return an exception as a failure."""
     return Failure(type(error).__name__, str(error) or repr(error), exception=error)
-
-
-def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
-    """Join turns into training rows.
-
-    Where a turn's prompt extends, id for id, what a row already holds, the new tokens are appended to that row; where
-    it does not (a chat template that rewrites history, a tokenizer that merges differently), a new row starts and is
-    counted as a fork. Nothing is ever re-tokenized or realigned.
-
-    Returns:
-        The rows in the order in which they began, and the number of forks: turns after the first that
-        extended no row. Turns without a sampled token are left out.
-    """
-    rows: list[TokenSequence] = []
-    forks = 0
-    for turn in turns:
-        if not turn.completion_ids:
-            continue
-        # of several rows that a prompt extends, the longest: it leaves the fewest tokens to be given once more
-        longest: tuple[TokenSequence, Sequence[int]] | None = None
-        for row in reversed(rows):
-            added = _added_ids(row, turn.prompt_ids)
-            if added is not None and (longest is None or len(added) < len(longest[1])):
-                longest = row, added
-        if longest is None:
-            forks += bool(rows)
-            longest = TokenSequence(prompt_ids=list(turn.prompt_ids)), ()
-            rows.append(longest[0])
-        _append_turn(*longest, turn)
-    return rows, forks
-
-
-def _added_ids(row: TokenSequence, prompt_ids: Sequence[int]) -> Sequence[int] | None:
-    """Return the tokens that a prompt adds to a row, or None where the prompt does not extend the row."""
-    held_prompt, held = len(row.prompt_ids), len(row.prompt_ids) + len(row.completion_ids)
-    if len(prompt_ids) < held:
-        return None
-    if list(prompt_ids[:held_prompt]) != row.prompt_ids or list(prompt_ids[held_prompt:held]) != row.completion_ids:
-        return None
-    return prompt_ids[held:]
-
-
-def _append_turn(row: TokenSequence, environment_ids: Sequence[int], turn: Turn) -> None:
-    """Append what the environment wrote, seen by the policy and without loss, and what the policy then sampled."""
-    written, sampled = len(environment_ids), len(turn.completion_ids)
-    row.completion_ids += [*environment_ids, *turn.completion_ids]
-    row.loss_mask += [0] * written + [1] * sampled
-    row.logprobs += [0.0] * written + list(turn.logprobs)
-    row.versions += [-1] * written + list(turn.versions)
-    row.is_truncated = turn.finish_reason == "length"
-    if turn.newest_version is not None:
-        row.unreported_version = max(turn.newest_version, row.unreported_version or 0)

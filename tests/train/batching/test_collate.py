@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn, rows_from_turns
+from verifiers.rollouts.recording_client import rows_from_turns
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.collate import (
     Dropped,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn, rows_from_turns
+from verifiers.rollouts.recording_client import rows_from_turns
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence, Turn
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.collate import TrainingSample, append_padding, block_samples, pad_rows, row_tensors
 from verifiers.train.batching.weighting import (

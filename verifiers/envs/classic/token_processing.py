@@ -1,7 +1,7 @@
 """Finished rollouts as token lists, in the classic layout: one prompt and one completion each.
 
 For training loops of one's own that were written for the classic API; the trainer here uses
-`rollouts.rollout.rows_from_turns`.
+`rollouts.recording_client.rows_from_turns`.
 Sampled tokens are those of the server's answers. What the environment wrote is taken from the next answer's
 `prompt_token_ids` where the server sent them; otherwise it is tokenized here, which needs a chat template that
 leaves history alone.
@@ -237,7 +237,7 @@ def _added(before: list[int], after: list[int]) -> list[int]:
         raise ConfigError(
             "the tokens of a longer conversation do not begin with those of the shorter one (the chat template or "
             "the tokenizer rewrites history), so it is no single row; use "
-            "verifiers.rollouts.rollout.rows_from_turns."
+            "verifiers.rollouts.recording_client.rows_from_turns."
         )
     return after[len(before) :]
 

@@ -23,10 +23,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from verifiers.errors import RankError
-from verifiers.signal_watch import end_if_signals_wait
 from verifiers.train.processes.distributed import error_text
+from verifiers.watchdog import exit_if_signal_is_unhandled
 
-__all__ = ["Ending", "end_together", "ended_by_signals", "recorded"]
+__all__ = ["Termination", "end_together", "ended_by_signals", "recorded"]
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def end_together(
     else:
         signals = ended_by_signals(give_back if several else None)
     failures = _FirstFailure(accelerator.process_index) if several else None
-    with signals as ending:
+    with signals as termination:
         with watched():
             try:
                 result = work()
@@ -70,20 +70,20 @@ def end_together(
                     accelerator.wait_for_everyone()
             except BaseException as error:
                 # the launcher's SIGTERM may come while the cause is looked up, and must not take its place
-                ending.begin()
+                termination.begin()
                 cause = failures.cause_of(error) if failures is not None else error
                 if cause is error:
                     raise
                 raise cause from error
             finally:
                 try:
-                    ending.begin()
+                    termination.begin()
                 finally:
                     # also where a signal came just before
                     close()
                     if failures is not None and failures.is_unexplained:
                         time.sleep(_LAUNCHER_POLLS_S)
-        ending.raise_waiting()
+        termination.raise_waiting()
     return result
 
 
@@ -221,7 +221,7 @@ _HANDLED_OVER = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: sign
 """The handlers that are replaced; a caller's own handlers stay."""
 
 
-class Ending:
+class Termination:
     """The state of a run that signals end: the first raises, those of the next seconds wait until all is given back.
 
     SIGINT raises KeyboardInterrupt and SIGTERM, which schedulers and launchers send before they kill, SystemExit. An
@@ -259,8 +259,8 @@ class Ending:
 
 
 @contextlib.contextmanager
-def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -> Iterator[Ending]:
-    """Let SIGINT and SIGTERM do what `Ending` says, while this is open.
+def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -> Iterator[Termination]:
+    """Let SIGINT and SIGTERM do what `Termination` says, while this is open.
 
     It does nothing in other threads than the main one, which get no signals.
 
@@ -268,20 +268,20 @@ def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -
         give_back: called with SystemExit before the process is ended, where the main thread does not handle a signal
             because it is inside a collective that does not end; None leaves the process as it is then.
     """
-    ending = Ending()
+    termination = Termination()
     if threading.current_thread() is not threading.main_thread():
-        yield ending
+        yield termination
         return
     before = {number: handler for number, handler in _HANDLED_OVER.items() if signal.getsignal(number) is handler}
     for number in before:
-        signal.signal(number, ending.handle)
+        signal.signal(number, termination.handle)
     try:
         with contextlib.ExitStack() as watched:
             if before:
-                watched.enter_context(end_if_signals_wait(_HELD, tuple(before)))
+                watched.enter_context(exit_if_signal_is_unhandled(_HELD, tuple(before)))
             if give_back is not None:
-                watched.enter_context(_ended_if_stuck(ending, give_back))
-            yield ending
+                watched.enter_context(_ended_if_stuck(termination, give_back))
+            yield termination
     except BaseException:
         if give_back is not None:
             # the launcher's SIGTERM is on its way, and must not cut off what is still to be said of the error
@@ -293,7 +293,7 @@ def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -
 
 
 @contextlib.contextmanager
-def _killed_by_signals() -> Iterator[Ending]:
+def _killed_by_signals() -> Iterator[Termination]:
     """Let SIGINT kill this process, as SIGTERM does: a rank above 0 holds nothing that would be missed."""
     is_replaced = (
         threading.current_thread() is threading.main_thread()
@@ -302,14 +302,14 @@ def _killed_by_signals() -> Iterator[Ending]:
     if is_replaced:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        yield Ending()
+        yield Termination()
     finally:
         if is_replaced:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
-def _ended_if_stuck(ending: Ending, give_back: Callable[[BaseException], None]) -> Iterator[None]:
+def _ended_if_stuck(termination: Termination, give_back: Callable[[BaseException], None]) -> Iterator[None]:
     """End this process from another thread where the main thread does not come to handle a signal.
 
     Python runs a handler only between two steps of the main thread's own code. The C code behind it writes each
@@ -323,7 +323,7 @@ def _ended_if_stuck(ending: Ending, give_back: Callable[[BaseException], None]) 
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([readable], [], [], left_s)[0]:
-                if not ending.has_begun:
+                if not termination.has_begun:
                     _end_process(give_back)
                 deadline = None
                 continue
