@@ -27,6 +27,7 @@ from typing import Any
 from aiohttp import web
 
 from verifiers.errors import ConfigError, DeadlineError
+from verifiers.server_process import process_lives
 from verifiers.testing.faults import Fault, Faults, FaultSchedule
 from verifiers.testing.script import Answers, RecordedRequest, Script, response_body
 
@@ -397,28 +398,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         temporary.replace(options.port_file)
     else:
         print(server.url, flush=True)
-    is_child = options.parent_pid == os.getppid()
     try:
-        while options.parent_pid is None or _is_alive(options.parent_pid, is_child):
+        while options.parent_pid is None or process_lives(options.parent_pid):
             time.sleep(0.3)
     except KeyboardInterrupt:
         return 130
     finally:
         server.stop()
     return 0
-
-
-def _is_alive(pid: int, is_parent: bool) -> bool:
-    if is_parent:
-        # a parent that died without being waited for still answers to signal 0, but is our parent no more
-        return os.getppid() == pid
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 if __name__ == "__main__":
