@@ -52,7 +52,7 @@ def main() -> None:
 def coverage(
     random: np.random.Generator, a: float, b: float, prompts: int, rollouts: int, simulations: int
 ) -> dict[str, float]:
-    """Share of simulations in which each kind of interval covered what it estimates."""
+    """Return the share of simulations in which each kind of interval covered what it estimates."""
     truth = a / (a + b)
     # 1 - E[(1 - p)^n], the chance that some rollout of n is right
     some = 1 - math.exp(

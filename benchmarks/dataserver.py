@@ -92,7 +92,7 @@ def is_grade(answer: Any) -> bool:
 async def drive(
     session: aiohttp.ClientSession, url: str, bodies: list[bytes], check: Check, rate: int
 ) -> tuple[list[float], int]:
-    """Latencies from when each request was due, in seconds, and how many answers were wrong."""
+    """Send each request when due; return the latencies from then, in seconds, and how many answers were wrong."""
     latencies: list[float] = []
     wrong = 0
 
@@ -120,7 +120,7 @@ async def drive(
 
 
 async def keep_hanging(session: aiohttp.ClientSession, base: str, dataset: str, ended: asyncio.Event) -> int:
-    """Have two completions graded without end; return how many answers said, as they should, that this failed."""
+    """Post two completions to a hanging grader until `ended` is set; return how many grades failed, as they must."""
     items = [{"sample_id": f"{dataset}:{index}", "completion": "x", "completion_index": index} for index in range(2)]
     failed = 0
     while not ended.is_set():
@@ -131,13 +131,13 @@ async def keep_hanging(session: aiohttp.ClientSession, base: str, dataset: str, 
 
 
 def quantile(latencies: list[float], share: float) -> float:
-    """In milliseconds."""
+    """Return the quantile `share` of latencies, in milliseconds."""
     ordered = sorted(latencies)
     return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 async def measure(base: str, bare: str, rate: int, seconds: float) -> dict[str, float]:
-    """One round: each by itself, both at once with a hanging grader, and the bare server."""
+    """Measure one round: each by itself, both at once with a hanging grader, and the bare server."""
     found: dict[str, float] = {}
     routes = {"sample": (sample_body, is_sample), "grade": (grade_body, is_grade)}
     timeout = aiohttp.ClientTimeout(total=60)

@@ -147,7 +147,7 @@ class Served:
 
 
 async def conversations(url: str, requests: list[Request]) -> int:
-    """Conversations in which each prompt is all that was said before."""
+    """Play conversations in which each prompt is all that was said before; return how many tokens were sampled."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def play(seed: int) -> int:
@@ -218,7 +218,7 @@ Run = Callable[[list[Request]], Awaitable[int]]
 
 
 def rate(run: Run, requests: list[Request]) -> float:
-    """Tokens per second."""
+    """Return the sampled tokens per second of a run."""
     started = time.perf_counter()
     tokens: int = asyncio.run(run(requests))  # type: ignore[arg-type]
     return tokens / (time.perf_counter() - started)

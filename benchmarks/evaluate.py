@@ -111,7 +111,7 @@ def instant_server(answer: str) -> Iterator[str]:
 
 
 def run_side(side: Side, python: Path, url: str, rollouts: int, in_flight: int) -> dict[str, Any]:
-    """One process of a side, and what it measured."""
+    """Run one process of a side, and return what it measured."""
     # nothing may reach for a hub or send telemetry, and the numerical libraries must not start threads
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     environ = {**os.environ, **quiet}
@@ -144,7 +144,7 @@ def rate(run: dict[str, Any]) -> float:
 
 
 def speed(of_side: Sequence[dict[str, Any]]) -> float:
-    """Rollouts per second, the median of the rounds."""
+    """Return the rollouts per second, the median of the rounds."""
     return statistics.median(map(rate, of_side))
 
 

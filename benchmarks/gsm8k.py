@@ -5,7 +5,7 @@
     python benchmarks/gsm8k.py --table                    # what was run so far
 
 For each seed `vf-train` runs the run file of the model in `benchmarks/gsm8k/`: seconds to the published scores,
-tokens per second, MFU, the trainer's peak memory, and the held-out score with an error clustered by problem. Then two
+tokens per second, MFU, the trainer's peak memory, and the eval score with an error clustered by problem. Then two
 faults on shorter runs: kill -9 at half time and the same command again, and 5 % of the grades failing. The same
 command continues what was broken off; `--only` runs parts. Results are in OUT/MODEL/result.json, and the last line
 has them as JSON. `benchmarks/gsm8k/README.md` has the hardware, the thresholds, and where they come from.
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).with_name("gpu")))
 sys.path.insert(0, str(Path(__file__).with_name("gsm8k")))
 sys.path.insert(0, str(Path(__file__).with_name("training_faults")))
 
-from figures import held_out, logged_rewards, newest_step, read_figures
+from figures import last_eval, logged_rewards, newest_step, read_figures
 from grades import read_grades, reward_bias
 from intervals import mean_over_seeds
 from killing import Attempt, kill_and_resume, passive_environ
@@ -112,13 +112,13 @@ class Bench:
                 operations=suite.operations,
             )
             print(json.dumps({"seed": seed, **found[seed]}), flush=True)
-            for problem, rewards in held_out(run)[1].items():
+            for problem, rewards in last_eval(run)[1].items():
                 by_problem.setdefault(problem, []).extend(rewards)
         score = mean_and_stderr_clustered(list(by_problem.values()), bounds=(0.0, 1.0))
         told: dict[str, Any] = {"by_seed": list(found.values())}
-        told["held_out"] = {"mean": score.mean, "stderr": score.stderr, "low": score.low, "high": score.high}
-        told["held_out_over_seeds"] = mean_over_seeds(
-            {seed: [one["held_out"]] for seed, one in found.items()}, (0.0, 1.0)
+        told["eval_score"] = {"mean": score.mean, "stderr": score.stderr, "low": score.low, "high": score.high}
+        told["eval_score_over_seeds"] = mean_over_seeds(
+            {seed: [one["eval_score"]] for seed, one in found.items()}, (0.0, 1.0)
         )
         for name in ("tokens_per_s", "tokens_per_s_and_gpu", "mfu", "peak_memory_gib"):
             told[name] = over_seeds({seed: one[name] for seed, one in found.items()})
@@ -136,7 +136,7 @@ class Bench:
         return kill_and_resume(whole, killed, steps=self.suite.fault_steps, group=group)
 
     def run_fail(self) -> dict[str, Any]:
-        """Let 5 % of the grades fail."""
+        """Run while 5 % of the grades fail; return the bias of the logged rewards."""
         attempt = self.attempt("failing", fault=True, fail_share=FAIL_SHARE)
         attempt.run()
         return reward_bias(logged_rewards(attempt.directory / "run"), read_grades(attempt.directory / "grades.jsonl"))
@@ -164,10 +164,10 @@ def table(results: dict[str, dict[str, Any]]) -> Iterable[str]:
                 to = seeds[key].get(str(anchor.score)) if seeds else None
                 yield f"| {name} | seconds to {anchor.score} ({anchor.name}){label} | {_interval(to)} | |"
         best = "; ".join(f"{anchor.score} ({anchor.name})" for anchor in suite.anchors)
-        score = f"{seeds['held_out']['mean']:.4f} ± {_number(seeds['held_out']['stderr'])}" if seeds else NOT_RUN
-        yield f"| {name} | held-out score ± standard error, clustered by problem | {score} | {best} |"
+        score = f"{seeds['eval_score']['mean']:.4f} ± {_number(seeds['eval_score']['stderr'])}" if seeds else NOT_RUN
+        yield f"| {name} | eval score ± standard error, clustered by problem | {score} | {best} |"
         for label, key in (
-            ("held-out score over seeds", "held_out_over_seeds"),
+            ("eval score over seeds", "eval_score_over_seeds"),
             ("sampled tokens/s and GPU", "tokens_per_s_and_gpu"),
             ("MFU of training", "mfu"),
             ("peak memory of the trainer, GiB", "peak_memory_gib"),

@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIDES = ("trl", "ours")
-PASSES = ("without_gradient", "with_gradient")
+MEASURES = ("without_gradient", "with_gradient")
 
 
 def make_model(options: argparse.Namespace) -> Any:
@@ -63,17 +63,17 @@ def run_side(options: argparse.Namespace) -> dict[str, float]:
     # what libraries allocate once is not of the pass
     with torch.no_grad():
         model(input_ids=ids[:1, -4:], labels=labels[:1, -4:], fused_lm_head=True)
-    meter = peak_memory(model.device)
-    if meter is None:
+    peak = peak_memory(model.device)
+    if peak is None:
         sys.exit("log_probs.py: peak memory is read from /proc, as Linux has it")
     # a peak since just before is what is held now; the process's own may be higher, of memory that was freed
-    meter.take()
-    before, started = meter.take(), time.perf_counter()
+    peak.take()
+    before, started = peak.take(), time.perf_counter()
     with torch.set_grad_enabled(options.measure == "with_gradient"):
         found = model(input_ids=ids, labels=labels, fused_lm_head=True)
     if options.measure == "with_gradient":
         (found.log_probs.mean() + 0.1 * found.entropy.mean()).backward()
-    seconds, grown = time.perf_counter() - started, meter.take() - before
+    seconds, grown = time.perf_counter() - started, peak.take() - before
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item() if gradients else 0.0
     total = found.log_probs.sum().item()
@@ -87,13 +87,13 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--measure", choices=PASSES, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         print(json.dumps(run_side(options)))
         return
     line = {}
-    for measure in PASSES:
+    for measure in MEASURES:
         found = {}
         for side in SIDES:
             command = [sys.executable, *sys.argv, "--side", side, "--measure", measure]

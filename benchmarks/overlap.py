@@ -50,13 +50,13 @@ MICRO_STEPS = 8
 
 
 def slowest(sigma: float) -> float:
-    """Mean of the slowest of a block's rollouts, in medians."""
+    """Return the mean of the slowest of a block's rollouts, in medians."""
     draw = random.Random(0)
     return statistics.fmean(math.exp(max(draw.gauss(0.0, sigma) for _ in range(COMPLETIONS))) for _ in range(2000))
 
 
 def serve(port_file: Path, seconds: float, sigma: float) -> None:
-    """Be the rollout server until this process is ended."""
+    """Run the rollout server until this process is ended."""
     from verifiers.testing import FakeOpenAIServer
 
     scale = slowest(sigma) if sigma else 1.0
@@ -179,7 +179,7 @@ def run(policy: Path, url: str, seconds: float, steps: int, **settings: Any) -> 
 
 
 def measure(policy: Path, seconds: float, steps: int, sigma: float, ahead: int) -> dict[str, float]:
-    """Strict turns and the overlapped side on one server."""
+    """Measure strict turns, the overlapped side and streaming on one server."""
     with server(seconds, sigma) as url:
         strict = run(policy, url, seconds, steps, num_batches_ahead=0)
         overlapped = run(policy, url, seconds, steps, num_batches_ahead=ahead)

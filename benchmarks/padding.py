@@ -48,7 +48,7 @@ VOCABULARY = 512
 
 
 def lengths(kind: str, completions: int) -> list[tuple[int, int]]:
-    """(prompt, completion) tokens of each rollout; the prompts of a group are equal."""
+    """Return the tokens (prompt, completion) of each rollout; the prompts of a group are equal."""
     draw = random.Random(kind)
     found = []
     for _ in range(completions // GENERATIONS):
@@ -176,7 +176,7 @@ def train(side: str, kind: str, completions: int, budget: int) -> dict[str, Any]
 
 
 def compare(kind: str, completions: int, budget: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians over rounds, by side."""
+    """Run every side in each round; return the medians over rounds, by side."""
     measured: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for number in range(rounds):
         for side in SIDES[number % 3 :] + SIDES[: number % 3]:

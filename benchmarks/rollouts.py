@@ -73,7 +73,7 @@ async def openai_client(url: str, requests: int, in_flight: int) -> None:
 
 
 async def verifiers_rollouts(url: str, requests: int, in_flight: int) -> None:
-    """Rollouts of a SingleTurnEnv, recorded and scored, one group of eight after the other."""
+    """Run rollouts of a SingleTurnEnv, recorded and scored, one group of eight after the other."""
 
     def correct(completion: vf.Messages, answer: str) -> float:
         return float(completion[-1]["content"] == answer)

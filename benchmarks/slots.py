@@ -119,7 +119,7 @@ def environment(prompts: int, *, grouped: bool) -> vf.Environment:
 
 
 async def busy(url: str, rollouts: int, in_flight: int, *, grouped: bool) -> dict[str, float]:
-    """One evaluation, and what the server saw of it."""
+    """Run one evaluation; return the share of busy slots and the requests per second that the server counted."""
     env = environment(rollouts // GROUP, grouped=grouped)
     backend = HttpBackend(Endpoint(f"{url}/v1"))
     runner = RolloutRunner(env, backend, "m", limiter=Limiter(in_flight))

@@ -41,7 +41,7 @@ MB = 2**20
 
 
 def serve(port_file: Path) -> None:
-    """Be the rollout server until the process that started this one is gone."""
+    """Run the rollout server until the process that started this one is gone."""
     from verifiers.testing import FakeOpenAIServer
 
     def answer(body: dict[str, Any]) -> str:
@@ -84,7 +84,7 @@ class Reading:
 
 
 def deep_size(value: Any, seen: set[int]) -> int:
-    """Bytes of a list of logged dicts, each object counted once."""
+    """Return the bytes of a list of logged dicts, each object counted once."""
     if id(value) in seen:
         return 0
     seen.add(id(value))
@@ -97,7 +97,7 @@ def deep_size(value: Any, seen: set[int]) -> int:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Of the least-squares line."""
+    """Return the slope of the least-squares line."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -171,13 +171,13 @@ def main() -> None:
         with server(scratch) as url:
             readings = soak(scratch, url, args.steps, args.logging_steps, args.save_steps, args.ahead)
     minutes = (time.perf_counter() - started) / 60
-    settled = readings[len(readings) // 10 :]
-    first, last = settled[0], settled[-1]
-    total = slope([(float(reading.step), reading.rss_mb) for reading in settled]) * 10_000
+    steady = readings[len(readings) // 10 :]
+    first, last = steady[0], steady[-1]
+    total = slope([(float(reading.step), reading.rss_mb) for reading in steady]) * 10_000
     with_size = [reading for reading in readings if reading.history_mb]
     grown, over = with_size[-1].history_mb - with_size[0].history_mb, with_size[-1].step - with_size[0].step
     history = grown / max(1, over) * 10_000
-    for reading in settled[:: max(1, len(settled) // 10)]:
+    for reading in steady[:: max(1, len(steady) // 10)]:
         print(reading, file=sys.stderr)
     result: dict[str, Any] = {
         "steps": args.steps,
@@ -187,8 +187,8 @@ def main() -> None:
         "rss_mb": [round(first.rss_mb, 1), round(last.rss_mb, 1)],
         "threads": [first.threads, last.threads],
         "fds": [first.fds, last.fds],
-        "threads_max": max(reading.threads for reading in settled),
-        "fds_max": max(reading.fds for reading in settled),
+        "threads_max": max(reading.threads for reading in steady),
+        "fds_max": max(reading.fds for reading in steady),
     }
     print(json.dumps(result))
 

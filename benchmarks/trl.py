@@ -78,7 +78,7 @@ def proportional_bytes(root: int) -> int:
 
 
 class Memory(threading.Thread):
-    """Watches a process tree, twice a second."""
+    """The memory of a process tree, read twice a second."""
 
     def __init__(self, root: int) -> None:
         super().__init__(daemon=True)
@@ -118,7 +118,7 @@ def run_side(name: str, asked: dict[str, Any], threads: int) -> list[dict[str, f
 
 
 def measure(name: str, asked: dict[str, Any], threads: int) -> Run:
-    """One run of a side to the target."""
+    """Run a side to the target once."""
     started = time.perf_counter()
     *lines, last = run_side(name, asked, threads)
     newest = [line["reward"] for line in lines[-WINDOW:]]

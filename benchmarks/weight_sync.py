@@ -80,7 +80,7 @@ def make_model(directory: Path, size: str) -> Qwen3ForCausalLM:
 
 
 def write_seconds(tensors: Mapping[str, torch.Tensor], directory: Path) -> float:
-    """One file of the tensors' bytes, in one write for each tensor."""
+    """Write one file of the tensors' bytes, in one write for each tensor; return the seconds."""
     path = directory / "plain"
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -94,7 +94,7 @@ def write_seconds(tensors: Mapping[str, torch.Tensor], directory: Path) -> float
 def measure(
     push: Callable[[int], None], tensors: Mapping[str, torch.Tensor], directory: Path, rounds: int
 ) -> tuple[float, float]:
-    """Median seconds of a push and of a plain write, alternately; the first of each is not counted."""
+    """Push and write plainly, alternately; return the median seconds of each, not counting the first."""
     pushes, writes = [], []
     for version in range(rounds + 1):
         writes.append(write_seconds(tensors, directory))
@@ -116,7 +116,7 @@ def show(kind: str, size: str, num_bytes: int, seconds: float, write_s: float) -
 
 
 def measure_size(size: str, servers: list[str], rounds: int, shared: Path) -> list[tuple[int, float]]:
-    """(bytes, ratio) of the directory kind on each server."""
+    """Measure the directory kind on each server; return (bytes, ratio) for each."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "model"

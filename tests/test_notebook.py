@@ -98,5 +98,5 @@ def test_an_environment_shows_its_tools_and_makes_no_dataset_for_it() -> None:
         return a + b
 
     tags = shown(vf.ToolEnv(dataset=rows, tools=[add], rubric=vf.Rubric([right]), max_turns=3))
-    for text in ("training rows\nmade when first used", "held-out rows\nnone", "tools\nadd", "turns at most\n3"):
+    for text in ("training rows\nmade when first used", "eval rows\nnone", "tools\nadd", "turns at most\n3"):
         assert text in tags.text

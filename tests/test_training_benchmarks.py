@@ -117,7 +117,7 @@ def test_rates_and_mfu_are_over_the_whole_clock_and_all_gpus(
 ) -> None:
     figures, statistics = load("figures"), load("verifiers.evals.statistics")
     score = statistics.mean_and_stderr_clustered([[1.0], [0.0]])
-    monkeypatch.setattr(figures, "held_out", lambda directory: (score, {}))
+    monkeypatch.setattr(figures, "last_eval", lambda directory: (score, {}))
     path = tmp_path / figures.METRICS
     path.write_text("".join(json.dumps(line) + "\n" for line in LOGS))
     found = figures.read_figures(tmp_path, [0.5], gpus=2, parameters=1e9, peak=2e11, operations=operations)
@@ -127,7 +127,7 @@ def test_rates_and_mfu_are_over_the_whole_clock_and_all_gpus(
     assert found["mfu"] == mfu
     assert found["seconds_to"] == {"0.5": 26.0}
     assert found["seconds_to_without_evaluations"] == {"0.5": 20.0}
-    assert (found["peak_memory_gib"], found["held_out"], found["problems"]) == (3.0, 0.5, 2)
+    assert (found["peak_memory_gib"], found["eval_score"], found["problems"]) == (3.0, 0.5, 2)
 
 
 def test_a_ratio_over_seeds_is_paired_and_its_interval_is_student_s(load: Any) -> None:
@@ -215,7 +215,7 @@ def test_the_gsm8k_benchmark_runs_end_to_end_on_ten_problems(tmp_path: Path) -> 
     assert seed["tokens_per_s"] > 0
     assert seed["peak_memory_gib"] > 0
     assert (seed["mfu"], seed["tokens_per_s_and_gpu"]) == (None, None)
-    assert 0 <= tiny["seeds"]["held_out"]["low"] <= seed["held_out"] <= tiny["seeds"]["held_out"]["high"] <= 1
+    assert 0 <= tiny["seeds"]["eval_score"]["low"] <= seed["eval_score"] <= tiny["seeds"]["eval_score"]["high"] <= 1
     kill = tiny["kill"]
     assert kill["steps"] == 30
     assert 15 <= kill["killed_at_step"] < 30

@@ -370,7 +370,7 @@ def _version() -> str:
 
 
 class _MovedPaths:
-    """Finds modules of the last release and of the classic package that have no file here; it is asked last."""
+    """A finder of modules of the last release and of the classic package that have no file here; it is asked last."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:

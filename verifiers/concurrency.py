@@ -45,7 +45,7 @@ _pending_ends: set[Callable[[], Awaitable[None]]] = set()
 
 
 def at_loop_end(end: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-    """Have `end` awaited when the running event loop ends, or when what this returns is awaited, whichever is first.
+    """Register `end` to be awaited when the running event loop ends, or earlier by what this returns.
 
     A loop's end is that of `asyncio.run`, or its `shutdown_asyncgens`. Keep what is returned: when it is forgotten,
     `end` runs soon after.
@@ -91,7 +91,7 @@ class _Job:
 
 
 class DaemonThreads:
-    """At most `limit` calls run at once, each in a thread of its own; more wait their turn.
+    """Threads for at most `limit` calls at once, each in a thread of its own; more calls wait their turn.
 
     Calls that ran out of time are not counted, so threads may be more than `limit` while some of them hang.
 

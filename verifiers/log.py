@@ -58,7 +58,7 @@ _SECRET_NAME = re.compile(
 
 
 class Redactor:
-    """Replaces secrets by `***`; call it with a text.
+    """A redactor that replaces secrets by `***`; call it with a text.
 
     Args:
         secrets: the values; those of fewer than 8 characters are left alone.
@@ -122,7 +122,7 @@ def secrets_of_run(
             found.append(parts.netloc.rpartition("@")[0])
         found += [value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)]
     except ValueError:
-        pass  # no URL: the endpoint says so
+        pass  # no URL: the endpoint raises for it
     for name, value in (os.environ if environ is None else environ).items():
         if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_ELSEWHERE and not os.path.exists(value):
             found.append(value)
@@ -164,7 +164,7 @@ def redact_logs(redact: Redactor) -> Iterator[None]:
         try:
             text = record.getMessage()
         except Exception:
-            return record  # a record that cannot be printed: logging says so itself
+            return record  # a record that cannot be printed: logging reports that itself
         record.msg, record.args = redact(text), ()
         if record.exc_info and record.exc_info[1] is not None:
             # formatters print this text where it is there already

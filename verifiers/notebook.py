@@ -55,7 +55,7 @@ def environment_html(env: Any) -> str:
     turns = getattr(env, "max_turns", None)
     described = {
         "training rows": _row_count(env, "_dataset"),
-        "held-out rows": _row_count(env, "_eval_dataset"),
+        "eval rows": _row_count(env, "_eval_dataset"),
         "system prompt": getattr(env, "system_prompt", None),
         "first prompt": _first_prompt(env),
         "rewards": ", ".join(rewards),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def reply(answer: str) -> bytes:
-    """One whole HTTP answer: a chat completion with its usage, and neither log-probs nor token ids."""
+    """Return one whole HTTP answer: a chat completion with its usage, and neither log-probs nor token ids."""
     message = {"role": "assistant", "content": answer}
     body = {
         "id": "chatcmpl-0",
@@ -31,7 +31,7 @@ def reply(answer: str) -> bytes:
 
 
 class InstantHttp(asyncio.Protocol):
-    """Counts requests by their Content-Length and answers each."""
+    """A protocol that counts requests by their Content-Length and answers each."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer

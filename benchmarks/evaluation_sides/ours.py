@@ -43,7 +43,7 @@ def load_environment(rows: int = 1) -> vf.Environment:
 
 
 def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Evaluated:
-    """One run of the command."""
+    """Run the command once."""
     flags = ["-m", side.MODEL, "-b", url, "-n", str(rollouts), "-r", "1", "-c", str(in_flight), "--json"]
     flags += ["-a", json.dumps({"rows": rollouts}), "--output-dir", str(scratch)]
     code = command.main([Path(__file__).stem, *flags])

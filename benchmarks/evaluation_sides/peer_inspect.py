@@ -16,7 +16,7 @@ from inspect_ai.solver import generate
 
 
 def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Evaluated:
-    """One evaluation in this process."""
+    """Run one evaluation in this process."""
     samples = [Sample(input=side.question(index), target=side.answer(index)) for index in range(rollouts)]
     [log] = eval(
         Task(dataset=MemoryDataset(samples), solver=[generate()], scorer=includes()),

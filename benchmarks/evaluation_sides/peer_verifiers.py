@@ -43,7 +43,7 @@ async def _evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> f
 
 
 def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Evaluated:
-    """One evaluation in this process."""
+    """Run one evaluation in this process."""
     return side.Evaluated(asyncio.run(_evaluate(url, rollouts, in_flight, scratch)))
 
 

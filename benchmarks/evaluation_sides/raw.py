@@ -32,7 +32,7 @@ async def _evaluate(url: str, rollouts: int, in_flight: int) -> float:
 
 
 def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Evaluated:
-    """All requests at once, bounded by a semaphore."""
+    """Send all requests at once, bounded by a semaphore."""
     setting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if sys.argv[4:] == ["same-gc"]:
         from verifiers.rollouts.runner import relaxed_gc

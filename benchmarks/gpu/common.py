@@ -56,7 +56,7 @@ class Asked:
 
 
 class Report:
-    """Prints each result as it comes, one line of JSON each."""
+    """A printer of results as they come, one line of JSON each."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage

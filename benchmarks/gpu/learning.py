@@ -70,7 +70,7 @@ def make_callback(target: float) -> Any:
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
-        """Prints a line a step; ends the run at the target."""
+        """A callback that prints a line a step, and ends the run at the target."""
 
         def __init__(self) -> None:
             self.rewards: list[float] = []

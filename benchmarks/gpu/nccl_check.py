@@ -23,7 +23,7 @@ REFUSAL = "Duplicate GPU detected"
 
 
 def receive(unique_id: bytes) -> None:
-    """Be the second rank, as a worker of vLLM is: join, all-reduce one number, take a broadcast."""
+    """Run the second rank, as a worker of vLLM does: join, all-reduce one number, take a broadcast."""
     import torch
     from torch.cuda import nccl
 
@@ -38,7 +38,7 @@ def receive(unique_id: bytes) -> None:
 
 
 def send() -> None:
-    """Be the trainer."""
+    """Run the first rank, the trainer's, and start the second."""
     import torch
 
     from verifiers.train.weight_sync.nccl import TorchNcclGroup

@@ -158,7 +158,7 @@ def serve(asked: Asked, model: Any, slots: int, context: int, graphs: bool) -> I
 
 
 def measure_pushes(asked: Asked, report: Report) -> None:
-    """By copy inside the process, from the device and from the host, and by a file in memory."""
+    """Measure pushes by copy inside the process, from the device and from the host, and by a file in memory."""
     from safetensors.torch import save_file
     from verifiers_embedded.weights import match_weights, read_weights
 

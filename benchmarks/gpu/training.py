@@ -24,7 +24,7 @@ GENERATIONS = 8
 
 
 def sizes_of(longest: int, rollouts: int) -> list[tuple[int, int]]:
-    """Tokens (prompt, completion) of each rollout; completions are log-normal around a quarter of the longest."""
+    """Draw each rollout's tokens (prompt, completion); completions are log-normal around a quarter of the longest."""
     draw, found = random.Random(longest), []
     for _ in range(rollouts // GENERATIONS):
         prompt = draw.randint(longest // 16, longest // 8)
@@ -137,7 +137,7 @@ def run_side(asked: Asked, side: str, longest: int, rollouts: int, budget: int) 
 
 
 def flops(config: Any, sizes: list[tuple[int, int]]) -> float:
-    """Forward and backward pass over real tokens, by 6 for each weight and token, and attention's scores and sums."""
+    """Count the operations of a forward and backward pass: 6 for each weight and real token, and attention's."""
     heads = config.num_attention_heads * config.head_dim
     kept = config.num_key_value_heads * config.head_dim
     layer = config.hidden_size * (2 * heads + 2 * kept + 3 * config.intermediate_size)

@@ -13,7 +13,7 @@ from verifiers.evals.comparison import read_compared_run
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.monitoring.run_log import METRICS
 
-__all__ = ["held_out", "logged_rewards", "newest_step", "read_figures", "read_lines", "seconds_to"]
+__all__ = ["last_eval", "logged_rewards", "newest_step", "read_figures", "read_lines", "seconds_to"]
 
 Lines = Sequence[dict[str, Any]]
 
@@ -45,7 +45,7 @@ def clock(lines: Lines, step: int | None = None, *, evaluations: bool = True) ->
 
 
 def seconds_to(lines: Lines, threshold: float, *, evaluations: bool = True) -> float | None:
-    """Return the trainer's seconds up to the first held-out evaluation at the threshold; None where none was.
+    """Return the trainer's seconds up to the first evaluation at the threshold; None where none was.
 
     The waits for the evaluations before that one are counted, unless `evaluations` is False.
     """
@@ -53,8 +53,8 @@ def seconds_to(lines: Lines, threshold: float, *, evaluations: bool = True) -> f
     return clock(lines, min(found), evaluations=evaluations) if found else None
 
 
-def held_out(directory: Path) -> tuple[Estimate, dict[Any, list[float]]]:
-    """Return the score of the last held-out evaluation, clustered by problem, and the rewards of each problem."""
+def last_eval(directory: Path) -> tuple[Estimate, dict[Any, list[float]]]:
+    """Return the score of the last evaluation, clustered by problem, and the rewards of each problem."""
     evaluations = [path for path in (directory / "evals").iterdir() if re.fullmatch(r"step-\d+", path.name)]
     last = max(evaluations, key=lambda path: int(path.name.removeprefix("step-")))
     rewards = read_compared_run(last).results.values("reward")
@@ -74,7 +74,7 @@ def read_figures(
 
     Args:
         directory: of the run.
-        thresholds: held-out scores, the seconds to which are wanted.
+        thresholds: eval scores, the seconds to which are wanted.
         gpus: GPUs of the run, those of the server too; 0 on the CPU.
         parameters: of the model.
         peak: floating point operations a second of one GPU.
@@ -95,7 +95,7 @@ def read_figures(
     mfu = None
     if parameters is not None and peak is not None and gpus and seconds:
         mfu = round(operations * parameters * tokens / seconds / gpus / peak, 4)
-    score, _ = held_out(directory)
+    score, _ = last_eval(directory)
     return {
         "seconds": round(seconds, 2),
         "steps": newest_step(directory),
@@ -107,7 +107,7 @@ def read_figures(
         "tokens_per_s_and_gpu": round(rate / gpus, 1) if gpus else None,
         "mfu": mfu,
         "peak_memory_gib": max(memory, default=None),
-        "held_out": score.mean,
-        "held_out_stderr": score.stderr if math.isfinite(score.stderr) else None,
+        "eval_score": score.mean,
+        "eval_score_stderr": score.stderr if math.isfinite(score.stderr) else None,
         "problems": score.prompts,
     }

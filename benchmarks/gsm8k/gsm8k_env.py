@@ -1,10 +1,10 @@
-r"""GSM8K as an environment: 7,473 problems to train on, 1,319 held out, one turn, right or wrong.
+r"""GSM8K as an environment: 7,473 problems to train on, 1,319 to evaluate on, one turn, right or wrong.
 
 An answer is the number after the last `####`, else that in the last `\boxed{...}`; a completion with neither has none
 and is worth 0. Numbers are compared as numbers, without `$`, `%` and the commas of thousands.
 
-`synthetic=True` makes ten problems to train on and ten held out in GSM8K's format, without network, for a small model
-of characters. They show that everything runs, and measure nothing.
+`synthetic=True` makes ten problems to train on and ten to evaluate on in GSM8K's format, without network, for a
+small model of characters. They show that everything runs, and measure nothing.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def _number(text: str) -> Decimal | None:
 
 
 def synthetic_problems() -> list[dict[str, str]]:
-    """Return twenty problems with answers of one digit; the first ten are held out."""
+    """Return twenty problems with answers of one digit; the first ten are the eval set."""
     rows = []
-    for held_out in (True, False):
+    for is_eval in (True, False):
         for place, name in enumerate(_NAMES):
-            have, more = 1 + place % 4, (2 if held_out else 3) + place % 3
+            have, more = 1 + place % 4, (2 if is_eval else 3) + place % 3
             question = f"{name} has {have} and gets {more}. Sum?"
             rows.append({"question": question, "answer": str(have + more)})
     return rows
@@ -74,7 +74,7 @@ def load_environment(
     Args:
         synthetic: the ten made-up problems; else GSM8K, from the Hugging Face hub or its cache.
         num_train: training problems; all of them by default.
-        num_eval: held-out problems; all of them by default.
+        num_eval: eval problems; all of them by default.
         grades: file to which the true reward of each training rollout is appended.
         fail_share: share of the training rollouts whose grade fails, for the fault row; needs `grades`.
         seed: of the choice of problems, and of the grades that fail.
@@ -88,13 +88,13 @@ def load_environment(
         raise vf.ConfigError(f"fail_share is {fail_share!r}, so give grades too: the file for the true rewards.")
     noted = Grades(grades, fail_share=fail_share, seed=seed) if grades is not None else None
     train: Any
-    held_out: Any
+    eval_rows: Any
     if synthetic:
         rows = synthetic_problems()
-        train, held_out = rows[SYNTHETIC:], rows[:SYNTHETIC]
+        train, eval_rows = rows[SYNTHETIC:], rows[:SYNTHETIC]
     else:
         train = vf.load_example_dataset("gsm8k", split="train", n=num_train, seed=seed)
-        held_out = vf.load_example_dataset("gsm8k", split="test", n=num_eval, seed=seed)
+        eval_rows = vf.load_example_dataset("gsm8k", split="test", n=num_eval, seed=seed)
     asked = {row["question"] for row in train}
 
     def correct(prompt: Any, completion: Any, answer: str) -> float:
@@ -105,7 +105,7 @@ def load_environment(
 
     return vf.SingleTurnEnv(
         dataset=train,
-        eval_dataset=held_out,
+        eval_dataset=eval_rows,
         system_prompt=None if synthetic else SYSTEM_PROMPT,
         rubric=vf.Rubric(funcs=[correct]),
     )

@@ -87,7 +87,7 @@ def make_tiny_start(directory: Path, seed: int = 0) -> None:
     torch.set_num_threads(1)
     pairs = [(row["question"], f"#### {row['answer']}") for row in synthetic_problems()[SYNTHETIC:]]
     make_model(directory / "random", seed=seed)
-    warm_start(directory / "random", directory / "start", shown=pairs, held_out=pairs, seed=seed, window=(0.2, 0.8))
+    warm_start(directory / "random", directory / "start", shown=pairs, eval_pairs=pairs, seed=seed, window=(0.2, 0.8))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def environment() -> Any:
 
 
 class Told(TrainerCallback):
-    """Prints a line of JSON a step; ends the run once the mean reward of the last `window` steps is `target`."""
+    """A callback that prints a line of JSON a step; ends the run at a mean reward of `target` over `window` steps."""
 
     def __init__(self, target: float, window: int) -> None:
         self._target, self._window = target, window

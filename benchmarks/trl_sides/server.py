@@ -16,7 +16,7 @@ LATENCY_S = float(os.environ["VERIFIERS_BENCHMARK_LATENCY_S"])
 
 @web.middleware
 async def far_away(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Delays what was generated; it costs no CPU and holds no slot."""
+    """Delay what was generated; the delay costs no CPU and holds no slot."""
     answer: web.StreamResponse = await handler(request)
     if request.path in ("/v1/chat/completions", "/inference/v1/generate"):
         await asyncio.sleep(LATENCY_S)

@@ -21,9 +21,9 @@ def main() -> None:
     asked = arguments()
     out = Path(asked["output_dir"])
     torch.set_num_threads(asked["threads"])
-    _, shown, held_out = environment_and_pairs()
+    _, shown, eval_pairs = environment_and_pairs()
     make_model(out / "model", seed=asked["seed"])
-    warm_start(out / "model", out / "start", shown=shown, held_out=held_out, seed=asked["seed"])
+    warm_start(out / "model", out / "start", shown=shown, eval_pairs=eval_pairs, seed=asked["seed"])
 
 
 if __name__ == "__main__":

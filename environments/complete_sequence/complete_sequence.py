@@ -34,7 +34,7 @@ def terms(rule: Rule) -> Iterator[int]:
 
 
 def all_rules() -> list[Rule]:
-    """Every sequence there is: rising and falling sums, products, and sums of the two terms before."""
+    """Return every sequence there is: rising and falling sums, products, and sums of the two terms before."""
     return [
         *(("add", first, step) for first in range(1, 50) for step in range(-15, 16) if step),
         *(("multiply", first, factor) for first in range(1, 100) for factor in range(2, 7)),
@@ -68,7 +68,7 @@ def continued(completion: str, answer: str) -> float:
 
 
 def all_right(completion: str, answer: str) -> float:
-    """1.0 where every term held back is there."""
+    """Return 1.0 where every term held back is there."""
     return float(continued(completion, answer) == 1)
 
 

@@ -15,7 +15,7 @@ DOUBT = "Are you sure? Check it, and write your final result again as <answer>..
 
 
 class DoubleCheckEnv(vf.MultiTurnEnv):
-    """Asks once, whatever the first answer was: a hint about its rightness would give the result away."""
+    """An environment that asks once, whatever the first answer was: a hint about its rightness would give it away."""
 
     def __init__(self, doubt: str = DOUBT, **kwargs: Any) -> None:
         super().__init__(max_turns=2, **kwargs)
@@ -31,18 +31,18 @@ def answers_of(completion: vf.Messages) -> list[str | None]:
 
 
 def final_right(completion: vf.Messages, answer: str) -> float:
-    """1.0 where the second message has the right result."""
+    """Return 1.0 where the second message has the right result."""
     answers = answers_of(completion)
     return float(len(answers) == 2 and answers[1] == answer)
 
 
 def first_right(completion: vf.Messages, answer: str) -> float:
-    """1.0 where the first message has the right result."""
+    """Return 1.0 where the first message has the right result."""
     return float(answers_of(completion)[:1] == [answer])
 
 
 def changed(completion: vf.Messages) -> float:
-    """1.0 where the second answer is not the first one."""
+    """Return 1.0 where the second answer is not the first one."""
     return float(len(set(answers_of(completion))) > 1)
 
 

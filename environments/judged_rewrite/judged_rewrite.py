@@ -57,7 +57,7 @@ Would a colleague find the rewritten message polite, and does it ask for the sam
 
 
 def fits(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> float:
-    """1.0 where thing and day are named, in at most 60 words, and nothing looks like the judge's lines of dashes."""
+    """Return 1.0 where at most 60 words name thing and day, and nothing looks like the judge's lines of dashes."""
     text = (parser.parse_answer(completion) or "").lower()
     named = all(re.search(rf"\b{fact.lower()}\b", text) for fact in (info["thing"], info["day"]))
     return float(named and len(text.split()) <= MAX_WORDS and "---" not in text)
@@ -72,7 +72,7 @@ async def polite(
     state: vf.State,
     info: vf.Info,
 ) -> float:
-    """1.0 where the judge says yes; a message that does not fit is 0.0 without asking.
+    """Return 1.0 where the judge says yes; a message that does not fit is 0.0 without asking.
 
     Raises:
         vf.GradingError: the judge failed, or said neither yes nor no three times. That is no reward of 0.

@@ -24,12 +24,12 @@ Write the result as
 
 
 def all_sentences() -> list[str]:
-    """Every sentence the grammar can say: 48,000."""
+    """Return all 48,000 sentences of the grammar."""
     return [f"the {' '.join(words)}." for words in itertools.product(WHO, DID, HOW_MANY, WHAT, WHERE)]
 
 
 def similarity(text: str, target: str) -> float:
-    """1 - 2 * Levenshtein distance / length of the longer text, and at least 0: 1 for equal texts.
+    """Return 1 - 2 * Levenshtein distance / length of the longer text, and at least 0: 1 for equal texts.
 
     Where half of a text is wrong it gets 0: sentences that have nothing to do with one another share that much. So a
     text more than twice as long as the target is not even read, which keeps scoring quick.
@@ -52,7 +52,7 @@ def reversed_similarity(parser: vf.XMLParser, completion: vf.Messages, answer: s
 
 
 def exact_match(parser: vf.XMLParser, completion: vf.Messages, answer: str) -> float:
-    """1.0 where every character is right."""
+    """Return 1.0 where every character is right."""
     return float(parser.parse_answer(completion) == answer)
 
 

@@ -41,7 +41,7 @@ def repeated(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> float
 
 
 def all_repeated(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> float:
-    """1.0 where every turn repeats its sentence exactly."""
+    """Return 1.0 where every turn repeats its sentence exactly."""
     return float(said_in_turns(parser, completion) == info["sentences"])
 
 

@@ -23,7 +23,7 @@ def said(parser: vf.Parser, completion: vf.Messages) -> str:
 
 
 def exact_match(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
-    """1.0 where the answer is the reversed word and nothing else; case does not count."""
+    """Return 1.0 where the answer is the reversed word and nothing else; case does not count."""
     return float(said(parser, completion) == answer)
 
 

@@ -27,7 +27,7 @@ def read_words() -> list[str]:
 
 
 def marks_for(guess: str, secret: str) -> str:
-    """One of G, Y, X for each letter of the guess.
+    """Return one of G, Y, X for each letter of the guess.
 
     A letter is marked G or Y as often as the secret has it: first where it is in place, then from the left.
     """
@@ -93,10 +93,10 @@ class WordleEnv(vf.MultiTurnEnv):
 
 
 def make_rubric(words: frozenset[str] | None) -> vf.Rubric:
-    """Rewards that sum to at most 1: 0.7 for the word, 0.1 for haste, 0.1 for closeness, 0.1 for valid guesses."""
+    """Make the rubric, which sums to at most 1: 0.7 for the word, 0.1 each for haste, closeness and valid guesses."""
 
     def solved(completion: vf.Messages, answer: str) -> float:
-        """1.0 where the word was found."""
+        """Return 1.0 where the word was found."""
         return float(any(guess.word == answer for guess in read_guesses(completion, words)))
 
     def haste(completion: vf.Messages, answer: str) -> float:

@@ -99,7 +99,7 @@ def final_answer(completion: vf.Messages) -> str | None:
 
 
 def right_answer(completion: vf.Messages, answer: str) -> float:
-    """1.0 where the rollout ended with the right amount."""
+    """Return 1.0 where the rollout ended with the right amount."""
     return float(final_answer(completion) == answer)
 
 

@@ -24,12 +24,12 @@ __all__ = ["load_environment", "price", "run"]
 NAMES = ["".join(letters) for letters in itertools.product("klmnst", "aeiou", repeat=2)]
 random.Random(0).shuffle(NAMES)
 PRICES = {name[::-1]: str(10 + place % 90) for place, name in enumerate(NAMES)}
-HELD_OUT = 200
+NUM_EVAL = 200
 
 
 @function_tool
 def price(code: str) -> str:
-    """Price of a code."""
+    """Return the price of a code."""
     return PRICES.get(code, "unknown")
 
 
@@ -52,12 +52,12 @@ def correct(completion: vf.Messages, answer: str) -> float:
 
 
 def load_environment() -> vf.Environment:
-    """Build the environment; the articles of the held-out questions are never trained on."""
+    """Build the environment; the articles of the eval questions are never trained on."""
     rows = [{"question": f"Price of {name}?", "answer": PRICES[name[::-1]]} for name in NAMES]
     return vf.AgentEnv(
         run,
-        dataset=rows[HELD_OUT:],
-        eval_dataset=rows[:HELD_OUT],
+        dataset=rows[NUM_EVAL:],
+        eval_dataset=rows[:NUM_EVAL],
         rubric=vf.Rubric(funcs=[correct]),
         max_turns=3,
     )

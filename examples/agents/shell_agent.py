@@ -17,7 +17,7 @@ import verifiers as vf
 __all__ = ["load_environment"]
 
 PROGRAM = Path(__file__).with_name("shell_agent.sh")
-HELD_OUT = 200
+NUM_EVAL = 200
 
 
 def correct(completion: vf.Messages, answer: str) -> float:
@@ -25,7 +25,7 @@ def correct(completion: vf.Messages, answer: str) -> float:
 
 
 def load_environment(sandbox: str = "auto") -> vf.Environment:
-    """Build the environment; the held-out words are never trained on.
+    """Build the environment; the eval words are never trained on.
 
     Args:
         sandbox: isolation level of the program.
@@ -38,7 +38,7 @@ def load_environment(sandbox: str = "auto") -> vf.Environment:
         ["bash", PROGRAM.name, "{prompt}"],
         files={PROGRAM.name: PROGRAM},
         sandbox=vf.SandboxSpec(sandbox),
-        dataset=rows[HELD_OUT:],
-        eval_dataset=rows[:HELD_OUT],
+        dataset=rows[NUM_EVAL:],
+        eval_dataset=rows[:NUM_EVAL],
         rubric=vf.Rubric(funcs=[correct]),
     )

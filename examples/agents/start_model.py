@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sdk_agent import HELD_OUT, NAMES, price
+from sdk_agent import NAMES, NUM_EVAL, price
 
 from verifiers.train.tiny_model.char_model import make_model
 from verifiers.train.tiny_model.warm_start import warm_start
@@ -29,7 +29,7 @@ TOOL = {
 
 
 def shown_names() -> list[str]:
-    return NAMES[HELD_OUT : HELD_OUT + SHOWN]
+    return NAMES[NUM_EVAL : NUM_EVAL + SHOWN]
 
 
 def question(name: str) -> dict[str, Any]:
@@ -60,10 +60,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     shown = conversations(shown_names(), random.Random(args.seed))
-    held_out = [([question(name)], call(name)) for name in NAMES[:HELD_OUT]]
+    eval_pairs = [([question(name)], call(name)) for name in NAMES[:NUM_EVAL]]
     with tempfile.TemporaryDirectory() as untrained:
         make_model(untrained, seed=args.seed)
-        made = warm_start(untrained, args.output_dir, shown=shown, held_out=held_out, tools=[TOOL], seed=args.seed)
+        made = warm_start(
+            untrained, args.output_dir, shown=shown, eval_pairs=eval_pairs, tools=[TOOL], seed=args.seed
+        )
     print(f"{args.output_dir}: {made.accuracy:.0%} of the first calls are right, after {made.seconds:.0f} s")
 
 

@@ -5,7 +5,7 @@
     python examples/curriculum/run.py --table
 
 Both arms start from the same warm start (on words of 3 to 5 letters, as in examples/demo), train for the same number
-of steps and completions, and are measured on the same held-out words of level 2 (3 to 7 letters), greedily. The plain
+of steps and completions, and are measured on the same eval words of level 2 (3 to 7 letters), greedily. The plain
 arm draws from level 2 from its first step; the curriculum arm follows the stages of levels.yaml. Prompts and grades
 come from `vf-dataserver levels.yaml`, which is started with the run unless `--url` names one that runs.
 
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 
 ARMS = ("plain", "curriculum")
 STEPS = 300
-HELD_OUT = 400
+NUM_EVAL = 400
 SHOWN = 200
 
 
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """One arm with one seed; writes ARM-SEED.json."""
+    """Run one arm with one seed, and write ARM-SEED.json."""
     import datasets
     import torch
     import transformers
@@ -72,23 +72,23 @@ def run(args: argparse.Namespace) -> None:
     start = warm_started_model(args.output_dir, args.seed)
     with contextlib.ExitStack() as stack:
         url = args.url or stack.enter_context(dataserver(HERE / "levels.yaml"))
-        env, held_out = environment(url, args.arm, args.seed)
+        env, eval_rows = environment(url, args.arm, args.seed)
         config = settings(args)
         config.server_url = stack.enter_context(launched_server("embedded", str(start), args=["--threads", "1"]))
         trainer = vf.GRPOTrainer(str(start), env, config)
         stack.callback(trainer.close)
-        before = accuracy(trainer.evaluate_block(held_out))
+        before = accuracy(trainer.evaluate_block(eval_rows))
         began = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - began
-        after = accuracy(trainer.evaluate_block(held_out))
+        after = accuracy(trainer.evaluate_block(eval_rows))
     found = {
         "arm": args.arm,
         "seed": args.seed,
         "steps": trainer.state.global_step,
         "before": before,
         "after": after,
-        "held_out": len(held_out),
+        "num_eval": len(eval_rows),
         "seconds": round(seconds, 1),
     }
     (args.output_dir / f"{args.arm}-{args.seed}.json").write_text(json.dumps(found) + "\n")
@@ -96,17 +96,17 @@ def run(args: argparse.Namespace) -> None:
 
 
 def environment(url: str, arm: str, seed: int) -> tuple[Any, Any]:
-    """Return the arm's environment, and held-out rows whose words are in no dataset that either arm trains on."""
+    """Return the arm's environment, and eval rows whose words are in no dataset that either arm trains on."""
     from verifiers.integrations.dataserver import RemoteEnv
 
     if arm == "curriculum":
-        env = RemoteEnv(url, eval_dataset="held_out", seed=seed)
+        env = RemoteEnv(url, eval_dataset="eval", seed=seed)
     else:
-        env = RemoteEnv(url, dataset="level_2", eval_dataset="held_out")
+        env = RemoteEnv(url, dataset="level_2", eval_dataset="eval")
     trained = RemoteEnv(url, dataset=["level_1", "level_2"]).get_dataset()
     words = {question(row) for row in trained}
-    held_out = env.get_eval_dataset().filter(lambda row: question(row) not in words)
-    return env, held_out.select(range(min(HELD_OUT, len(held_out))))
+    eval_rows = env.get_eval_dataset().filter(lambda row: question(row) not in words)
+    return env, eval_rows.select(range(min(NUM_EVAL, len(eval_rows))))
 
 
 def question(row: Any) -> str:
@@ -114,15 +114,15 @@ def question(row: Any) -> str:
 
 
 def accuracy(block: Any) -> float:
-    """Mean reward, which is exact match, over the held-out words."""
+    """Return the mean reward, which is exact match, over the eval words."""
     rewards = [rollout.reward for rollout in block if rollout.reward is not None]
     if len(rewards) < len(list(block)):
-        raise RuntimeError(f"{len(list(block)) - len(rewards)} held-out answers were not graded.")
+        raise RuntimeError(f"{len(list(block)) - len(rewards)} eval answers were not graded.")
     return sum(rewards) / len(rewards)
 
 
 def settings(args: argparse.Namespace) -> Any:
-    """GRPO's settings: those of the demo, for both arms."""
+    """Return GRPO's settings: those of the demo, for both arms."""
     import verifiers as vf
 
     return vf.GRPOConfig(
@@ -158,7 +158,7 @@ def warm_started_model(output_dir: Path, seed: int) -> Path:
         curriculum=1,
         question_pattern=": [a-z]+$",
         num_train=4000,
-        num_eval=HELD_OUT,
+        num_eval=NUM_EVAL,
         reward="exact",
     )
     shown, others = (
@@ -166,13 +166,13 @@ def warm_started_model(output_dir: Path, seed: int) -> Path:
         for rows in (env.get_dataset(n=SHOWN), env.get_eval_dataset())
     )
     make_model(output_dir / f"model-{seed}", seed=seed)
-    warm_start(output_dir / f"model-{seed}", start, shown=shown, held_out=others, seed=seed)
+    warm_start(output_dir / f"model-{seed}", start, shown=shown, eval_pairs=others, seed=seed)
     return start
 
 
 @contextlib.contextmanager
 def dataserver(config: Path) -> Iterator[str]:
-    """`vf-dataserver` on a free port of this machine, ended on the way out."""
+    """Run `vf-dataserver` on a free port of this machine while the block runs; yield its URL."""
     with tempfile.TemporaryDirectory() as scratch:
         port_file = Path(scratch) / "port"
         command = [sys.executable, "-m", "verifiers_dataserver", str(config), "--port", "0"]

@@ -3,12 +3,12 @@
     python examples/demo/run.py [--seed 0] [--quick] [--server embedded|vllm]
 
 What happens: a character-level Qwen3 model is made from nothing; TRL's SFTTrainer gives it a short start on
-reasoning-gym's `spell_backward`, until it solves about a third of held-out words; an OpenAI-compatible server is
+reasoning-gym's `spell_backward`, until it solves about a third of eval words; an OpenAI-compatible server is
 started with it as a process of its own; GRPO trains it on words it has not been shown the answers of; and both
-models are compared on held-out words, greedily, prompt by prompt.
+models are compared on eval words, greedily, prompt by prompt.
 
 Writes `runs/demo/summary.json`, and `runs/demo/report.html` with curves, where the time went, and what the model
-says to the same held-out words over time. Measured on two cores without a GPU, on 400 held-out
+says to the same eval words over time. Measured on two cores without a GPU, on 400 eval
 words: exact match from 0.365 to 0.925 (seed 0) and from 0.325 to 0.993 (seed 1), in four minutes of training each.
 Not promised: that this small model learns anything but this task.
 """
@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TASK = {"min_word_len": 3, "max_word_len": 5}
-HELD_OUT = 400
+NUM_EVAL = 400
 TRAIN = 8000
 SHOWN = 200
 SERVER_ARGUMENTS = {
@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
 
     print("1/4  making a model and warming it up with supervised steps (about a minute)", flush=True)
-    env, shown, held_out = environment_and_pairs()
+    env, shown, eval_pairs = environment_and_pairs()
     make_model(out / "model", seed=args.seed, head_dim=32 if args.server == "vllm" else 16)
-    start = warm_start(out / "model", out / "start", shown=shown, held_out=held_out, seed=args.seed)
+    start = warm_start(out / "model", out / "start", shown=shown, eval_pairs=eval_pairs, seed=args.seed)
     print(
         f"     {start.steps} supervised steps, {start.seconds:.0f} s: {start.accuracy:.3f} of words it was not shown"
     )
@@ -93,16 +93,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             trainer.close()
     trainer.save_model(str(out / "trained"))
-    print("\n4/4  the same held-out words before and after", flush=True)
+    print("\n4/4  the same eval words before and after", flush=True)
     summary = compare(out / "evals", args, trainer.state.global_step, seconds)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
 
 def environment_and_pairs() -> tuple[Any, list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the environment, the pairs whose answers the warm start is shown, and the held-out pairs.
+    """Return the environment, the pairs whose answers the warm start is shown, and the eval pairs.
 
-    What is shown is a small part of the training words. No answer to a held-out word is ever shown or rewarded: the
+    What is shown is a small part of the training words. No answer to an eval word is ever shown or rewarded: the
     warm start only looks at its score on them to know when to stop.
     """
     import verifiers as vf
@@ -113,12 +113,12 @@ def environment_and_pairs() -> tuple[Any, list[tuple[str, str]], list[tuple[str,
         task_config=TASK,
         question_pattern=": [a-z]+$",
         num_train=TRAIN,
-        num_eval=HELD_OUT,
+        num_eval=NUM_EVAL,
         reward="exact",
     )
     shown = env.get_dataset(n=SHOWN)
-    held_out = env.get_eval_dataset()
-    return env, _pairs(shown), _pairs(held_out)
+    eval_rows = env.get_eval_dataset()
+    return env, _pairs(shown), _pairs(eval_rows)
 
 
 def _pairs(rows: Any) -> list[tuple[str, str]]:
@@ -126,7 +126,7 @@ def _pairs(rows: Any) -> list[tuple[str, str]]:
 
 
 def grpo_config(args: argparse.Namespace) -> Any:
-    """GRPO's settings: 16 prompts x 16 completions a block, one update each; the next block is sampled meanwhile."""
+    """Return GRPO's settings: 16 prompts x 16 completions a block, one update each; the next is sampled meanwhile."""
     import verifiers as vf
 
     steps = args.steps if args.steps is not None else (6 if args.quick else 600)
@@ -146,7 +146,7 @@ def grpo_config(args: argparse.Namespace) -> Any:
         beta=0.0,
         logging_steps=1 if args.quick else 5,
         save_strategy="no",
-        # all held-out words, before and after too: the report's curve has the figures of the table at the end
+        # all eval words, before and after too: the report's curve has the figures of the table at the end
         eval_on_start=True,
         eval_strategy="steps",
         eval_steps=next(steps // count for count in (6, 5, 4, 3, 2, 1) if steps % count == 0),
@@ -154,7 +154,7 @@ def grpo_config(args: argparse.Namespace) -> Any:
 
 
 def compare(evals: Path, args: argparse.Namespace, steps: int, seconds: float) -> dict[str, Any]:
-    """Accuracy before and after with clustered standard errors, and the paired difference; prints the table."""
+    """Print and return the accuracy before and after, with clustered standard errors, and the paired difference."""
     from rich.console import Console
     from rich.table import Table
 
@@ -162,7 +162,7 @@ def compare(evals: Path, args: argparse.Namespace, steps: int, seconds: float) -
 
     found = compare_runs(*(read_compared_run(evals / f"step-{step}") for step in (0, steps)), metric="exact_match")
     old, new, gain = found.a.estimate, found.b.estimate, found.difference
-    table = Table(title=f"exact match on {found.common} held-out words (greedy)", title_justify="left")
+    table = Table(title=f"exact match on {found.common} eval words (greedy)", title_justify="left")
     for column in ("", "accuracy", "± stderr"):
         table.add_column(column, justify="right" if column else "left")
     table.add_row("before", f"{old.mean:.3f}", f"{old.stderr:.3f}")

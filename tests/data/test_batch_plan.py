@@ -67,7 +67,7 @@ def test_the_table_tells_the_whole_run() -> None:
         "per micro-step               2             4",
         "per device                   2             4",
         "group             2 completions of each prompt",
-        "updates per block 4 (2 passes over 4 micro-steps, 2 per update)",
+        "updates per block 4 (2 iterations over 4 micro-steps, 2 per update)",
         "blocks in the run 3 for 10 optimizer steps; the last serves 2 of 4 updates",
         "epochs            1 over 30 prompts; 6 left out of each, too few for a block",
         "devices           1",

@@ -39,7 +39,7 @@ def blocks_of(page: Path) -> list[tuple[str, str | None, str]]:
 
 
 def check_run_file(path: Path) -> None:
-    """Return what `vf-train --dry-run` checks: the environment is loaded, the sizes divide, held-out sets exist."""
+    """Return what `vf-train --dry-run` checks: the environment is loaded, the sizes divide, eval sets exist."""
     model = Path(load_run_file(path).model.path)
     try:
         check_model_path(str(model))
@@ -72,7 +72,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             if title is not None and "def load_environment" in code:
                 env = namespace["load_environment"]()
                 if env.eval_dataset is not None:
-                    assert count_trained_on(env, env.eval_dataset) == 0, "held-out rows are not trained on"
+                    assert count_trained_on(env, env.eval_dataset) == 0, "eval rows are not trained on"
     for name in set(sys.modules) - modules:
         if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
             del sys.modules[name]

@@ -108,7 +108,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
         server.wait(30)
 
 
-def test_no_held_out_word_of_the_page_was_shown_to_the_small_model() -> None:
+def test_no_eval_word_of_the_page_was_shown_to_the_small_model() -> None:
     warm_start = pytest.importorskip("verifiers.train.tiny_model.warm_start", reason="needs the train extra")
     code = next(text for _, title, text in BLOCK.findall(PAGE.read_text()) if title == "backward.py")
     namespace: dict[str, Any] = {}

@@ -46,7 +46,7 @@ def shard_on_the_cpu() -> None:
     state.AcceleratorState.__init__ = init
 
 
-class Keeping(tiny_world.ObservedTrainer):
+class Recording(tiny_world.ObservedTrainer):
     """Keeps what each push sends, beside the weights that all ranks hold together at that moment."""
 
     sent: list[dict[str, torch.Tensor]]
@@ -55,12 +55,12 @@ class Keeping(tiny_world.ObservedTrainer):
         """Keep what is sent from now on."""
         self.sent, push = [], self.publisher._push_once
 
-        def keeping(version: int) -> None:
+        def recording(version: int) -> None:
             with self.weights.tensors(self.weight_sync) as tensors:
                 self.sent.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
             push(version)
 
-        self.publisher._push_once = keeping
+        self.publisher._push_once = recording
 
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def adapter_of(trainer: Keeping) -> dict[str, torch.Tensor]:
+def adapter_of(trainer: Recording) -> dict[str, torch.Tensor]:
     """Return what a push of the adapter alone would send."""
     with trainer.weights.tensors(LoraSync("http://127.0.0.1:9/v1")) as tensors:
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
@@ -84,7 +84,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     args = tiny_world.config(output_dir, given["url"], **given.get("settings", {}))
     peft_config = lora_defaults() if given.get("lora") else None
-    trainer = Keeping(given["model"], tiny_world.single_turn(), args, peft_config=peft_config)
+    trainer = Recording(given["model"], tiny_world.single_turn(), args, peft_config=peft_config)
     trainer.keep_pushes()
     trainer.train(resume_from_checkpoint=given.get("resume"))
     if given.get("save"):

@@ -16,7 +16,7 @@ import verifiers as vf
 from verifiers.errors import GenerationError
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.loss.importance_sampling import correction_weights
+from verifiers.train.loss.importance_sampling import importance_weights
 from verifiers.train.weight_sync import DirectorySync
 
 
@@ -337,8 +337,8 @@ def test_the_share_that_the_correction_clips_is_measured_as_its_mode_sees_it(
     for batch in trainer.seen:
         mask = batch["tool_mask"].bool()
         arguments = (batch["current_logps"], batch["sampling_per_token_logps"], batch["tool_mask"])
-        free = correction_weights(*arguments, mode=mode, clip_max=None, clip_min=None)
-        bound = correction_weights(*arguments, mode=mode, clip_max=2.0, clip_min=None)
+        free = importance_weights(*arguments, mode=mode, clip_max=None, clip_min=None)
+        bound = importance_weights(*arguments, mode=mode, clip_max=2.0, clip_min=None)
         ratios += free[mask].tolist()
         clipped += ((free - bound).abs() > 1e-5)[mask].tolist()
         difference = (arguments[0] - arguments[1])[mask]

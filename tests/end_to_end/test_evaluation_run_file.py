@@ -15,12 +15,12 @@ from verifiers.evals.store import read_run
 ENVIRONMENT = """
 import verifiers as vf
 
-def load_environment(letter, held_out=0):
+def load_environment(letter, num_eval=0):
     def has(completion, **kwargs):
         return float(letter in completion[-1]["content"])
 
     rows = [{"question": f"{letter}{number}", "answer": ""} for number in range(8)]
-    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows[:held_out] or None, rubric=vf.Rubric(funcs=[has]))
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows[:num_eval] or None, rubric=vf.Rubric(funcs=[has]))
 """
 
 RUN = """
@@ -30,11 +30,11 @@ args = {{ letter = "a" }}
 
 [eval_environments.vowel]
 id = "letters"
-args = {{ letter = "e", held_out = 3 }}
+args = {{ letter = "e", num_eval = 3 }}
 
 [eval_environments.consonant]
 id = "letters"
-args = {{ letter = "t", held_out = 2 }}
+args = {{ letter = "t", num_eval = 2 }}
 
 [model]
 path = "{model}"

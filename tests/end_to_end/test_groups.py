@@ -243,7 +243,7 @@ def test_a_run_that_learns_nothing_is_told_in_log_end_and_report(
     assert cause in training_data(tmp_path)["learning"]["text"]
 
 
-def test_a_run_that_learns_has_no_such_verdict(make_fake_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_that_learns_has_no_such_finding(make_fake_trainer: Callable[..., Any], tmp_path: Path) -> None:
     with FakeOpenAIServer(letters) as fake:
         make_fake_trainer(tiny_world.single_turn(count=40), fake.url, output_dir=tmp_path, max_steps=4).train()
     assert training_data(tmp_path)["learning"] is None

@@ -156,7 +156,7 @@ def test_an_evaluation_after_the_last_step_is_of_weights_that_were_judged(
 def watched_probes(trainer: Any) -> list[str]:
     """In order: "asked" for each probe that is on its way, "trained" for each micro-step, "judged"."""
     seen: list[str] = []
-    settle, step, push = trainer.publisher.settle, trainer.training_step, trainer.publisher.push
+    finish_check, step, push = trainer.publisher.finish_check, trainer.training_step, trainer.publisher.push
 
     def pushing(version: int, **options: Any) -> None:
         push(version, **options)
@@ -167,14 +167,14 @@ def watched_probes(trainer: Any) -> list[str]:
         seen.append("trained")
         return loss
 
-    def settling() -> None:
+    def finishing() -> None:
         seen.extend(["judged"] * (trainer.check._version is not None))
-        settle()
+        finish_check()
 
     trainer.publisher.push, trainer.training_step = pushing, training
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, BeforeOptimizerStep):
-            callback._work = settling
+            callback._work = finishing
     return seen
 
 

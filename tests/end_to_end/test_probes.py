@@ -20,7 +20,7 @@ PROBE_SEEDS = range(1000)
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait 0.1 s for a check's answer whatever the server says; requests keep their own deadlines."""
+    """Wait 0.1 s for a check's answer whatever the server answers; requests keep their own deadlines."""
 
     class Impatient(verification.LogprobCheck):
         def __init__(self, *args: Any, **options: Any) -> None:

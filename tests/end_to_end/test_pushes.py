@@ -132,12 +132,12 @@ def test_every_trained_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
     held: dict[int, dict[str, torch.Tensor]] = {}
     push = trainer.weight_sync.push
 
-    def keeping(named: Any, version: int) -> None:
+    def recording(named: Any, version: int) -> None:
         tensors = dict(named)
         held[version] = {name: tensor.clone() for name, tensor in tensors.items()}
         push(tensors.items(), version)
 
-    trainer.weight_sync.push = keeping
+    trainer.weight_sync.push = recording
     blocks = []
     trainer.add_callback(AfterEachStep(lambda: blocks.append(trainer.last_block)))
     trainer.train()

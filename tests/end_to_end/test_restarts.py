@@ -76,12 +76,12 @@ class Witness(TrainerCallback):
         self._trainer, self._step, self._call = trainer, step, call
         push = trainer.weight_sync.push
 
-        def keeping(named: Any, version: int) -> None:
+        def recording(named: Any, version: int) -> None:
             tensors = dict(named)
             self.held[version] = {name: tensor.clone() for name, tensor in tensors.items()}
             push(tensors.items(), version)
 
-        trainer.weight_sync.push = keeping  # type: ignore[method-assign]
+        trainer.weight_sync.push = recording  # type: ignore[method-assign]
         trainer.add_callback(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -207,7 +207,7 @@ def lineage(directory: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError:
-            # torn by the kill: no checkpoint can have followed
+            # cut off by the kill: no checkpoint can have followed
             continue
         steps = {step: kept for step, kept in steps.items() if step < record["step"]}
         steps[record["step"]] = record

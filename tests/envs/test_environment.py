@@ -84,8 +84,8 @@ def test_evaluation_falls_back_to_the_training_rows_with_a_warning(
     with caplog.at_level(logging.WARNING, logger="verifiers"):
         assert list(env.get_eval_dataset(n=1)["question"]) == ["q0"]
     assert "No eval dataset" in caplog.text
-    both = vf.Environment(dataset=rows, eval_dataset=Dataset.from_list([{"question": "held out", "answer": ""}]))
-    assert list(both.get_eval_dataset()["question"]) == ["held out"]
+    both = vf.Environment(dataset=rows, eval_dataset=Dataset.from_list([{"question": "eval", "answer": ""}]))
+    assert list(both.get_eval_dataset()["question"]) == ["eval"]
     with pytest.raises(ConfigError, match="has no training dataset"):
         vf.Environment(eval_dataset=rows).get_dataset()
 

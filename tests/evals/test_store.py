@@ -1,4 +1,4 @@
-"""Results on disk: every line whole, torn tails forgiven, failures in full beside."""
+"""Results on disk: every line whole, incomplete last lines forgiven, failures in full beside."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_run_is_read_as_it_was_written_in_order_of_prompts(tmp_path: Path) -> 
     assert (run.metadata["model"], run.rows[1]["reward"], run.metrics(run.rows[0])) == ("m", 0.5, {"good": 1.0})
 
 
-def test_a_torn_last_line_is_left_out_and_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_left_out_and_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
     stored(tmp_path, rollout(0), rollout(1))
     file = tmp_path / "results.jsonl"
     whole = file.read_bytes()
@@ -172,7 +172,7 @@ def old_run(directory: Path, texts: dict[str, str]) -> Path:
     prompt = [{"role": "user", "content": {"$content": name}} for name in texts]
     (directory / "results.jsonl").write_text(json.dumps({"example_id": 0, "generation": 0, "prompt": prompt}) + "\n")
     lines = [json.dumps({"id": name, "content": text}) + "\n" for name, text in texts.items()]
-    (directory / "contents.jsonl").write_text("".join(lines) + '{"id": "torn')
+    (directory / "contents.jsonl").write_text("".join(lines) + '{"id": "cut off')
     return directory
 
 

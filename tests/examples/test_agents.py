@@ -109,13 +109,13 @@ def toml_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def test_the_start_model_is_shown_no_held_out_article() -> None:
+def test_the_start_model_is_shown_no_eval_article() -> None:
     pytest.importorskip("agents", reason="needs openai-agents")
     pytest.importorskip("trl", reason="needs the train extra")
     agent, start = importlib.import_module("sdk_agent"), importlib.import_module("start_model")
     env = agent.load_environment()
-    trained, held_out = (set(rows["question"]) for rows in (env.get_dataset(), env.get_eval_dataset()))
-    assert len(held_out) == agent.HELD_OUT
-    assert not trained & held_out
+    trained, eval_rows = (set(rows["question"]) for rows in (env.get_dataset(), env.get_eval_dataset()))
+    assert len(eval_rows) == agent.NUM_EVAL
+    assert not trained & eval_rows
     shown = start.conversations(start.shown_names(), start.random.Random(0))
     assert {messages[0]["content"] for messages, _ in shown} <= trained

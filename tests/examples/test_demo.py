@@ -26,12 +26,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def test_held_out_words_are_neither_shown_nor_trained_on() -> None:
+def test_eval_words_are_neither_shown_nor_trained_on() -> None:
     pytest.importorskip("reasoning_gym_env", reason="needs the environment package", exc_type=ImportError)
     run = load("run")
-    env, shown, held_out = run.environment_and_pairs()
+    env, shown, eval_pairs = run.environment_and_pairs()
     trained = set(env.get_dataset()["question"])
-    assert len(held_out) >= 300
-    assert {question for question, _ in held_out} == set(env.get_eval_dataset()["question"])
+    assert len(eval_pairs) >= 300
+    assert {question for question, _ in eval_pairs} == set(env.get_eval_dataset()["question"])
     assert {question for question, _ in shown} <= trained
-    assert not trained & {question for question, _ in held_out}
+    assert not trained & {question for question, _ in eval_pairs}

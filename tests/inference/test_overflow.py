@@ -1,4 +1,4 @@
-"""A prompt that outgrew the context ends a rollout as truncated, in whatever words the server says it."""
+"""A prompt that outgrew the context ends a rollout as truncated, in whatever words the server reports it."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def pool_of(count: int, kind: Any = ServerPool, **options: Any) -> tuple[list[Ga
     return servers, kind(servers, **options)
 
 
-async def settled() -> None:
+async def run_pending() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -249,7 +249,7 @@ async def test_calls_wait_while_none_is_up_and_go_on_when_another_thread_marks_o
     for url in pool.urls:
         pool.mark_down(url, "gone")
     calls = [asyncio.create_task(pool.call(CHAT, ASK)) for _ in range(20)]
-    await settled()
+    await run_pending()
     assert [server.calls for server in servers] == [0, 0]
     servers[1].gate.set()
     # nothing else wakes this loop before the deadline
@@ -279,11 +279,11 @@ async def test_waiting_for_a_server_has_an_end_that_names_the_reasons() -> None:
 async def test_what_a_server_was_answering_when_it_was_marked_down_is_asked_elsewhere() -> None:
     servers, pool = pool_of(2)
     calls = [asyncio.create_task(pool.call(CHAT, ASK)) for _ in range(10)]
-    await settled()
+    await run_pending()
     assert pool.in_flight == {"http://s0/v1": 5, "http://s1/v1": 5}
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         await asyncio.wrap_future(thread.submit(pool.mark_down, pool.urls[0], "it does not answer"))
-    await settled()
+    await run_pending()
     assert pool.in_flight == {"http://s0/v1": 0, "http://s1/v1": 10}
     servers[1].gate.set()
     assert await asyncio.gather(*calls) == [servers[1]] * 10
@@ -292,7 +292,7 @@ async def test_what_a_server_was_answering_when_it_was_marked_down_is_asked_else
 async def test_what_a_server_is_answering_is_left_to_end_where_that_is_asked() -> None:
     servers, pool = pool_of(1)
     call = asyncio.create_task(pool.call(CHAT, ASK))
-    await settled()
+    await run_pending()
     pool.mark_down(pool.urls[0], "it rests", give_up_calls=False)
     servers[0].gate.set()
     assert await call is servers[0]
@@ -331,7 +331,7 @@ async def test_a_run_keeps_the_rollouts_of_a_prompt_together() -> None:
 async def test_a_group_spreads_where_its_server_is_much_busier_than_another() -> None:
     _, pool = pool_of(2, kind=LoadBalancer)
     calls = [asyncio.create_task(pool.for_rollout("one group").call(CHAT, ASK)) for _ in range(40)]
-    await settled()
+    await run_pending()
     most, least = sorted(pool.in_flight.values(), reverse=True)
     assert most + least == 40
     # the rule: 4 + 1.5 x the least loaded, and the call that goes beyond it

@@ -1,4 +1,4 @@
-"""A run whose blocks have no signal is told so, with the cause; one block with a signal ends the verdict."""
+"""A run whose blocks have no signal is told so, with the cause; one block with a signal ends the finding."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ CAUSES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_three_blocks_without_a_signal_have_a_verdict_with_its_cause(name: str) -> None:
+def test_three_blocks_without_a_signal_have_a_finding_with_its_cause(name: str) -> None:
     changes, text, advice = CAUSES[name]
     signal = LearningSignal()
     for _ in range(2):
         signal.take(FLAT | changes)
-    assert signal.verdict() is None
+    assert signal.finding() is None
     signal.take(FLAT | changes)
-    verdict = signal.verdict()
-    assert verdict is not None
-    assert str(verdict).startswith("learns nothing: ")
-    assert text in str(verdict)
-    assert advice in verdict.advice
+    finding = signal.finding()
+    assert finding is not None
+    assert str(finding).startswith("learns nothing: ")
+    assert text in str(finding)
+    assert advice in finding.advice
     signal.take(FLAT | {"rows/trained": 4.0, "rollouts/with_advantage": 4.0})
-    assert signal.verdict() is None
+    assert signal.finding() is None
 
 
 def test_blocks_are_counted_by_their_updates_however_often_is_logged() -> None:
     seldom, often = LearningSignal(), LearningSignal()
     seldom.take(FLAT | {"steps": 12})
-    assert "the last 3 blocks" in str(seldom.verdict(updates_per_block=4))
+    assert "the last 3 blocks" in str(seldom.finding(updates_per_block=4))
     for _ in range(2):
         often.take(FLAT)
         for _ in range(3):
             # updates of the same block log no block
             often.take({"steps": 1})
-    assert often.verdict(updates_per_block=4) is None
+    assert often.finding(updates_per_block=4) is None
     often.take(FLAT)
-    assert "the last 3 blocks" in str(often.verdict(updates_per_block=4))
+    assert "the last 3 blocks" in str(often.finding(updates_per_block=4))

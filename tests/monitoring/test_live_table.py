@@ -18,9 +18,9 @@ from rich.text import Text
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
-from verifiers.monitoring.figures import rounded, sparkline
 from verifiers.monitoring.learning import NothingLearned
 from verifiers.monitoring.live_table import LiveTable, run_table
+from verifiers.monitoring.number_text import rounded, sparkline
 from verifiers.monitoring.run_log import Trend
 from verifiers.monitoring.time_metrics import RunTime
 from verifiers.train.console import ProgressLines, can_draw

@@ -171,7 +171,7 @@ def test_differences_are_those_of_shared_prompts(rows: Rows) -> None:
     assert difference["measures"]["reward"]["prompts"] == 3
 
 
-def test_a_growing_run_reads_what_was_appended_and_waits_for_torn_lines(tmp_path: Path, rows: Rows) -> None:
+def test_a_growing_run_reads_what_was_appended_and_waits_for_incomplete_lines(tmp_path: Path, rows: Rows) -> None:
     path = tmp_path / "results.jsonl"
     lines = [json.dumps(rows(0, generation)).encode() + b"\n" for generation in range(3)]
     path.write_bytes(lines[0] + lines[1][:20])

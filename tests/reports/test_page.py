@@ -181,7 +181,7 @@ def test_two_runs_share_one_page(sums_run: Path, tmp_path: Path, rows: Any) -> N
     assert (data["difference"]["askedOtherwise"], data["difference"]["settings"]) == ([], [])
 
 
-def test_a_run_without_metadata_and_with_a_torn_line_is_shown(tmp_path: Path, rows: Any) -> None:
+def test_a_run_without_metadata_and_with_an_incomplete_line_is_shown(tmp_path: Path, rows: Any) -> None:
     (tmp_path / "results.jsonl").write_text(json.dumps(rows(0, 0)) + "\n" + '{"example_id": 1, "gen')
     data = json.loads(outline(write_evaluation_report(tmp_path)).bodies["vf-data"])
     assert data["total"] == 1

@@ -66,9 +66,9 @@ async def test_a_run_without_a_step_yet_and_one_without_a_record_have_a_page(bro
     assert "Nothing was logged yet" in await words_of(
         browser, runs.write_run(tmp_path / "new", [], [], status="running")
     )
-    torn = runs.write_run(tmp_path / "torn", [runs.line(1)], [])
-    (torn / "run.json").write_text("{")
-    assert "torn" in await words_of(browser, torn)
+    damaged = runs.write_run(tmp_path / "damaged", [runs.line(1)], [])
+    (damaged / "run.json").write_text("{")
+    assert "damaged" in await words_of(browser, damaged)
     assert browser.errors == []
 
 

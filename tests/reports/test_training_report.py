@@ -173,7 +173,7 @@ def test_all_strips_of_a_section_have_one_scale_which_begins_or_ends_at_zero(
     assert len(section["cards"]) == 2
 
 
-def test_a_torn_line_and_settings_that_another_version_wrote_are_no_error(tmp_path: Path) -> None:
+def test_an_incomplete_line_and_settings_that_another_version_wrote_are_no_error(tmp_path: Path) -> None:
     run = write_run(tmp_path, [line(1)], [], judged_by={"max_concurrent": 64, "of_the_future": True})
     before = run_version(run)
     with (run / METRICS).open("a") as file:

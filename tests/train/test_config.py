@@ -128,11 +128,11 @@ def test_token_budgets_that_cannot_be_are_refused(tmp_path: Path, options: dict[
         ({"loss_type": "sapo", "delta": 4.0}, "delta=4 bounds the clipped objective, which loss_type='sapo'"),
         (
             {"geometric_mask_max": 1.01, "importance_correction": False},
-            "geometric_mask_max=1.01 would change the importance correct",
+            "geometric_mask_max=1.01 would change the importance weights",
         ),
         (
             {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_correction": False},
-            "vllm_importance_sampling_mode='token_mask' would change the importance correction, which is off",
+            "vllm_importance_sampling_mode='token_mask' would change the importance weights, which are off",
         ),
         ({"vllm_importance_sampling_cap": 0.5}, "vllm_importance_sampling_clip_max=0.5 leave out a ratio of 1"),
         ({"geometric_mask_min": 1.01}, "geometric_mask_min=1.01 and .* leave out a ratio of 1"),

@@ -142,7 +142,7 @@ def test_a_run_that_trains_on_its_kl_alone_has_no_signal() -> None:
     signal = LearningSignal()
     for _ in range(3):
         signal.take({"steps": 1, **logged[0]})
-    assert "every reward was 0" in str(signal.verdict())
+    assert "every reward was 0" in str(signal.finding())
 
 
 def test_the_kl_of_a_rollout_is_subtracted_from_its_reward_whichever_ranks_train_its_rows() -> None:

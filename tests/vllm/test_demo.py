@@ -1,4 +1,4 @@
-"""The whole way once against vLLM: the demo's model is made, warmed up, trained, and better on held-out words."""
+"""The whole way once against vLLM: the demo's model is made, warmed up, trained, and better on eval words."""
 
 from __future__ import annotations
 

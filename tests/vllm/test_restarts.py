@@ -43,18 +43,18 @@ class Witness:
         self.blocks: list[Any] = []
         push = trainer.weight_sync.push
 
-        def keeping(named: Any, version: int) -> None:
+        def recording(named: Any, version: int) -> None:
             tensors = dict(named)
             self.held[version] = {name: tensor.clone() for name, tensor in tensors.items()}
             push(tensors.items(), version)
 
-        trainer.weight_sync.push = keeping
+        trainer.weight_sync.push = recording
 
-        class Keeping(TrainerCallback):
+        class Recording(TrainerCallback):
             def on_step_end(_, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: N805
                 self.blocks.append(trainer.last_block)
 
-        trainer.add_callback(Keeping())
+        trainer.add_callback(Recording())
 
     def check(self, model: Path) -> int:
         """Compare every trained token; gives how many there were."""

@@ -157,7 +157,7 @@ async def test_a_retry_waits_for_the_worker_of_its_group(begin_with: Any) -> Non
     first = await runner.run_batch(requests)
     link = first[0].state.link
     link.expect("something else", 3600)
-    asyncio.get_running_loop().call_later(0.05, link._settle, "something else")
+    asyncio.get_running_loop().call_later(0.05, link._stop_expecting, "something else")
     again = await runner.run_batch(requests[1:])
     assert again[0].state.link is link
     await runner.score([first[0], again[0]])

@@ -108,7 +108,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _PrintVersion(argparse.Action):
-    """Prints the command's name and its version; that of verifiers is looked up only here."""
+    """An action that prints the command's name and its version; that of verifiers is looked up only here."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, const: str | None, help: str) -> None:  # noqa: A002
         super().__init__(option_strings, dest, nargs=0, const=const, default=argparse.SUPPRESS, help=help)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from verifiers.cli.arguments import CommandParser
 from verifiers.cli.main import DONE, CommandFailedError, run_command
 from verifiers.errors import ConfigError
-from verifiers.monitoring.figures import rounded
+from verifiers.monitoring.number_text import rounded
 
 if TYPE_CHECKING:
     from verifiers.evals.comparison import Comparison, Side
@@ -22,7 +22,7 @@ __all__ = ["compare", "main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-compare", lambda: compare(parser().parse_args(argv)))
 
 
@@ -66,7 +66,7 @@ def parser() -> CommandParser:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
+    """Compare two runs and print the comparison; raise errors instead of printing them."""
     from verifiers.evals.comparison import compare_runs, read_compared_run
 
     if args.on_common_prompts and args.unpaired_ok:

@@ -41,7 +41,7 @@ SAMPLING_ARGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "frequenc
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-eval", lambda: evaluate(parser().parse_args(argv)))
 
 
@@ -109,7 +109,7 @@ def parser() -> CommandParser:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
+    """Evaluate a model on an environment; raise errors instead of printing them."""
     from verifiers.data.shard import Shard
     from verifiers.log import Redactor, redact_logs, secrets_of_run, url_without_secrets
 

@@ -15,7 +15,7 @@ _SUFFIXES = {"csv": ".csv", "jsonl": ".jsonl", "hf": "", "sft": ".jsonl", "prefe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-export", lambda: export(parser().parse_args(argv)))
 
 
@@ -39,7 +39,7 @@ def parser() -> CommandParser:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
+    """Export a run; raise errors instead of printing them."""
     from verifiers.evals.export import export_run
     from verifiers.evals.store import read_run
 

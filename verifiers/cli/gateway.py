@@ -36,7 +36,7 @@ _BLOCKED_S = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-gateway", lambda: record(parser().parse_args(argv)))
 
 
@@ -89,7 +89,7 @@ def parser() -> CommandParser:
 
 
 def record(args: argparse.Namespace) -> int:
-    """Do what the command does; returns when it is interrupted and everything is stored."""
+    """Record the sessions of programs; return when the command is interrupted and everything is stored."""
     from verifiers.cli.evaluation.external_run import SAMPLING_ARGS
     from verifiers.keywords import check_keywords
     from verifiers.log import Redactor, redact_logs, secrets_of_run, setup_logging

@@ -335,7 +335,7 @@ def _fresh_snapshot() -> dict[str, Any]:
 
 
 def _report(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """Say what was installed, and return its environments."""
+    """Print what was installed, and return its environments."""
     was, now = before["verifiers"], after["verifiers"]
     if now != was or after["packages"]["verifiers"] != before["packages"]["verifiers"]:
         found = "is gone" if now is None else f"was replaced by {now['version']} in {now['location']}"
@@ -364,7 +364,7 @@ def _report(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any
 
 
 def _add_undeclared(environments: Iterable[dict[str, Any]], command: Sequence[str]) -> None:
-    """Say which modules environments import that are not installed, and install those that 0.1.x brought.
+    """Print which modules environments import that are not installed, and install those that 0.1.x brought.
 
     Args:
         environments: those that were installed.

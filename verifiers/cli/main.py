@@ -194,7 +194,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `vf`: run the command that the first argument names; returns its exit code."""
+    """Run the command of `vf` that the first argument names; return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0].startswith("-"):
         parser().parse_args(given)

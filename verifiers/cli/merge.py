@@ -13,7 +13,7 @@ __all__ = ["main", "merge", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-merge", lambda: merge(parser().parse_args(argv)))
 
 
@@ -36,7 +36,7 @@ def parser() -> CommandParser:
 
 
 def merge(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
+    """Merge the shards of an evaluation; raise errors instead of printing them."""
     from verifiers.evals.merge import merge_runs
     from verifiers.evals.summary import load_prices
     from verifiers.reports.evaluation import write_evaluation_report

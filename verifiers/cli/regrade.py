@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.cli.arguments import CommandParser, json_object
 from verifiers.cli.main import DONE, make_importable, run_command
 from verifiers.errors import ConfigError
-from verifiers.monitoring.figures import rounded
+from verifiers.monitoring.number_text import rounded
 
 if TYPE_CHECKING:
     from verifiers.evals.regrade import Regraded
@@ -22,7 +22,7 @@ __all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-regrade", lambda: regrade_run(parser().parse_args(argv)))
 
 
@@ -57,7 +57,7 @@ def parser() -> CommandParser:
 
 
 def regrade_run(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
+    """Grade a stored run again; raise errors instead of printing them."""
     from verifiers.envs.lifecycle import run_teardown
     from verifiers.envs.registry import load_environment
     from verifiers.evals.regrade import regrade

@@ -15,7 +15,7 @@ __all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-report", lambda: report(parser().parse_args(argv)))
 
 
@@ -38,7 +38,7 @@ def parser() -> CommandParser:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
+    """Write the report of a run; raise errors instead of printing them."""
     from verifiers.evals.store import RESULTS
     from verifiers.monitoring.run_log import is_training_run
     from verifiers.reports.evaluation import write_evaluation_report

@@ -26,7 +26,7 @@ _TEARDOWN_AFTER_FAILURE_S = 1.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-train", lambda: _start(parser().parse_args(argv)))
 
 
@@ -67,7 +67,7 @@ def train(
     resume: bool = False,
     server_url: Sequence[str] | None = None,
 ) -> int:
-    """Do what the command does; raise errors instead of printing them."""
+    """Train as a run file says; raise errors instead of printing them."""
     from verifiers.errors import ConfigError
 
     if fresh and resume:
@@ -130,7 +130,7 @@ def train(
     hide_library_bars()
     with contextlib.ExitStack() as stack:
         # left last: a server does not wait for it
-        stack.enter_context(_torn_down([env, *(part.env for part in eval_sets)]))
+        stack.enter_context(_teardown_on_exit([env, *(part.env for part in eval_sets)]))
         if run.server.launch is not None and is_rank_0:
             config.server_url = stack.enter_context(
                 launched_server(
@@ -223,7 +223,7 @@ def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractCon
 
 
 @contextlib.contextmanager
-def _torn_down(envs: Sequence[Environment]) -> Iterator[None]:
+def _teardown_on_exit(envs: Sequence[Environment]) -> Iterator[None]:
     """Tear environments down on the way out."""
     from verifiers.envs.lifecycle import TEARDOWN_WITHIN_S, tear_down
 

@@ -17,7 +17,7 @@ __all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-view", lambda: view(parser().parse_args(argv)))
 
 
@@ -37,7 +37,7 @@ def parser() -> CommandParser:
 
 
 def view(args: argparse.Namespace) -> int:
-    """Do what the command does; returns when it is interrupted."""
+    """Serve the runs in a directory; return when the command is interrupted."""
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port is {args.port}; give a number from 0 to 65535.")
     asyncio.run(_serve(Path(args.directory), args.port))

@@ -174,7 +174,7 @@ class AdaptiveRows:
         return self.policy.metrics()
 
     def _learn_before(self, block_id: int) -> None:
-        """Let the policy learn from every block that block `block_id` may depend on, and from no later one."""
+        """Pass the policy every block that block `block_id` may depend on, and no later one."""
         last = block_id - 1 - self.lag
         if last > self._observed:
             raise GenerationError(

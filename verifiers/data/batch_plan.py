@@ -36,8 +36,8 @@ def plan_table(plan: BatchPlan) -> str:
 
 
 def _notes(plan: BatchPlan) -> list[tuple[str, str]]:
-    passes = f"{_count(plan.num_iterations, 'pass', 'passes')} over "
-    passes += _count(plan.steps_per_generation, "micro-step", "micro-steps")
+    iterations = f"{_count(plan.num_iterations, 'iteration', 'iterations')} over "
+    iterations += _count(plan.steps_per_generation, "micro-step", "micro-steps")
     run = f"{plan.blocks:,} for {_count(plan.max_steps, 'optimizer step', 'optimizer steps')}"
     if unused := plan.blocks * plan.updates_per_block - plan.max_steps:
         run += f"; the last serves {plan.updates_per_block - unused} of {plan.updates_per_block} updates"
@@ -45,7 +45,7 @@ def _notes(plan: BatchPlan) -> list[tuple[str, str]]:
         ("group", f"{plan.num_generations} completions of each prompt"),
         (
             "updates per block",
-            f"{plan.updates_per_block:,} ({passes}, {plan.gradient_accumulation_steps:,} per update)",
+            f"{plan.updates_per_block:,} ({iterations}, {plan.gradient_accumulation_steps:,} per update)",
         ),
         ("blocks in the run", run),
         *_rows(plan),
@@ -104,7 +104,7 @@ class BatchPlan:
         gradient_accumulation_steps: micro-steps per optimizer step.
         steps_per_generation: K, micro-steps in a block.
         num_generations: G, rollouts of each prompt.
-        num_iterations: mu, passes over each block.
+        num_iterations: mu, iterations over each block.
         max_steps: optimizer steps in the run.
         num_prompts: rows of the dataset.
         seed: orders prompts and rows, and seeds rollouts.

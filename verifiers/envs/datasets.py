@@ -1,4 +1,4 @@
-"""Datasets as environments want them: a prompt and an id in every row, and rows read back with their defaults."""
+"""Datasets as environments need them: a prompt and an id in every row, and rows read back with their defaults."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def format_dataset(
 
 
 def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
-    """(prompt, answer, task, info) of a row.
+    """Return (prompt, answer, task, info) of a row.
 
     Absent or None: answer "", task "default", info {}. Info may be JSON text. Arrow tables give every message the
     fields of all others, as None; those are dropped from prompts and from the tools in `info`.

@@ -48,7 +48,7 @@ def group_datasets(
     """Return the training rows and the eval rows of all environments, in their order, and the routes of their tasks.
 
     An environment without training rows has none in the first; the second is None where no environment has
-    held-out rows, and else takes training rows from those that have none.
+    eval rows, and else takes training rows from those that have none.
 
     Raises:
         ConfigError: a column that cannot hold what it holds in each of them.
@@ -71,7 +71,7 @@ def group_datasets(
 
 
 def alternating(names: Iterable[str]) -> list[int]:
-    """Places of rows such that environments take turns, each with its rows in order, until all are through.
+    """Return the places of rows so that environments take turns, each with its rows in order, until all are through.
 
     Args:
         names: of each row's environment.
@@ -107,7 +107,7 @@ def _outer_task(route: Route, routes: dict[str, Route], renamed: dict[Route, str
 
 
 def _concatenated(parts: Mapping[str, Dataset]) -> Dataset:
-    """All rows as one table; a column that is missing somewhere is None there."""
+    """Join all rows into one table; a column that is missing somewhere is None there."""
     import datasets
     import pyarrow
 
@@ -140,7 +140,7 @@ def _concatenated(parts: Mapping[str, Dataset]) -> Dataset:
 
 
 class EnvGroupRubric(Rubric):
-    """Scores each rollout by the rubric of the environment that its task belongs to.
+    """A rubric that scores each rollout by the rubric of the environment that its task belongs to.
 
     The classic calls (`score_rollout`, `score_rollouts`) give every rollout all metrics of the group, 0.0 where they
     are another environment's; `score_group` gives each rollout those of its environment, so that means are over what
@@ -165,7 +165,7 @@ class EnvGroupRubric(Rubric):
         return self.all_reward_names
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
-        """Refused: each environment of a group has reward functions of its own."""
+        """Refuse the function: each environment of a group has reward functions of its own."""
         raise ConfigError(
             "a group has no reward functions of its own; add it to the rubric of one of its environments."
         )
@@ -363,7 +363,7 @@ class EnvGroup(Environment):
         processing_class: Any,
         mask_env_responses: bool = False,
     ) -> TokenLists:
-        """As the environment of the rollout's task does it, with its tools."""
+        """Return the token lists of a chat rollout by the environment of its task, with that environment's tools."""
         env = self.get_env_for_task(state["task"])
         return env.process_chat_format_vllm(prompt, completion, state, processing_class, mask_env_responses)
 

@@ -48,7 +48,7 @@ class Environment:
         dataset: training rows, a `datasets.Dataset` or a list of dicts with `prompt` (messages or a string) or
             `question`, and optionally `answer`, `info` (a dict or JSON text), `task`; or a function that returns
             them, called when they are first needed.
-        eval_dataset: held-out rows of the same form.
+        eval_dataset: eval rows of the same form.
         system_prompt: put before every question, in chat mode.
         few_shot: example messages put between the system prompt and the question.
         parser: turns completions into answers; a plain `Parser` when left out.
@@ -144,7 +144,7 @@ class Environment:
         return self.dataset
 
     def build_eval_dataset(self) -> Dataset | None:
-        """Return the held-out rows, all of them; None where there are none."""
+        """Return the eval rows, all of them; None where there are none."""
         return self.eval_dataset
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
@@ -158,7 +158,7 @@ class Environment:
         return datasets.selected(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Dataset:
-        """Return the held-out rows, or, with a warning, the training rows where there are none."""
+        """Return the eval rows, or, with a warning, the training rows where there are none."""
         if self.eval_dataset is None:
             self.logger.warning("No eval dataset was given: evaluating on the training dataset.")
             return self.get_dataset(n, seed)
@@ -329,13 +329,13 @@ class Environment:
         )
 
     def generate(self, inputs: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """`a_generate`, for both generations of callers: read the result at once, or await it."""
+        """Run `a_generate` for both generations of callers: read the result at once, or await it."""
         return batch_api.complete_or_awaitable(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
 
     def generate_sync(
         self, inputs: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
     ) -> GenerateOutputs:
-        """`a_generate`, blocking; also inside a running event loop."""
+        """Run `a_generate` and wait for the result; also inside a running event loop."""
         return run_blocking(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
 
     async def a_evaluate(
@@ -358,13 +358,13 @@ class Environment:
         return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)
 
     def evaluate(self, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """`a_evaluate`, for both generations of callers: read the result at once, or await it."""
+        """Run `a_evaluate` for both generations of callers: read the result at once, or await it."""
         return batch_api.complete_or_awaitable(lambda: self.a_evaluate(client, model, *args, **kwargs))
 
     def evaluate_sync(
         self, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
     ) -> GenerateOutputs:
-        """`a_evaluate`, blocking."""
+        """Run `a_evaluate` and wait for the result."""
         return run_blocking(lambda: self.a_evaluate(client, model, *args, **kwargs))
 
     def make_dataset(
@@ -376,7 +376,7 @@ class Environment:
         state_columns: list[str] | None = None,
         **kwargs: Any,
     ) -> Dataset:
-        """Results as a Dataset: prompt, completion, answer, task, reward, average_reward, [info], each metric.
+        """Return results as a Dataset: prompt, completion, answer, task, reward, average_reward, [info], each metric.
 
         Args:
             rollouts_per_example: kept for the classic signature; averages go by prompt, whatever the order.
@@ -404,7 +404,7 @@ class Environment:
         processing_class: Any,
         mask_env_responses: bool = False,
     ) -> token_processing.TokenLists:
-        """Token lists of a chat rollout; see `verifiers.envs.classic.token_processing.process_chat`."""
+        """Return the token lists of a chat rollout; see `verifiers.envs.classic.token_processing.process_chat`."""
         tools = openai_tools(tools_of_info(state.get("info") or {}) or self.oai_tools or ())
         return token_processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)
 
@@ -416,7 +416,7 @@ class Environment:
         processing_class: Any,
         mask_env_responses: bool = False,
     ) -> token_processing.TokenLists:
-        """Token lists of a rollout in completion mode; see `token_processing.process_completion`."""
+        """Return the token lists of a rollout in completion mode; see `token_processing.process_completion`."""
         return token_processing.process_completion(prompt, completion, state, processing_class, mask_env_responses)
 
     def process_env_results_vllm(
@@ -431,7 +431,7 @@ class Environment:
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
     ) -> ProcessedOutputs:
-        """Token lists of finished rollouts; see `verifiers.envs.classic.token_processing.process_results`."""
+        """Return the token lists of finished rollouts; see `token_processing.process_results`."""
         is_chat = self.message_type == "chat"
         of_one: Callable[..., token_processing.TokenLists] = (
             self.process_chat_format_vllm if is_chat else self.process_completion_format_vllm

@@ -45,7 +45,7 @@ async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 class AwaitableBool(int):
-    """True or False that may also be awaited, for conditions that subclasses ask for in either way."""
+    """A bool that may also be awaited, for conditions that subclasses ask for in either way."""
 
     def __await__(self) -> Generator[Any, Any, bool]:
         yield from ()
@@ -196,7 +196,7 @@ def tear_down(envs: Iterable[Any], within_s: float = TEARDOWN_WITHIN_S) -> None:
 
 
 def teardown_at_exit(env: Any) -> None:
-    """See to it that the environment's teardown runs when the interpreter ends, which waits 5 seconds for it.
+    """Register the environment's teardown for the end of the interpreter, which waits 5 seconds for it.
 
     For the classic calls, of which none is known to be the last. It does nothing for an environment without
     marked methods.
@@ -249,7 +249,7 @@ def _run_teardown(env: Any) -> None:
 
 
 def _with_members(envs: Iterable[Any]) -> Iterator[Any]:
-    """Environments, those of a group before the group."""
+    """Yield environments, those of a group before the group."""
     for env in envs:
         yield from _with_members(getattr(env, "envs", None) or ())
         yield env

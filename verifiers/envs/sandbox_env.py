@@ -180,7 +180,7 @@ class SandboxEnv(StatefulToolEnv):
         """Prepare a new sandbox before anything runs in it. Override it to put files there."""
 
     def get_sandbox_request(self, state: State) -> SandboxRequest:
-        """Return what the rollout's sandbox is to be like. Override it where rows want different ones."""
+        """Return what the rollout's sandbox is to be like. Override it where rows need different ones."""
         return self.sandbox_request.model_copy()
 
     async def post_rollout(self, state: State) -> None:

@@ -66,7 +66,7 @@ async def call_model_by_state(
     tool_defs: list[Any] | None = None,
     **_: Any,
 ) -> ModelResponse:
-    """`call_model` for an environment and a state, which has whatever is not given."""
+    """Call `call_model` with what is given, and take the rest from an environment and a state."""
     given = tool_defs if oai_tools is None else oai_tools
     tools = offered_tools(state, env.oai_tools) if given is None else given
     return await call_model(

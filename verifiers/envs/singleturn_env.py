@@ -32,5 +32,5 @@ class SingleTurnEnv(MultiTurnEnv):
         return len(state["responses"]) > 0
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> tuple[Messages, State]:
-        """Never asked by the loop; the classic API's empty reply for code that calls it directly."""
+        """Return the classic API's empty reply, for code that calls this directly; the loop never does."""
         return [{"role": "user", "content": ""}], state

@@ -33,7 +33,7 @@ def _text_of(error: Exception) -> str:
 
 
 async def _is_completed_by_state(self: ToolEnv, state: State, **_: Any) -> bool:
-    """`is_completed` of the second generation."""
+    """Return whether a rollout is complete, as `is_completed` of the second generation does."""
     if await is_completed_by_state(self, state):
         return True
     answered = bool(state.get("trajectory")) and bool(await maybe_await(self.no_tools_called, state))
@@ -204,7 +204,7 @@ class ToolEnv(MultiTurnEnv):
         """Return the tool message that tells of an error.
 
         Raises:
-            Exception: it is not for the policy to hear.
+            Exception: it is not for the policy to see.
         """
         if isinstance(error, NOT_FOR_THE_MODEL):
             raise error

@@ -219,7 +219,7 @@ def _hints(func: Callable[..., Any], shown: Collection[str]) -> dict[str, Any]:
 
 
 class _Annotations:
-    """Something that `get_type_hints` reads: an object with annotations."""
+    """An object with annotations, for `get_type_hints` to read."""
 
     def __init__(self, annotations: dict[str, Any]) -> None:
         self.__annotations__ = annotations
@@ -295,7 +295,7 @@ class _OpenObjectError(Exception):
 
 
 def strict_schema(schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a JSON schema as OpenAI's strict mode wants it, or None where strict mode cannot say the same.
+    """Return a JSON schema as OpenAI's strict mode requires it, or None where strict mode cannot say the same.
 
     Every property is required, no object is open, `oneOf` is `anyOf`, and a `$ref` stands alone: where it has
     company, such as a description, what it refers to is written out in its place.

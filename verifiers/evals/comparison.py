@@ -157,7 +157,7 @@ class Comparison:
     settings: Mapping[str, tuple[Any, Any]]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`; None stands for what cannot be told."""
+        """Return the fields of `--json`; None stands for what cannot be told."""
         return {
             "metric": self.metric,
             "paired": self.paired,

@@ -53,7 +53,7 @@ def evaluation_requests(dataset: Any, rollouts_per_example: int, seed: int | Non
 def iter_requests(
     dataset: Any, rollouts_per_example: int, seed: int | None, shard: Shard | None = None
 ) -> Iterator[list[RolloutRequest]]:
-    """As `evaluation_requests`, one prompt at a time: a long dataset is never held as a whole.
+    """Yield what `evaluation_requests` returns, one prompt at a time: a long dataset is never held as a whole.
 
     Args:
         shard: leaves out the prompts of other shards; ids and seeds are those of the whole evaluation.
@@ -81,7 +81,7 @@ def _rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
 
 
 class Interruption:
-    """Ends a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
+    """The end of a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
 
     Both may be called on the event loop only, e.g. from its signal handlers.
 
@@ -179,7 +179,7 @@ async def run_units(
 
 
 def _most_unfinished(limiter: Limiter) -> float:
-    """Rollouts that may be in flight, wait for their score or be scored, all together."""
+    """Return how many rollouts may be in flight, wait for their score or be scored, all together."""
     slots = limiter.max_concurrent
     return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
 
@@ -209,7 +209,7 @@ async def run_evaluation(
 
 
 def estimates(block: ScoredBlock) -> dict[str, Estimate]:
-    """Mean, clustered standard error and 95 % interval of "reward" and of each reward function."""
+    """Return mean, clustered standard error and 95 % interval of "reward" and of each reward function."""
     names = sorted({name for rollout in block for name in rollout.metrics})
     found = {"reward": _estimate([[r.reward for r in group.scored] for group in block.groups])}
     for name in names:
@@ -227,7 +227,7 @@ _BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
 class LoopLag:
-    """Measures, ten times a second, how late a timer fires.
+    """A measurement, ten times a second, of how late a timer fires.
 
     Attributes:
         samples: timers so far.

@@ -164,7 +164,7 @@ def sft_rows(run: StoredRun, threshold: float = 1.0) -> Iterator[dict[str, Any]]
 
 
 def preference_rows(run: StoredRun, least_difference: float = 0.0) -> Iterator[dict[str, Any]]:
-    """Best against worst rollout of each prompt, where their rewards differ by more than `least_difference`.
+    """Yield the best and the worst rollout of each prompt whose rewards differ by more than `least_difference`.
 
     Rollouts whose environment changed the prompt are only compared with those that had the same one.
     """

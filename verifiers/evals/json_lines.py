@@ -33,7 +33,7 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Nested data as JSON takes it: no NaN, texts as keys, no cycles."""
+    """Return nested data as JSON takes it: no NaN, texts as keys, no cycles."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int)):
@@ -105,15 +105,15 @@ def mend_last_line(path: Path) -> None:
             start = max(0, start - 65536)
             file.seek(start)
             tail = file.read(end - start)
-        torn = tail.rpartition(b"\n")[2]
-        if not torn:
+        incomplete = tail.rpartition(b"\n")[2]
+        if not incomplete:
             return
         try:
-            whole = isinstance(json.loads(torn), dict)
+            whole = isinstance(json.loads(incomplete), dict)
         except ValueError:
             whole = False
         if whole:
             file.seek(end)
             file.write(b"\n")
         else:
-            file.truncate(end - len(torn))
+            file.truncate(end - len(incomplete))

@@ -13,7 +13,7 @@ __all__ = ["best_at_k", "pass_at_k", "pass_hat_k", "sizes_up_to"]
 
 @functools.lru_cache(maxsize=4096)
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that at least one of k rollouts is right, estimated without bias from c right ones among n.
+    """Estimate without bias the chance that at least one of k rollouts is right, from c right ones among n.
 
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374).
 
@@ -29,7 +29,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """Chance that all of k rollouts are right, estimated without bias from c right ones among n.
+    """Estimate without bias the chance that all of k rollouts are right, from c right ones among n.
 
     C(c, k) / C(n, k), pass^k of tau-bench (Yao et al. 2024, arXiv:2406.12045). Returns and raises as `pass_at_k`.
     """
@@ -70,7 +70,7 @@ def sizes_up_to(n: int) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def _weights(n: int, k: int) -> tuple[float, ...]:
-    """C(i - 1, k - 1) / C(n, k) for i = 1 .. n, downwards by ratios: the binomials themselves would overflow."""
+    """Return C(i - 1, k - 1) / C(n, k) for i = 1 .. n, downwards by ratios: the binomials alone would overflow."""
     weights = [0.0] * n
     weights[n - 1] = k / n
     for i in range(n - 1, k - 1, -1):

@@ -88,14 +88,14 @@ class Progress:
         self._replaceable[key] = reward
         self.results.add(row)
 
-    def settle(self, done: Mapping[Any, Container[Any]]) -> None:
-        """Say which rollouts of `add_row` will not be done again, by example id and generation."""
+    def mark_done(self, done: Mapping[Any, Container[Any]]) -> None:
+        """Note which rollouts of `add_row` will not be done again, by example id and generation."""
         self._replaceable = {
             key: reward for key, reward in self._replaceable.items() if key[1] not in done.get(key[0], ())
         }
 
     def estimates(self) -> dict[str, Estimate]:
-        """Mean, clustered standard error and 95 % interval of "reward" and of each reward function."""
+        """Return mean, clustered standard error and 95 % interval of "reward" and of each reward function."""
         return {
             name: mean_and_stderr_clustered(list(self.results.values(name).values())) for name in self.results.metrics
         }

@@ -17,7 +17,7 @@ _MOST_FILES = 500
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what takes part in every evaluation."""
+    """Return the versions of what takes part in every evaluation."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("verifiers", "openai", "aiohttp", "datasets"):
         found[name] = _version(name)
@@ -40,7 +40,7 @@ def environment_provenance(env_id: str) -> dict[str, str | None]:
 
 
 def git_provenance() -> dict[str, Any] | None:
-    """Revision of the repository that the current directory lies in, and whether it has changes; None outside."""
+    """Return the revision of the current directory's repository, and whether it has changes; None outside of one."""
     revision = _git("rev-parse", "HEAD")
     if not revision:
         return None

@@ -166,7 +166,7 @@ def _restored(row: Mapping[str, Any]) -> Rollout:
 
 
 def _messages(value: Any) -> Any:
-    """Messages as reward functions get them in a live rollout: dicts whose fields are attributes too."""
+    """Return messages as reward functions get them in a live rollout: dicts whose fields are attributes too."""
     if isinstance(value, list):
         return [MessageRecord(message) if isinstance(message, dict) else message for message in value]
     return "" if value is None else value

@@ -299,7 +299,7 @@ def finished_rollouts(
     for example, generations in scored.items():
         if not whole_groups or len(generations) >= rollouts_per_example:
             finished.done[example] = generations
-    finished.progress.settle(finished.done)
+    finished.progress.mark_done(finished.done)
     return finished
 
 

@@ -182,7 +182,7 @@ class Estimate:
 def mean_and_stderr_clustered(
     rewards_by_prompt: Sequence[Sequence[float]], *, confidence: float = 0.95, bounds: Bounds | None = None
 ) -> Estimate:
-    """Mean reward with a standard error that treats the rollouts of a prompt as one cluster.
+    """Estimate the mean reward, with a standard error that treats the rollouts of a prompt as one cluster.
 
     The estimate is the mean over prompts of each prompt's mean reward, so that a prompt some of whose rollouts
     failed counts as much as any other. Its standard error is the standard deviation of those n means over sqrt(n);

@@ -89,7 +89,7 @@ class StoredRun:
 
 
 def read_run(directory: str | Path) -> StoredRun:
-    """Read a run by its directory or its results.jsonl, also one that is being written: a torn last line is left out.
+    """Read a run by its directory or its results.jsonl, also one being written: an incomplete last line is left out.
 
     Raises:
         ConfigError: there is no run there, or a line before the last is damaged.
@@ -132,22 +132,24 @@ def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """As `iter_rows`, of a file of rows, with each line as it is stored; a torn last line is left out."""
+    """Yield each line of a file as stored, and its row as of `iter_rows`; an incomplete last line is left out."""
     path = directory / name
     if not path.is_file():
         return
     reader = RowReader(directory)
-    torn: tuple[int, Exception] | None = None
+    damaged: tuple[int, Exception] | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if torn is not None:
-                raise ConfigError(f"line {torn[0]} of {str(path)!r} is damaged ({torn[1]}); repair or delete it.")
+            if damaged is not None:
+                raise ConfigError(
+                    f"line {damaged[0]} of {str(path)!r} is damaged ({damaged[1]}); repair or delete it."
+                )
             try:
                 row = reader.parse(line)
             except ConfigError:
                 raise
             except ValueError as error:
-                torn = number, error
+                damaged = number, error
             else:
                 yield line, row
 
@@ -232,7 +234,7 @@ def _failure_row(rollout: Rollout) -> dict[str, Any]:
 
 
 class ResultStore:
-    """Appends rollouts to `results.jsonl` as they finish, and writes `metadata.json` at the start.
+    """A writer of rollouts to `results.jsonl` as they finish, and of `metadata.json` at the start.
 
     Args:
         directory: an existing directory, empty or of the run that is continued.

@@ -237,7 +237,7 @@ class RunSummary:
     currency: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """For metadata.json and `--json`; None stands for what cannot be told."""
+        """Return the fields of metadata.json and `--json`; None stands for what cannot be told."""
         counts = dataclasses.asdict(self.counts)
         variance = self.variance
         return {
@@ -315,7 +315,7 @@ def at_k(
     right_from: float = RIGHT_FROM,
     confidence: float = 0.95,
 ) -> list[AtK]:
-    """pass@k, pass^k and best@k over prompts, each with its interval.
+    """Estimate pass@k, pass^k and best@k over prompts, each with its interval.
 
     Args:
         rewards_by_prompt: of the scored rollouts.
@@ -354,7 +354,7 @@ def value_of_prompt(metric: str, right_from: float = RIGHT_FROM) -> tuple[str, C
 
 
 def rollouts_planned(metadata: Mapping[str, Any]) -> int | None:
-    """Rollouts that a run should have, by its metadata; None where that does not say."""
+    """Return how many rollouts a run should have, by its metadata; None where that does not say."""
     prompts, each = metadata.get("num_examples"), metadata.get("rollouts_per_example")
     if not isinstance(prompts, int) or not isinstance(each, int) or prompts <= 0:
         return None

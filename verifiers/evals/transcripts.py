@@ -44,7 +44,7 @@ def transcript_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def messages_of(messages: Any, role: str) -> list[dict[str, Any]]:
-    """Messages as the page draws them; fields without content are left out.
+    """Return messages as the page draws them; fields without content are left out.
 
     Args:
         messages: a list of chat messages, or a string in completion mode.

@@ -140,7 +140,7 @@ class MessagesWire:
         kind = _ERRORS.get(refusal.status, "api_error")
         text = str(refusal)
         if refusal.code == "context_length_exceeded":
-            # by these words clients know it
+            # clients recognize the error by these words
             text = f"prompt is too long: {text}"
         return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
 

@@ -121,7 +121,7 @@ class Limiter:
                 self._queue_emptied.set()
 
     def close(self) -> None:
-        """Let nothing begin any more, neither what queues nor what comes later; what is in flight keeps its slots."""
+        """Close the limiter: nothing begins any more, queued or later; what is in flight keeps its slots."""
         self.is_closed = True
 
     @property
@@ -323,7 +323,7 @@ class RolloutActivity:
     def change(self, *, queued: int = 0, running: int = 0, scoring: int = 0) -> None:
         """Add to the counts; negative numbers take away."""
         with self._lock:
-            self._settle()
+            self._add_elapsed()
             self.queued += queued
             self.running += running
             self.scoring += scoring
@@ -332,7 +332,7 @@ class RolloutActivity:
     def read(self) -> ActivityReading:
         """Return the sums up to now."""
         with self._lock:
-            self._settle()
+            self._add_elapsed()
             return ActivityReading(*self._sums)
 
     def take_most_running(self) -> int:
@@ -341,7 +341,7 @@ class RolloutActivity:
             most, self._most_running = self._most_running, self.running
             return most
 
-    def _settle(self) -> None:
+    def _add_elapsed(self) -> None:
         now = self._clock()
         passed, self._since = now - self._since, now
         if self.running:
@@ -355,7 +355,7 @@ class RolloutActivity:
 
 @asynccontextmanager
 async def counted_slot(limiter: Limiter, activity: RolloutActivity) -> AsyncIterator[None]:
-    """`limiter.slot()`, counting the rollout as queued until it has the slot and as running while it holds it."""
+    """Hold a slot; count the rollout as queued until it has the slot, and as running while it holds it."""
     activity.change(queued=1)
     queued = 1
     try:

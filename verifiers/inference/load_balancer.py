@@ -33,7 +33,7 @@ _AFFINITIES_KEPT = 4096
 
 
 class LoadBalancer:
-    """Sends each call to the server with the fewest calls in flight, or to the one that holds its prefix.
+    """A balancer that sends each call to the server with the fewest in flight, or to the one that holds its prefix.
 
     A rollout's later turns, and the rollouts of one group, go to the server that computed their prefix, unless that
     has more than 4 + 1.5 x as many calls in flight as the least loaded server.
@@ -204,7 +204,7 @@ class LoadBalancer:
         raise ConfigError(f"no server has the base URL {url!r}; there are {', '.join(self.urls)}.")
 
     def _soon(self, work: Callable[[], object]) -> None:
-        """Do something on the loop of the calls; without one, nothing waits for it."""
+        """Run `work` on the loop of the calls; at once where there is none, since nothing waits for it then."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             work() if self._loop is None else self._loop.call_soon_threadsafe(work)
 

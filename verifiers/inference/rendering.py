@@ -51,7 +51,7 @@ class CannotRenderTurnError(Error):
 
 
 class TurnRenderer(Protocol):
-    """Renders the first prompt of a conversation, and then one turn at a time."""
+    """A renderer of the first prompt of a conversation, and then of one turn at a time."""
 
     async def check(self) -> None:
         """Check that turns can be rendered by themselves.
@@ -194,9 +194,9 @@ class IncrementalRenderer:
     ) -> str | None:
         """Return the reason why turns cannot be rendered without the tools, or None where they can."""
         name = str(tools[0].get("function", {}).get("name", "f"))
-        calling = {"tool_calls": [{"id": "call00000", "function": {"name": name, "arguments": "{}"}}]}
+        tool_call = {"tool_calls": [{"id": "call00000", "function": {"name": name, "arguments": "{}"}}]}
         told = {"role": "tool", "tool_call_id": "call00000", "content": "b"}
-        turns: tuple[tuple[Message, Message], ...] = (({}, {"role": "user", "content": "b"}), (calling, told))
+        turns: tuple[tuple[Message, Message], ...] = (({}, {"role": "user", "content": "b"}), (tool_call, told))
         for answer, new in turns:
             try:
                 without = await self._behind(answer, [new], None, options, end)

@@ -50,7 +50,7 @@ class RetryPolicy:
     retry_after_cap_s: float = 120.0
 
     def wait_s(self, attempt: int, retry_after_s: float | None, jitter: float) -> float:
-        """Seconds to wait after the given attempt (1, 2, ...); `jitter` is uniform in [0, 1).
+        """Return the seconds to wait after the given attempt (1, 2, ...); `jitter` is uniform in [0, 1).
 
         What a server asks for is never cut short by jitter, only spread: those it refused together would otherwise
         come back together.

@@ -395,7 +395,7 @@ async def _for_each(
     work: Callable[[Replica], Awaitable[None]],
     mark_down: Callable[[str, str], None],
 ) -> list[Replica]:
-    """Do something on all servers at once, and return those that answered; a refusal is raised when all are done."""
+    """Run `work` on all servers at once, and return those that answered; a refusal is raised when all are done."""
     reached = []
     for replica, failure in zip(replicas, await _failures(replicas, work), strict=True):
         if failure is None:
@@ -415,7 +415,7 @@ async def release_all(replicas: Sequence[Replica]) -> None:
 async def _failures(
     replicas: Sequence[Replica], work: Callable[[Replica], Awaitable[None]]
 ) -> list[WeightSyncError | None]:
-    """Do something on all servers at once, and return what each raised."""
+    """Run `work` on all servers at once, and return what each raised."""
 
     async def attempt(replica: Replica) -> WeightSyncError | None:
         try:

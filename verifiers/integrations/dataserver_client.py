@@ -142,7 +142,7 @@ class Dataserver:
         return run_blocking(lambda: self.request_async(path, None if body is None else encoded(body)))
 
     async def request_async(self, path: str, data: bytes | None = None, timeout_s: float | None = None) -> Any:
-        """Do as `request`, on an event loop and with an encoded body; `timeout_s` replaces the server's."""
+        """Send a request as `request` does, on an event loop, the body encoded; `timeout_s` replaces the server's."""
         import aiohttp
 
         # a session a request: scoring runs on any loop, and none is known to be the last
@@ -245,7 +245,7 @@ class RemoteGrader:
         return run_blocking(lambda: self.grades_async(items, about))
 
     async def grades_async(self, items: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[Grade]:
-        """Do as `grades`, on an event loop."""
+        """Return what `grades` returns, on an event loop."""
         about = {"rank": rank_of_process(), **about}
         frame = _body(about, [])
         found: dict[int, Grade] = {}

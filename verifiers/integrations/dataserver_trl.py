@@ -109,7 +109,7 @@ def _about(columns: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_step(drawn_for: Sequence[int] | None, trainer_state: Any) -> None:
-    """TRL keeps nothing of where a block begins, so a step that is wrong once is wrong in all that follows."""
+    """Refuse rows drawn for another step: TRL stores no start of a block, so all rows that follow are wrong too."""
     step = getattr(trainer_state, "global_step", None)
     if not drawn_for or step is None or set(drawn_for) == {step}:
         return
@@ -148,7 +148,7 @@ class RemoteRLDataset:
         num_generations: G, completions of each prompt.
         gradient_accumulation_steps: micro-steps per optimizer step.
         steps_per_generation: K, micro-steps that one block is cut into; None: `gradient_accumulation_steps`.
-        num_iterations: mu, passes over each block.
+        num_iterations: mu, iterations over each block.
         num_processes: devices; None reads WORLD_SIZE, 1 where it is not set.
         max_steps: optimizer steps in the run; None takes the server's.
         fetch_size: prompts in one request; None: those of a block. A smaller one cuts a block into several requests.
@@ -212,7 +212,7 @@ class RemoteRLDataset:
         return -(-micro_steps // self.micro_steps_per_block) * self.prompts_per_block
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"prompt": messages or text, "sample_id", "dataset_id", "metadata"}, and what it was drawn for.
+        """Return {"prompt": messages or text, "sample_id", "dataset_id", "metadata"}, and what it was drawn for.
 
         That is "optimizer_step", at which its block is first trained, "generation_step" and "seed"; TRL hands them to
         reward functions.
@@ -240,7 +240,7 @@ class RemoteRLDataset:
         return Place(*divmod(index, self.prompts_per_block))
 
     def optimizer_step(self, generation_step: int) -> int:
-        """Return the optimizer step at which the first pass over a block begins."""
+        """Return the optimizer step at which the first iteration over a block begins."""
         return self._block(generation_step).optimizer_step
 
     def as_dataset(self) -> Dataset:

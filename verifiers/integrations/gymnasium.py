@@ -73,7 +73,7 @@ class EpisodeThread:
             result.cancel()
 
     def end(self) -> None:
-        """Let the thread end after the calls that wait; does not wait for it."""
+        """End the thread after the calls that wait, and return at once."""
         self._calls.put(None)
 
     def _serve(self) -> None:

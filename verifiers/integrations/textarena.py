@@ -207,7 +207,7 @@ def _english_words() -> frozenset[str]:
 
 
 def _accept_swapped_arguments(state: Any) -> None:
-    """Let a game's state take two methods' arguments as Countdown, Cryptarithm and Slitherlink give them."""
+    """Make a game's state take two methods' arguments as Countdown, Cryptarithm and Slitherlink give them."""
     add_observation, set_invalid_move = state.add_observation, state.set_invalid_move
 
     def add(message: Any, observation_type: Any, from_id: Any = -1, to_id: int = -1) -> None:

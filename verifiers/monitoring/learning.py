@@ -1,4 +1,4 @@
-"""The verdict on a run that learns nothing: read from its logs, with the cause and what to try."""
+"""Detection of a run that learns nothing, from its logs, with the cause and what to try."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NothingLearned:
 
 @dataclass(slots=True)
 class LearningSignal:
-    """Counts the blocks since one had a row with an advantage; give it each log of training."""
+    """A count of the blocks since one had a row with an advantage; give it each log of training."""
 
     _logs: int = 0
     _steps: float = 0.0
@@ -57,7 +57,7 @@ class LearningSignal:
         else:
             self._logs, self._steps, self._newest = 0, 0.0, {}
 
-    def verdict(self, updates_per_block: int = 1) -> NothingLearned | None:
+    def finding(self, updates_per_block: int = 1) -> NothingLearned | None:
         """Return why the run learns nothing; None while it may, or after fewer than `LEAST_BLOCKS` blocks."""
         blocks = max(self._logs, int(self._steps // max(1, updates_per_block)))
         if blocks < LEAST_BLOCKS:

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from verifiers.monitoring.bottleneck import Bottleneck
-from verifiers.monitoring.figures import bar, sparkline
 from verifiers.monitoring.history import EVAL_REWARD, eval_set_label, is_trained_on
 from verifiers.monitoring.learning import NothingLearned
+from verifiers.monitoring.number_text import bar, sparkline
 from verifiers.monitoring.run_log import Trend
 from verifiers.monitoring.stage_timer import STAGES
 from verifiers.monitoring.time_metrics import RunTime
@@ -33,7 +33,7 @@ _NAMES = {"old_logprobs": "old log-probs", "eval": "evaluation", "save": "checkp
 
 
 class LiveTable:
-    """Draws `content()` twice a second from a thread of its own, until it is stopped; the last table stays.
+    """A table of `content()`, drawn twice a second in a thread of its own until it is stopped; the last one stays.
 
     What is printed, warned of or logged meanwhile appears above it.
 
@@ -212,7 +212,7 @@ def _newest_log(latest: Mapping[str, Any]) -> Table:
 
 
 def _eval_rewards(latest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rewards of evaluations: the trainer's own set, or the first of those that have names."""
+    """Return the rewards of evaluations: the trainer's own set, or the first of those that have names."""
     names = [name for name in latest if EVAL_REWARD.fullmatch(name) and _number(latest, name) is not None]
     rows = []
     for name in names[:_EVAL_SETS_SHOWN]:

@@ -84,7 +84,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class RunRecord:
-    """Writes a run's record. A file that cannot be written is warned of once, and costs the run nothing else.
+    """The writer of a run's record. A file that cannot be written is warned of once, and costs the run nothing else.
 
     Args:
         directory: of the run.
@@ -272,7 +272,7 @@ _MESSAGES = 24
 
 
 class SampleChoice:
-    """Chooses what is kept of each block.
+    """The choice of what is kept of each block.
 
     Args:
         max_steps: optimizer steps of the run.
@@ -321,7 +321,7 @@ class SampleChoice:
 
 
 def shown_messages(messages: Any, role: str) -> list[dict[str, Any]]:
-    """Messages as of `evals.transcripts.messages_of`, long ones cut in the middle, of many the first and last."""
+    """Return messages as `messages_of` does, long ones cut in the middle, of many the first and last."""
     shown = messages_of(messages, role)
     if len(shown) > _MESSAGES:
         left_out = len(shown) - _MESSAGES
@@ -387,7 +387,7 @@ def _telling(groups: Sequence[Group]) -> list[Group]:
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of them, from the first to the last, evenly."""
+    """Return at most `most` of the items, from the first to the last, evenly."""
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / max(1, most - 1))] for place in range(most)]

@@ -22,7 +22,7 @@ _STATUS = "/proc/self/status"
 
 
 class PeakMemory(Protocol):
-    """Measures the highest memory between two questions."""
+    """A measurement of the highest memory between two calls of `take`."""
 
     where: str
 
@@ -66,7 +66,7 @@ class CudaPeak:
 
 
 def peak_memory(device: Any) -> PeakMemory | None:
-    """Return the meter of a trainer whose model is on `device`; None where the system has none."""
+    """Return the peak-memory counter for a model on `device`; None where the system has none."""
     if getattr(device, "type", "cpu") == "cuda":
         return CudaPeak(device)
     process = ProcessPeak()
@@ -83,7 +83,7 @@ STAGES = {
     "old_logprobs": "old and reference log-probs",
     "train": "forward and backward passes",
     "optimizer": "the optimizer's step",
-    "sync": "pushing weights, and probing the servers",
+    "sync": "pushing weights, and checking the servers",
     "eval": "evaluation",
     "save": "checkpoints",
     "rest": "everything else: logging, callbacks, data loading",
@@ -118,7 +118,7 @@ class StageUse:
 
 
 class StageTimer:
-    """Divides the time since `start` into `STAGES`. Belongs to the trainer's thread; others may look at `current`.
+    """A timer of `STAGES` since `start`. Belongs to the trainer's thread; others may look at `current`.
 
     Args:
         now: gives seconds; another one for tests.
@@ -138,14 +138,14 @@ class StageTimer:
         self.since = now()
         self._base = "rest"
         self._open = 0
-        self._settled_at = self.since
+        self._added_until = self.since
         self._read_from: RolloutActivity | None = None
         self._reading = ActivityReading()
         self._uses: dict[str, StageUse] = {}
 
     def start(self) -> None:
         """Forget everything before now."""
-        self._settle()
+        self._add_elapsed()
         self._uses = {}
 
     def switch(self, stage: str) -> None:
@@ -168,20 +168,20 @@ class StageTimer:
 
     def take(self) -> dict[str, StageUse]:
         """Return the use of each stage since the last call, or since the start."""
-        self._settle()
+        self._add_elapsed()
         uses, self._uses = self._uses, {}
         return uses
 
     def _enter(self, stage: str) -> None:
         if stage != self.current:
-            self._settle()
-            self.current, self.since = stage, self._settled_at
+            self._add_elapsed()
+            self.current, self.since = stage, self._added_until
 
-    def _settle(self) -> None:
-        """Give the time since the last change to the stage that ran."""
+    def _add_elapsed(self) -> None:
+        """Add the time since the last call to the stage that ran."""
         now = self.now()
-        use = StageUse(now - self._settled_at)
-        self._settled_at = now
+        use = StageUse(now - self._added_until)
+        self._added_until = now
         if self.memory is not None:
             use.peak_bytes = self.memory.take()
         if self.activity is not None:

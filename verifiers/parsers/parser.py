@@ -25,7 +25,7 @@ def _unchanged(text: str) -> str:
 
 
 class Parser:
-    """Turns a completion into an answer; the base class takes the text as it is.
+    """A parser that turns a completion into an answer; the base class takes the text as it is.
 
     Messages may be dicts or objects with attributes, their content a string, None or a list of OpenAI content
     parts; a completion may be a plain string (completion mode), which counts as one assistant message.

@@ -14,7 +14,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ThinkParser(Parser):
-    """For policies that always reason between `<think>` and `</think>`, and whose server leaves that in the text.
+    """A parser for policies that always reason between `<think>` and `</think>`, which the server leaves in the text.
 
     Args:
         extract_fn: applied to the text after the last `</think>`.

@@ -16,7 +16,7 @@ __all__ = ["XMLParser"]
 
 
 class XMLParser(Parser):
-    """Reads and writes texts such as `<reasoning> ... </reasoning><answer> ... </answer>`.
+    """A parser and writer of texts such as `<reasoning> ... </reasoning><answer> ... </answer>`.
 
     Args:
         fields: names of the tags in their order. A tuple gives alternatives, e.g. ("code", "answer"); its first

@@ -142,7 +142,7 @@ def columns_of(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def json_block(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Transcripts of some rows as JSON; a prompt that several of them share stands once.
+    """Return the transcripts of some rows as JSON; a prompt that several of them share stands once.
 
     `{"prompts": [messages, ...], "rows": [{"prompt": place in prompts, "completion": messages, ...}, ...]}`
     """
@@ -157,7 +157,7 @@ def json_block(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def groups_by_prompt(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Entries by prompt, in order of their example ids, each by generation and run; whatever the order of arrival."""
+    """Group entries by prompt, in order of example ids, each by run and generation; whatever the order of arrival."""
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.example, []).append(entry)
@@ -175,7 +175,7 @@ def sampled_examples(numbers: RolloutResults, most: int) -> set[str]:
 
 
 def sampled_groups(groups: Sequence[Sequence[_Item]], most: int) -> list[list[_Item]]:
-    """At most `most` items: whole groups, evenly spaced over all; of a single group too large, its first."""
+    """Return at most `most` items: whole groups, evenly spaced over all; of a single group too large, its first."""
     total = sum(map(len, groups))
     if total <= most:
         return [list(group) for group in groups]
@@ -333,7 +333,7 @@ def _measures(numbers: RolloutResults) -> list[dict[str, Any]]:
 
 
 def _pass_curve(numbers: RolloutResults, right_from: float) -> list[dict[str, Any]]:
-    """pass@k over prompts for the k of `at_k`, with 95 % intervals."""
+    """Return pass@k over prompts for the k of `at_k`, with 95 % intervals."""
     rows = at_k(list(numbers.values().values()), right_from=right_from)
     return [{"k": row.k, **_numbers(row.pass_at)} for row in rows]
 

@@ -132,7 +132,7 @@ class GrowingRun:
         return self._summary[3]
 
     def block(self, number: int) -> str:
-        """Transcripts of rows `number * ROWS_PER_BLOCK` and following, as JSON; fewer at the end, or none."""
+        """Return the transcripts of the rows from `number * ROWS_PER_BLOCK` on as JSON; fewer at the end, or none."""
         start = number * ROWS_PER_BLOCK
         rows: list[Mapping[str, Any]] = []
         with (self.directory / RESULTS).open("rb") as file:
@@ -142,7 +142,7 @@ class GrowingRun:
         return json_block(rows)
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
-        """Return a line's row; None for one that was torn by a crash."""
+        """Return a line's row; None for one that a crash cut off."""
         try:
             return self._reader.parse(line.decode("utf-8", "replace").encode())
         except (ValueError, RecursionError):

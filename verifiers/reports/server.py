@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
 from verifiers.evals.store import RESULTS
-from verifiers.monitoring.figures import rounded
 from verifiers.monitoring.history import eval_set_label, is_trained_on
+from verifiers.monitoring.number_text import rounded
 from verifiers.monitoring.run_log import is_training_run, read_run
 from verifiers.reports.evaluation import comparison_text
 from verifiers.reports.evaluation_data import ROWS_PER_BLOCK, columns_of
@@ -257,9 +257,9 @@ def _training_cells(directory: Path) -> list[tuple[str, ...]]:
     run, newest = read_run(directory), newest_metrics(directory)
     steps = f"{newest.get('step', 0)} of {run.get('max_steps', '?')} steps"
     done = (steps,) if run.get("status") == "finished" else (steps, str(run.get("status", "status unknown")))
-    held_out, error = _number(newest, "eval_reward"), _number(newest, "eval_reward_stderr")
+    eval_reward, error = _number(newest, "eval_reward"), _number(newest, "eval_reward_stderr")
     label = eval_set_label("eval_reward", trained_on=is_trained_on("eval_reward", newest))
-    below = "" if held_out is None else f"{label} {_reward(held_out, error)}"
+    below = "" if eval_reward is None else f"{label} {_reward(eval_reward, error)}"
     below += f" ± {rounded(error, error)}" if below and error is not None else ""
     reward = (_reward(_number(newest, "reward")), below)
     return [("training",), *_names(run), reward, done, (started_at(run),)]

@@ -137,7 +137,7 @@ def _step_time(history: History) -> _Chart:
 
 def _off_policy(history: History) -> list[_Chart]:
     ratio = {name: f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "min", "max")}
-    clipped = {"correction": "sampling/clipped_share", "loss": "clip_ratio/region_mean"}
+    clipped = {"importance weight": "sampling/clipped_share", "loss": "clip_ratio/region_mean"}
     difference = {"largest difference": "sampling/probe_difference"}
     return [
         _chart(history, "Staleness", {"oldest token": "staleness"}, "optimizer steps"),

@@ -136,7 +136,7 @@ def _bottleneck(found: Bottleneck | None) -> dict[str, str] | None:
 
 def _learning(run: Mapping[str, Any], history: History) -> dict[str, str] | None:
     updates = run.get("updates_per_block")
-    found = history.signal.verdict(updates if isinstance(updates, int) else 1)
+    found = history.signal.finding(updates if isinstance(updates, int) else 1)
     return None if found is None else {"text": str(found), "advice": found.advice}
 
 

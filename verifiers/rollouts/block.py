@@ -155,12 +155,12 @@ class GroupPolicy:
 
 
 class BlockRun:
-    """Generates and scores one block; belongs to the event loop that `run` is awaited on.
+    """The generation and scoring of one block; belongs to the event loop that `run` is awaited on.
 
     Args:
         requests: the planned rollouts; those of a prompt make a group.
         replacements: rollouts of prompts that replace groups without variance, in the order of use.
-        on_groups: called with the groups that are settled so far, in order, whenever there are more.
+        on_groups: called with the groups that are final so far, in order, whenever there are more.
     """
 
     def __init__(
@@ -238,20 +238,20 @@ class BlockRun:
                 self._replacements_begun += 1
                 tasks.create_task(self._group(next_place, tasks))
         if self._on_groups is not None:
-            self._on_groups(self._settled())
+            self._on_groups(self._final_groups())
 
-    def _settled(self) -> list[Group]:
+    def _final_groups(self) -> list[Group]:
         """Return the block's first groups, as far as nothing that is still running can change them."""
-        settled = []
+        final = []
         for place in range(self._planned + self._replacements_begun):
             if place not in self._groups:
                 break
             if place not in self._zero_variance:
-                settled.append(self._groups[place])
-        return settled
+                final.append(self._groups[place])
+        return final
 
     def _result(self) -> tuple[list[Group], list[Group]]:
-        kept = self._settled()
+        kept = self._final_groups()
         if not kept:
             # a block of such groups alone is trained as it was planned: without a gradient
             planned = range(self._planned)

@@ -107,7 +107,7 @@ class AsyncBatchGenerator:
         self._drop_after_s = drop_stragglers_after_s
         self._changed = threading.Condition()
         self._pending: dict[int, BlockRun | None] = {}
-        self._settled: dict[int, list[Group]] = {}
+        self._final_groups: dict[int, list[Group]] = {}
         self._newest_begun: asyncio.Event | None = None
         self._done: dict[int, ScoredBlock] = {}
         self._recorded_tasks: set[str] = set()
@@ -222,7 +222,7 @@ class AsyncBatchGenerator:
         with self._changed:
             block = self._wait_for(block_id, lambda: self._done.get(block_id), timeout_s)
             del self._done[block_id]
-            self._settled.pop(block_id, None)
+            self._final_groups.pop(block_id, None)
             return block
 
     def get(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
@@ -240,8 +240,8 @@ class AsyncBatchGenerator:
         def first() -> list[Group] | None:
             if block_id in self._done:
                 return self._done[block_id].groups[:count]
-            settled = self._settled.get(block_id, [])
-            return settled[:count] if len(settled) >= count else None
+            final = self._final_groups.get(block_id, [])
+            return final[:count] if len(final) >= count else None
 
         with self._changed:
             return self._wait_for(block_id, first, timeout_s)
@@ -318,15 +318,15 @@ class AsyncBatchGenerator:
     async def _generate(
         self, block_id: int, requests: list[RolloutRequest], replacements: list[RolloutRequest], version: int
     ) -> None:
-        def settled(groups: list[Group]) -> None:
+        def on_groups(groups: list[Group]) -> None:
             with self._changed:
-                self._settled[block_id] = groups
+                self._final_groups[block_id] = groups
                 self._changed.notify_all()
 
         try:
             runner = self.runner(on_rollout=self._count)
             run = BlockRun(
-                runner, block_id, requests, policy=self._group_policy, replacements=replacements, on_groups=settled
+                runner, block_id, requests, policy=self._group_policy, replacements=replacements, on_groups=on_groups
             )
             with self._changed:
                 self._pending[block_id] = run

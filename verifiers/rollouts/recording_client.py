@@ -351,7 +351,7 @@ def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, l
 
 
 def _versions(spans: Sequence[Mapping[str, Any]], length: int, default: int) -> tuple[list[int], bool]:
-    """Policy version of each token: the server's spans where it reports them, else the version at the start.
+    """Return each token's policy version: the server's spans where it reports them, else the version at the start.
 
     Returns:
         The versions, and whether the server reported all of them.

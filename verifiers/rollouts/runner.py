@@ -58,7 +58,7 @@ class RunsRollouts(Protocol):
 
 @dataclass(slots=True)
 class RolloutRunner:
-    """Runs and scores rollouts of one environment against one endpoint.
+    """A runner that plays and scores rollouts of one environment against one endpoint.
 
     Attributes:
         model: the policy's name on the server.

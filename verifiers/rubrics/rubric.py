@@ -43,7 +43,7 @@ YIELD_AFTER_S = 0.005
 class Rubric:
     """Reward functions and their weights: the reward is the weighted sum, the metrics are the plain values.
 
-    A reward function is sync or async, and names what it wants among prompt, completion, answer, state, task, info,
+    A reward function is sync or async, and names what it needs among prompt, completion, answer, state, task, info,
     parser and the class objects; `**kwargs` receives all of it. One that names prompts, completions, answers,
     states, tasks or infos is a group function: it gets all rollouts of a prompt and returns a float for each.
 

@@ -82,7 +82,7 @@ class Agent:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
 
     def serve(self, parent: int | None = None) -> None:
-        """Work until the socket is closed by its other end, or until this process has another parent than this."""
+        """Serve until the socket is closed by its other end, or this process has another parent than `parent`."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         while parent is None or os.getppid() == parent:
@@ -182,7 +182,7 @@ class Agent:
         self._runs[pid] = _Run(message, pid, started)
 
     def _become(self, message: dict[str, Any], fds: Sequence[int]) -> int:
-        """Do a forked process's work; returns its exit code."""
+        """Run a forked process's work; return its exit code."""
         kind = message["kind"]
         answer = fds[1]
         if kind == "call":

@@ -249,7 +249,7 @@ def checked_readable(readable: Sequence[str]) -> Sequence[str]:
 def module_places(modules: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return where the top-level packages of some modules are: directories for sys.path, and what must be readable.
 
-    Nothing is imported. Modules that cannot be found are left out; importing them will say so.
+    Nothing is imported. Modules that cannot be found are left out; importing them raises.
     """
     roots, readable = [], []
     for name in sorted({module.partition(".")[0] for module in modules}):

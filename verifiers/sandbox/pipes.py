@@ -20,7 +20,7 @@ _PIPE_BYTES = 1 << 20
 
 
 class _Reader(abc.ABC):
-    """Reads a pipe whenever there is something in it; a kind of reader says what becomes of the data."""
+    """A reader of a pipe whenever there is something in it; subclasses decide what becomes of the data."""
 
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd
@@ -62,7 +62,7 @@ class _Reader(abc.ABC):
 
 
 class Drain(_Reader):
-    """Keeps the first bytes of a pipe and counts the others.
+    """A reader that keeps the first bytes of a pipe and counts the others.
 
     Args:
         fd: the pipe's reading end, which is closed by `close`.
@@ -87,7 +87,7 @@ class Drain(_Reader):
 
 
 class Feed:
-    """Writes to a pipe as fast as its reader takes it; with `close_after` it is closed at the end of the data."""
+    """A writer to a pipe, as fast as its reader takes it; with `close_after` it is closed at the end of the data."""
 
     def __init__(self, fd: int, data: bytes = b"", *, close_after: bool) -> None:
         self._fd: int | None = fd

@@ -195,7 +195,7 @@ class AgentSandbox(SandboxBase):
     async def exchange(
         self, kind: str, *, stdin: bytes | None, keep_bytes: int, timeout_s: float, **request: Any
     ) -> tuple[dict[str, Any], Drain, Drain]:
-        """Have something run to its end, feeding and draining its pipes.
+        """Run something to its end, feeding and draining its pipes.
 
         Returns:
             What the agent says of its end, stdout and stderr.

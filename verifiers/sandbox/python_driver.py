@@ -50,7 +50,7 @@ class Driver:
         self.loop: Any = None
 
     def serve(self) -> None:
-        """Say that it is ready, then answer requests until there are no more."""
+        """Report that the driver is ready, then answer requests until there are no more."""
         self.reply(b"ready", "")
         for line in self.requests:
             nonce, _, code = line.rstrip(b"\n").partition(b" ")

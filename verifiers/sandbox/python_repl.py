@@ -31,7 +31,7 @@ def _driver() -> str:
 
 
 class PythonInterpreter:
-    """Runs cells one after the other in one process, started at the first of them.
+    """A process that runs cells one after the other, started at the first of them.
 
     Args:
         sandbox: where the process lives; it ends with the sandbox at the latest.

@@ -177,7 +177,7 @@ class Sandbox(Protocol):
         ...
 
     async def relay(self, target: str) -> int:
-        """Lead a port of 127.0.0.1 inside to a Unix socket that `readable` names; return the port.
+        """Connect a port of 127.0.0.1 inside to a Unix socket that `readable` names; return the port.
 
         The way to one server from a level without network. A container needs python3 for it.
 

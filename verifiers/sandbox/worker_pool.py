@@ -210,7 +210,7 @@ class _Worker:
         self._loaded: set[str] = set()
 
     async def load(self, module: str) -> str | None:
-        """Have a module imported once, so that the calls find it ready; None, or why it could not be."""
+        """Import a module once, so that the calls find it ready; return None, or why it could not be imported."""
         if module in self._loaded:
             return None
         problem = await self._asked(self.sandbox.import_module(module, self._paths, _IMPORT_S))

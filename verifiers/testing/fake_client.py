@@ -29,7 +29,7 @@ _STATUS_ERRORS = {
 
 
 class FakeClient:
-    """Has `chat.completions.create` and `completions.create`; answers are light objects with `model_dump()`.
+    """A client with `chat.completions.create` and `completions.create`; answers are objects with `model_dump()`.
 
     Faults raise what `openai.AsyncOpenAI` without retries would raise (the `openai` package is imported then):
     its status errors, APIConnectionError for a disconnect, json.JSONDecodeError for a malformed body; a hang

@@ -122,7 +122,7 @@ class RecordedRequest:
 
 
 class Script:
-    """Gives the answer to each request.
+    """The source of the answer to each request.
 
     Raises:
         ConfigError: an empty list, or answers of a type that `Answers` does not name.

@@ -36,7 +36,7 @@ def can_draw(stream: TextIO) -> bool:
 
 
 class ProgressLines(TrainerCallback):
-    """Shows where a run is and where its time goes; rank 0 only.
+    """The display of where a run is and where its time goes; rank 0 only.
 
     On a terminal a table that is refreshed in place, unless `disable_tqdm` is set; elsewhere a line a log step with
     mean reward, failed rollouts, tokens per second and time left.
@@ -89,9 +89,9 @@ class ProgressLines(TrainerCallback):
         """Leave the last table on the terminal, which says what the run was bound by; say where its report is."""
         self.end_table()
         if self.monitor is not None and report is not None and not self._had_table:
-            for verdict in (self.monitor.learning(), self.monitor.bottleneck()):
-                if verdict is not None:
-                    self._print(f"{verdict}; try {verdict.advice}")
+            for finding in (self.monitor.learning(), self.monitor.bottleneck()):
+                if finding is not None:
+                    self._print(f"{finding}; try {finding.advice}")
         if report is not None:
             self._print(f"report: {report}")
 

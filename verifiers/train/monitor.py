@@ -236,13 +236,13 @@ class RunMonitor:
 
     def learning(self) -> NothingLearned | None:
         """Return why the run learns nothing, where the newest blocks had no signal."""
-        return self._signal.verdict(self.plan.updates_per_block)
+        return self._signal.finding(self.plan.updates_per_block)
 
     def _warn_where_nothing_is_learned(self) -> None:
-        verdict = self.learning()
-        if verdict is not None and not self._has_warned:
-            logger.warning("the run %s; try %s.", verdict, verdict.advice)
-        self._has_warned = verdict is not None
+        finding = self.learning()
+        if finding is not None and not self._has_warned:
+            logger.warning("the run %s; try %s.", finding, finding.advice)
+        self._has_warned = finding is not None
 
     def write_report(self) -> Path | None:
         """Write report.html from the record; a report that cannot be made is logged as a warning and ends no run."""
@@ -305,7 +305,7 @@ def _stop_text(error: BaseException) -> str:
 
 
 class MonitorCallback(TrainerCallback):
-    """Reports the steps of transformers' loop to the monitor, and what was logged.
+    """A callback that reports to the monitor the steps of transformers' loop, and what was logged.
 
     Args:
         monitor: of the run.

@@ -16,7 +16,7 @@
     [environments.short]   # several by name, in place of [environment]: the datasets of a curriculum
     id = "reasoning-gym-env"
 
-    [eval_environment]     # what to evaluate on instead of its own held-out rows; or [eval_environments.NAME]
+    [eval_environment]     # what to evaluate on instead of its own eval rows; or [eval_environments.NAME]
     id = "reasoning-gym-env"
 
     [workers]              # where environments run
@@ -108,7 +108,7 @@ class ClusterTable(_Table):
 class RunFile(_Table):
     """A whole run. Give `environment`, or `environments` by name: they are trained as one group.
 
-    Evaluations are on their held-out rows, or on `eval_environment`, or on each of `eval_environments` by name.
+    Evaluations are on their eval rows, or on `eval_environment`, or on each of `eval_environments` by name.
     """
 
     environment: EnvironmentTable | None = Field(default=None)
@@ -214,7 +214,7 @@ def load_run_file(path: str | Path) -> RunFile:
 
 
 def trainer_fields() -> list[str]:
-    """Names that may stand in `[trainer]`: the fields of GRPOConfig."""
+    """Return the names that may stand in `[trainer]`: the fields of GRPOConfig."""
     from verifiers.train.config import GRPOConfig
 
     return [field.name for field in dataclasses.fields(GRPOConfig)]

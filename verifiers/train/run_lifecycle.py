@@ -151,16 +151,16 @@ class RolloutSession:
         drains = self.prefetcher is None or self.prefetcher.drains
         self._publisher.push(version, may_check_meanwhile=self._checks_meanwhile and not drains)
 
-    def publish(self, version: int, *, settle: bool) -> AsyncBatchGenerator:
+    def publish(self, version: int, *, finish_check: bool) -> AsyncBatchGenerator:
         """Bring the servers to the present weights, where they have others, and return the generator.
 
         Args:
             version: of the present weights.
-            settle: judge a check that is on its way.
+            finish_check: wait for the answers of a check that is on its way.
         """
         self.open().sync(version)
-        if settle:
-            self._publisher.settle()
+        if finish_check:
+            self._publisher.finish_check()
         assert self.generator is not None
         return self.generator
 
@@ -188,7 +188,7 @@ def _group_policy(args: GRPOConfig) -> GroupPolicy:
 
 
 class RunLifecycle:
-    """Opens what a run needs, brings curriculum and blocks in flight to where its checkpoint stands, and closes all.
+    """The start and end of a run: its parts, and curriculum and blocks in flight as its checkpoint has them.
 
     Args:
         plan: of the run.

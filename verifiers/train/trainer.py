@@ -54,7 +54,7 @@ __all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """Trains a policy on an environment through a rollout server.
+    """A trainer of a policy on an environment through a rollout server.
 
     Args:
         model: a model, or the path or hub name of one.
@@ -124,7 +124,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 reward_funcs=_rewards_come_from_the_environment,
                 args=args,
                 train_dataset=self._rows,
-                # never read: transformers wants one where evaluations are asked for
+                # never read: transformers requires one where evaluations are asked for
                 eval_dataset=self._rows,
                 processing_class=processing_class,
                 callbacks=callbacks,
@@ -176,7 +176,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             eval_sets,
             self.sampling_args,
             servers=lambda: self.publisher.servers,
-            publish=lambda settle: self.session.publish(self.state.global_step, settle=settle),
+            publish=lambda finish_check: self.session.publish(self.state.global_step, finish_check=finish_check),
         )
         self.eval_schedule = EvaluationSchedule(
             self.evaluator,
@@ -230,7 +230,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.add_callback(MonitorCallback(self.monitor, self.accelerator.device))
-        self.add_callback(BeforeOptimizerStep(self.publisher.settle))
+        self.add_callback(BeforeOptimizerStep(self.publisher.finish_check))
         if not any(isinstance(callback, ProgressLines) for callback in given):
             self.add_callback(ProgressLines(self.plan))
         self._last_callbacks: list[Any] = [StopsBetweenBlocks(self.plan.updates_per_block)]
@@ -283,7 +283,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.accelerator,
             run,
             self.close,
-            watched=lambda: self.monitor.running(self.callback_handler.callbacks),
+            monitored=lambda: self.monitor.running(self.callback_handler.callbacks),
             give_back=self.lifecycle.abandon,
         )
 
@@ -369,7 +369,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Roll out held-out prompts under the present weights, greedily or sampled, and log what was found.
+        """Roll out eval prompts under the present weights, greedily or sampled, and log what was found.
 
         Args:
             eval_dataset: rows to use instead of the trainer's sets, or several such by name.
@@ -391,7 +391,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return schedule.finish(self.state, in_train=in_train)[0]
 
     def evaluate_block(self, eval_dataset: Any = None) -> ScoredBlock:
-        """Roll out held-out prompts under the present weights and keep the rollouts; on rank 0, nothing is logged.
+        """Roll out eval prompts under the present weights and keep the rollouts; on rank 0, nothing is logged.
 
         Args:
             eval_dataset: rows to use instead of the trainer's set.

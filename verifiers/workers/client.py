@@ -85,7 +85,7 @@ class _Answer(WireObject):
 
 
 class _PolicyBackend:
-    """Sends the trained calls of one rollout; retries, limits and seeds are rank 0's."""
+    """A backend that sends the trained calls of one rollout; retries, limits and seeds are rank 0's."""
 
     def __init__(self, calls: ModelCalls, place: tuple[int, int], base_url: str, api_key: str) -> None:
         self._calls, self._place = calls, place

@@ -179,7 +179,7 @@ class WorkerLink:
         if what not in self._timers:
             self._timers[what] = asyncio.get_running_loop().call_later(limit_s, kill)
 
-    def _settle(self, what: Any) -> None:
+    def _stop_expecting(self, what: Any) -> None:
         timer = self._timers.pop(what, None)
         if timer is not None:
             timer.cancel()
@@ -190,7 +190,7 @@ class WorkerLink:
         if played is not None:
             self.unscored -= len(played.keys)
             for index in range(len(played.keys)):
-                self._settle((number, index))
+                self._stop_expecting((number, index))
             self.groups[played.group] -= 1
             self.groups += Counter()
 
@@ -205,7 +205,7 @@ class WorkerLink:
 
     def _on_ready(self, message: Message) -> None:
         self.is_ready = True
-        self._settle("ready")
+        self._stop_expecting("ready")
         self.size_bytes = self.first_bytes = message["bytes"]
         self._on_change(self)
 
@@ -227,7 +227,7 @@ class WorkerLink:
 
     def _on_end(self, message: Message) -> None:
         number, index = message["place"]
-        self._settle((number, index))
+        self._stop_expecting((number, index))
         if number in self._batches:
             self._batches[number].end(index, message)
 
@@ -236,7 +236,7 @@ class WorkerLink:
             self._batches[message["batch"]].finish(message)
 
     def _on_ended(self, message: Message) -> None:
-        self._settle((message["kind"], message["number"]))
+        self._stop_expecting((message["kind"], message["number"]))
 
     def _on_scored(self, message: Message) -> None:
         waiting = self._scores.get(message["score"])

@@ -139,7 +139,7 @@ class PlayedBatch:
         if isinstance(fatal, FATAL_ERRORS):
             end.set_exception(fatal)
             return
-        self._judge(index, message)
+        self._take_status(index, message)
         end.set_result(None)
 
     def finish(self, message: Message) -> None:
@@ -160,28 +160,28 @@ class PlayedBatch:
             return
         results: list[tuple[Any, State]] = []
         for index, (record, result) in enumerate(zip(self.records, message["results"], strict=True)):
-            self._judge(index, result)
+            self._take_status(index, result)
             state = PlayedState(record.bare_state() | result["state"])
             state.link, state.place = self._link, (self._number, index)
             results.append((result["completion"], state))
         self._results.set_result(results)
 
-    def _forgive(self, index: int, verdict: Message) -> None:
+    def _forgive(self, index: int, status: Message) -> None:
         """Leave out an error that one agent in the worker caused by what it asked for."""
-        if not verdict.get("is_fatal", False):
+        if not status.get("is_fatal", False):
             self.records[index].client.fatal_error = None
 
-    def _judge(self, index: int, verdict: Message) -> None:
-        """Take the worker's verdict on a rollout; a deadline that passed on rank 0 comes first."""
+    def _take_status(self, index: int, status: Message) -> None:
+        """Take the worker's status of a rollout; a deadline that passed on rank 0 comes first."""
         record = self.records[index]
         client = record.client
-        client.is_cut_off |= verdict.get("is_cut_off", False)
-        # the verdict leaves out failed calls that the environment has made good
-        client.overlong = verdict.get("overlong", False)
+        client.is_cut_off |= status.get("is_cut_off", False)
+        # the status leaves out failed calls that the environment has made good
+        client.overlong = status.get("overlong", False)
         client.last_error = None
-        if "failure" in verdict and record.failure is None:
-            record.outcome = Outcome(verdict["outcome"])
-            record.failure = failure_from_data(verdict["failure"])
+        if "failure" in status and record.failure is None:
+            record.outcome = Outcome(status["outcome"])
+            record.failure = failure_from_data(status["failure"])
 
     # -- the model ------------------------------------------------------------------------------------------------
 

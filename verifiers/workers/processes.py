@@ -34,7 +34,7 @@ _POLL_S = 0.02
 
 
 class ProcessEngine:
-    """Starts workers as processes.
+    """An engine that starts workers as processes.
 
     Args:
         count: of workers.
@@ -116,7 +116,7 @@ class _Process:
 
 
 def main(fd: int) -> None:
-    """Be a worker: serve rank 0 at the other end of a socket until a `close` message, or until it is lost."""
+    """Run a worker: serve rank 0 at the other end of a socket until a `close` message, or until it is lost."""
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
     parent_is_gone = threading.Event()

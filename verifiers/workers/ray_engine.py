@@ -42,7 +42,7 @@ _OUTPUT_S = 1.0
 
 
 class RayEngine:
-    """Starts workers as actors.
+    """An engine that starts workers as actors.
 
     Args:
         count: of workers; as many as the cluster has room for where None.
@@ -123,7 +123,7 @@ class RayEngine:
         return sum(min(each) for each in fits)
 
     async def start(self, link: WorkerLink) -> _RayWorker:
-        """Have an actor placed and connect it to its link.
+        """Place an actor and connect it to its link.
 
         Raises:
             NoRoomError: the cluster had no room for it in time.
@@ -257,7 +257,7 @@ class _RayWorker:
         self._is_killed = False
 
     def watch(self, call: Any) -> None:
-        """See to the end of the call that serves, an ObjectRef."""
+        """Watch for the end of the call that serves, an ObjectRef."""
         # no task, which the end of the event loop would cancel before the worker has ended
         self.ended = asyncio.wrap_future(call.future())
         self.ended.add_done_callback(self._note_end)
@@ -388,7 +388,7 @@ class RolloutActor:
         return {"node": ray.util.get_node_ip_address(), "versions": _versions()}
 
     async def serve(self, host: str, port: int, keys: Mapping[str, str]) -> None:
-        """Be a worker: serve rank 0 until a `close` message, or until the connection is lost."""
+        """Run a worker: serve rank 0 until a `close` message, or until the connection is lost."""
         output = socket.create_connection((host, port), _CONNECT_S)
         output.settimeout(None)
         output.sendall(f"{keys['output']}\n".encode())

@@ -207,7 +207,7 @@ class _Record(RolloutRecord):
             return await RolloutRecord.play(self, limits, rollout)
         except asyncio.CancelledError:
             # by its environment, or with its batch: rank 0 frees its slot, or its place in the queue
-            self.send({"op": "end", "place": self.place, **_verdict(self, self)})
+            self.send({"op": "end", "place": self.place, **_status(self, self)})
             raise
 
     def drop(self) -> None:
@@ -276,7 +276,7 @@ class _Batch:
             ]
             self.rollouts = await runner.run_batch(requests, on_end=self._tell_end)
             results = [
-                {**_verdict(rollout, record), **_result(rollout, row)}
+                {**_status(rollout, record), **_result(rollout, row)}
                 for rollout, record, row in zip(self.rollouts, self.records, message["rows"], strict=True)
             ]
             self._send({"op": "done", "batch": self.number, "results": results})
@@ -289,22 +289,22 @@ class _Batch:
 
     def _tell_end(self, record: RolloutRecord) -> None:
         assert isinstance(record, _Record)
-        self._send({"op": "end", "place": record.place, **_verdict(record, record)})
+        self._send({"op": "end", "place": record.place, **_status(record, record)})
 
 
-def _verdict(judged: RolloutRecord | Rollout, record: RolloutRecord) -> dict[str, Any]:
+def _status(judged: RolloutRecord | Rollout, record: RolloutRecord) -> dict[str, Any]:
     """Return what became of a rollout, as far as it is decided in the worker."""
-    verdict: dict[str, Any] = {}
+    status: dict[str, Any] = {}
     if judged.failure is not None:
         assert judged.outcome is not None
-        verdict = {"outcome": str(Outcome(judged.outcome)), "failure": failure_data(judged.failure)}
+        status = {"outcome": str(Outcome(judged.outcome)), "failure": failure_data(judged.failure)}
     if record.client.is_cut_off:
-        verdict["is_cut_off"] = True
+        status["is_cut_off"] = True
     if record.client.overlong:
-        verdict["overlong"] = True
+        status["overlong"] = True
     if record.client.fatal_error is not None:
-        verdict["is_fatal"] = True
-    return verdict
+        status["is_fatal"] = True
+    return status
 
 
 def _result(rollout: Rollout, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def _guard(guards: contextlib.ExitStack, blocked_s: float) -> None:
 
 
 class _SendsLogs(logging.Handler):
-    """Sends log records to rank 0, from any thread."""
+    """A handler that sends log records to rank 0, from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[Message], None]) -> None:
         super().__init__()

@@ -2,5 +2,5 @@
 
 
 def brevity(parsed: str, most_words: int = 3) -> float:
-    """1 for an answer of at most `most_words` words, less for a longer one."""
+    """Return 1 for an answer of at most `most_words` words, less for a longer one."""
     return min(1.0, most_words / max(1, len(parsed.split())))

@@ -46,7 +46,7 @@ def servable(source: Any, name: str, table: DatasetTable) -> Any:
 
 
 def prompts_of(source: Any, column: str) -> Iterator[Any]:
-    """All prompts of a table, read in batches."""
+    """Yield all prompts of a table, read in batches."""
     only = source.select_columns([column])
     for start in range(0, len(only), _BATCH):
         yield from only[start : start + _BATCH][column]

@@ -48,7 +48,7 @@ class TaskRows:
         return len(self._source)
 
     def row(self, index: int) -> Row:
-        """Row number `index`.
+        """Return row number `index`.
 
         Raises:
             ConfigError: it has no prompt, or one of a wrong kind.

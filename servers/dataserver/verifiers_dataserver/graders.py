@@ -46,7 +46,7 @@ class Task:
 
 
 class Grader(Protocol):
-    """Grades completions of one dataset."""
+    """A grader of completions of one dataset."""
 
     async def grade(self, tasks: Sequence[Task]) -> list[Score]:
         """Return a score for each task, in order."""
@@ -100,7 +100,7 @@ class BuiltinGrader:
 
     async def _by_worker(self, task: Task) -> Score:
         answer = await self._pool.call(
-            "verifiers_dataserver.calling:score_in_worker",
+            "verifiers_dataserver.worker_functions:score_in_worker",
             self._key,
             asdict(self._scorer),  # type: ignore[call-overload]
             asdict(task.completion),
@@ -176,7 +176,7 @@ class PythonGrader:
             "task": row.task,
             "answer_from": self._answer_from,
         }
-        function = "verifiers_dataserver.calling:call_grader"
+        function = "verifiers_dataserver.worker_functions:call_grader"
         return score_of(self._name, await self._pool.call(function, self._target, given, self._options))
 
     async def close(self) -> None:
@@ -265,7 +265,7 @@ def _sample(task: Task) -> dict[str, Any]:
 
 
 def split_prompt(prompt: list[dict[str, Any]] | str) -> tuple[str | None, str | None]:
-    """(system prompt, user's prompt) of a prompt; the second is None where there is more than these."""
+    """Return (system prompt, user's prompt) of a prompt; the second is None where there is more than these."""
     if isinstance(prompt, str):
         return None, prompt
     system: str | None = None

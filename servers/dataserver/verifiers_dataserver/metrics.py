@@ -47,12 +47,12 @@ class Metrics:
         return response
 
     def count_samples(self, datasets: Sequence[str], stage: str) -> None:
-        """Prompts that were given, by the dataset of each."""
+        """Count prompts that were given, by the dataset of each."""
         for dataset in datasets:
             self._samples.labels(dataset, stage).inc()
 
     def count_scores(self, dataset: str, scores: Sequence[Score]) -> None:
-        """Completions of one dataset that were graded, or were not."""
+        """Count completions of one dataset that were graded, or were not."""
         for score in scores:
             if score.value is None:
                 self._failures.labels(dataset, (score.problem or "").partition(":")[0]).inc()

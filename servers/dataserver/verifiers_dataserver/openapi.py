@@ -16,7 +16,7 @@ __all__ = ["describe"]
 
 _ERRORS = {
     400: "The body cannot be read, or asks for what is not there",
-    401: "The server asks for a token, and the request did not bring it",
+    401: "The server requires a token, and the request has none",
     413: "The body is too long, or asks for too much at once",
     503: "Version 1: some completions could not be graded, and `results` holds those that could. Version 2: "
     "the server is ending; send the request again",
@@ -30,7 +30,7 @@ def describe(*, keyed: bool, max_batch: int, datasets: Sequence[str]) -> dict[st
     """Return the whole document, OpenAPI 3.1.
 
     Args:
-        keyed: whether the server asks for a token.
+        keyed: whether the server requires a token.
         max_batch: most samples or completions in one request.
         datasets: their names.
     """
@@ -76,7 +76,7 @@ def describe(*, keyed: bool, max_batch: int, datasets: Sequence[str]) -> dict[st
 
 
 def _limit(schemas: dict[str, Any], max_batch: int, datasets: Sequence[str]) -> None:
-    """Say what this server's configuration allows."""
+    """Put the limits and datasets of this server's configuration into the schemas."""
     for kind in ("SampleRequest", "SampleRequest2"):
         schemas[kind]["properties"]["batch_size"]["maximum"] = max_batch
     for kind in ("GradeRequest", "GradeRequest2"):

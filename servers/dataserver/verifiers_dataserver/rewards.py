@@ -127,7 +127,7 @@ class Rewards:
 
     def _add_all(self, configuration: Configuration, datasets: dict[str, TaskRows]) -> None:
         pool = WorkerPool(
-            workers=2, timeout_s=10.0, preload=["verifiers_dataserver.calling"], name="built-in graders"
+            workers=2, timeout_s=10.0, preload=["verifiers_dataserver.worker_functions"], name="built-in graders"
         )
         self._pools.append(pool)
         for name, rows in datasets.items():
@@ -180,7 +180,7 @@ class Rewards:
         pool = WorkerPool(
             workers=table.workers,
             timeout_s=table.timeout_s,
-            preload=["verifiers_dataserver.calling", module],
+            preload=["verifiers_dataserver.worker_functions", module],
             paths=paths,
             name=name,
         )
@@ -200,7 +200,7 @@ class Rewards:
         """Look the function up where it will run: a wrong name is found out at the start."""
         remedy = "give graders its module's directory as path, or install it"
         try:
-            problem = pool.call_blocking("verifiers_dataserver.calling:check_grader", target, timeout_s=30.0)
+            problem = pool.call_blocking("verifiers_dataserver.worker_functions:check_grader", target, timeout_s=30.0)
         except WorkerError as error:
             raise ConfigError(f"graders.{key}.python is {target!r}: {error} {remedy.capitalize()}.") from error
         if problem is not None:

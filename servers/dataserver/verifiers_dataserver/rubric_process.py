@@ -89,10 +89,10 @@ def main() -> None:
     first = json.loads(sys.stdin.readline())
 
     from verifiers.envs.registry import load_environment
-    from verifiers_dataserver.calling import give_way
+    from verifiers_dataserver.worker_functions import lower_priority
 
     environment = load_environment(first["id"], **first["args"])
-    give_way()
+    lower_priority()
     out.write("ready\n")
     out.flush()
     asyncio.run(_serve(environment, out))

@@ -31,7 +31,7 @@ _SECOND_CHANCES = 4
 
 
 class RubricGrader:
-    """Grades by the rubric of an environment: completions of one prompt in a request are a group.
+    """A grader by the rubric of an environment: completions of one prompt in a request are a group.
 
     Args:
         name: for messages.

@@ -21,7 +21,7 @@ _REMEMBERED = 4096
 
 
 class Sampler:
-    """Draws rows by the curriculum.
+    """A sampler of rows by the curriculum.
 
     Args:
         curriculum: the stages.
@@ -36,9 +36,9 @@ class Sampler:
         self._is_large = max(sizes.values()) > _INLINE_ROWS
 
     async def by_iteration(self, iteration: int, count: int) -> list[tuple[str, int]]:
-        """Version 1: rows for an iteration.
+        """Draw rows for an iteration, in version 1.
 
-        Its clients ask once a rank and accumulation step, in the same words, and want other rows each time.
+        Its clients ask once a rank and accumulation step, in the same words, and need other rows each time.
         So only the first request for an iteration is a pure function of it.
         """
         times = self._asked.pop(iteration, 0)
@@ -50,7 +50,7 @@ class Sampler:
         return await self._run(lambda: curriculum.draw(self.sizes, iteration, iteration, count), count)
 
     async def by_block(self, request: SampleRequest2) -> list[tuple[str, int]]:
-        """Version 2: a pure function of the request.
+        """Draw rows for a request, in version 2: a pure function of the request.
 
         Raises:
             RequestError: fields that contradict each other or this curriculum.

@@ -50,7 +50,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class Exact(_Answer):
-    """1 where the answer is the row's, but for white space around it.
+    """A score of 1 where the answer is the row's, but for white space around it.
 
     Attributes:
         ignore_case: upper and lower case count as equal.
@@ -70,7 +70,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d+
 
 @dataclass(frozen=True)
 class NumberOnly(_Answer):
-    """1 where the answer is one number and nothing else, whichever it is."""
+    """A score of 1 where the answer is one number and nothing else, whichever it is."""
 
     def score(self, completion: Completion, row: Row) -> float:
         answer = self._answer(completion)
@@ -80,7 +80,7 @@ class NumberOnly(_Answer):
 
 @dataclass(frozen=True)
 class JsonValid(_Answer):
-    """1 where the answer is JSON (RFC 8259)."""
+    """A score of 1 where the answer is JSON (RFC 8259)."""
 
     def score(self, completion: Completion, row: Row) -> float:
         return float(_json(self._answer(completion)) is not None)
@@ -88,7 +88,7 @@ class JsonValid(_Answer):
 
 @dataclass(frozen=True)
 class JsonSchema(_Answer):
-    """1 where the answer is JSON that fits a schema.
+    """A score of 1 where the answer is JSON that fits a schema.
 
     Attributes:
         schema: a JSON schema; left out, the row's `info["schema"]` is taken.
@@ -131,7 +131,7 @@ class JsonSchema(_Answer):
 
 @dataclass(frozen=True)
 class XmlFields:
-    """1 where the completion holds every field once, in order, with a text in it.
+    """A score of 1 where the completion holds every field once, in order, with a text in it.
 
     Attributes:
         fields: names of the tags.
@@ -161,7 +161,7 @@ class XmlFields:
 
 @dataclass(frozen=True)
 class Category(_Answer):
-    """1 where the answer names the row's category: case and punctuation around it do not count.
+    """A score of 1 where the answer names the row's category: case and punctuation around it do not count.
 
     Attributes:
         categories: all there are; a row whose answer is none of them cannot be graded. Left out, any answer
@@ -181,7 +181,7 @@ class Category(_Answer):
 
 @dataclass(frozen=True)
 class LengthCap:
-    """1 up to a length, then falling in a straight line to 0; often a gate.
+    """A score of 1 up to a length, then falling in a straight line to 0; often a gate.
 
     Attributes:
         max_tokens: the length up to which nothing is taken off, in tokens as the client counted them.
@@ -218,7 +218,7 @@ class LengthCap:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """1 where the completion begins with <think>, has both tags once, and an answer after </think>."""
+    """A score of 1 where the completion begins with <think>, has both tags once, and an answer after </think>."""
 
     in_worker: ClassVar[bool] = False
 

@@ -55,7 +55,7 @@ class Completion:
     messages: list[dict[str, Any]] | None = None
 
     def as_messages(self) -> list[dict[str, Any]]:
-        """Return the answer as a rubric wants it."""
+        """Return the answer as a rubric needs it."""
         return self.messages if self.messages is not None else [{"role": "assistant", "content": self.text}]
 
 

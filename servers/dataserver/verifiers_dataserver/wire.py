@@ -30,7 +30,7 @@ PAGE = 256
 
 
 def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 3.0 is the whole number 3."""
+    """Turn a whole float into an int: JSON has one kind of number, so 3.0 is the whole number 3."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -43,7 +43,7 @@ class Usage(TypedDict):
 
 @closed
 class VersionSpan(TypedDict):
-    """Tokens [start, end) of a completion were sampled under the weights called `version`."""
+    """The tokens [start, end) of a completion, sampled under the weights called `version`."""
 
     version: str
     start: Count
@@ -315,14 +315,14 @@ class Health(TypedDict):
 
 @closed
 class Paused(TypedDict):
-    """No more tokens are sampled."""
+    """The answer of /pause: no more tokens are sampled."""
 
     status: Literal["paused"]
 
 
 @closed
 class Resumed(TypedDict):
-    """Tokens are sampled again."""
+    """The answer of /resume: tokens are sampled again."""
 
     status: Literal["resumed"]
 

@@ -32,7 +32,7 @@ def chat_completion(
         choice = {"index": index, "message": message, "logprobs": None}
         if request.wants_logprobs:
             choice["logprobs"] = chat_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
-        choice |= ending(generation, bool(message.get("tool_calls")))
+        choice |= finish_fields(generation, bool(message.get("tool_calls")))
         if request.return_token_ids:
             choice["token_ids"] = generation.token_ids
         choices.append(choice)
@@ -62,7 +62,7 @@ def text_completion(
         choice = {"index": index, "text": prompt_text + said if request.echo else said, "logprobs": None}
         if request.wants_logprobs:
             choice["logprobs"] = text_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
-        choice |= ending(generation)
+        choice |= finish_fields(generation)
         if request.return_token_ids:
             choice |= {"prompt_token_ids": prompt_ids, "token_ids": generation.token_ids}
         choices.append(choice)
@@ -77,7 +77,7 @@ def token_generation(request: TokenRequest, generations: Sequence[Generation], t
         choice = {"index": index, "token_ids": generation.token_ids, "logprobs": None}
         if request.wants_logprobs:
             choice["logprobs"] = chat_logprobs(text, generation.token_ids, generation.log_probs, generation.likeliest)
-        choices.append(choice | ending(generation))
+        choices.append(choice | finish_fields(generation))
     return {"request_id": f"generate-{uuid.uuid4().hex}", "choices": choices, "prompt_logprobs": None}
 
 
@@ -91,7 +91,7 @@ def derendered(request: DerenderRequest, model_name: str, text: ChatText) -> dic
     for index, generation in enumerate(generations):
         message = chat_message(request.chat_request, prompt_ids, generation, text)
         choice = {"index": index, "message": message, "logprobs": None}
-        choices.append(choice | ending(generation, bool(message.get("tool_calls"))))
+        choices.append(choice | finish_fields(generation, bool(message.get("tool_calls"))))
     body = head("chatcmpl", "chat.completion", request.chat_request) | {"model": model_name}
     return body | {"choices": choices, "usage": usage([prompt_ids], generations)}
 
@@ -134,7 +134,7 @@ def head(prefix: str, kind: str, delivery: Delivery) -> dict[str, Any]:
     }
 
 
-def ending(generation: Generation, calls_tools: bool = False) -> dict[str, Any]:
+def finish_fields(generation: Generation, calls_tools: bool = False) -> dict[str, Any]:
     """Return the finish reason and weight spans of a choice."""
     reason: str = generation.finish_reason
     return {
@@ -155,7 +155,7 @@ def usage(prompts: Sequence[Sequence[int]], generations: Sequence[Generation]) -
 def chat_logprobs(
     text: ChatText, ids: Sequence[int], log_probs: Sequence[float], likeliest: TopTokens
 ) -> dict[str, Any]:
-    """Chat completions' form of log-probabilities, in nats."""
+    """Return log-probabilities in the form of chat completions, in nats."""
     content = []
     for token_id, log_prob, others in zip(ids, log_probs, likeliest, strict=True):
         entry = _token(text, token_id, log_prob)
@@ -167,7 +167,7 @@ def chat_logprobs(
 def text_logprobs(
     text: ChatText, ids: Sequence[int], log_probs: Sequence[float], likeliest: TopTokens, offset: int = 0
 ) -> dict[str, Any]:
-    """Completions' form of log-probabilities; `offset` is where the first token's text begins."""
+    """Return log-probabilities in the form of completions; `offset` is where the first token's text begins."""
     names, offsets, tops = [], [], []
     for token_id, others in zip(ids, likeliest, strict=True):
         name = text.token(token_id)[0]

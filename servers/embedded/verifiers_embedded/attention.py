@@ -56,7 +56,7 @@ def laid_out(layout: Rows | Prompts | None) -> Iterator[None]:
 
 
 def install(model: Any) -> bool:
-    """Let a model on the CPU attend by this module; return whether it does now.
+    """Make a model on the CPU attend by this module; return whether it does now.
 
     Models that attend in a way of their own (without transformers' interface, or not by "sdpa") stay as they
     are.

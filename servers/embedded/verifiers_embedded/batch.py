@@ -32,7 +32,7 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
 class ActiveBatch:
-    """Up to `slots` sequences, row i of the cache belonging to ``sequences[i]``.
+    """A batch of up to `slots` sequences, row i of the cache belonging to ``sequences[i]``.
 
     A prompt's last token is not prefilled: it goes through the decode pass like every token after it, so that
     all logits that are sampled from come from one place.
@@ -271,7 +271,7 @@ class ActiveBatch:
         )
 
     def _packed_pass(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
-        """Whole prompts, in order of their length, end to end in one row."""
+        """Compute the keys and values of whole prompts, in order of their length, end to end in one row."""
         ids = [token for prefix in prefixes for token in prefix]
         cells: list[int] = []
         source: list[int] = []
@@ -353,6 +353,6 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     if strange:
         raise StartError(
             f"model type {config.model_type!r} has layers of kind {', '.join(strange)}; "
-            "this server knows full and sliding attention, so serve such a model with vLLM"
+            "this server supports full and sliding attention, so serve such a model with vLLM"
         )
     return {kind: window if kind == "sliding_attention" else None for kind in ATTENTION_KINDS if kind in kinds}

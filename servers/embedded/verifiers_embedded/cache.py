@@ -135,11 +135,11 @@ class _SlotLayer(CacheLayerMixin):
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """0: positions are always passed in, as they differ from row to row."""
+        """Return 0: positions are always passed in, as they differ from row to row."""
         return 0
 
     def get_max_length(self) -> int:
-        """-1: grows as needed."""
+        """Return -1: the cache grows as needed."""
         return -1
 
     get_max_cache_shape = get_max_length

@@ -90,7 +90,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps those used last. Used on one event loop.
+    """A compiler of grammars for one tokenizer, which keeps those used last. Used on one event loop.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -147,7 +147,7 @@ class GrammarCompiler:
                 param=param,
             )
         outcome: Future[_T] = Future()
-        thread = threading.Thread(target=_settle_with, args=(outcome, work), name="vf-grammar", daemon=True)
+        thread = threading.Thread(target=_complete_with, args=(outcome, work), name="vf-grammar", daemon=True)
         before = threading.stack_size(_STACK_BYTES)
         try:
             thread.start()
@@ -228,7 +228,7 @@ def forbid(logits_NV: torch.Tensor, guides: Sequence[tuple[int, Guide]]) -> None
 
 @lru_cache(maxsize=4)
 def _most_of_byte(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """For each byte of a mask, the largest logits that its eight tokens may have: inf or -inf, (256, 8)."""
+    """Return, for each byte of a mask, the largest logits that its eight tokens may have: inf or -inf, (256, 8)."""
     import torch
 
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
@@ -310,7 +310,7 @@ def _reason(error: str) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _settle_with(outcome: Future[_T], work: Callable[[], _T]) -> None:
+def _complete_with(outcome: Future[_T], work: Callable[[], _T]) -> None:
     outcome.set_running_or_notify_cancel()
     try:
         outcome.set_result(work())

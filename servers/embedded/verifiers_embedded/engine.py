@@ -33,7 +33,7 @@ _GATHER_MOST_S = 0.02
 
 
 class Engine:
-    """Generates completions in a thread of its own. All methods may be called from any thread.
+    """A generator of completions in a thread of its own. All methods may be called from any thread.
 
     Requests are taken in the order they came, at most `slots` at a time; a free slot is filled before the
     next step. An exception in the thread ends it: every waiting and later request is answered with
@@ -134,7 +134,7 @@ class Engine:
         with self._wake:
             if self._failure is not None:
                 for sequence in sequences:
-                    _settle(sequence.future, error=self._failure)
+                    _complete(sequence.future, error=self._failure)
             else:
                 self._waiting.extend(sequences)
                 self._wake.notify()
@@ -165,7 +165,7 @@ class Engine:
             if mode == "abort":
                 self._abort()
             self._become_paused()
-            _settle(done, result=None)
+            _complete(done, result=None)
 
         self._between_steps(apply, on_error=done)
         return done
@@ -211,7 +211,7 @@ class Engine:
             done.add_done_callback(lambda ended: _pass_error(ended, on_error))
         with self._wake:
             if self._failure is not None:
-                _settle(done, error=self._failure)
+                _complete(done, error=self._failure)
             else:
                 self._commands.append((apply, done))
                 self._wake.notify()
@@ -234,7 +234,7 @@ class Engine:
             self._fail(cause)
 
     def _turn(self) -> bool:
-        """One round: wait for something to do, commands, then a step. False when the engine is to end."""
+        """Wait for something to do, run the commands, then take a step; return False when the engine is to end."""
         with self._wake:
             while not (self._stopping or self._commands or self._can_step()):
                 self._wake.wait()
@@ -245,7 +245,7 @@ class Engine:
         for apply, done in commands:
             apply()
             self._commands.popleft()
-            _settle(done, result=None)
+            _complete(done, result=None)
         self._drop_cancelled()
         if not self._paused:
             if not self._draining:
@@ -319,7 +319,7 @@ class Engine:
         finally:
             # Last, so that who is answered has given back its slot; but answered in any case.
             for sequence, generation, broken in answers:
-                _settle(sequence.future, result=generation, error=broken)
+                _complete(sequence.future, result=generation, error=broken)
 
     def _abort(self) -> None:
         sequences = list(self._batch.sequences)
@@ -327,7 +327,7 @@ class Engine:
             self._batch.keep_only([False] * len(sequences))
         finally:
             for sequence in sequences:
-                _settle(sequence.future, result=sequence.finish("abort"))
+                _complete(sequence.future, result=sequence.finish("abort"))
 
     def _become_paused(self) -> None:
         self._paused, self._draining = True, False
@@ -335,7 +335,7 @@ class Engine:
 
     def _release_drained(self) -> None:
         for done in self._drained:
-            _settle(done, result=None)
+            _complete(done, result=None)
         self._drained.clear()
 
     def _fail(self, error: Exception) -> None:
@@ -347,17 +347,17 @@ class Engine:
             self._commands.clear()
             self._drained.clear()
         for future in futures:
-            _settle(future, error=error)
+            _complete(future, error=error)
 
 
 def _pass_error(ended: Future[Any], waiting: Future[Any]) -> None:
     error = ended.exception()
     if error is not None:
-        _settle(waiting, error=error)
+        _complete(waiting, error=error)
 
 
-def _settle(future: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
-    """Answer a future, unless nobody waits for it any more."""
+def _complete(future: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
+    """Complete a future, unless nobody waits for it any more."""
     try:
         if error is not None:
             future.set_exception(error)

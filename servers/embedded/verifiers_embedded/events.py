@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from verifiers_embedded.answers import (
     chat_logprobs,
     chat_message,
-    ending,
+    finish_fields,
     head,
     text_logprobs,
     token_generation,
@@ -32,7 +32,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Progress:
-    """Wakes a coroutine when any of several completions has grown. Made on the event loop that it wakes."""
+    """A signal to a coroutine that any of several completions has grown. Made on the event loop that it wakes."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -91,7 +91,7 @@ class Watched:
             self.future.cancel()
 
     def news(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
-        """Ids, log-probabilities and alternatives sampled since the last call."""
+        """Return the ids, log-probabilities and alternatives sampled since the last call."""
         if self._sequence is None:
             return [], [], []
         # read before the ids: the engine's thread adds to this list last
@@ -103,7 +103,7 @@ class Watched:
 
 
 class Writer(Protocol):
-    """Makes the events of one kind of answer."""
+    """A writer of the events of one kind of answer."""
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return an event before the first token of a choice, if there is one."""
@@ -151,7 +151,7 @@ async def events(
 
 
 def encoded(event: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -197,7 +197,7 @@ class ChatWriter:
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
         event = self._event(index, {})
-        event["choices"][0] |= ending(generation, bool(calls))
+        event["choices"][0] |= finish_fields(generation, bool(calls))
         return [self._event(index, delta), event] if delta else [event]
 
     def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class TextWriter:
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
         said = cut_at_stop(self._text.decode(generation.token_ids), self._request.stop_strings)
         event = self._event(index, self._unsent(index, said))
-        event["choices"][0] |= ending(generation)
+        event["choices"][0] |= finish_fields(generation)
         return [event]
 
     def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class TokenWriter:
         return {**self._head, "choices": [choice]}
 
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
-        choice = {"index": index, "token_ids": [], "logprobs": None, **ending(generation)}
+        choice = {"index": index, "token_ids": [], "logprobs": None, **finish_fields(generation)}
         return [{**self._head, "choices": [choice]}]
 
     def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class WeightVersion:
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """Tokens ``[start, end)`` of a completion were sampled under the weights called `version`."""
+    """The tokens ``[start, end)`` of a completion, sampled under the weights called `version`."""
 
     version: str
     start: int

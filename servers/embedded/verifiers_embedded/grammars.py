@@ -178,7 +178,7 @@ def _json_rule(schema: str) -> str:
 
 
 def _depth(value: Any) -> int:
-    """Levels of objects and lists; not recursive, since a body can be nested deeper than Python's stack."""
+    """Count levels of objects and lists; not recursive, since a body can be nested deeper than Python's stack."""
     deepest, waiting = 0, [(value, 1)]
     while waiting:
         item, level = waiting.pop()

@@ -172,7 +172,7 @@ def _context(config: Any, wanted: int | None) -> int:
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a text: a base model's config and its chat tokenizer often name different ones."""
+    """Return every id that ends a text: a base model's config and its chat tokenizer often name different ones."""
     generation = getattr(model, "generation_config", None)
     named = [getattr(generation, "eos_token_id", None), model.config.get_text_config().eos_token_id]
     named.append(tokenizer.eos_token_id)

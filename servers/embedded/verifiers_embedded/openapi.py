@@ -15,8 +15,8 @@ from verifiers_embedded import answer_bodies as answers
 from verifiers_embedded.engine import PAUSE_MODES
 
 _ERRORS = {
-    400: "The body cannot be read, or holds what the server cannot obey",
-    401: "The server was started with a key, and the request did not bring it",
+    400: "The body cannot be read, or asks for what the server does not support",
+    401: "The server requires a key, and the request has none",
     404: "There is no such model",
     413: "The body is too long",
     500: "Nothing more can be generated, or the model gave no valid distribution",
@@ -95,7 +95,7 @@ def describe(*, keyed: bool) -> dict[str, Any]:
     """Write the whole document, OpenAPI 3.1; once a process, since it takes pydantic a tenth of a second.
 
     Args:
-        keyed: true where the server asks for a key.
+        keyed: true where the server requires a key.
     """
     described = {kind for route in _ROUTES for kind in (route.answer, route.body, route.chunk) if kind is not None}
     inputs = [(kind, "validation", TypeAdapter(kind)) for kind in [*sorted(described, key=_name), answers.Error]]

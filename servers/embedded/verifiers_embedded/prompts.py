@@ -101,11 +101,11 @@ class ChatText:
         return [int(value) for value in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out."""
+        """Return the text of the ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens included."""
+        """Return the text of the ids, special tokens included."""
         return self._tokenizer.decode(list(ids))
 
     @property
@@ -134,7 +134,7 @@ class ChatText:
     def _arguments_stay_text(self) -> bool:
         """True where the template prints a call's arguments as they are if they are text.
 
-        Then they can be printed as the model wrote them. Other templates want an object, and print it their
+        Then they can be printed as the model wrote them. Other templates expect an object, and print it their
         own way.
         """
         arguments = '{"a":   1}'
@@ -182,7 +182,7 @@ def bytes_of_piece(piece: Any) -> bytes | None:
 
 
 def _template_text(tokenizer: Any) -> str:
-    """Every chat template of a tokenizer; some have one of their own for tools."""
+    """Return every chat template of a tokenizer as one text; some have one of their own for tools."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(template.values()) if isinstance(template, dict) else template
 

@@ -12,7 +12,7 @@ def begun_by(prompt_text: str) -> bool:
 
 
 def split_reasoning(text: str, begun: bool) -> tuple[str | None, str]:
-    """Reasoning and content of a completion's text; every character but the tags is in one of them.
+    """Split a completion's text into reasoning and content; every character but the tags is in one of them.
 
     Args:
         text: the text, perhaps still growing.

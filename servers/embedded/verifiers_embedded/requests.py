@@ -73,7 +73,7 @@ class Decoding(RequestBody):
 
 
 class StreamOptions(Body):
-    """`include_usage` adds a last event with the counts of tokens to a stream."""
+    """The options of a stream: `include_usage` adds a last event with the counts of tokens."""
 
     include_usage: Flag = False
     include_obfuscation: Any = None

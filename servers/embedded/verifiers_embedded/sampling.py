@@ -140,7 +140,7 @@ def _shifted(state: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class BatchSampler:
-    """Draws for a fixed set of rows; rebuilt when the rows change, so that a step copies no parameters.
+    """A sampler for a fixed set of rows; rebuilt when the rows change, so that a step copies no parameters.
 
     The log-probability returned is that of the distribution drawn from: after temperature, after truncation
     and renormalisation. A greedy row's is the one at temperature 1, since its own distribution has a single
@@ -172,7 +172,7 @@ class BatchSampler:
         self._limits = upload([[row.top_k, row.top_p, row.min_p] for _, row in truncated], device, torch.float32)
 
     def sample(self, logits_NV: torch.Tensor, noise: Sequence[NoiseStream]) -> Draw:
-        """One token for every row.
+        """Sample one token for every row.
 
         Args:
             logits_NV: the model's last logits, any floating dtype; the mathematics are in float32. What a

@@ -44,7 +44,7 @@ class GrowingText:
 
 
 class StopMatcher:
-    """Notices that the text of a growing completion holds one of the stop strings.
+    """A search for stop strings in the text of a growing completion.
 
     Args:
         decode: token ids to text.
@@ -96,7 +96,7 @@ class SendableText:
         self._pending = self._pending[size:]
 
     def _unsure(self) -> int:
-        """Length of the longest end of the pending text with which one of the held strings may begin."""
+        """Return the length of the longest end of the pending text with which one of the held strings may begin."""
         longest = 0
         for mark in self._held:
             for size in range(min(len(mark) - 1, len(self._pending)), longest, -1):
@@ -107,6 +107,6 @@ class SendableText:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """`text` up to the first place where one of `stop` begins; all of it where none occurs."""
+    """Return `text` up to the first place where one of `stop` begins; all of it where none occurs."""
     places = [place for place in (text.find(item) for item in stop) if place >= 0]
     return text[: min(places)] if places else text

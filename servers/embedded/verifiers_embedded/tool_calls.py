@@ -40,12 +40,12 @@ Parse = Callable[[str], Answer]
 
 
 def parse_hermes(text: str) -> Answer:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or more: Hermes, Qwen 3."""
+    """Parse ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or more: Hermes, Qwen 3."""
     return _tagged(text, _json_call)
 
 
 def parse_qwen3_coder(text: str) -> Answer:
-    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>``: Qwen3-Coder.
+    """Parse ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>``: Qwen3-Coder.
 
     A value that is JSON is taken as such, any other as a string.
     """
@@ -53,7 +53,7 @@ def parse_qwen3_coder(text: str) -> Answer:
 
 
 def parse_llama3_json(text: str) -> Answer:
-    """Nothing but ``{"name": ..., "parameters": {...}}``, or several of them joined by ";": Llama 3."""
+    """Parse ``{"name": ..., "parameters": {...}}`` and nothing else, or several joined by ";": Llama 3."""
     rest = text.strip().removeprefix("<|python_tag|>").strip()
     calls: list[ToolCall] = []
     while rest:
@@ -67,7 +67,7 @@ def parse_llama3_json(text: str) -> Answer:
 
 
 def parse_mistral(text: str) -> Answer:
-    """``[TOOL_CALLS]`` followed by a JSON list of calls: Mistral."""
+    """Parse ``[TOOL_CALLS]`` followed by a JSON list of calls: Mistral."""
     content, mark, rest = text.partition("[TOOL_CALLS]")
     rest = rest.strip()
     if not mark or not rest.startswith("["):
@@ -108,7 +108,7 @@ def format_of_template(template: str) -> str | None:
 
 
 def call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) -> str:
-    """Names a call. The same request gets the same name, calls of other turns get others.
+    """Name a call. The same request gets the same name, calls of other turns get others.
 
     Nine letters and digits, since the templates of Mistral's models accept nothing else.
     """

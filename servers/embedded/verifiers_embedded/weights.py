@@ -19,7 +19,7 @@ _NAMES_SHOWN = 8
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of ``model.safetensors``, of the shards an index names, or of every ``*.safetensors`` file.
+    """Read all tensors of ``model.safetensors``, of the shards an index names, or of every ``*.safetensors`` file.
 
     The tensors map the files, which must stay as they are until the reload is answered.
 
@@ -58,7 +58,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def match_weights(model: Any, given: dict[str, torch.Tensor]) -> Copies:
-    """Pairs every tensor of the model with the given one of its name.
+    """Pair every tensor of the model with the given one of its name.
 
     Of tensors that share memory (tied embeddings) one is enough; where several are given they must be equal.
 
@@ -89,7 +89,7 @@ def match_weights(model: Any, given: dict[str, torch.Tensor]) -> Copies:
             if name in given and given[name].is_floating_point() != tensor.is_floating_point()
         ],
     )
-    problems += _listed("tied in the model but different in the files", _torn(names_of.values(), given))
+    problems += _listed("tied in the model but different in the files", _unequal_tied(names_of.values(), given))
     if problems:
         raise WeightsError(
             "the weights do not fit the model that is served and nothing was changed: " + "; ".join(problems)
@@ -114,14 +114,14 @@ def copy_weights(copies: Copies) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _torn(groups: Iterable[list[str]], given: dict[str, torch.Tensor]) -> list[str]:
+def _unequal_tied(groups: Iterable[list[str]], given: dict[str, torch.Tensor]) -> list[str]:
     """Return the groups of tied names for which unequal tensors are given."""
-    torn = []
+    unequal = []
     for names in groups:
         held = [name for name in names if name in given]
         if any(not _same(given[held[0]], given[name]) for name in held[1:]):
-            torn.append(" and ".join(held))
-    return torn
+            unequal.append(" and ".join(held))
+    return unequal
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ def write_alias() -> Path | None:
 
 
 def main() -> int:
-    """Entry point of ``python -m verifiers_vllm.alias``."""
+    """Run ``python -m verifiers_vllm.alias``; return the exit code."""
     try:
         written = write_alias()
     except importlib.metadata.PackageNotFoundError:

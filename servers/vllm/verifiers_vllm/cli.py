@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Stop:
-    """Remembers the signal that asked for an end, while it is entered."""
+    """The signal that asked for an end, noted while this context is entered."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

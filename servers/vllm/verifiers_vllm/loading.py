@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def load_with_every_core(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, with torch's threads as many as cores while it runs."""
+    """Wrap `load` so that torch has as many threads as cores while it runs."""
 
     @functools.wraps(load)
     def loads(*args: Any, **kwargs: Any) -> Any:
@@ -48,5 +48,5 @@ def load_with_every_core(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,7 +30,7 @@ def follow(supervisor: int) -> None:
 
 
 def main() -> None:
-    """``vllm serve`` with this process's arguments."""
+    """Run ``vllm serve`` with this process's arguments."""
     # taken out: engine processes inherit the environment, and are not the supervisor's children
     supervisor = os.environ.pop(SUPERVISOR_VARIABLE, "")
     if supervisor:

@@ -43,7 +43,7 @@ class ServerGroup:
         return self._process.poll()
 
     def end(self, grace_s: float = _GRACE_S) -> None:
-        """SIGTERM to the whole group, and SIGKILL to what is left of it after the grace period."""
+        """Send SIGTERM to the whole group, and SIGKILL to what is left of it after the grace period."""
         if self.exit_code is not None:
             # the process that would have ended the engines in order is gone
             grace_s = min(grace_s, 1.0)
@@ -107,7 +107,7 @@ def _group_has_live_member(group: int) -> bool:
 
 
 def _state(stat: Path) -> tuple[str, int]:
-    """State letter and process group from a stat file; ("?", -1) where it cannot be read."""
+    """Read the state letter and process group from a stat file; ("?", -1) where it cannot be read."""
     try:
         fields = stat.read_text().rpartition(")")[2].split()
         return fields[0], int(fields[2])

@@ -36,7 +36,7 @@ MINORS: dict[tuple[int, int], Minor] = {
 
 
 def installed_version() -> str:
-    """Version of the vLLM in this environment.
+    """Return the version of the vLLM in this environment.
 
     Raises:
         StartError: there is none, or a CPU build that does not answer to the name "vllm".

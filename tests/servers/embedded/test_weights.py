@@ -151,11 +151,11 @@ async def test_a_sharded_checkpoint_is_loaded_by_its_index(
 
 async def test_a_damaged_or_absent_file_is_refused(start: Any, tmp_path: Path, other_dir: Path) -> None:
     server = await start()
-    empty, torn = tmp_path / "empty", tmp_path / "torn"
+    empty, cut = tmp_path / "empty", tmp_path / "cut"
     empty.mkdir()
-    torn.mkdir()
-    (torn / "model.safetensors").write_bytes((other_dir / "model.safetensors").read_bytes()[:-100])
-    for directory in (tmp_path / "nowhere", empty, torn):
+    cut.mkdir()
+    (cut / "model.safetensors").write_bytes((other_dir / "model.safetensors").read_bytes()[:-100])
+    for directory in (tmp_path / "nowhere", empty, cut):
         status, answer = await server.push(directory)
         assert status == 400
         assert str(directory) in answer["error"]["message"]
@@ -174,7 +174,7 @@ async def test_tied_embeddings_may_leave_out_the_head_and_both_change(
     assert log_probs == pytest.approx(reference.log_probs(pushed, prompt, ids), abs=1e-4)
     embedding = tensors["model.embed_tokens.weight"]
     assert (await server.push(save({**tensors, "lm_head.weight": embedding}, "both")))[0] == 200
-    status, answer = await server.push(save({**tensors, "lm_head.weight": embedding + 1}, "torn"))
+    status, answer = await server.push(save({**tensors, "lm_head.weight": embedding + 1}, "untied"))
     assert (status, "lm_head.weight" in answer["error"]["message"]) == (400, True)
 
 

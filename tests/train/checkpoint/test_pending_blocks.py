@@ -73,7 +73,7 @@ def test_a_checkpoint_without_blocks_has_none(tmp_path: Path) -> None:
     assert load_pending_blocks(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ["{", "[]\n", '{"block_id": 1}\n'], ids=["torn", "list", "incomplete"])
+@pytest.mark.parametrize("content", ["{", "[]\n", '{"block_id": 1}\n'], ids=["cut off", "list", "incomplete"])
 def test_a_file_that_is_not_ours_is_refused_with_what_to_do(tmp_path: Path, content: str) -> None:
     (tmp_path / PENDING_BLOCKS).write_text(content)
     with pytest.raises(

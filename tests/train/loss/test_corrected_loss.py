@@ -1,4 +1,4 @@
-"""Our loss is TRL's own where every row is a rollout, with the correction that TRL makes for vLLM."""
+"""Our loss is TRL's own where every row is a rollout, with the importance weights that TRL has for vLLM."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_gspo_token_is_gspo_where_every_token_of_a_row_has_its_advantage(
     batch = a_batch()
     batch |= one_weight_a_row(batch)
     found = {}
-    # a weight of the correction for each row: token weights would make the objective's tokens unequal
+    # an importance weight for each row: token weights would make the objective's tokens unequal
     case = PLAIN | {"loss_type": loss_type, "mode": "sequence_truncate"}
     for level in ("sequence", "sequence_token"):
         trainer = plane(GRPOTrainer, case | {"importance_sampling_level": level})

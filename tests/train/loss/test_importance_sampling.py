@@ -1,4 +1,4 @@
-"""The correction between sampler and proximal policy, by numbers worked out by hand."""
+"""The importance weights between sampler and proximal policy, by numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verifiers.train.loss.importance_sampling import (
-    correction_weights,
+    importance_weights,
     join_mismatches,
     measure_mismatch,
     mismatch_metrics,
@@ -44,7 +44,7 @@ EXPECTED: dict[tuple[str, float | None, float | None], list[list[float]]] = {
 @pytest.mark.parametrize("case", EXPECTED, ids=str)
 def test_weights_by_mode_and_bounds(case: tuple[str, float | None, float | None]) -> None:
     mode, clip_max, clip_min = case
-    weights = correction_weights(OLD, SAMPLING, MASK, mode=mode, clip_max=clip_max, clip_min=clip_min)
+    weights = importance_weights(OLD, SAMPLING, MASK, mode=mode, clip_max=clip_max, clip_min=clip_min)
     assert torch.allclose(weights, torch.tensor(EXPECTED[case], dtype=torch.float32), atol=1e-6)
 
 
@@ -63,7 +63,7 @@ def test_a_row_outside_the_geometric_bounds_has_no_weight_under_any_mode(
 ) -> None:
     mode, high, low = case
     bounds: dict[str, Any] = {"clip_max": 1.5, "clip_min": None, "geometric_max": high, "geometric_min": low}
-    weights = correction_weights(OLD, SAMPLING, MASK, mode=mode, **bounds)
+    weights = importance_weights(OLD, SAMPLING, MASK, mode=mode, **bounds)
     assert torch.allclose(weights, torch.tensor(GEOMETRIC[case], dtype=torch.float32), atol=1e-6)
 
 
@@ -73,21 +73,21 @@ def test_every_mode_is_worked_out() -> None:
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 def test_where_the_policies_agree_the_weight_is_exactly_one(mode: str) -> None:
-    weights = correction_weights(SAMPLING, SAMPLING, MASK, mode=mode, clip_max=3.0, clip_min=0.5)
+    weights = importance_weights(SAMPLING, SAMPLING, MASK, mode=mode, clip_max=3.0, clip_min=0.5)
     assert torch.equal(weights, torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 def test_what_is_recorded_of_environment_tokens_does_not_matter(mode: str) -> None:
     options: dict[str, Any] = {"mode": mode, "clip_max": 3.0, "clip_min": None}
-    usual = correction_weights(OLD, SAMPLING, MASK, **options)
+    usual = importance_weights(OLD, SAMPLING, MASK, **options)
     for value in (0.0, -50.0, float("nan"), float("inf")):
         odd = torch.where(MASK.bool(), SAMPLING, value)
-        assert torch.equal(correction_weights(OLD, odd, MASK, **options), usual)
+        assert torch.equal(importance_weights(OLD, odd, MASK, **options), usual)
 
 
 def test_the_mismatch_adds_up_over_sampled_tokens() -> None:
-    weights = correction_weights(OLD, SAMPLING, MASK, mode="token_truncate", clip_max=1.5, clip_min=None)
+    weights = importance_weights(OLD, SAMPLING, MASK, mode="token_truncate", clip_max=1.5, clip_min=None)
     mismatch = measure_mismatch(OLD, SAMPLING, MASK, weights)
     assert mismatch is not None
     ratios = [2.0, 0.5, 0.25, 1.0]
@@ -118,7 +118,7 @@ def test_padding_alone_has_no_mismatch() -> None:
 def test_a_sequences_ratio_is_what_sequence_modes_measure_and_clip() -> None:
     old = torch.log(torch.tensor([[2.0, 3.0, 9.0], [0.5, 1.0, 1.0]]))
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    weights = correction_weights(old, torch.zeros(2, 3), mask, mode="sequence_truncate", clip_max=5.0, clip_min=None)
+    weights = importance_weights(old, torch.zeros(2, 3), mask, mode="sequence_truncate", clip_max=5.0, clip_min=None)
     mismatch = measure_mismatch(old, torch.zeros(2, 3), mask, weights, "sequence_truncate")
     assert mismatch is not None
     assert (mismatch.ratio_min, mismatch.ratio_max) == pytest.approx((0.5, 6.0))

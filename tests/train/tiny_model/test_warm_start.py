@@ -73,7 +73,7 @@ def test_the_warm_start_writes_a_model_that_loads_and_has_learnt(tmp_path: Path)
     char_model.make_model(tmp_path / "random", seed=0)
     pairs = [("Spell: ab", "ba"), ("Spell: cd", "<answer>dc</answer>")]
     result = warm_start.warm_start(
-        tmp_path / "random", tmp_path / "tiny", shown=pairs, held_out=pairs, seed=0, window=(0.5, 1.0), max_steps=80
+        tmp_path / "random", tmp_path / "tiny", shown=pairs, eval_pairs=pairs, seed=0, window=(0.5, 1.0), max_steps=80
     )
     questions, wanted = zip(*pairs, strict=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")

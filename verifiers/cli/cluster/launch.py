@@ -44,7 +44,7 @@ class _Template(string.Template):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     return run_command("vf-launch", lambda: launch(parser().parse_args(argv)))
 
 
@@ -65,7 +65,7 @@ def parser() -> CommandParser:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Do what the command does; raises instead of printing errors."""
+    """Submit the job of a run file, or print it; raise errors instead of printing them."""
     if args.slurm == args.k8s:
         raise ConfigError("give one of --slurm and --k8s.")
     kind = "slurm" if args.slurm else "k8s"
@@ -106,7 +106,7 @@ def rendered(run_file: str, kind: str) -> str:
     if run.server.launch is not None and not cluster.server_nodes:
         raise ConfigError(f"{run_file}: [server] launch needs nodes here; give [cluster] server_nodes = 1 or more.")
     if cluster.accelerate_config is None and cluster.trainer_nodes * max(1, cluster.gpus_per_node) > 1:
-        # without one accelerate may start processes that know nothing of each other
+        # without one accelerate may start processes that are not connected
         raise ConfigError(
             f"{run_file}: several processes train, and [cluster] accelerate_config does not say how; give one such "
             "as examples/accelerate/fsdp.yaml."

@@ -99,7 +99,7 @@ def chosen_endpoint(args: argparse.Namespace) -> tuple[EndpointEntry, Path | Non
 
 
 def attempt_timeout_s(args: argparse.Namespace, entry: EndpointEntry) -> float:
-    """Deadline of one HTTP attempt: the flag's, the entry's, else short enough for a hang to be tried again twice."""
+    """Return the deadline of one HTTP attempt: the flag's, the entry's, else one with time for two more tries."""
     given: float | None = args.attempt_timeout or entry.attempt_timeout_s
     return given or min(_LONGEST_ATTEMPT_S, args.rollout_timeout / 3)
 

@@ -57,7 +57,7 @@ _NEW_SESSION = TypeAdapter(_NewSession)
 
 
 class TokenStore:
-    """Appends the token ids of rollouts to `tokens.jsonl`, a line for each rollout that has some.
+    """A writer of rollouts' token ids to `tokens.jsonl`, a line for each rollout that has some.
 
     Args:
         directory: of the run.

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from verifiers.monitoring.figures import bar, rounded
+from verifiers.monitoring.number_text import bar, rounded
 from verifiers.testing.fake_model import FAKE_URL
 
 if TYPE_CHECKING:

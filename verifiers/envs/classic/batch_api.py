@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def columns_of(inputs: Any) -> dict[str, Sequence[Any]]:
-    """Columns of a dict, GenerateInputs, Dataset or list of rows.
+    """Return the columns of a dict, GenerateInputs, Dataset or list of rows.
 
     Raises:
         ConfigError: no `prompt` column.
@@ -201,7 +201,7 @@ async def _score_group(rubric: Any, rollouts: Sequence[Rollout]) -> list[Rollout
 
 
 def complete_or_awaitable(work: Callable[[], Coroutine[Any, Any, GenerateOutputs]]) -> GenerateOutputs:
-    """Results that can be read at once or awaited.
+    """Return results that can be read at once or awaited.
 
     Without a running loop the work is done here and now. Inside one it starts when the result is awaited, or,
     for callers of the first generation, when it is first read (the loop then waits).
@@ -291,7 +291,7 @@ for _name in ("copy", "get", "items", "keys", "values"):
 
 
 def to_dataset(results: Mapping[str, Any], state_columns: Sequence[str] | None = None) -> Dataset:
-    """Results as a Dataset; `average_reward` is over the rollouts of the same prompt."""
+    """Return results as a Dataset; `average_reward` is over the rollouts of the same prompt."""
     from datasets import Dataset
 
     columns: dict[str, Any] = {

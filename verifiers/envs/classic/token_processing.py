@@ -57,7 +57,7 @@ def chat_tokens(response: ModelResponse) -> list[int]:
 
 
 def chat_logprobs(response: ModelResponse) -> list[float]:
-    """Log-probs of the sampled tokens of a chat completion, in nats.
+    """Return the log-probs of the sampled tokens of a chat completion, in nats.
 
     Raises:
         MissingTokenIdsError: the answer has none.
@@ -76,7 +76,7 @@ def completion_tokens(response: ModelResponse) -> list[int]:
 
 
 def completion_logprobs(response: ModelResponse) -> list[float]:
-    """Log-probs of the sampled tokens of a text completion, in nats; as `chat_logprobs`."""
+    """Return the log-probs of the sampled tokens of a text completion, in nats; as `chat_logprobs`."""
     if _is_overlong(response):
         return []
     values = _list_field(_logprobs(response), "token_logprobs")
@@ -177,7 +177,7 @@ def process_chat(
     mask_env_responses: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> TokenLists:
-    """Token lists of a chat rollout.
+    """Return the token lists of a chat rollout.
 
     Args:
         state: its `responses` belong to the assistant messages of `completion`, in order.
@@ -264,7 +264,7 @@ def _bare(message: Any) -> Any:
 
 
 def _with_parsed_arguments(message: Any) -> Any:
-    """Return the message with tool-call arguments as data, as templates such as Qwen3's want them."""
+    """Return the message with tool-call arguments as data, as templates such as Qwen3's expect them."""
     if not message_field(message, "tool_calls"):
         return message
     plain: Any = sanitize_tool_calls([message])[0]
@@ -282,7 +282,7 @@ def _with_parsed_arguments(message: Any) -> Any:
 def process_completion(
     prompt: str, completion: str, state: State, processing_class: Any, mask_env_responses: bool = False
 ) -> TokenLists:
-    """Token lists of a rollout in completion mode.
+    """Return the token lists of a rollout in completion mode.
 
     Args:
         state: has `responses`, and where the environment spoke in between `responses_start_idx`: at which
@@ -330,7 +330,7 @@ def process_results(
     mask_truncated_completions: bool = False,
     zero_truncated_completions: bool = False,
 ) -> ProcessedOutputs:
-    """Token lists of many rollouts, cut to `max_seq_len` tokens of prompt and completion together.
+    """Return the token lists of many rollouts, cut to `max_seq_len` tokens of prompt and completion together.
 
     Args:
         process: gives the token lists of one rollout.

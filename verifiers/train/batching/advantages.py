@@ -184,7 +184,7 @@ def rollout_advantages(
     mask_truncated_completions: bool = False,
     zero_truncated_completions: bool = False,
 ) -> BlockAdvantages:
-    """Advantages of a block's rollouts, by identity.
+    """Return the advantages of a block's rollouts, by identity.
 
     An advantage that the environment gave (`Rollout.advantage`) replaces the group's; its reward still takes
     part in the statistics. Rollouts without an entry are not trained on, not even by a KL term, and do not
@@ -319,7 +319,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _deviation(values: list[float]) -> float:
-    """Sample standard deviation (ddof = 1), exactly 0.0 for equal values; needs at least two."""
+    """Return the sample standard deviation (ddof = 1), exactly 0.0 for equal values; needs at least two."""
     if _are_equal(values):
         return 0.0
     mean = fmean(values)

@@ -123,7 +123,7 @@ def block_samples(
 def _split_rollout(
     rollout: Rollout, advantage: float | list[float], max_seq_len: int | None
 ) -> tuple[list[tuple[TokenSequence, float | list[float]]], list[Dropped]]:
-    """Rows of a rollout that are trained on, each with its share of the advantage, and those that cannot be."""
+    """Split a rollout into rows to train on, each with its share of the advantage, and rows that are dropped."""
     sampled = sum(row.sampled_tokens for row in rollout.rows)
     if isinstance(advantage, list) and len(advantage) != sampled:
         raise ConfigError(f"{rollout.key} has {len(advantage)} advantages for {sampled} sampled tokens")

@@ -22,7 +22,7 @@ logger = logging.getLogger("verifiers.train")
 
 
 class RolloutPrefetcher:
-    """Keeps blocks in flight ahead of the trainer and hands them out in order.
+    """A prefetcher that keeps blocks in flight ahead of the trainer and hands them out in order.
 
     Args:
         dataset: training rows.

@@ -113,7 +113,7 @@ class BlockStream:
         return block, TrainingBlock(self.block_id, self._micro_steps, advantages, dropped)
 
     def _provisional_tokens(self) -> float:
-        # near the actual number, so that losses before the correction are of their usual size
+        # near the actual number, so that losses before they are rescaled are of their usual size
         return float(self.plan.completions_per_update * (self.args.max_completion_length or 1))
 
     def _rescale(self) -> float:

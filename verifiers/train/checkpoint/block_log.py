@@ -129,7 +129,7 @@ def read_block_log(directory: str | Path) -> list[dict[str, Any]]:
         try:
             records.append(_record(line))
         except ValueError:
-            # only the last can be torn: the process was killed while it wrote
+            # only the last can be incomplete: the process was killed while it wrote
             break
     return records
 

@@ -285,7 +285,7 @@ def _difference(saved: Any, now: Any, where: str = "curriculum") -> str:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Have a file, or the names in a directory, reach the disk."""
+    """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -410,7 +410,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def saving(self, state: Any) -> Iterator[None]:
-        """Have the checkpoint that is written inside count once it is whole, then delete older ones.
+        """Mark the checkpoint that is written inside as complete once it is whole, then delete older ones.
 
         The last checkpoint of a run may stand inside a block: no run can resume it, and it does not count.
 

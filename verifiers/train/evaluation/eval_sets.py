@@ -19,12 +19,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A set of held-out prompts.
+    """A set of eval prompts.
 
     Attributes:
         name: part of the names of its metrics; empty where it is the only set.
         env: plays and scores the prompts.
-        rows: the prompts; None for the held-out rows of `env`.
+        rows: the prompts; None for the eval rows of `env`.
         most: the first so many of them; -1 for all.
         trained_env: what is trained on, where that is known.
     """
@@ -76,7 +76,7 @@ def choose_eval_sets(
     """Return the sets that a run is evaluated on.
 
     Args:
-        env: what is trained on; its own held-out rows are the set where nothing else is given.
+        env: what is trained on; its own eval rows are the set where nothing else is given.
         eval_dataset: rows that `env` plays, or several such by name.
         eval_env: an environment that is played instead, or several by name.
         most: prompts of each; -1 for all.

@@ -32,7 +32,7 @@ from verifiers.train.evaluation.policy_evaluation import (
     Measured,
     PolicyEvaluation,
     SetEvaluation,
-    share_of,
+    sub_limiter_of,
 )
 from verifiers.train.evaluation.storage import StoredEvaluations, provenance
 from verifiers.train.processes.distributed import Ranks
@@ -62,7 +62,7 @@ class EvaluationInFlight:
 
     @contextlib.contextmanager
     def as_now(self, state: Any) -> Iterator[None]:
-        """Let the trainer's state have the step of the evaluation: loggers take their x from it."""
+        """Set the trainer's state to the step of the evaluation inside: loggers take their x from it."""
         now = state.global_step, state.epoch
         state.global_step, state.epoch = self.step, self.epoch
         try:
@@ -72,7 +72,7 @@ class EvaluationInFlight:
 
 
 class Evaluator:
-    """Evaluates the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics.
+    """An evaluator of the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics.
 
     Args:
         args: settings of the run.
@@ -160,7 +160,7 @@ class Evaluator:
             most, bound = self._plan.completions_per_block, self._args.max_concurrent
             most = max(1, min(most, bound // 2)) if bound > 0 else most
         parts: list[SetEvaluation] = []
-        limiter = share_of(generator, most)
+        limiter = sub_limiter_of(generator, most)
         for one in sets:
             sampling = self._sampling(one)
             metadata = self._metadata(one, sampling, weights_step)
@@ -225,7 +225,7 @@ class Evaluator:
             raise ConfigError(f"there are several eval sets ({names}); give rows of one, or call evaluate().")
         (one,) = sets
         generator = self._publish(True)
-        limiter = share_of(generator, self._args.eval_max_concurrent)
+        limiter = sub_limiter_of(generator, self._args.eval_max_concurrent)
         runner = _runner_of(generator, one, self._sampling(one), limiter)
         part = KeptEvaluation(runner, one.dataset, self._args.num_generations_eval or 1, self._args.seed)
         evaluation = PolicyEvaluation(generator, [part], self._deadline_s())

@@ -1,4 +1,4 @@
-"""One evaluation of the policy on held-out prompts, by vf-eval's own run and store.
+"""One evaluation of the policy on eval prompts, by vf-eval's own run and store.
 
 The rollouts run on the generator's event loop, through the same runner, servers and limit as those of training. The
 trainer may wait for the evaluation, or train on and take its result later.
@@ -27,7 +27,7 @@ from verifiers.rollouts.runner import RolloutRunner
 from verifiers.train.evaluation.storage import BestEffortStore, best_effort
 from verifiers.types import Outcome
 
-__all__ = ["KeptEvaluation", "Measured", "PolicyEvaluation", "SetEvaluation", "evaluation_metrics", "share_of"]
+__all__ = ["KeptEvaluation", "Measured", "PolicyEvaluation", "SetEvaluation", "evaluation_metrics", "sub_limiter_of"]
 
 _GRACE_S = 10.0
 _LOOK_EVERY_S = 0.5
@@ -132,7 +132,7 @@ class KeptEvaluation:
 
 
 class RunsOnce(Protocol):
-    """Something that a `PolicyEvaluation` runs."""
+    """A part of a `PolicyEvaluation`: one set of prompts, run once."""
 
     async def run(self) -> Measured: ...
 
@@ -261,7 +261,7 @@ def evaluation_metrics(summary: RunSummary, prefix: str, mean_length: float) -> 
     return metrics
 
 
-def share_of(generator: AsyncBatchGenerator, most: int | None) -> SubLimiter:
+def sub_limiter_of(generator: AsyncBatchGenerator, most: int | None) -> SubLimiter:
     """Return the part of the generator's limit that an evaluation may use."""
     return SubLimiter(generator.runner().limiter, most)
 

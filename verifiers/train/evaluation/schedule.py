@@ -18,7 +18,7 @@ __all__ = ["EvaluationSchedule"]
 
 
 class EvaluationSchedule(TrainerCallback):
-    """Begins and ends evaluations at the same steps in every run; on every rank.
+    """A schedule that begins and ends evaluations at the same steps in every run; on every rank.
 
     transformers runs an evaluation that is due after the callbacks of a step. With `eval_overlap` it begins here
     instead, and ends with the block that is trained beside it, or before a save, the next evaluation or the end of

@@ -21,8 +21,8 @@ from verifiers.train.batching.weighting import WeightedBeta, WeightedCoefficient
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.importance_sampling import (
     Mismatch,
-    correction_weights,
     geometric_ratios,
+    importance_weights,
     join_mismatches,
     measure_mismatch,
     mismatch_metrics,
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class CorrectedLoss:
-    """Everything around each call of TRL's loss: the inputs before, the importance weights within, the metrics after.
+    """The work around each call of TRL's loss: the inputs before, the importance weights within, the metrics after.
 
     Args:
         args: mode and bounds of the importance sampling, level of the ratio, and estimator of the KL term.
@@ -130,7 +130,7 @@ class CorrectedLoss:
         if not args.importance_correction:
             # the old log-probs may be the sampler's own then
             return measure_mismatch(current_RC, sampling_RC, mask_RC, None, mode)
-        weights_RC = correction_weights(
+        weights_RC = importance_weights(
             old_RC,
             sampling_RC,
             mask_RC,

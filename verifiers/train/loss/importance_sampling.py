@@ -11,19 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from verifiers.deprecated import former_name
+
 __all__ = [
     "Mismatch",
-    "correction_weights",
     "geometric_ratios",
     "importance_ratios",
+    "importance_weights",
     "join_mismatches",
     "measure_mismatch",
     "mismatch_metrics",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return former_name(__name__, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ def geometric_ratios(old_logps_RC: Tensor, sampling_logps_RC: Tensor, loss_mask_
     return (log_ratio_RC.sum(-1, keepdim=True) / sampled_RC.sum(-1, keepdim=True).clamp(min=1)).exp()
 
 
-def correction_weights(
+def importance_weights(
     old_logps_RC: Tensor,
     sampling_logps_RC: Tensor,
     loss_mask_RC: Tensor,
@@ -115,7 +122,7 @@ def measure_mismatch(
     """Measure how far the sampler and the proximal policy are apart; None where no token was sampled.
 
     Args:
-        weights_RC: what `correction_weights` made of the ratios; None where nothing is corrected.
+        weights_RC: what `importance_weights` made of the ratios; None without importance sampling.
         mode: its mode. The ratios measured are those that it sees, each counted once a sampled token.
     """
     sampled_RC = loss_mask_RC.bool()

@@ -103,7 +103,7 @@ def fuse_heads(trainer: Any) -> None:
 
 
 def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_float32: bool = False) -> None:
-    """Let TRL's call `model(..., labels=labels, fused_lm_head=True)` compute log-probs by `head_log_probs`.
+    """Make TRL's call `model(..., labels=labels, fused_lm_head=True)` compute log-probs by `head_log_probs`.
 
     It has to be part of the model's forward: wrappers that shard it gather its weights there. Replaces what
     `trl.trainer.utils.add_fused_lm_head` has installed; any other call of the model stays as it was.
@@ -265,7 +265,7 @@ def log_probs_of_copy(copy: Any, batch: Mapping[str, Tensor], temperature: float
 def assemble_old_log_probs(
     log_probs: Sequence[Sequence[float]], attention_mask_RT: Tensor, loss_mask_RT: Tensor
 ) -> Tensor:
-    """Lay old log-probs over training tensors, shifted as log-probs are: position t is that of token t.
+    """Align old log-probs with training tensors, shifted as log-probs are: position t is that of token t.
 
     Args:
         log_probs: for each of R rows the log-prob (nats) of each of its sampled tokens, in order.

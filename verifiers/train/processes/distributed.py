@@ -16,7 +16,7 @@ T = TypeVar("T")
 def on_rank_0(
     accelerator: Any, work: Callable[[], Any], together: Mapping[str, Callable[..., Any]] | None = None
 ) -> Any:
-    """Do something on rank 0 and return its result on all ranks, or raise its failure on all of them.
+    """Run `work` on rank 0 and return its result on all ranks, or raise its failure on all of them.
 
     Every rank must call it; that is where an error of rank 0's generator ends the others.
 
@@ -72,7 +72,7 @@ def scatter_from_rank_0(
 
 
 def on_all_ranks(accelerator: Any, name: str, work: Callable[..., T], *args: Any) -> T:
-    """Have all ranks do something at once, from inside `on_rank_0`, and return what it gives on rank 0.
+    """Run `work` on all ranks at once, from inside `on_rank_0`, and return what it gives on rank 0.
 
     It is for what only ranks together can do, such as a forward pass of a model that is sharded over them.
 
@@ -157,7 +157,7 @@ class Ranks:
         self._joint_work[name] = work
 
     def together(self, name: str, *args: Any) -> Any:
-        """Have all ranks do what was registered under a name; return what it gives on rank 0."""
+        """Run on all ranks what was registered under a name; return what it gives on rank 0."""
         return on_all_ranks(self._accelerator, name, self._joint_work[name], *args)
 
     def gather(self, own: T) -> list[T]:
@@ -170,7 +170,7 @@ class Ranks:
         return gathered
 
     def on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """Do something on rank 0 and return its result on all ranks, or raise its failure on all of them."""
+        """Run `work` on rank 0 and return its result on all ranks, or raise its failure on all of them."""
         return on_rank_0(self._accelerator, work, self._joint_work)
 
     def scatter(self, work: Callable[[], Sequence[T]]) -> T:

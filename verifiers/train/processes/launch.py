@@ -41,7 +41,7 @@ sys.exit(found[0].load()())
 
 
 def installed_servers() -> dict[str, str]:
-    """Installed rollout servers by name, with what starts them ("module:function")."""
+    """Return the installed rollout servers by name, with what starts them ("module:function")."""
     return {point.name: point.value for point in entry_points(group="verifiers.servers")}
 
 

@@ -36,10 +36,10 @@ def end_together(
     work: Callable[[], T],
     close: Callable[[], None],
     *,
-    watched: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    monitored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     give_back: Callable[[BaseException], None] = lambda error: None,
 ) -> T:
-    """Do this rank's part of a run, and then `close`, whatever ends it.
+    """Run this rank's part of a run, and then `close`, whatever ends it.
 
     Every rank must call it. Where one of several ranks fails, its own error is raised there; rank 0 raises RankError
     with the same text, and the launcher ends the rest.
@@ -48,7 +48,7 @@ def end_together(
         accelerator: accelerate's Accelerator or PartialState.
         work: the part of this rank.
         close: gives back what this rank holds.
-        watched: makes a context that is left after `close`, with what ended the run.
+        monitored: makes a context that is left after `close`, with what ended the run.
         give_back: what of `close` other processes would miss; called with what ended the run, in another thread,
             where a signal finds rank 0 inside a call that does not return.
 
@@ -62,7 +62,7 @@ def end_together(
         signals = ended_by_signals(give_back if several else None)
     failures = _FirstFailure(accelerator.process_index) if several else None
     with signals as termination:
-        with watched():
+        with monitored():
             try:
                 result = work()
                 if several:
@@ -238,7 +238,7 @@ class Termination:
         return self._since is not None
 
     def begin(self) -> None:
-        """Let further signals wait: the run is being ended, for whatever reason."""
+        """Hold back further signals: the run is being ended, for whatever reason."""
         if self._since is None:
             self._since = time.monotonic()
 
@@ -260,7 +260,7 @@ class Termination:
 
 @contextlib.contextmanager
 def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -> Iterator[Termination]:
-    """Let SIGINT and SIGTERM do what `Termination` says, while this is open.
+    """Handle SIGINT and SIGTERM as `Termination` says, while this is open.
 
     It does nothing in other threads than the main one, which get no signals.
 
@@ -276,11 +276,11 @@ def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -
     for number in before:
         signal.signal(number, termination.handle)
     try:
-        with contextlib.ExitStack() as watched:
+        with contextlib.ExitStack() as guards:
             if before:
-                watched.enter_context(exit_if_signal_is_unhandled(_HELD, tuple(before)))
+                guards.enter_context(exit_if_signal_is_unhandled(_HELD, tuple(before)))
             if give_back is not None:
-                watched.enter_context(_ended_if_stuck(termination, give_back))
+                guards.enter_context(_ended_if_stuck(termination, give_back))
             yield termination
     except BaseException:
         if give_back is not None:
@@ -294,7 +294,7 @@ def ended_by_signals(give_back: Callable[[BaseException], None] | None = None) -
 
 @contextlib.contextmanager
 def _killed_by_signals() -> Iterator[Termination]:
-    """Let SIGINT kill this process, as SIGTERM does: a rank above 0 holds nothing that would be missed."""
+    """Make SIGINT kill this process, as SIGTERM does: a rank above 0 holds nothing that would be missed."""
     is_replaced = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

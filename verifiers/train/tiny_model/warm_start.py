@@ -33,7 +33,7 @@ Question = str | Sequence[Mapping[str, Any]]
 """A user's message, or a conversation that ends before an answer of the model."""
 
 QUESTION = "Spell backward: {word}"
-NUM_SHOWN, NUM_HELD_OUT = 200, 100
+NUM_SHOWN, NUM_EVAL = 200, 100
 _LETTERS = ("bcdfghjklmnpqrstvwxyz", "aeiou")
 _TAGGED = "<answer>{answer}</answer>"
 
@@ -43,7 +43,7 @@ class WarmStartResult:
     """The end of a warm start.
 
     Attributes:
-        accuracy: greedy exact match on the held-out words, 0 .. 1.
+        accuracy: greedy exact match on the eval pairs, 0 .. 1.
         steps: supervised optimizer steps, those taken back included.
         seconds: wall clock.
     """
@@ -58,7 +58,7 @@ def warm_start(
     out_dir: str | Path,
     *,
     shown: Sequence[tuple[Question, str]],
-    held_out: Sequence[tuple[Question, str]],
+    eval_pairs: Sequence[tuple[Question, str]],
     tools: Sequence[Mapping[str, Any]] = (),
     seed: int,
     window: tuple[float, float] = (0.32, 0.44),
@@ -69,7 +69,7 @@ def warm_start(
 
     Args:
         shown: (question, answer) pairs that are trained on; an answer that calls a tool is the call's text.
-        held_out: other pairs, for the accuracy.
+        eval_pairs: other pairs, for the accuracy.
         tools: definitions that each prompt shows.
 
     Raises:
@@ -80,7 +80,7 @@ def warm_start(
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    stop = StopInWindow(model, tokenizer, held_out, window, tools)
+    stop = StopInWindow(model, tokenizer, eval_pairs, window, tools)
     offered = {"tools": list(tools)} if tools else {}
     rows = [
         {"prompt": _messages(question), "completion": [{"role": "assistant", "content": answer}], **offered}
@@ -121,7 +121,7 @@ def warm_start(
 
 
 class StopInWindow(TrainerCallback):
-    """Measures accuracy every few steps, stops inside the window, and takes a jump over it back."""
+    """A callback that measures accuracy every few steps, stops inside the window, and takes a jump over it back."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ def make_tiny_model(directory: str | Path, *, seed: int = 0) -> WarmStartResult:
     Raises:
         RuntimeError: as `warm_start`.
     """
-    pairs = spelling_pairs(NUM_SHOWN + NUM_HELD_OUT, seed)
+    pairs = spelling_pairs(NUM_SHOWN + NUM_EVAL, seed)
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
@@ -209,7 +209,9 @@ def make_tiny_model(directory: str | Path, *, seed: int = 0) -> WarmStartResult:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
             random_dir, trained_dir = Path(scratch, "random"), Path(scratch, "trained")
             make_model(random_dir, seed=seed)
-            made = warm_start(random_dir, trained_dir, shown=pairs[:NUM_SHOWN], held_out=pairs[NUM_SHOWN:], seed=seed)
+            made = warm_start(
+                random_dir, trained_dir, shown=pairs[:NUM_SHOWN], eval_pairs=pairs[NUM_SHOWN:], seed=seed
+            )
             trained_dir.rename(target)
     finally:
         torch.set_num_threads(threads)

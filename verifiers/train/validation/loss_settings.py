@@ -1,4 +1,4 @@
-"""Checks of what is optimized: the loss, its advantages, the KL term, and the correction for the sampler."""
+"""Checks of what is optimized: the loss, its advantages, the KL term, and importance sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "lusp
 
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
-CORRECTION_SETTINGS = (
+IMPORTANCE_SAMPLING_SETTINGS = (
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
@@ -24,7 +24,7 @@ CORRECTION_SETTINGS = (
     "geometric_mask_min",
     "geometric_mask_max",
 )
-"""Settings without an effect where the importance correction is off."""
+"""Settings without an effect where importance sampling is off."""
 
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
 """Values of `importance_sampling_level`: the first two are TRL's."""
@@ -54,10 +54,10 @@ def refuse_bad_loss(args: GRPOConfig) -> None:
             "use 'dapo'."
         )
     _refuse_bad_ratios(args)
-    _refuse_bad_correction(args)
+    _refuse_bad_importance_sampling(args)
     _refuse_bad_kl(args)
     _refuse_bad_advantages(args)
-    _refuse_bad_passes(args)
+    _refuse_bad_micro_batches(args)
 
 
 def _refuse_bad_ratios(args: GRPOConfig) -> None:
@@ -81,7 +81,7 @@ def _refuse_bad_ratios(args: GRPOConfig) -> None:
         )
 
 
-def _refuse_bad_correction(args: GRPOConfig) -> None:
+def _refuse_bad_importance_sampling(args: GRPOConfig) -> None:
     if args.vllm_importance_sampling_mode not in IMPORTANCE_SAMPLING_MODES:
         raise ConfigError(
             f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}; choose one of "
@@ -92,11 +92,11 @@ def _refuse_bad_correction(args: GRPOConfig) -> None:
             f"loss_type='vespo' multiplies the tokens' ratios itself, so vllm_importance_sampling_mode="
             f"{args.vllm_importance_sampling_mode!r} counts a row's ratio once a token; use 'token_truncate'."
         )
-    given = [name for name in CORRECTION_SETTINGS if getattr(args, name) != getattr(type(args), name)]
+    given = [name for name in IMPORTANCE_SAMPLING_SETTINGS if getattr(args, name) != getattr(type(args), name)]
     if given and not (args.importance_correction and args.vllm_importance_sampling_correction):
         raise ConfigError(
             f"{', '.join(f'{name}={getattr(args, name)!r}' for name in given)} would change the importance "
-            "correction, which is off; set importance_correction=True, or leave that out."
+            "weights, which are off; set importance_correction=True, or leave that out."
         )
     geometric = args.geometric_mask_min, args.geometric_mask_max
     # TRL copies the deprecated cap to clip_max later
@@ -157,7 +157,7 @@ def _refuse_bad_advantages(args: GRPOConfig) -> None:
         )
 
 
-def _refuse_bad_passes(args: GRPOConfig) -> None:
+def _refuse_bad_micro_batches(args: GRPOConfig) -> None:
     if args.top_entropy_quantile < 1.0 and (args.entropy_coef != 0.0 or args.use_adaptive_entropy):
         raise ConfigError(
             f"top_entropy_quantile={args.top_entropy_quantile:g} makes an entropy bonus a mean over some tokens "

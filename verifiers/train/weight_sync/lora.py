@@ -15,7 +15,7 @@ __all__ = ["LoraSync", "adapter_tensors"]
 
 
 class LoraSync(DirectorySync):
-    """Writes the adapter of each version into a directory of its own and has the servers load it.
+    """A weight sync that writes the adapter of each version into a directory of its own, which the servers load.
 
     The adapter keeps one name at the server, which is the policy's name in requests; each version has a path and, at
     the server, a number of its own, by which vLLM tells adapters and cached prefixes apart. A request that vLLM has

@@ -105,7 +105,7 @@ class TorchNcclGroup:
 
 
 class NcclSync(ServerSync):
-    """Broadcasts the weights to the workers of each server. Experimental.
+    """A weight sync that broadcasts the weights to the workers of each server. Experimental.
 
     Args:
         base_url: of the rollout server, or of several; vLLM 0.30 or later with
@@ -172,7 +172,7 @@ class NcclSync(ServerSync):
         group = self._groups.get(server.root)
         if group is not None:
             name = await server.weight_version(time_left(deadline))
-            # a server that was restarted knows of no group, and its weights have neither name; the second of two
+            # a server that was restarted has no group, and its weights have neither name; the second of two
             # loads in a row finds the name from before the first
             if name.isdecimal() or name == PARTIALLY_LOADED:
                 return group
@@ -217,7 +217,7 @@ def packed(tensors: Iterable[Any], buffer_bytes: int) -> Iterator[Any]:
 async def _beside(
     server: ServerClient, path: str, body: Mapping[str, Any], work: Callable[[], None], deadline: float
 ) -> None:
-    """Do `work` while the server answers, as neither ends without the other; a refusal is raised at once.
+    """Run `work` while the server answers, as neither ends without the other; a refusal is raised at once.
 
     The work runs in a thread that is left to itself where the server refuses: a collective that the other side never
     enters cannot be called back.

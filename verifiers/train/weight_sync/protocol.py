@@ -34,7 +34,7 @@ class WeightSync(ABC):
 
     Attributes:
         kind: name of the kind.
-        pool: the servers that get the weights; None before `connect`, or where the kind knows of none.
+        pool: the servers that get the weights; None before `connect`, or where the kind has none.
         policy_name: the policy's name in requests; None for the name of the model that is served.
         keeps_requests: requests in flight continue under the new weights; otherwise they must end before a push.
         can_send_tied: `sends_tied` has an effect.

@@ -106,7 +106,7 @@ class PolicyWeights:
 
 
 class WeightPublisher:
-    """Connects to the rollout servers, pushes weights to them, and has each push checked by log-probs; on rank 0.
+    """The pushes of weights to the rollout servers, from connecting to the check by log-probs; on rank 0.
 
     Args:
         args: settings of the run.
@@ -176,7 +176,7 @@ class WeightPublisher:
 
     @property
     def pool(self) -> ServerPool:
-        """The servers that hold the weights, or one of them where the kind of weight sync knows of none."""
+        """The servers that hold the weights, or one of them where the kind of weight sync has none."""
         if self.sync.pool is not None:
             return self.sync.pool
         if self._pool is None:
@@ -243,7 +243,7 @@ class WeightPublisher:
 
         Args:
             version: the optimizer step of the weights.
-            may_check_meanwhile: the answers to a check may come while the trainer computes; `settle` judges them.
+            may_check_meanwhile: answers to a check may come while the trainer computes; `finish_check` judges them.
 
         Raises:
             WeightSyncError: a server did not take the weights.
@@ -269,7 +269,7 @@ class WeightPublisher:
         before, self._repeated_loads = self._repeated_loads, self.pool.repeated_loads
         return self._repeated_loads > before
 
-    def settle(self) -> None:
+    def finish_check(self) -> None:
         """Judge the check that is on its way; the weights must still be those that were pushed."""
         version = self._check.finish()
         if version is not None:
@@ -317,7 +317,7 @@ class WeightPublisher:
 
 
 class BeforeOptimizerStep(TrainerCallback):
-    """Does something before each optimizer step: the last moment at which the weights are those that were pushed.
+    """A callback before each optimizer step: the last moment at which the weights are those that were pushed.
 
     Args:
         work: what is done.

@@ -160,7 +160,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 class DirectorySync(ServerSync):
-    """Writes each version once and tells the servers to load it.
+    """A weight sync that writes each version once and tells the servers to load it.
 
     The newest version is kept until the next one is loaded, so that a server that was restarted gets it by HTTP
     alone; older ones are removed. So there must be room for two.

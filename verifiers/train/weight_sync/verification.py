@@ -50,7 +50,7 @@ async def ask_server(
     version: int,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """Have a server sample a few tokens at the training temperature; return its answer.
+    """Sample a few tokens from a server at the training temperature; return its answer.
 
     Args:
         server: which one.
@@ -121,7 +121,7 @@ def compare_answer(
 
 
 class LogprobCheck:
-    """Compares the servers' log-probs of a few sampled tokens with the trainer's own; on rank 0.
+    """A comparison of the servers' log-probs of a few sampled tokens with the trainer's own; on rank 0.
 
     Args:
         question: gives what servers are asked: `model`, `prompt` and `temperature` of `ask_server`.

@@ -16,16 +16,16 @@ from verifiers.errors import GradingError
 from verifiers_dataserver.scores import BUILTIN, Scorer
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
-__all__ = ["call_grader", "check_grader", "give_way", "score_builtin", "score_in_worker"]
+__all__ = ["call_grader", "check_grader", "lower_priority", "score_builtin", "score_in_worker"]
 
 _NICENESS = 10
 _TRIES = 20
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Leave scarce cores to the server: a grader that computes without end must not slow its answers.
 
-    For a process in a session of its own: the rest of its session gives way too.
+    For a process in a session of its own: the rest of its session has the lower priority too.
     """
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
@@ -71,7 +71,7 @@ def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> 
     It may name prompt, completion (messages), text, completion_tokens, answer, info, task, parsed (the answer
     part of the text), and its options; a parameter **kwargs gets all of them. It may be a coroutine function.
     """
-    give_way()
+    lower_priority()
     function = _found(target)
     how = given.pop("answer_from")
     values = {**given, "parsed": answer_part(given["text"], how), **options}
@@ -87,8 +87,8 @@ def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> 
 def score_in_worker(
     name: str, options: dict[str, Any], completion: dict[str, Any], row: dict[str, Any]
 ) -> dict[str, Any]:
-    """`score_builtin`, in a process that is made for it."""
-    give_way()
+    """Call `score_builtin` in a process that is made for it."""
+    lower_priority()
     return score_builtin(name, options, completion, row)
 
 

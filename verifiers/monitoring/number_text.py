@@ -1,4 +1,4 @@
-"""Figures as text: a number with the decimals that mean something, a bar, the course of values as a sparkline."""
+"""Numbers as text: rounded to the digits that mean something, as a bar, or as a sparkline of many."""
 
 from __future__ import annotations
 
