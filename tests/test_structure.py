@@ -54,7 +54,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 def test_a_folder_can_be_read_at_a_glance() -> None:
     folders = defaultdict(list)
-    for path in MODULES:
+    for path in [*MODULES, *(ROOT / "servers").rglob("*.py")]:
         # a module of a few lines is an import path of the classic API
         if len(path.read_text(encoding="utf-8").splitlines()) > 10:
             folders[relative(path.parent)].append(path.name)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from common import Asked, Report, make_model, make_tokenizer, run_stage
-from verifiers_embedded.batch import ActiveBatch
-from verifiers_embedded.decoding import cuda_graph
-from verifiers_embedded.generation import GenerationRequest, Sequence
+from verifiers_embedded.engine.batch import ActiveBatch
+from verifiers_embedded.engine.decoding import cuda_graph
+from verifiers_embedded.engine.generation import GenerationRequest, Sequence
+from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.in_process_server import InProcessServer
-from verifiers_embedded.sampling import NoiseStream, SamplingParameters
 
 CONTEXT = 512
 TEMPERATURES = (0.5, 1.0, 1.5)

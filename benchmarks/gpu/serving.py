@@ -31,7 +31,7 @@ from common import (
     run_stage,
     synchronize,
 )
-from verifiers_embedded.decoding import cuda_graph
+from verifiers_embedded.engine.decoding import cuda_graph
 from verifiers_embedded.in_process_server import InProcessServer
 
 Prompts = list[list[int]]
@@ -160,7 +160,7 @@ def serve(asked: Asked, model: Any, slots: int, context: int, graphs: bool) -> I
 def measure_pushes(asked: Asked, report: Report) -> None:
     """Measure pushes by copy inside the process, from the device and from the host, and by a file in memory."""
     from safetensors.torch import save_file
-    from verifiers_embedded.weights import match_weights, read_weights
+    from verifiers_embedded.engine.weights import match_weights, read_weights
 
     model = make_model(asked, torch.bfloat16)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}

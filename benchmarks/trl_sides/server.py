@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 from aiohttp import web
-from verifiers_embedded import app
 from verifiers_embedded.cli import main
+from verifiers_embedded.routes import app
 
 LATENCY_S = float(os.environ["VERIFIERS_BENCHMARK_LATENCY_S"])
 

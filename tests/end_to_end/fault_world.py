@@ -31,7 +31,7 @@ import tiny_world
 import tqdm
 from aiohttp import web
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from verifiers_embedded.app import Routes
+from verifiers_embedded.routes.app import Routes
 
 import verifiers as vf
 from verifiers.cli.main import run_command

@@ -11,7 +11,7 @@ import pytest
 import tiny_world
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from verifiers_embedded import decoding
+from verifiers_embedded.engine import decoding
 
 import verifiers as vf
 from verifiers.train.loss import logprobs

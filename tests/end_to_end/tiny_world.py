@@ -21,8 +21,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import torch
 from tiny_models import character_tokenizer, write_random_qwen3
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from verifiers_embedded.engine.loading import load_model
 from verifiers_embedded.in_process_server import InProcessServer
-from verifiers_embedded.loading import load_model
 
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend

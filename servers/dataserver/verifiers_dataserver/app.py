@@ -17,11 +17,11 @@ from verifiers.parsers.messages import message_text
 from verifiers_dataserver import __version__
 from verifiers_dataserver.config import Configuration
 from verifiers_dataserver.datasets import TaskRows
-from verifiers_dataserver.graders import Task, split_prompt
+from verifiers_dataserver.grading.graders import Task, split_prompt
+from verifiers_dataserver.grading.rewards import Rewards
 from verifiers_dataserver.http import RequestError, answer_errors, read_request, token_required
 from verifiers_dataserver.metrics import Metrics
 from verifiers_dataserver.openapi import describe
-from verifiers_dataserver.rewards import Rewards
 from verifiers_dataserver.sampling import Sampler
 from verifiers_dataserver.scores import Score
 from verifiers_dataserver.tasks import Completion, Row

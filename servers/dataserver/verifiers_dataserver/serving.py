@@ -17,7 +17,7 @@ from verifiers.server_process import end_by_signals, is_loopback_address, url_of
 from verifiers_dataserver.app import Routes
 from verifiers_dataserver.config import Configuration
 from verifiers_dataserver.datasets import TaskRows, load_datasets
-from verifiers_dataserver.rewards import Rewards
+from verifiers_dataserver.grading.rewards import Rewards
 
 __all__ = ["Loaded", "load", "running", "serve"]
 

@@ -16,7 +16,7 @@ from verifiers.server_process import bind, exits_on_sigterm, follow_parent
 from verifiers_embedded import __version__
 from verifiers_embedded.errors import StartError
 from verifiers_embedded.hub import from_hub, is_hub_name
-from verifiers_embedded.tool_calls import FORMATS
+from verifiers_embedded.text.tool_calls import FORMATS
 
 
 def parser() -> CommandParser:

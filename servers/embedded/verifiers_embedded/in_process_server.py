@@ -17,13 +17,13 @@ from typing import Any, cast
 import torch
 from aiohttp import web
 
-from verifiers_embedded.app import Routes
-from verifiers_embedded.decoding import Record
-from verifiers_embedded.engine import Engine
+from verifiers_embedded.engine.decoding import Record
+from verifiers_embedded.engine.engine import Engine
+from verifiers_embedded.engine.loading import LoadedModel, prepared
+from verifiers_embedded.engine.weights import copy_weights, match_weights
 from verifiers_embedded.errors import StartError
-from verifiers_embedded.loading import LoadedModel, prepared
-from verifiers_embedded.prompts import ChatText
-from verifiers_embedded.weights import copy_weights, match_weights
+from verifiers_embedded.routes.app import Routes
+from verifiers_embedded.text.prompts import ChatText
 
 _BACKLOG = 2048
 

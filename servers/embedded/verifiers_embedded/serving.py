@@ -12,12 +12,12 @@ import torch
 from aiohttp import web
 
 from verifiers.server_process import cannot_listen, end_by_signals, is_loopback_address, url_of, write_port_file
-from verifiers_embedded.app import Routes
-from verifiers_embedded.decoding import cuda_graph
-from verifiers_embedded.engine import Engine
+from verifiers_embedded.engine.decoding import cuda_graph
+from verifiers_embedded.engine.engine import Engine
+from verifiers_embedded.engine.loading import LoadedModel, load_model
 from verifiers_embedded.errors import StartError
-from verifiers_embedded.loading import LoadedModel, load_model
-from verifiers_embedded.prompts import ChatText
+from verifiers_embedded.routes.app import Routes
+from verifiers_embedded.text.prompts import ChatText
 
 _BACKLOG = 2048
 _SHUTDOWN_S = 2.0

@@ -16,10 +16,11 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from verifiers_dataserver import graders, rewards, serving
+from verifiers_dataserver import serving
 from verifiers_dataserver.config import load_configuration
-from verifiers_dataserver.graders import HttpGrader, Task
-from verifiers_dataserver.rewards import DatasetReward, Part
+from verifiers_dataserver.grading import graders, rewards
+from verifiers_dataserver.grading.graders import HttpGrader, Task
+from verifiers_dataserver.grading.rewards import DatasetReward, Part
 from verifiers_dataserver.scores import Score
 from verifiers_dataserver.tasks import Completion, Row
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import pytest_asyncio
-from verifiers_dataserver import rubric_child, rubrics
 from verifiers_dataserver.config import EnvironmentTable
-from verifiers_dataserver.graders import Task
-from verifiers_dataserver.rubrics import RubricGrader
+from verifiers_dataserver.grading import rubric_child, rubrics
+from verifiers_dataserver.grading.graders import Task
+from verifiers_dataserver.grading.rubrics import RubricGrader
 from verifiers_dataserver.tasks import Completion, Row
 
 from verifiers.errors import WorkerTimeoutError

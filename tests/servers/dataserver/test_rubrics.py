@@ -131,7 +131,7 @@ async def test_the_process_ends_with_the_server(serve: Any, environment: Any, tm
     await server.grade(("env:1", "1"))
     loaded = load(load_configuration(tmp_path / "config.yaml"))
     grader: Any = loaded.rewards.by_dataset["env"].parts[0].grader
-    from verifiers_dataserver.graders import Task
+    from verifiers_dataserver.grading.graders import Task
     from verifiers_dataserver.tasks import Completion
 
     task = Task(loaded.datasets["env"].row(1), Completion("hang", 1), 0)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verifiers_dataserver.grading.worker_functions import score_builtin
 from verifiers_dataserver.scores import BUILTIN
 from verifiers_dataserver.tasks import Completion, Row, answer_part, is_answer_from
-from verifiers_dataserver.worker_functions import score_builtin
 
 from verifiers.errors import ConfigError, GradingError
 

@@ -26,10 +26,10 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 from tiny_models import two_role_tokenizer, write_random_qwen3
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-from verifiers_embedded.app import Routes
-from verifiers_embedded.engine import Engine
-from verifiers_embedded.loading import LoadedModel, load_model
-from verifiers_embedded.prompts import ChatText
+from verifiers_embedded.engine.engine import Engine
+from verifiers_embedded.engine.loading import LoadedModel, load_model
+from verifiers_embedded.routes.app import Routes
+from verifiers_embedded.text.prompts import ChatText
 
 torch.set_num_threads(1)
 

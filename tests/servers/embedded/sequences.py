@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from verifiers_embedded.generation import GenerationRequest, Sequence
-from verifiers_embedded.sampling import NoiseStream, SamplingParameters
+from verifiers_embedded.engine.generation import GenerationRequest, Sequence
+from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 
 
 def sequence(tokens: list[int]) -> Sequence:

@@ -62,7 +62,7 @@ def test_rendering_one_more_turn_extends_the_rendering_before_it(tokenizer: Any)
 
 
 def test_tool_calls_and_results_extend_the_prompt_in_the_syntax_that_servers_read(tokenizer: Any) -> None:
-    from verifiers_embedded.tool_calls import ToolCall, format_of_template, parse_hermes
+    from verifiers_embedded.text.tool_calls import ToolCall, format_of_template, parse_hermes
 
     called = '<tool_call>{"name": "add", "arguments": {"a": 2, "b":3}}</tool_call>'
     answer = parse_hermes(called)

@@ -49,7 +49,7 @@ class InProcessSync(WeightSync):
 
     def connect(self, deadline_s: float) -> None:
         try:
-            from verifiers_embedded.decoding import cuda_graph
+            from verifiers_embedded.engine.decoding import cuda_graph
             from verifiers_embedded.errors import EmbeddedError
             from verifiers_embedded.in_process_server import InProcessServer
         except ImportError as error:

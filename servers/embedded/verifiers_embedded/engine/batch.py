@@ -1,0 +1,358 @@
+"""The sequences in the slots, the passes of the model over them, and their cache. Runs in the engine thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from verifiers_embedded.engine.attention import Prompts, filled_up, install, laid_out, row_groups
+from verifiers_embedded.engine.cache import SlotCache
+from verifiers_embedded.engine.constraints import Guide, forbid
+from verifiers_embedded.engine.decoding import FixedPass, Record, upload
+from verifiers_embedded.engine.generation import Sequence
+from verifiers_embedded.engine.prefixes import BLOCK, PrefixStore
+from verifiers_embedded.engine.sampling import BatchSampler, Draw
+from verifiers_embedded.errors import StartError
+
+PREFILL_TOKENS = 8192
+"""Most tokens (with padding) of one prefill pass, unless a single prompt is longer."""
+
+MASK_CELLS = 16 * 2**20
+"""Most cells of the attention mask of a pass that extends kept keys: queries times columns."""
+
+ROWS_APART = 16
+"""Rows are held in order of length by blocks of at least so many, and of a quarter of the slots."""
+
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+
+
+class ActiveBatch:
+    """A batch of up to `slots` sequences, row i of the cache belonging to ``sequences[i]``.
+
+    A prompt's last token is not prefilled: it goes through the decode pass like every token after it, so that
+    all logits that are sampled from come from one place.
+
+    Args:
+        model: a causal language model of transformers, frozen and in eval mode.
+        slots: most sequences at once.
+        max_model_len: most tokens of one sequence, prompt and completion together.
+        prefix_bytes: memory for keys and values of finished sequences, which later prompts may continue.
+        backend: of torch.compile, for the passes of one token a sequence; None runs them as they are.
+        record: `decoding.cuda_graph`, for the same passes; None runs them as they are.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        slots: int,
+        max_model_len: int,
+        prefix_bytes: int = 0,
+        backend: str | Callable[..., Any] | None = None,
+        record: Record | None = None,
+    ) -> None:
+        self.sequences: list[Sequence] = []
+        self.prefixes = PrefixStore(prefix_bytes)
+        self._model = model
+        self._body = model.base_model
+        self._device: torch.device = model.device
+        self._dtype: torch.dtype = model.dtype
+        self._windows = attention_windows(model.config)
+        fixed = backend is not None or record is not None
+        one_token = model if backend is None else torch.compile(model, backend=backend, dynamic=False)
+        run = partial(self._one_token, one_token)
+        self._fixed_pass = FixedPass(lambda last: run(last, self.allocated[1]), record) if fixed else None
+        self._by_length = install(model) and not fixed
+        self._packs_prompts = self._by_length and list(self._windows.values()) == [None]
+        self._block = max(ROWS_APART, -(-slots // 4)) if self._by_length else slots
+        config = model.config.get_text_config()
+        self._slots = slots
+        self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, fixed=fixed)
+        self._sampler: BatchSampler | None = None
+        self._guides: list[tuple[int, Guide]] = []
+
+    @property
+    def allocated(self) -> tuple[int, int]:
+        """Cache rows and columns that memory is held for."""
+        return self._cache.allocated
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Key-value memory of one token in bytes; 0 while no sequence is held."""
+        return self._cache.bytes_per_token
+
+    def add(self, sequences: Listed[Sequence]) -> None:
+        """Give each sequence a row and compute the cache of all its tokens but the last."""
+        held = len(self.sequences)
+        rows: list[int | None] = [*range(held), *[None] * len(sequences)]
+        columns = max(len(item.tokens) for item in (*self.sequences, *sequences))
+        self._cache.reserve(len(rows), columns)
+        self._place([*self.sequences, *sequences], rows)
+        fresh = set(map(id, sequences))
+        self._prefill([row for row, item in enumerate(self.sequences) if id(item) in fresh])
+
+    def keep_only(self, keep: Listed[bool]) -> None:
+        """Free the rows whose flag is false; other rows move into the gaps."""
+        rows: list[int | None] = [row for row, kept in enumerate(keep) if kept]
+        if rows:
+            self._place([self.sequences[row] for row in rows if row is not None], rows)
+        else:
+            self.sequences, self._sampler = [], None
+            self._cache.clear()
+
+    def _place(self, sequences: list[Sequence], rows: Listed[int | None]) -> None:
+        """Give the sequences their rows from now on; `rows` are those that hold their keys."""
+        lengths = [len(item.tokens) for item in sequences]
+        targets = arranged(lengths, rows, self._block)
+        moves = [
+            (row, target, length)
+            for row, target, length in zip(rows, targets, lengths, strict=True)
+            if row is not None and row != target
+        ]
+        placed: dict[int, Sequence] = dict(zip(targets, sequences, strict=True))
+        self.sequences = [placed[row] for row in range(len(sequences))]
+        self._sampler = None
+        if moves:
+            sources, targets, lengths = (list(column) for column in zip(*moves, strict=True))
+            self._cache.move(sources, targets, min(max(lengths), self.allocated[1]), self._device)
+
+    def remember(self, finished: Listed[bool]) -> None:
+        """Keep the keys and values of the rows whose flag is true, for prompts that begin like them."""
+        if not self.prefixes.max_bytes:
+            return
+        for row, ended in enumerate(finished):
+            # the last token was sampled, and never passed through the model
+            tokens = self.sequences[row].tokens[:-1]
+            if ended and len(tokens) >= BLOCK:
+                self.prefixes.keep(tokens, self._cache.copy_out(row, len(tokens)))
+
+    def recompute(self) -> None:
+        """Compute all keys and values again from the token ids, under the weights the model has now."""
+        self.prefixes.clear()
+        self._cache.clear()
+        self._prefill(range(len(self.sequences)))
+
+    def step(self) -> Draw:
+        """Sample the next token of every sequence."""
+        if self._sampler is None:
+            self._sampler = BatchSampler([item.request.sampling for item in self.sequences], self._device)
+            rows = enumerate(self.sequences)
+            self._guides = [(row, item.guide) for row, item in rows if item.guide is not None]
+        logits = self.logits()
+        if self._guides:
+            forbid(logits, self._guides)
+        return self._sampler.sample(logits, [item.noise for item in self.sequences])
+
+    def logits(self) -> torch.Tensor:
+        """Return the model's logits after each sequence's last token, (rows, vocabulary); stores its keys."""
+        lengths = [len(item.tokens) for item in self.sequences]
+        tokens = [item.tokens[-1] for item in self.sequences]
+        places = [length - 1 for length in lengths]
+        self._cache.reserve(len(lengths), max(lengths))
+        if self._fixed_pass is not None and self._cache.ready:
+            # rows without a sequence write to a column that a prompt writes to before it is read
+            empty = [0] * (self._slots - len(lengths))
+            last = upload([tokens + empty, places + empty], self._device)
+            return self._fixed_pass(last, self._cache.place)[: len(lengths)]
+        columns = self._filled_up(max(lengths))
+        with laid_out(row_groups(lengths, columns, self._dtype) if self._by_length else None):
+            return self._one_token(self._model, upload([tokens, places], self._device), columns)
+
+    def _one_token(self, forward: Callable[..., Any], last: torch.Tensor, columns: int) -> torch.Tensor:
+        """Return the logits after ids at positions, `last` (2, rows); waits for nothing."""
+        ids, positions = last[0], last[1]
+        self._cache.begin_decode(positions, columns)
+        output = forward(
+            input_ids=ids[:, None],
+            position_ids=positions[:, None],
+            attention_mask=self._masks(positions[:, None], columns),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _filled_up(self, columns: int) -> int:
+        return min(filled_up(columns, self._dtype), self.allocated[1]) if self._by_length else columns
+
+    def _masks(self, positions_NL: torch.Tensor, columns: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return what each query may see: the columns up to its own position, within the layer's window."""
+        column_ids = torch.arange(columns, device=self._device)
+        ahead = column_ids > positions_NL[..., None]
+        masks = {}
+        for kind, window in self._windows.items():
+            hidden = ahead if window is None else ahead | (column_ids <= positions_NL[..., None] - window)
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+            masks[kind] = mask.masked_fill_(hidden, float("-inf"))[:, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _prefill(self, rows: Listed[int]) -> None:
+        """Fill the cache of the given rows, with one computation for all rows that share a prompt."""
+        self._cache.reserve(len(self.sequences), max((len(item.tokens) for item in self.sequences), default=0))
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row in rows:
+            rows_of.setdefault(tuple(self.sequences[row].tokens[:-1]), []).append(row)
+        rows_of.pop((), None)
+        self._go_on_from_kept(rows_of)
+        prefill = self._packed_pass if self._packs_prompts else self._padded_pass
+        group: list[tuple[int, ...]] = []
+        held = 0
+        for prefix in sorted(rows_of, key=len):
+            held += len(prefix)
+            if group and (held if self._packs_prompts else (len(group) + 1) * len(prefix)) > PREFILL_TOKENS:
+                prefill(group, rows_of)
+                group, held = [], len(prefix)
+            group.append(prefix)
+        if group:
+            prefill(group, rows_of)
+
+    def _go_on_from_kept(self, rows_of: dict[tuple[int, ...], list[int]]) -> None:
+        """Fill the rows whose prompt begins like a finished sequence, and take them out of `rows_of`."""
+        starts = []
+        kept = {prompt: found for prompt in rows_of if (found := self.prefixes.find(prompt)) is not None}
+        for prompt, (prefix, shared) in kept.items():
+            self._cache.copy_in(rows_of[prompt][0], shared, prefix.states)
+            if shared < len(prompt):
+                starts.append((rows_of[prompt][0], shared))
+        self._extend(starts)
+        for prompt in kept:
+            first, *others = rows_of.pop(prompt)
+            if others:
+                self._cache.move([first] * len(others), others, len(prompt), self._device)
+
+    def _extend(self, starts: list[tuple[int, int]]) -> None:
+        """Compute keys and values behind those that rows already have.
+
+        Args:
+            starts: (row, number of tokens it has).
+        """
+        if not starts:
+            return
+        columns = self._filled_up(max(len(self.sequences[row].tokens) for row, _ in starts))
+        most = max(1, MASK_CELLS // columns)
+        waiting = sorted(starts, key=lambda item: len(self.sequences[item[0]].tokens) - item[1])
+        while waiting:
+            group: list[tuple[int, int]] = []
+            length = 0
+            while waiting:
+                row, start = waiting[0]
+                longer = min(most, len(self.sequences[row].tokens) - 1 - start)
+                if group and (len(group) + 1) * longer > min(most, PREFILL_TOKENS):
+                    break
+                group.append(waiting.pop(0))
+                length = longer
+            self._extend_pass(group, length, columns)
+            # a prompt too long for one pass continues in the next
+            left = [(row, start + length) for row, start in group]
+            waiting[:0] = [(row, start) for row, start in left if start < len(self.sequences[row].tokens) - 1]
+
+    def _extend_pass(self, group: list[tuple[int, int]], length: int, columns: int) -> None:
+        ids, places = [], []
+        for row, start in group:
+            tokens = self.sequences[row].tokens
+            new = tokens[start : min(start + length, len(tokens) - 1)]
+            padding = length - len(new)
+            # Padding goes to the column of the last token, which the decode pass writes before it reads.
+            ids.append(new + [tokens[-1]] * padding)
+            places.append([*range(start, start + len(new)), *[len(tokens) - 1] * padding])
+        rows = upload([row for row, _ in group], self._device)
+        positions = upload(places, self._device)
+        self._cache.begin_extend(rows, positions, columns)
+        self._body(
+            input_ids=upload(ids, self._device),
+            position_ids=positions,
+            attention_mask=self._masks(positions, columns),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+
+    def _packed_pass(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
+        """Compute the keys and values of whole prompts, in order of their length, end to end in one row."""
+        ids = [token for prefix in prefixes for token in prefix]
+        cells: list[int] = []
+        source: list[int] = []
+        start = 0
+        for prefix in prefixes:
+            for row in rows_of[prefix]:
+                cells.extend(range(row * self.allocated[1], row * self.allocated[1] + len(prefix)))
+                source.extend(range(start, start + len(prefix)))
+            start += len(prefix)
+        lengths = [len(prefix) for prefix in prefixes]
+        self._cache.begin_packed(upload(cells, self._device), upload(source, self._device))
+        # The mask only keeps the model from making one: the layout says what each token may see.
+        with laid_out(Prompts(tuple((len(list(run)), length) for length, run in groupby(lengths)))):
+            self._body(
+                input_ids=upload([ids], self._device),
+                position_ids=upload([[place for length in lengths for place in range(length)]], self._device),
+                attention_mask=torch.zeros((1, 1, 1, 1), dtype=self._dtype, device=self._device),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+
+    def _padded_pass(self, prefixes: list[tuple[int, ...]], rows_of: dict[tuple[int, ...], list[int]]) -> None:
+        length = len(prefixes[-1])
+        # Padding stands on the right, where the causal mask hides it; its own keys are overwritten or masked
+        # later.
+        padded = [prefix + (prefix[0],) * (length - len(prefix)) for prefix in prefixes]
+        rows = [row for prefix in prefixes for row in rows_of[prefix]]
+        source = [index for index, prefix in enumerate(prefixes) for _ in rows_of[prefix]]
+        self._cache.begin_prefill(upload(rows, self._device), upload(source, self._device))
+        positions = torch.arange(length, device=self._device)[None].expand(len(prefixes), -1)
+        # The head is left out: no logits are needed here, and over a prompt they are the largest tensor of
+        # all.
+        self._body(
+            input_ids=upload(padded, self._device),
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+
+
+def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list[int]:
+    """Order the rows by falling length from block to block, and as they are now within one, so that few move.
+
+    Sequences grow alike, so their order holds until one comes or goes.
+
+    Args:
+        lengths: of the sequences, in tokens.
+        rows: where they are now; None for new ones.
+        block: rows whose order does not matter.
+    """
+    count = len(lengths)
+    order = sorted(range(count), key=lambda item: (-lengths[item], count if rows[item] is None else rows[item]))
+    targets = [0] * count
+    for start in range(0, count, block):
+        members = order[start : start + block]
+        block_rows = range(start, start + len(members))
+        staying = {rows[item] for item in members if rows[item] in block_rows}
+        free = iter([row for row in block_rows if row not in staying])
+        for item in members:
+            row = rows[item]
+            targets[item] = row if row is not None and row in staying else next(free)
+    return targets
+
+
+def attention_windows(config: Any) -> dict[str, int | None]:
+    """Return the kinds of attention the model's layers have, each with its window in tokens (None: all tokens).
+
+    Raises:
+        StartError: the model has layers of another kind, such as recurrent or chunked ones.
+    """
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise StartError(f"model type {config.model_type!r} has an encoder; serve a decoder-only model")
+    if kinds is None:
+        return {"full_attention": window}
+    strange = sorted(set(kinds) - set(ATTENTION_KINDS))
+    if strange:
+        raise StartError(
+            f"model type {config.model_type!r} has layers of kind {', '.join(strange)}; "
+            "this server supports full and sliding attention, so serve such a model with vLLM"
+        )
+    return {kind: window if kind == "sliding_attention" else None for kind in ATTENTION_KINDS if kind in kinds}

@@ -1,0 +1,182 @@
+"""Loading the model and its tokenizer, and proving that the slot cache serves this model exactly."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from verifiers_embedded.engine.batch import ActiveBatch, attention_windows
+from verifiers_embedded.engine.generation import GenerationRequest, Sequence
+from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
+from verifiers_embedded.errors import StartError
+
+_PROBE_LENGTHS = (3, 9, 6)
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_16_BIT = 0.1
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A frozen model, its tokenizer, and what the server needs to know of them."""
+
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    num_parameters: int
+    cache_bytes_per_token: int
+
+    def cache_bytes(self, slots: int) -> int:
+        """Return the most memory the key-value cache can take, were every slot as long as the context."""
+        return slots * self.max_model_len * self.cache_bytes_per_token
+
+
+def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> LoadedModel:
+    """Load a Hugging Face model directory, freeze it and check the cached against the plain forward pass.
+
+    Args:
+        directory: holds config.json, weights and tokenizer files.
+        device: ``cpu``, ``cuda`` or ``auto`` (cuda where there is one).
+        dtype: ``float32``, ``bfloat16`` or ``auto``: bfloat16 on cuda for a checkpoint in 16 bits, else
+            float32.
+        max_model_len: context in tokens; None takes the model's own.
+
+    Raises:
+        StartError: something about the directory or the choices does not fit.
+    """
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    if not directory.is_dir():
+        raise StartError(f"--model {str(directory)!r} is not a directory; give the folder that holds config.json")
+    if not (directory / "config.json").is_file():
+        raise StartError(f"--model {str(directory)!r} holds no config.json; save the model there first")
+    place = _device(device)
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory)
+        attention_windows(config)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        number = _dtype(dtype, place, config)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=number)
+    except StartError:
+        raise
+    except Exception as error:
+        # transformers raises dozens of kinds here; all mean that this directory cannot be served.
+        raise StartError(f"cannot load --model {str(directory)!r}: {type(error).__name__}: {error}", 1) from error
+    return prepared(cast(Any, model).to(place), tokenizer, max_model_len=max_model_len)
+
+
+def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None) -> LoadedModel:
+    """Freeze a model that is on its device, and check the cached against the plain forward pass.
+
+    Raises:
+        StartError: the model or the context length cannot be served.
+    """
+    attention_windows(model.config)
+    model = model.eval().requires_grad_(False)
+    context = _context(model.config.get_text_config(), max_model_len)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        device=model.device,
+        dtype=model.dtype,
+        max_model_len=context,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        eos_ids=_eos_ids(model, tokenizer),
+        num_parameters=model.num_parameters(),
+        cache_bytes_per_token=_checked_cache(model, context),
+    )
+
+
+def check_cache(model: Any, max_model_len: int) -> int:
+    """Compare logits of the cached path with those of plain forward passes over the same tokens.
+
+    Returns the key-value memory of one token in bytes.
+
+    Raises:
+        StartError: they differ, so this model reads its cache, mask or positions in a way of its own.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    lengths = [length for length in _PROBE_LENGTHS if length + 1 <= max_model_len] or [1]
+    texts = [tuple((7 * place + 3 * length) % vocabulary for place in range(length)) for length in lengths]
+    batch = ActiveBatch(model, len(texts), max_model_len)
+    with torch.inference_mode():
+        batch.add([_probe(text) for text in texts])
+        worst = 0.0
+        for _ in range(2 if max_model_len > 1 else 1):
+            logits = batch.logits().float()
+            for row, sequence in enumerate(batch.sequences):
+                plain = model(input_ids=torch.tensor([sequence.tokens], device=model.device)).logits[0, -1].float()
+                worst = max(worst, ((logits[row] - plain).abs().max() / (1.0 + plain.abs().max())).item())
+                sequence.tokens.append((sequence.tokens[-1] + 1) % vocabulary)
+    if not worst <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
+        raise StartError(
+            f"the cached logits of model type {model.config.model_type!r} differ from the plain ones by a "
+            f"relative {worst:.2g}; this server cannot serve it exactly, so use vLLM for it",
+            1,
+        )
+    return batch.bytes_per_token
+
+
+def _checked_cache(model: Any, max_model_len: int) -> int:
+    try:
+        return check_cache(model, max_model_len)
+    except StartError:
+        raise
+    except Exception as error:
+        # Models that read a cache or mask of their own kind fail here, each in its own way.
+        raise StartError(
+            f"model type {model.config.model_type!r} cannot be run by this server, use vLLM for it "
+            f"({type(error).__name__}: {error})",
+            1,
+        ) from error
+
+
+def _probe(text: tuple[int, ...]) -> Sequence:
+    request = GenerationRequest(text, 4, SamplingParameters(seed=0))
+    return Sequence(request, Future(), None, NoiseStream(0), list(text))
+
+
+def _device(name: str) -> torch.device:
+    present = torch.cuda.is_available()
+    if name == "cuda" and not present:
+        raise StartError(
+            "--device cuda: torch sees no CUDA device; use --device cpu or install a CUDA build of torch"
+        )
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and present) else "cpu")
+
+
+def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    stored = getattr(config, "dtype", None)
+    return torch.bfloat16 if device.type == "cuda" and stored in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def _context(config: Any, wanted: int | None) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if wanted is None:
+        if limit is None:
+            raise StartError("the model's config names no context length; give --max-model-len")
+        return int(limit)
+    if limit is not None and wanted > limit:
+        raise StartError(f"--max-model-len {wanted} is more than the model's {limit} positions; give at most {limit}")
+    return wanted
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return every id that ends a text: a base model's config and its chat tokenizer often name different ones."""
+    generation = getattr(model, "generation_config", None)
+    named = [getattr(generation, "eos_token_id", None), model.config.get_text_config().eos_token_id]
+    named.append(tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for value in named:
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(ids)

@@ -1,0 +1,341 @@
+"""The bodies of requests: chat completions, completions, token ids, and what surrounds them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+
+from verifiers_embedded.engine.generation import FinishReason
+from verifiers_embedded.errors import ApiError
+from verifiers_embedded.routes.bodies import Body, Count, Flag, RequestBody, Text, TokenId, TokenIds, Whole, only
+from verifiers_embedded.routes.conversation import (
+    Constrained,
+    Conversation,
+    Messages,
+    NamedTool,
+    TemplateArguments,
+    Tools,
+)
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP = 4
+MAX_TEMPERATURE = 1000.0
+_MAX_TOP_K = 2**24
+_COMPLETIONS_MAX_TOKENS = 16
+
+TopLogprobs = Annotated[
+    Whole, Field(ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}")
+]
+Prompt = Annotated[str, Strict(), Field(min_length=1)] | TokenIds
+
+
+class Decoding(RequestBody):
+    """The fields that say how completions are sampled, and how many."""
+
+    max_tokens: Count | None = None
+    temperature: Annotated[
+        float, Strict(), Field(ge=0, le=MAX_TEMPERATURE, description=f"a number in [0, {MAX_TEMPERATURE:g}]")
+    ] = 1.0
+    top_p: Annotated[float, Strict(), Field(gt=0, le=1, description="a number in (0, 1]")] = 1.0
+    top_k: Annotated[Whole, Field(ge=-1, description="a whole number of at least -1")] = 0
+    min_p: Annotated[float, Strict(), Field(ge=0, le=1, description="a number in [0, 1]")] = 0.0
+    stop: Annotated[
+        Annotated[str, Strict(), Field(min_length=1)]
+        | Annotated[list[Annotated[str, Strict(), Field(min_length=1)]], Field(max_length=MAX_STOP)],
+        Field(description=f"a non-empty string or a list of at most {MAX_STOP}"),
+    ] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(description="a list of token ids")] = Field(default_factory=list)
+    seed: Annotated[Whole, Field(description="a whole number")] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")] = 1
+    ignore_eos: Flag = False
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of a completion; None for the room left in the context."""
+        return self.max_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end a completion."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def most_likely(self) -> int:
+        """Tokens to draw from, as the sampler takes it; 0 for all."""
+        return min(max(self.top_k, 0), _MAX_TOP_K)
+
+    @property
+    def seed_64(self) -> int | None:
+        """The seed modulo 2**64: any whole number is one."""
+        return None if self.seed is None else self.seed % 2**64
+
+
+class StreamOptions(Body):
+    """The options of a stream: `include_usage` adds a last event with the counts of tokens."""
+
+    include_usage: Flag = False
+    include_obfuscation: Any = None
+
+
+class Delivery(Body):
+    """The fields that say how the answer is sent."""
+
+    model: Text
+    stream: Flag = False
+    stream_options: StreamOptions | None = Field(None, description="an object, with 'stream': true")
+    return_token_ids: Flag = False
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
+            raise ApiError("field 'stream_options' needs 'stream': true", param="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """True where a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(Conversation, Constrained, Delivery, Decoding):
+    """The body of a chat completion."""
+
+    max_completion_tokens: Count | None = None
+    logprobs: Flag = False
+    top_logprobs: TopLogprobs = 0
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedTool,
+        Field(
+            description="'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
+        ),
+    ] = "auto"
+    parallel_tool_calls: Flag = True
+    best_of: Any = only(1)
+    echo: Any = only(False)
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                f"field 'top_logprobs' is {self.top_logprobs}, which needs 'logprobs': true",
+                param="top_logprobs",
+            )
+        names, named = self._tool_names, self._named_tool
+        if self.tool_choice not in ("auto", "none") and not names:
+            raise ApiError(
+                "field 'tool_choice' asks for a call, which needs 'tools' to choose from", param="tool_choice"
+            )
+        if named is not None and named not in names:
+            raise ApiError(
+                f"field 'tool_choice' names the function {named!r}, but the tools are {', '.join(names)}",
+                param="tool_choice",
+            )
+        # refused here, before anything is rendered
+        _ = self.schema_text
+        return self
+
+    @property
+    def _tool_names(self) -> tuple[str, ...]:
+        return tuple(tool["function"]["name"] for tool in super().shown_tools)
+
+    @property
+    def _named_tool(self) -> str | None:
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def forced(self) -> tuple[str, ...]:
+        """Names of the functions one of which must be called; none where none must."""
+        named = self._named_tool
+        if named is not None:
+            return (named,)
+        return self._tool_names if self.tool_choice == "required" else ()
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown: none with `tool_choice` "none"."""
+        return [] if self.tool_choice == "none" else super().shown_tools
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of a completion; None for the room left in the context."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where log-probabilities are answered."""
+        return self.logprobs
+
+
+class TextRequest(Constrained, Delivery, Decoding):
+    """The body of a completion: OpenAI's four forms of prompt are a text, texts, ids, or several prompts' ids."""
+
+    prompt: Annotated[
+        Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)],
+        Field(description=f"a text, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
+    ]
+    logprobs: TopLogprobs | None = None
+    echo: Flag = False
+    add_special_tokens: Flag = True
+    best_of: Annotated[Whole, Field(ge=1)] | None = None
+    suffix: Any = only("")
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise ApiError(
+                "field 'echo' with 'logprobs' would need log-probabilities of the prompt, which this server does "
+                "not compute; leave one of them out",
+                param="echo",
+                code="unsupported_parameter",
+            )
+        if self.best_of not in (None, 1, self.n):
+            raise ApiError(
+                f"field 'best_of' with value {self.best_of} is not supported by this server; leave it out or give 1",
+                param="best_of",
+                code="unsupported_parameter",
+            )
+        _ = self.schema_text
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of a completion; 16 where the request leaves it open, as with OpenAI."""
+        return _COMPLETIONS_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def top_logprobs(self) -> int:
+        """Alternatives a token, beside the sampled one."""
+        return self.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where log-probabilities are answered."""
+        return self.logprobs is not None
+
+
+class SamplingParams(Decoding):
+    """vLLM's sampling parameters of a generation from token ids."""
+
+    logprobs: TopLogprobs | None = None
+    detokenize: Flag | None = None
+    output_kind: Any = only()
+
+    @property
+    def top_logprobs(self) -> int:
+        """Alternatives a token, beside the sampled one."""
+        return self.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where log-probabilities are answered."""
+        return self.logprobs is not None
+
+
+class TokenRequest(Delivery, RequestBody):
+    """The body of /inference/v1/generate: generation from token ids, under vLLM's names. `model` may be left out."""
+
+    model: Text = ""
+    token_ids: TokenIds
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    features: Any = only()
+    kv_transfer_params: Any = only()
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where log-probabilities are answered."""
+        return self.sampling_params.wants_logprobs
+
+
+class TokenizeRequest(RequestBody):
+    """The body of /tokenize: a text, or a conversation to be rendered."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools = Field(default_factory=list)
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+    add_special_tokens: Flag = True
+    return_token_strs: Flag = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError("give either 'prompt', a text, or 'messages'", param="prompt")
+        return self
+
+    @property
+    def conversation(self) -> Conversation:
+        """The conversation to render where no text is given."""
+        assert self.messages is not None
+        return Conversation.model_construct(
+            messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs
+        )
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of /detokenize."""
+
+    model: Text | None = None
+    tokens: TokenIds
+
+
+class Generated(BaseModel):
+    """One choice of /inference/v1/generate; its log-probs are not needed."""
+
+    token_ids: TokenIds
+    finish_reason: FinishReason = "stop"
+
+
+class GenerateResponse(BaseModel):
+    """An answer of /inference/v1/generate."""
+
+    choices: Annotated[list[Generated], Field(min_length=1)]
+
+
+def _without_model(value: Any) -> Any:
+    return {"model": "", **value} if isinstance(value, dict) else value
+
+
+class DerenderRequest(RequestBody):
+    """The body of /v1/chat/completions/derender: finished generations and the chat request they answer.
+
+    `prompt_token_ids` is what the generations continue: names of tool calls are made of them, and their end
+    says if a think tag is open.
+    """
+
+    model: Text | None = None
+    generate_response: GenerateResponse
+    chat_request: Annotated[ChatRequest, BeforeValidator(_without_model)]
+    prompt_token_ids: TokenIds | None = None
+    prompt_tokens: Any = None
+    stream: Any = only(False)
+
+
+class WeightsPath(BaseModel):
+    """The arguments of a reload."""
+
+    model_config = ConfigDict(extra="forbid")
+    weights_path: Annotated[str, Strict(), Field(description="a directory of safetensors")]
+
+
+class ReloadRequest(BaseModel):
+    """The body of /collective_rpc."""
+
+    method: Literal["reload_weights"]
+    kwargs: Annotated[WeightsPath, Field(description="{'weights_path': DIR}")]
+    args: Any = only([], None)
+
+
+class VersionRequest(BaseModel):
+    """The body of /update_weight_version."""
+
+    new_version: Annotated[str, Strict(), Field(min_length=1, description="a non-empty string")]

@@ -1,0 +1,111 @@
+"""Rows of different lengths and prompts laid end to end attend exactly as they would alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from sequences import sequence
+from verifiers_embedded.engine import attention
+from verifiers_embedded.engine import batch as batch_module
+from verifiers_embedded.engine.attention import NAME, install, row_groups
+from verifiers_embedded.engine.batch import ActiveBatch, arranged
+from verifiers_embedded.engine.generation import Sequence
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+
+
+def test_rows_in_groups_have_the_logits_of_plain_passes(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, reference: Any
+) -> None:
+    monkeypatch.setattr(batch_module, "ROWS_APART", 3)
+    monkeypatch.setattr(attention, "_WORTH_A_CALL", 4)
+    model, dice, most_groups = load(model_dir), random.Random(0), 0
+    batch = ActiveBatch(model, slots=12, max_model_len=256)
+    with torch.inference_mode():
+        for _ in range(15):
+            free = 12 - len(batch.sequences)
+            lengths = [dice.choice([1, 2, 17, 60]) for _ in range(dice.randint(0 if batch.sequences else 1, free))]
+            batch.add([sequence([dice.randrange(90) for _ in range(length)]) for length in lengths]) if lengths else 0
+            most_groups = max(
+                most_groups, len(row_groups([len(s.tokens) for s in batch.sequences], 256, torch.float32).groups)
+            )
+            for row, item in zip(batch.logits(), batch.sequences, strict=True):
+                plain = reference.logits(model_dir, item.tokens)[-1]
+                assert (row - plain).abs().max() <= 1e-4
+                item.tokens.append(dice.randrange(90))
+            batch.keep_only([dice.random() > 0.3 for _ in batch.sequences])
+    assert most_groups >= 4
+
+
+def test_groups_cover_every_row_and_what_it_has_to_see() -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        lengths = [dice.randint(1, 400) for _ in range(dice.randint(1, 70))]
+        if dice.random() < 0.7:
+            lengths.sort(reverse=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            groups = row_groups(lengths, 448, dtype).groups
+            assert [row for first, last, _ in groups for row in range(first, last)] == list(range(len(lengths)))
+            for first, last, columns in groups:
+                assert max(lengths[first:last]) <= columns <= 448
+    assert len(row_groups([50] * 64, 64, torch.float32).groups) == 1
+
+
+def test_rows_are_arranged_by_length_and_few_of_them_move() -> None:
+    dice = random.Random(1)
+    for _ in range(200):
+        count, block = dice.randint(1, 64), dice.choice([4, 16, 64])
+        rows: list[int | None] = list(dice.sample(range(64), count))
+        rows = [None if dice.random() < 0.2 else row for row in rows]
+        lengths = [dice.randint(1, 99) for _ in rows]
+        targets = arranged(lengths, rows, block)
+        assert sorted(targets) == list(range(count))
+        placed = [length for _, length in sorted(zip(targets, lengths, strict=True))]
+        blocks = [placed[start : start + block] for start in range(0, count, block)]
+        assert all(min(one) >= max(other) for one, other in itertools.pairwise(blocks))
+    # one that ends moves at most one row a block
+    lengths = sorted((dice.randint(1, 99) for _ in range(64)), reverse=True)
+    left = [row for row in range(64) if row != 3]
+    targets = arranged([lengths[row] for row in left], list(left), 16)
+    assert sum(row != target for row, target in zip(left, targets, strict=True)) <= 4
+
+
+def test_a_model_that_was_served_still_attends_as_before_outside_the_batch(model_dir: Path, reference: Any) -> None:
+    model = load(model_dir)
+    assert install(model)
+    assert model.config._attn_implementation == NAME
+    ids = [[5, 6, 7, 8, 9], [0, 0, 6, 7, 9]]
+    mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
+    with torch.no_grad():
+        logits = model(
+            input_ids=torch.tensor(ids), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).logits
+    assert torch.equal(logits[0], reference.logits(model_dir, ids[0]))
+    assert (logits[1, 2:] - reference.logits(model_dir, ids[1][2:])).abs().max() <= 1e-5
+
+
+def test_in_16_bits_most_tokens_have_every_bit_of_a_plain_pass(model_dir: Path) -> None:
+    model, dice = load(model_dir, torch.bfloat16), random.Random(0)
+    batch = ActiveBatch(model, slots=16, max_model_len=256)
+    found: list[tuple[Sequence, torch.Tensor]] = []
+    with torch.inference_mode():
+        batch.add([sequence([dice.randrange(5, 90) for _ in range(dice.randint(20, 90))]) for _ in range(16)])
+        starts = {id(item): len(item.tokens) for item in batch.sequences}
+        for _ in range(40):
+            found += zip(list(batch.sequences), batch.logits(), strict=True)
+            for item in batch.sequences:
+                item.tokens.append(dice.randrange(5, 90))
+        same = []
+        for item in batch.sequences:
+            plain = model(input_ids=torch.tensor([item.tokens])).logits[0, starts[id(item)] - 1 : -1]
+            ours = torch.stack([row for owner, row in found if owner is item])
+            same += (ours == plain).all(dim=1).tolist()
+    assert sum(same) / len(same) > 0.8

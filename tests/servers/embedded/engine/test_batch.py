@@ -1,0 +1,115 @@
+"""The cached forward pass gives the plain one's logits, whatever happens to the rows."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from sequences import sequence
+from verifiers_embedded.engine import batch as batch_module
+from verifiers_embedded.engine.batch import ActiveBatch
+from verifiers_embedded.engine.loading import check_cache
+from verifiers_embedded.errors import StartError
+
+TINY = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+def check(batch: ActiveBatch, model: Any) -> None:
+    """Compare every row's logits with a plain forward pass of its tokens."""
+    logits = batch.logits()
+    for row, item in zip(logits, batch.sequences, strict=True):
+        plain = model(input_ids=torch.tensor([item.tokens])).logits[0, -1]
+        bound = 1e-12 if row.dtype == torch.float64 else 1e-5
+        assert (row - plain).abs().max() <= bound * (1 + plain.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_cached_logits_equal_a_plain_forward_while_rows_come_go_and_grow(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS", 40)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+    dice = random.Random(0)
+    batch = ActiveBatch(model, slots=8, max_model_len=256)
+    with torch.inference_mode():
+        for turn in range(30):
+            free = 8 - len(batch.sequences)
+            prompts = [[dice.randrange(90) for _ in range(dice.choice([1, 2, 9, 30]))] for _ in range(2)]
+            batch.add([sequence(prompts[i % 2]) for i in range(dice.randint(0 if batch.sequences else 1, free))])
+            check(batch, model)
+            for item in batch.sequences:
+                item.tokens.append(dice.randrange(90))
+            batch.keep_only([dice.random() > 0.15 for _ in batch.sequences])
+            if turn % 10 == 9:
+                batch.recompute()
+
+
+def test_the_cache_shrinks_after_a_long_sequence_and_is_freed_when_idle(model_dir: Path, reference: Any) -> None:
+    model = reference.model(model_dir)
+    batch = ActiveBatch(model, slots=4, max_model_len=4096)
+    long_one, short_one = sequence([5] * 1500), sequence([6, 7])
+    with torch.inference_mode():
+        batch.add([long_one, short_one])
+        batch.logits()
+        assert batch.allocated[1] >= 1500
+        short_one.tokens.append(8)
+        batch.keep_only([False, True])
+        check(batch, model)
+        assert batch.allocated[1] < 500
+    batch.keep_only([False])
+    assert batch.allocated == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**TINY),
+        transformers.MistralConfig(**TINY, sliding_window=4),
+        transformers.Qwen3Config(**TINY, head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        transformers.Gemma3TextConfig(**TINY, head_dim=16, sliding_window=4),
+        transformers.Qwen3MoeConfig(
+            **TINY, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_common_kinds_of_model_are_served_exactly(config: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert check_cache(model, 64) == 2 * 2 * 2 * 16 * 4
+
+
+def test_a_model_with_recurrent_layers_is_refused_by_name() -> None:
+    config = transformers.MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)
+    with pytest.raises(StartError, match=r"mamba.*linear_attention"):
+        check_cache(transformers.AutoModelForCausalLM.from_config(config), 64)
+
+
+def test_a_model_whose_cached_logits_differ_is_not_served(model_dir: Path, reference: Any) -> None:
+    model = reference.model(model_dir)
+    ids = model.forward
+
+    def without_mask(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("attention_mask", None)
+        kwargs.pop("position_ids", None)
+        return ids(*args, **kwargs)
+
+    model.forward = without_mask
+    try:
+        with pytest.raises(StartError, match="differ"):
+            check_cache(model, 64)
+    finally:
+        del model.forward
