@@ -193,16 +193,19 @@ def test_a_shared_prompt_prefix_is_computed_again_after_a_push(
 
 
 def test_no_request_is_lost_by_a_stop_and_a_resume(server: vllm_world.Server) -> None:
-    count, finished = 32, threading.Semaphore(0)
+    # as long as the context allows, so that a busy machine pauses them in their midst, too
+    count, length, finished = 32, 500, threading.Semaphore(0)
 
     def ask(seed: int) -> int:
-        choice = server.sample([4, 5, 6 + seed % 8], max_tokens=150, seed=seed)
+        choice = server.sample([4, 5, 6 + seed % 8], max_tokens=length, seed=seed)
         finished.release()
         return len(choice["token_ids"])
 
+    before = server.generated_tokens()
     with ThreadPoolExecutor(count) as threads:
         answers = [threads.submit(ask, seed) for seed in range(count)]
-        time.sleep(0.2)
+        while server.generated_tokens() == before:
+            time.sleep(0.01)
         server.ask("/pause?mode=keep", {})
         while finished.acquire(blocking=False):
             pass
@@ -212,7 +215,7 @@ def test_no_request_is_lost_by_a_stop_and_a_resume(server: vllm_world.Server) ->
         assert server.ask("/is_paused") == {"is_paused": True}
         assert still_running - late > 0
         server.ask("/resume", {})
-        assert [answer.result() for answer in answers] == [150] * count
+        assert [answer.result() for answer in answers] == [length] * count
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
