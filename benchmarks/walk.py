@@ -6,8 +6,9 @@ A profile hook notes every Python function of `verifiers` that is entered (a cor
 resumes), in all threads of this process; the server is a process of its own. A file is counted once; a move is an
 entry whose file is another than that of the entry before it.
 
-The rollout: a single turn with one reward, as training plays it (token ids, `run_groups`), after seven others:
-nothing is loaded or prepared in it, and its reward function, known to be quick, is called on the event loop.
+The rollout: a single turn with one reward and token ids, from `run_groups` to its score, on a plain endpoint and
+after seven others: nothing is loaded or prepared in it, and its reward function, known to be quick, is called on the
+event loop.
 
 The block: from `GRPOTrainer.train()` to the call of `_compute_loss`, with one prompt of two rollouts.
 

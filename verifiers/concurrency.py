@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import logging
 import os
 import queue
@@ -19,10 +21,18 @@ __all__ = [
     "OverdueError",
     "at_loop_end",
     "gather_owned",
+    "is_async_function",
     "threads_for",
 ]
 
 T = TypeVar("T")
+
+
+def is_async_function(func: Any) -> bool:
+    """Return whether calling a function, a partial of one, or a callable object gives a coroutine."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
 async def gather_owned(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -58,7 +68,7 @@ def at_loop_end(end: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[No
             _pending_ends.discard(end)
             await end()
 
-    # a loop knows no other thing that it ends itself than asynchronous generators which have begun
+    # a loop closes only started async generators by itself
     generator = wait()
     # kept until it runs: of objects that are forgotten together, the garbage collector ends some before others
     _pending_ends.add(end)
@@ -173,7 +183,7 @@ class DaemonThreads:
                 return
             self._running -= 1
             self._start_what_may_run()
-        logger.warning("A %s still runs after its deadline; its thread is left behind.", self.what)
+        logger.warning("A %s still runs after its deadline; abandoning its thread.", self.what)
 
     def _serve(self, job: _Job | None) -> None:
         inbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()

@@ -221,7 +221,7 @@ def run_blocking(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         result, error = future.result()
     finally:
-        # of a caller that was interrupted
+        # where Ctrl-C interrupted the caller, the work ends too
         future.cancel()
     if error is not None:
         raise error

@@ -76,7 +76,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def is_loopback_address(address: str) -> bool:
-    """Return true where only this machine reaches the address."""
+    """Return whether only this machine reaches the address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -141,7 +141,7 @@ def follow_parent(pid: int) -> None:
 
 
 def process_lives(pid: int) -> bool:
-    """Return true while process `pid` runs; one that has ended but was not waited for (a zombie) does not."""
+    """Return whether process `pid` runs; one that has ended but was not waited for (a zombie) does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -41,6 +41,9 @@ BLOCKING_ADVICE = (
 )
 """Advice for a blocked event loop, to end a sentence."""
 
+UNHANDLED_S = 5.0
+"""Seconds after a signal in which Python code has run, unless something holds the interpreter."""
+
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
@@ -199,8 +202,8 @@ def _acquire(lock: threading.Lock, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def exit_if_signal_is_unhandled(sentence: str, numbers: Sequence[int], limit_s: float = 5.0) -> Iterator[None]:
-    """End this process where no Python code of it has run for `limit_s` seconds after a signal arrived.
+def exit_if_signal_is_unhandled(sentence: str, numbers: Sequence[int]) -> Iterator[None]:
+    """End this process where no Python code of it has run for `UNHANDLED_S` seconds after a signal arrived.
 
     Python runs a signal's handler between two steps of Python code; faulthandler's handler runs all the same, and
     writes to a pipe, whose other end `signal_watcher.py` reads as a process of its own. Use this on the main thread,
@@ -210,14 +213,13 @@ def exit_if_signal_is_unhandled(sentence: str, numbers: Sequence[int], limit_s: 
     Args:
         sentence: what to print.
         numbers: the signals.
-        limit_s: seconds.
     """
     import subprocess
 
     _register_fork_hook()
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
-    command = [sys.executable, "-I", "-S", signal_watcher.__file__, str(os.getpid()), str(limit_s), sentence]
+    command = [sys.executable, "-I", "-S", signal_watcher.__file__, str(os.getpid()), str(UNHANDLED_S), sentence]
     # Ctrl-C at a terminal must not end it
     watcher = subprocess.Popen(command, stdin=readable, stdout=subprocess.DEVNULL, start_new_session=True)
     os.close(readable)

@@ -104,5 +104,5 @@ def test_a_shard_that_cannot_be_is_a_usage_error(env_name: str, capsys: pytest.C
     assert evaluate([env_name, "-m", "fake", "--shard", "9/8"]) == 2
     assert "there is no shard 9/8" in capsys.readouterr().err
     assert evaluate([env_name, "-m", "fake", "--shard", "1/8"]) == 2
-    assert "5 prompts make no 8 shards" in capsys.readouterr().err
+    assert "5 prompts cannot be split into 8 shards" in capsys.readouterr().err
     assert not list(Path("outputs").glob("evals/*/*"))

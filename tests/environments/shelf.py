@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import verifiers as vf
-from verifiers.evals.evaluation_loop import estimates, evaluation_requests, run_evaluation
-from verifiers.evals.statistics import Estimate
+from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
+from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner
@@ -122,7 +122,11 @@ def play(env: vf.Environment, policy: Policy, prompts: int = 5, rollouts: int = 
 
 def reward_of(env: vf.Environment, policy: Policy, prompts: int = 20) -> float:
     """Return the mean reward over the first evaluation rows."""
-    return estimates(play(env, policy, prompts))["reward"].mean
+    return _reward(play(env, policy, prompts)).mean
+
+
+def _reward(block: ScoredBlock) -> Estimate:
+    return mean_and_stderr_clustered([[one.reward or 0.0 for one in group.scored] for group in block.groups])
 
 
 # -- tables of baselines ------------------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ def measure(env: vf.Environment, policy_name: str, policy: Policy, prompts: int,
     block = play(env, policy, prompts, rollouts)
     outcomes = {str(outcome) for outcome in block.outcomes()}
     assert outcomes == {"completed"}, (outcomes, block.commonest_failure())
-    return Baseline.of(policy_name, rollouts, estimates(block)["reward"])
+    return Baseline.of(policy_name, rollouts, _reward(block))
 
 
 def main(name: str, prompts: int = 100, rollouts: int = 2) -> None:

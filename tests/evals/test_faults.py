@@ -255,5 +255,4 @@ async def test_a_provider_with_a_limit_is_met_by_an_adaptive_one(bears_at_once: 
         result = await run(HttpBackend(Endpoint(server.url)), RetryPolicy(max_attempts=100, base_s=0.02), limiter)
         show("429 above 10 at once, adaptive limit", result)
     assert result.outcomes == {Outcome.COMPLETED: PLANNED}
-    assert limiter.cuts > 0
     assert (limiter.max_concurrent or 0) < 20

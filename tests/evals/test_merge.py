@@ -187,7 +187,7 @@ def test_a_missing_or_doubled_shard_is_named(shards: list[Path]) -> None:
 
 def test_an_unfinished_shard_is_named(shards: list[Path]) -> None:
     change(shards[1], status="stopped")
-    assert refusal(shards) == "shard 2/3 ('b') is unfinished; the command that began it finishes it."
+    assert refusal(shards) == "shard 2/3 ('b') is unfinished; run its command again to finish it."
     change(shards[1], status="finished")
     results = shards[1] / "results.jsonl"
     results.write_text(results.read_text().replace('"example_id": 4', '"example_id": 3'))
@@ -233,7 +233,7 @@ def test_statistics_of_other_settings_are_refused(shards: list[Path], tmp_path: 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("3", "the shard '3' is no number of a number; write it as '3/8'"),
+        ("3", "'3' is not a shard: write K/N, such as 3/8"),
         ("0/8", "there is no shard 0/8; shards are numbered from 1"),
         ("9/8", "there is no shard 9/8"),
     ],
@@ -245,7 +245,7 @@ def test_a_shard_that_cannot_be_is_refused(text: str, sentence: str) -> None:
 
 def test_more_shards_than_prompts_are_refused_before_a_directory_is_made(tmp_path: Path) -> None:
     plan = {**PLAN, "num_examples": 5, "rollouts_per_example": 2, "shard": "1/8"}
-    with pytest.raises(ConfigError, match="5 prompts make no 8 shards; give at most 5"):
+    with pytest.raises(ConfigError, match="5 prompts cannot be split into 8 shards; give at most 5"):
         open_run(plan, vf.Rubric(), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -65,7 +65,7 @@ async def test_a_budget_of_tokens_bounds_the_next_call(opened: Any) -> None:
     spent = session.client.usage.completion_tokens
     assert [request.body["max_completion_tokens"] for request in server.requests] == [8, 7, 2]
     assert spent == 12
-    with pytest.raises(ConfigError, match="calls=0 lets no agent begin"):
+    with pytest.raises(ConfigError, match="calls=0 is too small: no agent could make a call"):
         Budget(calls=0)
 
 

@@ -54,7 +54,7 @@ def test_a_429_cuts_it_to_four_fifths_at_most_once_in_15_s() -> None:
     limiter = AdaptiveLimiter(start=100, clock=clock)
     for _ in range(50):
         limiter.rate_limited(None)
-    assert (limiter.max_concurrent, limiter.cuts) == (80, 1)
+    assert limiter.max_concurrent == 80
     clock.now += 14.9
     limiter.rate_limited(None)
     assert limiter.max_concurrent == 80
@@ -284,7 +284,6 @@ async def test_a_real_provider_that_bears_8_at_once_gets_about_8(bears_at_once: 
         await asyncio.gather(*(one(number) for number in range(300)))
         await backend.close()
     assert len(answered) == 300
-    assert limiter.cuts >= 1
     assert (limiter.max_concurrent or 0) < 20
 
 

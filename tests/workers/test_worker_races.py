@@ -336,7 +336,7 @@ async def test_a_rollout_that_has_asked_for_nothing_does_not_begin_after_the_end
         runner.limiter.close()
 
     begin_with(close)
-    with pytest.raises(NoMoreSlotsError, match="asked for nothing yet"):
+    with pytest.raises(NoMoreSlotsError, match="no new rollout starts"):
         await runner.run_groups(world.requests_of(played, [0], size=1))
 
 

@@ -91,16 +91,15 @@ class ObservesBlocks(RowSource, Protocol):
         ...
 
 
-def rows_by_name(names: Iterable[str | None], default: str = "default") -> dict[str, list[int]]:
+def rows_by_name(names: Iterable[str | None]) -> dict[str, list[int]]:
     """Return the row numbers of each dataset, from a column that names the dataset of each row.
 
     Args:
-        names: the column, such as `task`.
-        default: name of rows that have none.
+        names: the column, such as `task`; rows that have none count as "default".
     """
     found: dict[str, list[int]] = {}
     for row, name in enumerate(names):
-        found.setdefault(name or default, []).append(row)
+        found.setdefault(name or "default", []).append(row)
     return found
 
 

@@ -35,7 +35,7 @@ class RepeatSampler:
         data_source: anything with a length, or the number of rows.
         mini_repeat_count: times each row is repeated within its chunk (the trainer's num_generations).
         batch_size: distinct rows in a chunk, default 1.
-        repeat_count: times each chunk is repeated (passes times micro-steps), default 1.
+        repeat_count: times each chunk is repeated (iterations times micro-steps), default 1.
         shuffle: visit rows in an order drawn from (seed, epoch), default True. The permutation is that of
             `epoch_order`, not torch's: the structure is TRL's, the random order is not.
         seed: default None draws one, which `seed` then holds.

@@ -46,7 +46,7 @@ class Shard:
         """
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
         if found is None:
-            raise ConfigError(f"the shard {text!r} is no number of a number; write it as '3/8', the third of eight.")
+            raise ConfigError(f"{text!r} is not a shard: write K/N, such as 3/8.")
         return cls(int(found[1]), int(found[2]))
 
     @classmethod
@@ -62,5 +62,7 @@ class Shard:
             ConfigError: there are fewer prompts than shards, so that some would have none.
         """
         if num_examples < self.of:
-            raise ConfigError(f"{num_examples} prompts make no {self.of} shards; give at most {num_examples}.")
+            raise ConfigError(
+                f"{num_examples} prompts cannot be split into {self.of} shards; give at most {num_examples}."
+            )
         return range(self.number - 1, num_examples, self.of)

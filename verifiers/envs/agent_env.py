@@ -232,7 +232,7 @@ class AgentEnv(GatewayEnv):
 
 
 async def _end_over_budget(session: Session, deadline: asyncio.Timeout, wind_up_s: float) -> None:
-    """Give an agent that was refused a call for its budget a grace period for its end."""
+    """Give an agent that exceeded its budget a grace period to finish."""
     await session.is_over_budget.wait()
     ends = asyncio.get_running_loop().time() + wind_up_s
     with contextlib.suppress(RuntimeError):
@@ -249,8 +249,6 @@ async def _ended(task: asyncio.Task[Any]) -> Any:
             task.cancel()
             _, running = await asyncio.wait({task}, timeout=CANCELLED_S)
             if running:
-                logger.warning(
-                    "an agent does not end though it was cancelled %g s ago; it is left behind.", CANCELLED_S
-                )
+                logger.warning("agent still running %g s after it was cancelled; abandoning it.", CANCELLED_S)
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
         raise

@@ -84,7 +84,7 @@ def _class_overrides(kind: Any) -> frozenset[str]:
 
 
 def takes_state_first(method: Callable[..., Any]) -> bool:
-    """Return True where a method is written for the second generation: its first argument is the state."""
+    """Return whether a method is written for the second generation: its first argument is the state."""
     return _takes_state_first(getattr(method, "__func__", method))
 
 
@@ -260,7 +260,7 @@ class Conversation:
             self.state["completion"] = conversation_of(self.state)[len(self.state["prompt"]) :]
 
     async def is_over(self, messages: Any) -> bool:
-        """Return True where the rollout ends here; `stop_condition` then has the reason."""
+        """Return whether the rollout ends here; `stop_condition` then has the reason."""
         env, state = self.env, self.state
         completed, asks_marked = False, True
         # asked first, whatever else holds: overrides note in the state what they find

@@ -390,7 +390,7 @@ def _route_of(task: Any, env_map: Mapping[str, Environment], routes: Mapping[str
 
 @contextlib.contextmanager
 def _task_inside(states: Sequence[State], task: str) -> Iterator[None]:
-    """Return the states with the task's name inside its environment, which its reward functions know it by."""
+    """Give the states the task's name inside its environment while the block runs."""
     names = [state.get("task") for state in states]
     for state in states:
         state["task"] = task

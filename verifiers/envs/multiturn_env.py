@@ -50,7 +50,7 @@ def note_error(state: State, error: Error) -> None:
 
 
 def gives_state_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for `is_completed(state)`; the first generation gives the messages before it."""
+    """Return whether a call is `is_completed(state)`; the first generation gives the messages before it."""
     return "messages" not in kwargs and len(args) + ("state" in kwargs) == 1
 
 
@@ -110,7 +110,7 @@ class MultiTurnEnv(Environment):
     @default_step
     @either_generation(gives_state_alone, is_completed_by_state)
     async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
-        """Return True when no further answer of the policy is wanted; asked before and after each of them.
+        """Return whether no further answer of the policy is wanted; asked before and after each of them.
 
         Called as `is_completed(state)`, as in the second generation, it asks every condition there is.
         """
@@ -122,12 +122,12 @@ class MultiTurnEnv(Environment):
 
     @default_step
     def max_turns_reached(self, state: State) -> Any:
-        """Return True when `max_turns` is a bound and is reached; may be awaited or not."""
+        """Return whether `max_turns` is a bound and is reached; may be awaited or not."""
         return AwaitableBool(turns_are_over(self, state))
 
     @default_step
     def prompt_too_long(self, state: State) -> Any:
-        """Return True when the newest prompt did not fit the model's context; may be awaited or not."""
+        """Return whether the newest prompt did not fit the model's context; may be awaited or not."""
         return AwaitableBool(bool(state.get("prompt_too_long")))
 
     # -- steps of the loop, which the second generation may override -------------------------------------------

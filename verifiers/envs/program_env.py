@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,7 @@ from verifiers.gateway.session import Session
 from verifiers.keywords import nearest_name
 from verifiers.parsers.messages import cleanup_messages, message_field, message_text
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import ScoringInput
+from verifiers.rubrics.scoring import ScoringInput, is_finite_number
 from verifiers.sandbox import open_sandbox
 from verifiers.sandbox.spec import IsolationLevel, RunResult, Sandbox, SandboxSpec
 from verifiers.types import Messages, RolloutInput, RolloutScore
@@ -177,7 +176,7 @@ class _ResultRubric(Rubric):
     ) -> list[RolloutScore]:
         scores = []
         for item in inputs:
-            numbers = {name: float(value) for name, value in item.state["result"].items() if _is_number(value)}
+            numbers = {name: float(value) for name, value in item.state["result"].items() if is_finite_number(value)}
             scores.append(item.score(numbers.pop("reward"), numbers))
         return scores
 
@@ -317,20 +316,8 @@ async def _read_result(sandbox: Sandbox, name: str, writer: _Program) -> dict[st
         raise AgentError(f"the file {name!r} of {writer} is not JSON ({error}): {data[:200]!r}") from None
     result: dict[str, Any] = value if isinstance(value, dict) else {"reward": value}
     for key, number in result.items():
-        if not (_is_number(number) if key == "reward" else _is_finite(number)):
+        if (key == "reward" or isinstance(number, (int, float))) and not is_finite_number(number):
             raise AgentError(f"the file {name!r} of {writer} has {key}={number!r:.100}, not a finite number")
     if "reward" not in result:
         raise AgentError(f"the file {name!r} of {writer} has no 'reward', only {sorted(result)!r:.200}")
     return result
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and _is_finite(value)
-
-
-def _is_finite(value: Any) -> bool:
-    """Tell whether a value is anything but a number that no float can hold."""
-    try:
-        return not isinstance(value, (int, float)) or math.isfinite(value)
-    except OverflowError:
-        return False

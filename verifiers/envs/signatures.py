@@ -50,7 +50,7 @@ def either_generation(
 
 
 def asks_by_state(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for `get_model_response(state, prompt, ...)`; the first generation gives the client first."""
+    """Return whether a call is `get_model_response(state, ...)`; the first generation gives the client first."""
     return "state" in kwargs or bool(args and isinstance(args[0], Mapping))
 
 
@@ -124,7 +124,7 @@ def takes_rollout_input(function: F) -> F:
 
 
 def gives_rollout_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for `rollout(input, client, model, ...)`; the first generation gives the client first."""
+    """Return whether a call is `rollout(input, client, model, ...)`; the first generation gives the client first."""
     return "input" in kwargs or bool(args and isinstance(args[0], Mapping) and "prompt" in args[0])
 
 

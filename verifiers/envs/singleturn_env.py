@@ -22,13 +22,12 @@ class SingleTurnEnv(MultiTurnEnv):
 
     def __init__(self, **kwargs: Unpack[EnvironmentOptions]) -> None:
         super().__init__(**kwargs)
-        # the loop's own end of a rollout
         self.max_turns = 1
 
     @default_step
     @either_generation(gives_state_alone, is_completed_by_state)
     async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
-        """Return True after the first answer."""
+        """Return whether the policy has answered."""
         return len(state["responses"]) > 0
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> tuple[Messages, State]:

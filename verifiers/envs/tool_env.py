@@ -146,7 +146,7 @@ class ToolEnv(MultiTurnEnv):
         return True
 
     async def no_tools_called(self, state: State) -> bool:
-        """Return True when the policy's newest answer calls no tool; override it to continue nevertheless."""
+        """Return whether the policy's newest answer calls no tool; override it to continue nevertheless."""
         trajectory = state.get("trajectory")
         answer: Messages = trajectory[-1]["completion"] if trajectory else []
         return bool(answer) and not isinstance(answer, str) and not answer[-1].get("tool_calls")
@@ -230,7 +230,7 @@ class ToolEnv(MultiTurnEnv):
 
 @functools.lru_cache(maxsize=256)
 def _is_first_generation(bases: tuple[type, ...]) -> bool:
-    """Return True where the override of `env_response` that calls ToolEnv's own is written to return a tuple."""
+    """Return whether the override of `env_response` that calls ToolEnv's own is written to return a tuple."""
     overrides = [base.__dict__["env_response"] for base in bases if "env_response" in base.__dict__]
     callers = overrides[: overrides.index(ToolEnv.env_response)]
     returns = getattr(callers[-1], "__annotations__", {}).get("return", "") if callers else ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers.concurrency import OverdueError, threads_for
+from verifiers.concurrency import OverdueError, is_async_function, threads_for
 from verifiers.envs.tool_schema import function_schema, tool_name
 from verifiers.errors import ConfigError, InfraError, ModelError, ToolCallError, ToolParseError
 from verifiers.types import ChatMessage
@@ -88,7 +88,9 @@ class Tool:
         deadline = asyncio.timeout(timeout_s)
         try:
             result = (
-                work() if _is_async(self.call) else await threads_for("tool", MAX_TOOL_THREADS).run(work, timeout_s)
+                work()
+                if is_async_function(self.call)
+                else await threads_for("tool", MAX_TOOL_THREADS).run(work, timeout_s)
             )
             if not inspect.isawaitable(result):
                 return result
@@ -218,12 +220,6 @@ def tool_message(result: Any, call_id: str) -> ChatMessage:
 
 def _is_part(item: Any) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("type"), str)
-
-
-def _is_async(func: Any) -> bool:
-    while isinstance(func, functools.partial):
-        func = func.func
-    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
 def _read_call(call: Any) -> RequestedCall:

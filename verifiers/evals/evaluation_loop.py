@@ -13,7 +13,6 @@ from verifiers.data.batch_plan import rollout_seed
 from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import NothingScoredError
-from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.inference.limits import Limiter, NoMoreSlotsError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
@@ -23,7 +22,6 @@ __all__ = [
     "EVALUATION_BLOCK",
     "Interruption",
     "LoopLag",
-    "estimates",
     "evaluation_requests",
     "iter_requests",
     "run_evaluation",
@@ -184,21 +182,12 @@ def _most_unfinished(limiter: Limiter) -> float:
     return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
 
 
-async def run_evaluation(
-    runner: RolloutRunner,
-    groups: Sequence[Sequence[RolloutRequest]],
-    on_rollout: Callable[[Rollout], None] | None = None,
-) -> ScoredBlock:
+async def run_evaluation(runner: RolloutRunner, groups: Sequence[Sequence[RolloutRequest]]) -> ScoredBlock:
     """Run and score all groups under the runner's limiter.
-
-    Args:
-        on_rollout: called with every finished rollout, as it finishes.
 
     Raises:
         NothingScoredError: no rollout got a reward; the message has the commonest cause.
     """
-    if on_rollout is not None:
-        runner.on_rollout = on_rollout
     scored = await runner.run_groups(groups)
     block = ScoredBlock(EVALUATION_BLOCK, scored)
     if not any(rollout.is_scored for rollout in block):
@@ -206,20 +195,6 @@ async def run_evaluation(
         cause = f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
         raise NothingScoredError(f"none of {len(block.rollouts)} evaluation rollouts got a reward{cause}")
     return block
-
-
-def estimates(block: ScoredBlock) -> dict[str, Estimate]:
-    """Return mean, clustered standard error and 95 % interval of "reward" and of each reward function."""
-    names = sorted({name for rollout in block for name in rollout.metrics})
-    found = {"reward": _estimate([[r.reward for r in group.scored] for group in block.groups])}
-    for name in names:
-        found[name] = _estimate([[r.metrics.get(name) for r in group.scored] for group in block.groups])
-    return found
-
-
-def _estimate(values: Sequence[Sequence[float | None]]) -> Estimate:
-    groups = [[value for value in group if value is not None] for group in values]
-    return mean_and_stderr_clustered([group for group in groups if group])
 
 
 _EVERY_S = 0.1
@@ -256,7 +231,7 @@ class LoopLag:
         return 0.0
 
     def distorts(self, mean_generation_ms: float) -> bool:
-        """Return True where a common delay, 1 in 20, is over 20 ms and a tenth of a rollout's time."""
+        """Return whether a common delay, 1 in 20, is over 20 ms and a tenth of a rollout's time."""
         late_ms = self.quantile_ms(0.95)
         return late_ms > 20 and late_ms > mean_generation_ms / 10
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 
-__all__ = ["RowReader", "json_line", "mend_last_line", "plain"]
+__all__ = ["RowReader", "json_line", "plain", "repair_last_line"]
 
 ATTACHMENTS = "contents.jsonl"
 """File of long texts beside the rows of earlier versions."""
@@ -94,7 +94,7 @@ class RowReader:
         return self._texts[name]
 
 
-def mend_last_line(path: Path) -> None:
+def repair_last_line(path: Path) -> None:
     """Cut off what a killed process left half-written, so that the next line begins a line."""
     if not path.is_file():
         return

@@ -92,7 +92,7 @@ def _stored_shard(path: Path) -> _StoredShard:
         raise ConfigError(f"{str(directory)!r} is no shard of a run; give directories of runs of vf-eval --shard.")
     found = _StoredShard(directory, metadata, shard)
     if metadata.get("status") != "finished":
-        raise ConfigError(f"{found} is unfinished; the command that began it finishes it.")
+        raise ConfigError(f"{found} is unfinished; run its command again to finish it.")
     return found
 
 

@@ -304,7 +304,7 @@ def finished_rollouts(
 
 
 def scores_whole_groups(rubric: Any) -> bool:
-    """Return True where a rollout's reward may depend on the other rollouts of its prompt."""
+    """Return whether a rollout's reward may depend on the other rollouts of its prompt."""
     if getattr(rubric, "has_group_funcs", True) is not False:
         return True
     for name in ("score_rollouts", "score_group"):

@@ -37,6 +37,8 @@ __all__ = [
     "without_variation",
 ]
 
+_POWER = 0.8
+
 
 @functools.lru_cache(maxsize=256)
 def t_quantile(probability: float, degrees: float) -> float:
@@ -285,17 +287,17 @@ def unpaired_difference(
     return Estimate(mean, stderr, low, high, a.prompts + b.prompts, a.rollouts + b.rollouts)
 
 
-def detectable_difference(stderr: float, degrees: float, *, power: float = 0.8, confidence: float = 0.95) -> float:
-    """Return the smallest true difference that an evaluation like this one would find with probability `power`.
+def detectable_difference(stderr: float, degrees: float, *, confidence: float = 0.95) -> float:
+    """Return the smallest true difference that an evaluation like this one would find with probability 0.8.
 
-    (t at (1 + confidence) / 2 + t at power) * stderr, the usual approximation to the noncentral t.
+    (t at (1 + confidence) / 2 + t at 0.8) * stderr, the usual approximation to the noncentral t.
 
     Returns:
         In the units of the rewards; NaN without a standard error above 0, or fewer than one degree of freedom.
     """
     if not stderr > 0 or not degrees >= 1:
         return math.nan
-    return (t_quantile((1 + confidence) / 2, degrees) + t_quantile(power, degrees)) * stderr
+    return (t_quantile((1 + confidence) / 2, degrees) + t_quantile(_POWER, degrees)) * stderr
 
 
 def _estimate(values: Sequence[float], rollouts: int, bounds: Bounds | None, confidence: float) -> Estimate:

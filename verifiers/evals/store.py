@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import RowReader, json_line, mend_last_line, plain
+from verifiers.evals.json_lines import RowReader, json_line, plain, repair_last_line
 from verifiers.rollouts.rollout import Rollout
 
 __all__ = [
@@ -35,11 +35,11 @@ __all__ = [
     "iter_lines",
     "iter_rows",
     "json_line",
-    "mend_last_line",
     "metrics_of",
     "new_run_directory",
     "read_metadata",
     "read_run",
+    "repair_last_line",
     "result_row",
 ]
 
@@ -267,7 +267,7 @@ class ResultStore:
             ) from None
         try:
             for name in (RESULTS, FAILURES):
-                mend_last_line(self.directory / name)
+                repair_last_line(self.directory / name)
             self.write_metadata()
             self._file = (self.directory / RESULTS).open("a", encoding="utf-8")
         except BaseException:

@@ -310,28 +310,28 @@ def summarize(
 
 def at_k(
     rewards_by_prompt: Sequence[Sequence[float]],
-    sizes: Sequence[int] | None = None,
     *,
     right_from: float = RIGHT_FROM,
     confidence: float = 0.95,
 ) -> list[AtK]:
     """Estimate pass@k, pass^k and best@k over prompts, each with its interval.
 
+    The k are powers of two up to the most rollouts of a prompt, and that number.
+
     Args:
         rewards_by_prompt: of the scored rollouts.
-        sizes: the k; None stands for powers of two up to the most rollouts of a prompt, and that number.
         right_from: as in `summarize`.
         confidence: as in `summarize`.
     """
     most = max(map(len, rewards_by_prompt), default=0)
     rows = []
-    for k in sizes_up_to(most) if sizes is None else sizes:
+    for k in sizes_up_to(most):
         enough = [rewards for rewards in rewards_by_prompt if len(rewards) >= k]
         parts = []
         for rate in (pass_at_k, pass_hat_k):
             values = [rate(len(rewards), _right(rewards, right_from), k) for rewards in enough]
             parts.append(_over_prompts(values, enough, confidence))
-        # bounds are those of the rewards, which a maximum of few may hide
+        # the best of a few can look bounded when the rewards are not
         known = None if _within_unit(enough) else (-math.inf, math.inf)
         best = _over_prompts([best_at_k(rewards, k) for rewards in enough], enough, confidence, known)
         rows.append(AtK(k, parts[0], parts[1], best))

@@ -23,6 +23,8 @@ _IMAGE_TYPES = (
     "data:image/webp;base64,",
 )
 _MOST_IMAGE_CHARACTERS = 2_000_000
+_LAST_WORDS = 160
+"""Characters of a rollout's last words."""
 
 
 def transcript_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,13 +70,15 @@ def newest_first(messages: Any, role: str) -> Iterator[dict[str, Any]]:
     return iter(messages_of(messages, role))
 
 
-def last_words(row: Mapping[str, Any], characters: int = 160) -> str:
+def last_words(row: Mapping[str, Any]) -> str:
     """Return the end of a rollout on one line: why it failed, or else the last thing that was said."""
     if row.get("error"):
-        return _one_line(as_text(row["error"]), characters)
+        return _one_line(as_text(row["error"]), _LAST_WORDS)
     for message in newest_first(row.get("completion"), "completion"):
         calls = ", ".join(call["name"] for call in message.get("calls", ()))
-        words = _one_line(_after_thinking(message.get("text", "")), characters) or (f"calls {calls}" if calls else "")
+        words = _one_line(_after_thinking(message.get("text", "")), _LAST_WORDS) or (
+            f"calls {calls}" if calls else ""
+        )
         if words:
             return words
     return ""

@@ -233,7 +233,7 @@ def _messages(items: Iterable[Any], session: Session) -> list[dict[str, Any]]:
 
 
 def _is_open(messages: list[dict[str, Any]]) -> bool:
-    """Return True if the last message is the policy's reasoning, whose text is still to come."""
+    """Return whether the last message is the policy's reasoning, whose text is still to come."""
     last = messages[-1] if messages else {}
     return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
 

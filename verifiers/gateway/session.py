@@ -43,7 +43,9 @@ class Budget:
         for name in ("calls", "completion_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"a budget of {name}={value!r} lets no agent begin; give at least 1, or None.")
+                raise ConfigError(
+                    f"a budget of {name}={value!r} is too small: no agent could make a call; give 1 or more, or None."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ class Session:
 
     @property
     def newest_failure(self) -> BaseException | None:
-        """Failure of the newest call whose end the agent knows; None where it was answered.
+        """Failure of the newest call that the agent received an answer or an error to; None where it was an answer.
 
         The refusal of a budget counts as one.
         """
@@ -248,7 +250,7 @@ class Session:
         return [exchange for exchange in self._policy_calls() if exchange.is_delivered]
 
     def is_policy(self, call: AgentCall) -> bool:
-        """Return True if a call's model is the policy."""
+        """Return whether a call's model is the policy."""
         name = call.model
         return name == self.model or name in self.aliases or ("*" in self.aliases and name not in self.helpers)
 
@@ -291,7 +293,7 @@ class Session:
         unread = [exchange for exchange in known if not exchange.readers and not exchange.is_delivered]
         if unread:
             return unread[0]
-        # of several equal calls each retry is another's
+        # each retry belongs to a different one of the equal calls
         return min(known, key=lambda exchange: exchange.repeats) if known and is_retry else None
 
     async def _wait_for_tokens(self) -> None:
@@ -362,7 +364,7 @@ class Session:
         return arguments
 
     def _is_of_agent(self, call: AgentCall, refusal: str) -> bool:
-        """Tell whether an endpoint refused what this agent asked for, and not what every rollout of the run asks."""
+        """Return whether an endpoint refused what this agent asked for, and not what every rollout asks."""
         if any(repr(name) in refusal for name in self.sampling_args):
             return False
         if call.path != CHAT or call.arguments.keys() - {"messages"}:

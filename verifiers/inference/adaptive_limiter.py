@@ -101,7 +101,6 @@ class AdaptiveLimiter(Limiter):
             raise ConfigError(f"start is {start} and maximum {maximum}; both must be 1 or more.")
         super().__init__(min(start, maximum), requests_per_second)
         self.maximum = maximum
-        self.cuts = 0
         self._clock = clock
         self._resizable = ResizableSlots(min(start, maximum))
         self._slots = self._resizable
@@ -126,7 +125,6 @@ class AdaptiveLimiter(Limiter):
         if now < self._quiet_until:
             return
         self._quiet_until = now + (_COOL_DOWN_S if retry_after_s is None else max(1.0, retry_after_s))
-        self.cuts += 1
         limit = max(1, int(_CUT * self._resizable.size))
         self._doubles_below = limit
         self._set(limit)

@@ -37,15 +37,17 @@ __all__ = [
     "ClientBackend",
     "Endpoint",
     "HttpBackend",
+    "is_async_client",
     "is_context_overflow",
     "is_loopback",
     "proxy_for",
+    "sdk_name",
     "single_backend_for",
 ]
 
 
 def is_loopback(url: str) -> bool:
-    """Return True if the URL's host is this machine: localhost, 127.0.0.0/8, ::1, or an unspecified address."""
+    """Return whether the URL's host is this machine: localhost, 127.0.0.0/8, ::1, or an unspecified address."""
     host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -302,7 +304,7 @@ class ClientBackend:
         deadline = asyncio.timeout(self.timeout_s)
         try:
             async with deadline:
-                if _is_async(self._calls, owner.create):
+                if is_async_client(self._calls, owner.create):
                     result = owner.create(**arguments)
                 else:
                     # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
@@ -363,10 +365,15 @@ def _without_retries(client: Any) -> Any:
     return client if patched else client.with_options(max_retries=0)
 
 
-def _is_async(client: Any, create: Any) -> bool:
-    """Return True if calling `create` cannot block: an async function, or the async SDK's decorated one."""
-    sdk = [kind.__name__ for kind in type(client).__mro__ if kind.__module__.split(".")[0] == "openai"]
-    return inspect.iscoroutinefunction(create) or bool(sdk and sdk[0].startswith("Async"))
+def is_async_client(client: Any, create: Any) -> bool:
+    """Return whether calling `create` cannot block: an async function, or the async SDK's decorated one."""
+    return inspect.iscoroutinefunction(create) or sdk_name(client).startswith("Async")
+
+
+def sdk_name(client: Any) -> str:
+    """Return the name of the `openai` class that a client is of, or ""."""
+    names = [kind.__name__ for kind in type(client).__mro__ if kind.__module__.split(".")[0] == "openai"]
+    return names[0] if names else ""
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:
@@ -387,7 +394,7 @@ def _decode(content: bytes, url: str) -> dict[str, Any]:
 
 
 def _is_empty(data: dict[str, Any]) -> bool:
-    """Return True for an answer without a choice, or with a message of which nothing was sampled.
+    """Return whether an answer has no choice, or a message of which nothing was sampled.
 
     A model may well end its turn at once, but then it has sampled a token, or its content is "" and not null.
     """

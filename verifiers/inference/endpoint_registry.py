@@ -192,7 +192,7 @@ def _entry(path: Path, name: str, settings: Mapping[str, Any]) -> EndpointEntry:
                 f"{place} has {setting!r}; keys do not belong in files: give key_var, a variable's name."
             )
         if setting not in known:
-            raise ConfigError(f"{place} has the setting {setting!r}, which there is not; {', '.join(sorted(known))}.")
+            raise ConfigError(f"{place} has the unknown setting {setting!r}; it takes {', '.join(sorted(known))}.")
     chosen = {setting: value for setting, value in settings.items() if setting != "url"}
     chosen["urls"] = _urls(place, settings)
     if not isinstance(chosen.get("model"), str) or not chosen["model"]:
@@ -202,7 +202,7 @@ def _entry(path: Path, name: str, settings: Mapping[str, Any]) -> EndpointEntry:
     for table in ("headers", "header_vars"):
         value = chosen.setdefault(table, {})
         if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-            raise ConfigError(f"{place} has {table} that are no table of texts.")
+            raise ConfigError(f"{place}: {table} must be a table of strings.")
     for header, variable in chosen["header_vars"].items():
         _check_variable(place, f"header_vars.{header}", variable)
     for header in chosen["headers"]:

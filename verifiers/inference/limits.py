@@ -169,9 +169,7 @@ class Limiter:
         first = _asks_first.get()
         async with self._throttle_queue:
             if self.is_closed and first and first[0]:
-                raise NoMoreSlotsError(
-                    "the limiter is closed: a rollout that has asked for nothing yet does not begin."
-                )
+                raise NoMoreSlotsError("the limiter is closed: no new rollout starts.")
             async with self._throttle:
                 pass
         if first:

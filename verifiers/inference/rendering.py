@@ -89,11 +89,7 @@ class TurnRenderer(Protocol):
 
 
 class IncrementalRenderer:
-    """A `TurnRenderer` over anything that renders whole conversations, such as a server's /tokenize.
-
-    Attributes:
-        rendered_tokens: ids that all renderings had together.
-    """
+    """A `TurnRenderer` over anything that renders whole conversations, such as a server's /tokenize."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -101,7 +97,6 @@ class IncrementalRenderer:
         self._tools_checked: dict[str, str | None] = {}
         # rollouts that begin together ask once
         self._checking = asyncio.Lock()
-        self.rendered_tokens = 0
 
     async def check(self) -> None:
         """Check conversations without tools, as `TurnRenderer.check`; tools are checked when they are first met."""
@@ -109,9 +104,7 @@ class IncrementalRenderer:
 
     async def first(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> list[int]:
         """Render a conversation, as `TurnRenderer.first`."""
-        ids = await self._render(messages, tools, options)
-        self.rendered_tokens += len(ids)
-        return ids
+        return await self._render(messages, tools, options)
 
     async def extend(
         self,
@@ -152,7 +145,7 @@ class IncrementalRenderer:
         if calls and end is not None:
             # the calls were sampled, and stand between the content and the end of the turn
             if end not in ids:
-                raise CannotRenderTurnError("the template ends a turn with tool calls otherwise than one without")
+                raise CannotRenderTurnError("the template ends turns with and without tool calls differently")
             ids = ids[ids.index(end) :]
         if not ids or (end is not None and ids[0] != end):
             raise CannotRenderTurnError(_DEPENDS)

@@ -93,7 +93,7 @@ class RetryableError(ProviderError):
 
 
 def is_retryable_status(status: int) -> bool:
-    """Return True for HTTP statuses that may go away by themselves."""
+    """Return whether an HTTP status may go away by itself."""
     return status in _RETRYABLE_4XX or status >= 500
 
 
@@ -175,7 +175,7 @@ _SUMS = tuple(
 
 
 def is_context_overflow(status: int | None, text: str) -> bool:
-    """Return True if a refusal says that the prompt, with the answer that was asked for, does not fit the context.
+    """Return whether a refusal says that the prompt, with the answer that was asked for, does not fit the context.
 
     False where the answer alone is too long for the context: that is a `max_tokens` no prompt could go with, a
     mistake in the settings and not the end of a conversation.
@@ -259,7 +259,7 @@ def client_error(base_url: str, error: Exception) -> Exception:
 
 
 def broke(error: BaseException) -> bool:
-    """Return True if an established connection was lost, by the error's class or number."""
+    """Return whether an established connection was lost, by the error's class or number."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _LOST
     cause = error.__cause__

@@ -1,4 +1,4 @@
-"""One rollout server: the client of its control routes, under vLLM's names, and what a pool knows and does of it."""
+"""One rollout server: the client of its control routes, under vLLM's names, and the pool's record of it."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class ServerClient:
             await asyncio.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 
     async def is_healthy(self, timeout_s: float) -> bool:
-        """Return True if /health is answered 200 within `timeout_s` seconds."""
+        """Return whether /health is answered 200 within `timeout_s` seconds."""
         try:
             await self.request("GET", "/health", timeout_s=timeout_s)
         except WeightSyncError:
@@ -260,7 +260,7 @@ class Replica:
     check: asyncio.Task[None] | None = None
 
     def is_ready(self, now: float) -> bool:
-        """Return True if it is neither down, nor ejected, nor probed by another call."""
+        """Return whether it is neither down, nor ejected, nor probed by another call."""
         return self.down is None and self.ejected_until <= now and self.probed_until <= now
 
     async def pause(self, deadline: float) -> None:

@@ -141,8 +141,8 @@ class ServerPool(LoadBalancer):
         ]
         if missed:
             logger.warning(
-                "rollouts go to %s by a client that has to be called as it is, or past the servers that get the "
-                "weights (%s): a server that is restarted may answer some before it has the pushed weights.",
+                "rollouts use a client that bypasses the weight checks (%s; the servers that get the weights: %s): "
+                "after a restart, a server may answer from old weights.",
                 ", ".join(missed),
                 ", ".join(sorted(self.urls)),
             )
@@ -388,7 +388,7 @@ class ServerPool(LoadBalancer):
             self.mark_up(replica.url)
 
     def holds_pushed_weights(self, url: str) -> bool:
-        """Return True if the server at `url` says that it holds pushed weights, or none were pushed."""
+        """Return whether the server at `url` says that it holds pushed weights, or none were pushed."""
         return not self._pushed or self.run(self._is_verified(url), 4 * HEALTH_S + 2 * self.timeout_s)
 
     def wait_until_restored(self, url: str, timeout_s: float) -> bool:

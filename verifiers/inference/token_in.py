@@ -101,7 +101,7 @@ class TokenIn:
         return self._given_renderer or IncrementalRenderer(self._routes.render)
 
     async def offered(self) -> bool:
-        """Return True if the server takes token ids and turns can be rendered by themselves; asked once.
+        """Return whether the server takes token ids and turns can be rendered by themselves; asked once.
 
         Raises:
             ConfigError: it does not, and the mode is "tokens".
@@ -151,7 +151,7 @@ class TokenIn:
         if "fails" not in self._logged:
             self._logged.add("fails")
             logger.warning(
-                "turns go to %s as messages, for a route of token ids fails: %s; it is asked again in %g s.",
+                "turns go to %s as messages because a token-id route fails: %s; retrying in %g s.",
                 self._routes.backend.base_url,
                 error,
                 _FORGET_FAILURE_S,
@@ -221,7 +221,7 @@ class ChatCall:
 
 
 def read_chat_call(body: Mapping[str, Any]) -> ChatCall | str:
-    """Return a chat call, given as its JSON body, as it can be made by token ids; or a word for what in it cannot."""
+    """Return a chat call, given as its JSON body, as it can be made by token ids; or the reason why it cannot."""
     body = dict(body)
     messages = body.pop("messages", None)
     model = body.pop("model", "")

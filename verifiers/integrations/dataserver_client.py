@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from verifiers.inference.endpoint import proxy_for
 from verifiers.inference.retries import is_retryable_status
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import message_text
+from verifiers.rubrics.scoring import is_finite_number
 
 __all__ = [
     "RETRY_WAITS_S",
@@ -192,8 +192,8 @@ class Dataserver:
         said = _message(content)
         if is_retryable_status(status):
             raise _FailedTry(f"{path} answered with status {status}: {said}")
-        mend = "; raise max_body_mib or max_batch under `server` in its file" if status == 413 else ""
-        raise ConfigError(f"the dataserver at {self.url} refused {path} with status {status}: {said}{mend}.")
+        hint = "; raise max_body_mib or max_batch under `server` in its file" if status == 413 else ""
+        raise ConfigError(f"the dataserver at {self.url} refused {path} with status {status}: {said}{hint}.")
 
     def _redirected(self, path: str, status: int, location: str | None) -> ConfigError:
         return ConfigError(
@@ -322,17 +322,11 @@ def _grade(result: Mapping[str, Any]) -> Grade:
     reward, metrics = result.get("reward"), result.get("metrics") or {}
     if reward is None:
         return Grade(None, {}, str(result.get("error") or "no reward was given"))
-    if not _is_finite(reward):
+    if not is_finite_number(reward):
         return Grade(None, {}, f"no finite reward was given, but {reward!r:.40}")
-    return Grade(float(reward), {name: float(value) for name, value in metrics.items() if _is_finite(value)}, None)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    except OverflowError:
-        # a whole number that no float holds
-        return False
+    return Grade(
+        float(reward), {name: float(value) for name, value in metrics.items() if is_finite_number(value)}, None
+    )
 
 
 def completion_for_wire(completion: Any) -> str | list[dict[str, Any]]:

@@ -267,7 +267,7 @@ def _kept_tail(tail: bytearray) -> Iterator[TextIO]:
 
 
 def _is_lost(error: Any, *, over_http: bool) -> bool:
-    """Return True where the connection cannot answer any more; servers use the same codes for their own errors."""
+    """Return whether the connection cannot answer any more; servers use the same codes for their own errors."""
     from mcp_types import CONNECTION_CLOSED
 
     text = str(error)

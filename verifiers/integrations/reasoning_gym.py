@@ -174,7 +174,7 @@ class Verdict:
 
 
 def compares_text(name: str) -> bool:
-    """Return True for a task whose scorer only compares text, so that it may run in the calling process."""
+    """Return whether a task's scorer only compares text, so that it may run in the calling process."""
     from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import DATASETS
 
@@ -270,7 +270,7 @@ class ReasoningGymRubric(Rubric):
         return _verdict_from(answer, result)
 
     async def _check_empty_answer(self, error: WorkerError, arguments: tuple[str, str, str, str | None]) -> None:
-        """Return where the answer ended the worker: an empty one can be scored.
+        """Raise unless an empty answer can be scored: then the answer ended the worker.
 
         Raises:
             GradingError: the empty answer fails too.

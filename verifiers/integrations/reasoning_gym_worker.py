@@ -104,7 +104,7 @@ def open_scorer(task: str, settings: str) -> Any:
 
 
 def is_formula(text: str) -> bool:
-    """Return True for text of numbers, names, operators and calls of mathematical functions alone."""
+    """Return whether a text consists of numbers, names, operators and calls of mathematical functions alone."""
     if _FORBIDDEN.search(text) or _KEYWORD.search(text):
         return False
     return all(name in _FUNCTIONS or name.isdigit() for name in _CALL.findall(text))

@@ -93,7 +93,7 @@ class LiveTable:
         try:
             self._last = self._content()
         except Exception as error:
-            # a figure that cannot be shown ends no run
+            # a number that cannot be shown does not end the run
             self._last = Text(f"the table cannot be drawn: {type(error).__name__}: {error}")
         return self._last
 

@@ -56,7 +56,7 @@ logger = logging.getLogger("verifiers.train")
 
 
 def is_training_run(directory: str | Path) -> bool:
-    """Return True for a directory that holds the record of a training run."""
+    """Return whether a directory holds the record of a training run."""
     return (Path(directory) / RUN).is_file() and (Path(directory) / METRICS).is_file()
 
 
@@ -143,7 +143,7 @@ class RunRecord:
         self._append(METRICS, [line])
 
     def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rollouts as of `samples.py`."""
+        """Append rollouts as of `SampleChoice.of_block`."""
         self._append(SAMPLES, rows)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -151,7 +151,7 @@ class RolloutRecord:
         except FATAL_ERRORS:
             raise
         except OverlongPromptError:
-            # the environment let it pass through, and what was said so far with it
+            # the environment let it propagate, and the conversation is lost
             state = self.bare_state()
             state["prompt_too_long"] = True
             completion = state["completion"]

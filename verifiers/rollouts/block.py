@@ -19,7 +19,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError, NothingScoredError, RolloutWorkerError
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
-from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock, requests_by_prompt
 from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
 from verifiers.types import Outcome, RolloutKey
 
@@ -177,8 +177,8 @@ class BlockRun:
         self.begun = asyncio.Event()
         self._runner = runner
         self._policy = policy or GroupPolicy()
-        self._candidates = [*_by_prompt(requests), *_by_prompt(replacements)]
-        self._planned = len(_by_prompt(requests))
+        self._candidates = [*requests_by_prompt(requests), *requests_by_prompt(replacements)]
+        self._planned = len(requests_by_prompt(requests))
         self._replacements_begun = 0
         self._groups: dict[int, Group] = {}
         self._zero_variance: set[int] = set()
@@ -319,13 +319,6 @@ def _failed(rollouts: Sequence[Rollout]) -> list[int]:
 
 def _has_lost_worker(rollout: Rollout) -> bool:
     return rollout.failure is not None and isinstance(rollout.failure.exception, RolloutWorkerError)
-
-
-def _by_prompt(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
-    groups: dict[int, list[RolloutRequest]] = {}
-    for request in requests:
-        groups.setdefault(request.key.example_id, []).append(request)
-    return list(groups.values())
 
 
 def _seed_again(seed: int | None, attempt: int) -> int | None:

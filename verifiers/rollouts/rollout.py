@@ -18,6 +18,7 @@ __all__ = [
     "TokenSequence",
     "Turn",
     "failure_from",
+    "requests_by_prompt",
     "straggler",
     "timed_out",
 ]
@@ -44,6 +45,14 @@ class RolloutRequest:
     info: Info = field(default_factory=dict)
     seed: int | None = None
     lost_workers: int = 0
+
+
+def requests_by_prompt(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
+    """Return requests in groups of one prompt each, in the order of their first ones."""
+    groups: dict[int, list[RolloutRequest]] = {}
+    for request in requests:
+        groups.setdefault(request.key.example_id, []).append(request)
+    return list(groups.values())
 
 
 @dataclass(frozen=True, slots=True)

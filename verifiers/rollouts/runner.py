@@ -98,7 +98,7 @@ class RolloutRunner:
         return await self.finish_group(await self.run_batch(requests), score=score)
 
     async def finish_group(self, rollouts: list[Rollout], *, score: bool = True) -> Group:
-        """Score the finished rollouts of one prompt together and let go of what they no longer need."""
+        """Score the finished rollouts of one prompt together and drop their clients."""
         if score:
             await self.score(rollouts)
         for rollout in rollouts:
@@ -132,14 +132,12 @@ class RolloutRunner:
         self,
         requests: Sequence[RolloutRequest],
         *,
-        raises: bool = False,
         on_begin: Callable[[BatchClient], None] | None = None,
         on_end: Callable[[RolloutRecord], None] | None = None,
     ) -> list[Rollout]:
         """Run rollouts to their end by one call of the environment's `run_rollouts`, without scores.
 
         Args:
-            raises: raise the first failure; the other rollouts are cancelled.
             on_begin: given the batch before it is played, to drop it.
             on_end: given each rollout's record when the rollout has ended.
 
@@ -154,7 +152,7 @@ class RolloutRunner:
             "tasks": [request.task for request in requests],
             "infos": [_own_copy(request.info) for request in requests],
         }
-        batch = self.batch_client(requests, raises=raises, on_end=on_end)
+        batch = self.batch_client(requests, on_end=on_end)
         if on_begin is not None:
             on_begin(batch)
         started = time.perf_counter()
@@ -167,10 +165,6 @@ class RolloutRunner:
             raise
         except (Exception, SystemExit) as error:
             expired = batch.limits.failure(time.perf_counter() - started)
-            if raises and expired is not None:
-                raise TimeoutError(expired[1].text) from error
-            if raises:
-                raise
             for record in batch.records:
                 record.fail_with_batch(error, expired)
             results = [record.result for record in batch.records]
@@ -243,15 +237,15 @@ class RolloutRunner:
             self.activity.change(scoring=-len(finished))
         for index, rollout in enumerate(finished):
             rollout.timing.scoring_s = time.perf_counter() - started
-            if failure is None and scores[index]["errors"]:
-                failed = scores[index]["errors"][0]
+            if failure is None and scores[index].errors:
+                failed = scores[index].errors[0]
                 rollout.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
             else:
                 rollout.failure = failure
             if rollout.failure is not None:
                 rollout.outcome = outcome
                 continue
-            rollout.reward, rollout.metrics = scores[index]["reward"], scores[index]["metrics"]
+            rollout.reward, rollout.metrics = scores[index].reward, scores[index].metrics
             rollout.advantage = rollout.state.get("advantage")
 
 

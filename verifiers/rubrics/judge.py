@@ -18,6 +18,8 @@ from typing import Any
 
 from verifiers.concurrency import threads_for
 from verifiers.errors import ConfigError, GradingError, ModelError
+from verifiers.inference.endpoint import is_async_client, sdk_name
+from verifiers.inference.retries import is_retryable_status
 from verifiers.log import url_without_secrets
 from verifiers.parsers.messages import content_text, message_field
 
@@ -27,7 +29,6 @@ _TRY_TIMEOUT_S = 60.0
 _BACKOFF_S = 0.5
 MAX_JUDGE_THREADS = 32
 _LONGEST_WAIT_S = 20.0
-_RETRYABLE_4XX = frozenset({408, 409, 425, 429})
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
 
 
@@ -201,7 +202,8 @@ class JudgeCall:
             del arguments["max_tokens"]
         arguments.update(model=self.model, messages=[{"role": "user", "content": text}])
         create = client.chat.completions.create
-        response = await create(**arguments) if _is_async(client, create) else await _in_thread(create, arguments)
+        cannot_block = isinstance(client, LazyOpenAI) or is_async_client(client, create)
+        response = await create(**arguments) if cannot_block else await _in_thread(create, arguments)
         choices = message_field(response, "choices")
         if not choices:
             raise _NoAnswerError("it answered without a choice")
@@ -212,14 +214,14 @@ class JudgeCall:
         return answer
 
     def _may_pass(self, error: Exception) -> bool:
-        """Tell whether another try may succeed that the client has not made already."""
+        """Return whether another try may succeed that the client has not made already."""
         if isinstance(error, (_NoAnswerError, json.JSONDecodeError)):
             return True
-        if isinstance(error, ModelError) or _sdk_name(self.client):
+        if isinstance(error, ModelError) or sdk_name(self.client):
             return False
         status = getattr(error, "status_code", None)
         if isinstance(status, int):
-            return status in _RETRYABLE_4XX or status >= 500
+            return is_retryable_status(status)
         named = type(error).__name__ in ("APIConnectionError", "APITimeoutError")
         return named or isinstance(error, (ConnectionError, TimeoutError))
 
@@ -238,18 +240,6 @@ class JudgeCall:
 
 class _NoAnswerError(Exception):
     """The endpoint answered without text."""
-
-
-def _sdk_name(client: Any) -> str:
-    """Return the name of the `openai` class that a client is of, or ""."""
-    names = [kind.__name__ for kind in type(client).__mro__ if kind.__module__.split(".")[0] == "openai"]
-    return names[0] if names else ""
-
-
-def _is_async(client: Any, create: Any) -> bool:
-    """Tell whether calling `create` cannot block: an async function, or the async SDK's decorated one."""
-    is_lazy = isinstance(client, LazyOpenAI)
-    return is_lazy or inspect.iscoroutinefunction(create) or _sdk_name(client).startswith("Async")
 
 
 async def _in_thread(create: Any, arguments: dict[str, Any]) -> Any:

@@ -229,7 +229,7 @@ async def _why_it_died(call: Callable[..., Awaitable[Any]]) -> MathVerdict:
     try:
         await call(_EQUAL, "\\frac{1}{2}", "0.5", timeout_s=60.0)
     except WorkerError as error:
-        raise GradingError(f"No answer can be compared, for the maths workers do not run: {error}") from error
+        raise GradingError(f"Math answers cannot be compared: the workers fail even at 1/2 = 0.5: {error}") from error
     return MathVerdict.DIED
 
 

@@ -21,7 +21,7 @@ for _name in ("math_verify", "latex2sympy2_extended"):
 
 
 def equal(answer: str, response: str) -> bool:
-    """Tell whether math-verify finds two answers equal; an answer that it cannot read equals nothing.
+    """Return whether math-verify finds two answers equal; an answer that it cannot read equals nothing.
 
     Args:
         answer: the right one; the comparison is not symmetric.

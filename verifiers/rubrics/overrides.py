@@ -30,7 +30,7 @@ __all__ = [
 
 
 def is_state_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for `score_rollout(state, ...)` of the second generation; the first always passes a completion."""
+    """Return whether a call is the second generation's `score_rollout(state, ...)`; the first passes a completion."""
     if args:
         return isinstance(args[0], Mapping)
     return "state" in kwargs and "completion" not in kwargs

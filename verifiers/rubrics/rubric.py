@@ -131,22 +131,22 @@ class Rubric:
 
     @property
     def has_group_funcs(self) -> bool:
-        """Tell whether `score_group` alone can score: for a group function, or a subclass's own `score_group`."""
+        """Return whether `score_group` alone can score: for a group function, or a subclass's own `score_group`."""
         return self.overrides("score_group") or any(self._prepared(func).is_group for func in self.reward_funcs)
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether there is nothing to score by: no function, and no scoring of a subclass's own."""
+        """Return whether there is nothing to score by: no function, and no scoring of a subclass's own."""
         return not (self.get_reward_funcs() or self.overrides_scoring or self.overrides("score_inputs"))
 
     @property
     def is_overridden(self) -> bool:
-        """Tell whether a subclass scores rollouts by a `score_rollout` or `score_rollouts` of its own."""
+        """Return whether a subclass scores rollouts by a `score_rollout` or `score_rollouts` of its own."""
         return self.overrides("score_rollout") or self.overrides("score_rollouts")
 
     @property
     def overrides_scoring(self) -> bool:
-        """Tell whether a subclass scores rollouts by classic methods of its own."""
+        """Return whether a subclass scores rollouts by classic methods of its own."""
         return self.is_overridden or self.overrides("score_group")
 
     # -- scoring --------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Rubric:
         return item.score(reward, metrics)
 
     def overrides(self, method: str) -> bool:
-        """Tell whether a subclass, or this instance, has a method of this name of its own."""
+        """Return whether a subclass, or this instance, has a method of this name of its own."""
         return getattr(getattr(self, method), "__func__", None) is not getattr(Rubric, method)
 
     def _waits(self, call: PreparedCall) -> bool:

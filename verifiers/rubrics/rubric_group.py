@@ -90,12 +90,12 @@ class RubricGroup(Rubric):
 
     @property
     def has_group_funcs(self) -> bool:
-        """Tell whether some rubric needs a prompt's whole group, which `score_group` alone can score."""
+        """Return whether some rubric needs a prompt's whole group, which `score_group` alone can score."""
         return self.overrides("score_group") or any(rubric.has_group_funcs for rubric in self.rubrics)
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether none of the rubrics has anything to score by."""
+        """Return whether none of the rubrics has anything to score by."""
         return all(rubric.is_empty for rubric in self.rubrics)
 
     # -- scoring ----------------------------------------------------------------------------------------------

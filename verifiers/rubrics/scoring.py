@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers.concurrency import threads_for
+from verifiers.concurrency import is_async_function, threads_for
 from verifiers.errors import ConfigError, GradingError
 from verifiers.keywords import check_parameters
 from verifiers.types import FailedGrade, Info, Messages, RolloutScore, State
@@ -31,6 +31,7 @@ __all__ = [
     "call_score_group",
     "checked_reward_funcs",
     "finite_float",
+    "is_finite_number",
     "parameters_of",
     "refuse_group_funcs",
     "reward_name",
@@ -205,7 +206,7 @@ class PreparedCall:
         self._names = tuple(item.name for item in parameters if item.kind in by_name)
         self._takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
         self.is_group = not PLURALS.isdisjoint(self._names)
-        self._is_async = _is_async(func)
+        self._is_async = is_async_function(func)
         self.on_loop = self._is_async
         self._quick_in_a_row = 0
         # without an event loop around it, a synchronous function need not await the judge
@@ -213,7 +214,7 @@ class PreparedCall:
 
     @property
     def waits(self) -> bool:
-        """Tell whether a call lets other work run meanwhile, so that concurrent calls are worth a task each."""
+        """Return whether a call lets other work run meanwhile, so that concurrent calls are worth a task each."""
         return self._is_async or not self.on_loop
 
     async def __call__(self, values: Mapping[str, Any]) -> Any:
@@ -281,10 +282,13 @@ def finite_float(value: Any) -> float:
     return number
 
 
-def _is_async(func: Callable[..., Any]) -> bool:
-    while isinstance(func, functools.partial):
-        func = func.func
-    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value is an int or a float that is finite as a float."""
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:
+        # a whole number that no float holds
+        return False
 
 
 def _timed(func: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, BaseException | None, float]:

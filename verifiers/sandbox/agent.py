@@ -383,7 +383,7 @@ def _serve_contained(control: socket.socket, config: dict[str, Any]) -> None:
     """Serve the bubblewrap level: when this process ends, for whatever reason, the kernel kills all others."""
     os.environ.update(HOME=config["directory"], TMPDIR="/tmp")
     config["environment"] = {**config["environment"], "HOME": config["directory"], "TMPDIR": "/tmp"}
-    # the agent counts where it has the same user
+    # RLIMIT_NPROC counts the agent too where the sandbox runs as the agent's user
     limits = Limits.of(config, base_processes=1 if config["uid"] is None else 0)
     if limits.uid is not None:
         os.chown(limits.directory, limits.uid, limits.uid)

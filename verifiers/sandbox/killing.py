@@ -17,6 +17,9 @@ from verifiers.sandbox.confinement import LINUX
 
 __all__ = ["kill_everyone", "kill_group", "kill_trees", "kill_user", "orphans"]
 
+_TREES_S = 5.0
+"""Seconds to try to kill what descends from the roots."""
+
 
 class _Seen(NamedTuple):
     parent: int
@@ -91,8 +94,8 @@ def kill_group(leader: int) -> None:
             pass
 
 
-def kill_trees(roots: Callable[[], Collection[int]], reap: Callable[[], None], *, limit_s: float = 5.0) -> bool:
-    """Kill all that descends from the roots; False when something is left after `limit_s`.
+def kill_trees(roots: Callable[[], Collection[int]], reap: Callable[[], None]) -> bool:
+    """Kill all that descends from the roots; False when something is left after `_TREES_S`.
 
     Everything is stopped before anything is killed, as a process that forks faster than it is found would always
     leave a child.
@@ -100,13 +103,12 @@ def kill_trees(roots: Callable[[], Collection[int]], reap: Callable[[], None], *
     Args:
         roots: children of this process, asked again each round, as orphans may have come to it.
         reap: waits for children that have ended.
-        limit_s: seconds to try.
     """
     if not LINUX:
         for root in roots():
             kill_group(root)
         return True
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + _TREES_S
     while True:
         stopped: set[int] = set()
         while True:

@@ -29,7 +29,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def can_draw(stream: TextIO) -> bool:
-    """Return True for a terminal that a table can be refreshed on."""
+    """Return whether the stream is a terminal on which a table can be refreshed."""
     if not stream.isatty():
         return False
     return not Console(file=stream).is_dumb_terminal

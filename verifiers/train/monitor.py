@@ -196,7 +196,7 @@ class RunMonitor:
         self._noted_step = step + 1
 
     def note_step(self) -> None:
-        """Return an optimizer step is done."""
+        """Count the tokens of a finished optimizer step."""
         self._tokens = (self._tokens[0] + self._rate[0], self._tokens[1] + self._rate[1])
 
     def interval(self, step: int) -> dict[str, float]:

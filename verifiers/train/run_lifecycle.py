@@ -1,4 +1,4 @@
-"""The parts of a run: the session that it rolls out in, and all that it opens, at whatever step, and closes again."""
+"""Start and end of a run: servers, generator, prefetcher, directory."""
 
 from __future__ import annotations
 

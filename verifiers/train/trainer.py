@@ -67,7 +67,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         callbacks, optimizers, peft_config: as in TRL.
         eval_dataset: rows to evaluate on instead of the environment's own, or several such by name.
         eval_env: an environment to evaluate on instead, with rows of its own, or several by name.
-        curriculum: stages of datasets, or a rule that follows how well the policy does; the datasets are the
+        curriculum: stages of datasets, or a curriculum policy that follows the rewards; the datasets are the
             environments of a group, or the values of the column `task`.
 
     Attributes:

@@ -38,7 +38,7 @@ from verifiers_dataserver.wire import (
 
 __all__ = ["Routes"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_dataserver")
 
 _INLINE_ROWS = 256
 

@@ -12,7 +12,7 @@ from verifiers_dataserver.config import DatasetTable
 
 __all__ = ["prompts_of", "servable"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_dataserver")
 
 _BATCH = 1000
 

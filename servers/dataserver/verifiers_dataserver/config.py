@@ -18,7 +18,15 @@ from verifiers.errors import ConfigError
 from verifiers_dataserver.scores import BUILTIN
 from verifiers_dataserver.tasks import is_answer_from
 
-__all__ = ["Configuration", "DatasetTable", "GraderTable", "GraderUse", "ServerTable", "load_configuration"]
+__all__ = [
+    "Configuration",
+    "DatasetTable",
+    "GraderTable",
+    "GraderUse",
+    "ServerTable",
+    "load_configuration",
+    "short_repr",
+]
 
 KNOWN_WITHOUT_TABLE = (*BUILTIN, "math", "rubric")
 
@@ -290,7 +298,7 @@ def _check_arguments(where: str, arguments: dict[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{where}.environment.args.{name} is {_short(value)}, which is no JSON ({error}); "
+                f"{where}.environment.args.{name} is {short_repr(value)}, which is no JSON ({error}); "
                 "give texts, numbers, lists and tables, a date in quotation marks."
             ) from None
 
@@ -327,9 +335,9 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] == "too_short":
         return f"{place} is empty; name at least one dataset."
     if first["type"] in ("model_type", "dict_type"):
-        return f"{place} is {_short(first['input'])}, but it must be a table of keys and values."
+        return f"{place} is {short_repr(first['input'])}, but it must be a table of keys and values."
     message = first["msg"].removeprefix("Value error, ")
-    return f"{place} is {_short(first['input'])}: {message[:1].lower() + message[1:]}."
+    return f"{place} is {short_repr(first['input'])}: {message[:1].lower() + message[1:]}."
 
 
 _TABLES: dict[str, type[BaseModel]] = {
@@ -354,6 +362,7 @@ def _nearest(key: str, known: list[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}."
 
 
-def _short(value: Any) -> str:
+def short_repr(value: Any) -> str:
+    """Return a value as a message quotes it, in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -16,7 +16,7 @@ from verifiers_dataserver.tasks import Row
 
 __all__ = ["TaskRows", "load_datasets"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_dataserver")
 
 _GRADERS_ONLY = frozenset({"metadata", "info", "task", "system_prompt"})
 
@@ -64,7 +64,7 @@ class TaskRows:
         prompt = self.prompt(raw, index)
         metadata = _mapping(raw.get("metadata"))
         info = {**metadata, **_mapping(raw.get("info"))}
-        # what is no column that we know is for graders as well
+        # graders also get the columns that have no meaning of their own here
         known = {self.table.prompt_key, self.table.answer_key, *_GRADERS_ONLY}
         info = {**{key: value for key, value in raw.items() if key not in known}, **info}
         answer = raw.get(self.table.answer_key)

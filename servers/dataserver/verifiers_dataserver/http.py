@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from verifiers_dataserver.config import short_repr
+
 __all__ = ["OPEN_PATHS", "Handler", "RequestError", "answer_errors", "read_request", "token_required"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_dataserver")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 R = TypeVar("R", bound=BaseModel)
@@ -66,7 +68,7 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
         where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
         if first["type"] == "json_invalid":
             raise RequestError(f"the body is not valid JSON: {first['msg']}") from None
-        given = "" if first["type"] == "missing" else f" (given: {_short(first['input'])})"
+        given = "" if first["type"] == "missing" else f" (given: {short_repr(first['input'])})"
         raise RequestError(f"{where or 'the body'}: {first['msg'].lower()}{given}") from None
 
 
@@ -114,10 +116,5 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _is_branch(part: int | str) -> bool:
-    """Return true where a part of a location names a branch of a union, which is no place in the body."""
+    """Return whether a part of a location names a branch of a union, which is no place in the body."""
     return isinstance(part, str) and (part in ("str", "Part") or not part.isidentifier())
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -60,7 +60,7 @@ class Completion:
 
 
 def is_answer_from(how: str) -> bool:
-    """Return true where `how` names a part of a completion."""
+    """Return whether `how` names a part of a completion."""
     return how in _PLACES or (how.startswith("xml:") and how[4:].isidentifier())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ from verifiers.errors import ConfigError
 from verifiers.server_process import bind, exits_on_sigterm, follow_parent
 from verifiers_embedded import __version__
 from verifiers_embedded.errors import StartError
-from verifiers_embedded.hub import from_hub, is_hub_name
 from verifiers_embedded.text.tool_calls import FORMATS
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def parser() -> CommandParser:
@@ -110,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     """Find out what cannot work before torch is imported, which takes seconds."""
     model = Path(arguments.model)
-    on_hub = not model.is_dir() and is_hub_name(arguments.model)
+    on_hub = not model.is_dir() and _is_hub_name(arguments.model)
     if not (on_hub or model.is_dir()):
         raise StartError(
             f"--model {arguments.model!r} is not a directory, nor OWNER/NAME of a model on the hub; "
@@ -121,7 +124,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.port_file.unlink(missing_ok=True)
     with bind(arguments.host, arguments.port) as listener:
         if on_hub:
-            model = from_hub(arguments.model)
+            model = _from_hub(arguments.model)
         from verifiers_embedded.serving import Settings, serve
 
         settings = Settings(
@@ -180,3 +183,28 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a whole number of at least 1")
     return value
+
+
+def _is_hub_name(text: str) -> bool:
+    """Return whether a text could be OWNER/NAME. A path can look like one, too: see first if it is a directory."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def _from_hub(name: str) -> Path:
+    """Return the directory of a model that is downloaded, unless the local cache has it already.
+
+    Raises:
+        StartError: there is no such model, or it cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        # the network, the hub and the cache each fail in their own ways
+        reason = str(error).strip().splitlines() or [""]
+        raise StartError(
+            f"--model {name!r} is no directory here, and cannot be had from the hub "
+            f"({type(error).__name__}: {reason[0]}); give a directory, or check the name and the network",
+            1,
+        ) from error

@@ -12,7 +12,7 @@ __all__ = ["environment_for", "is_cpu_build", "vllm_arguments"]
 
 
 def is_cpu_build(version: str) -> bool:
-    """Return true where this vLLM computes on the CPU."""
+    """Return whether this vLLM computes on the CPU."""
     return "cpu" in version or sys.platform == "darwin"
 
 

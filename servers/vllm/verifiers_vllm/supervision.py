@@ -73,7 +73,7 @@ class ServerGroup:
 
 
 def answers(url: str, timeout_s: float = 2.0) -> bool:
-    """Return true where a GET is answered 200."""
+    """Return whether a GET is answered 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout_s) as response:
@@ -83,7 +83,7 @@ def answers(url: str, timeout_s: float = 2.0) -> bool:
 
 
 def process_lives(pid: int) -> bool:
-    """Return true where process `pid` runs. One that has ended but was not waited for (a zombie) does not."""
+    """Return whether process `pid` runs. One that has ended but was not waited for (a zombie) does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -94,7 +94,7 @@ def process_lives(pid: int) -> bool:
 
 
 def _group_has_live_member(group: int) -> bool:
-    """Return true while a process of the group runs; zombies do not count, and without /proc every group counts."""
+    """Return whether a process of the group runs; zombies do not count, and without /proc every group counts."""
     proc = Path("/proc")
     if not (proc / "self/stat").is_file():
         return True

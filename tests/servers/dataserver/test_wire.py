@@ -147,7 +147,7 @@ async def test_no_route_ever_says_an_answer(serve: Any, python: Any, tmp_path: P
 async def test_a_grade_says_in_the_log_which_step_block_seed_and_rank_it_was_asked_for(
     serve: Any, two_stages: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("DEBUG", "verifiers_dataserver.app")
+    caplog.set_level("DEBUG", "verifiers_dataserver")
     server = await serve(two_stages)
     items = [{"sample_id": "easy:3", "completion": "3", "completion_index": 0}]
     said = {"optimizer_step": 6, "generation_step": 3, "seed": -9, "rank": 2}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from verifiers_vllm import broken_loads
+from verifiers_vllm import loading
 
 
 class Info:
@@ -59,8 +59,8 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[Info]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(Wrapper, "reload_weights", None, raising=False)
     del Wrapper.reload_weights  # type: ignore[attr-defined]
-    broken_loads.register()
-    broken_loads.register()
+    loading.wrap_reload_weights()
+    loading.wrap_reload_weights()
     return infos
 
 

@@ -41,7 +41,6 @@ def test_each_scaling_gives_the_worked_numbers(scale_rewards: Any, expected: lis
     result = group_advantages(REWARDS, scale_rewards)
     for values, wanted in zip(result.advantages, expected, strict=True):
         assert values == pytest.approx(wanted, abs=1e-6)
-    assert result.group_means == pytest.approx([0.8, 0.6666667], abs=1e-6)
 
 
 TOKENS = [[2, 2, 2], [2, 2, 8]]
@@ -145,7 +144,7 @@ def test_a_failed_rollout_is_in_no_statistic(scale_rewards: Any) -> None:
     result = group_advantages([[1, 0, None, 1]], scale_rewards)
     without = group_advantages([[1, 0, 1]], scale_rewards)
     assert result.advantages[0] == [*without.advantages[0][:2], None, without.advantages[0][2]]
-    assert (result.group_means, result.group_stds) == (without.group_means, without.group_stds)
+    assert result.group_stds == without.group_stds
 
 
 def test_a_lone_reward_has_no_baseline_and_gets_no_gradient() -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from verifiers.envs.external_env import ExternalEnv, new_session_id
 from verifiers.evals.evaluation_loop import EVALUATION_BLOCK
-from verifiers.evals.json_lines import json_line, mend_last_line
+from verifiers.evals.json_lines import json_line, repair_last_line
 from verifiers.evals.progress import Progress
 from verifiers.evals.store import ResultStore
 from verifiers.gateway.calls import RefusedCallError
@@ -68,7 +68,7 @@ class TokenStore:
         self._file: IO[str] | None = None
 
     def __enter__(self) -> TokenStore:
-        mend_last_line(self._path)
+        repair_last_line(self._path)
         return self
 
     def __exit__(
@@ -292,7 +292,7 @@ def _give_back_offered(offered: asyncio.Future[ExternalSession]) -> None:
 
 
 async def _result(external: ExternalSession | EndedSession) -> dict[str, Any]:
-    # of a caller that hangs up, the rollout goes on
+    # the rollout continues when the caller disconnects
     return await asyncio.shield(external.result)
 
 

@@ -19,7 +19,7 @@ from verifiers.inference.load_balancer import backend_for
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import plain, sanitize_tool_calls
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
-from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.rollout import Rollout, RolloutRequest, requests_by_prompt
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
 from verifiers.rubrics.overrides import call_score_rollout
 from verifiers.rubrics.scoring import ScoringInput, call_score_group
@@ -149,7 +149,7 @@ async def generate(
         return rollouts
 
     async with runner_of(env, client, model, sampling_args, max_concurrent) as runner:
-        units = list(_groups(requests).values()) if in_groups else [[request] for request in requests]
+        units = requests_by_prompt(requests) if in_groups else [[request] for request in requests]
         done = await gather_owned([run(unit) for unit in (units if interleaved else [requests] if requests else [])])
         finished = {rollout.key: rollout for rollouts in done for rollout in rollouts}
         rollouts = [finished[request.key] for request in requests]
@@ -174,13 +174,6 @@ def raise_other_failures(record: RolloutRecord) -> None:
     """Raise a rollout's failure as soon as it ends, unless it is a `vf.Error`, so that the others are cancelled."""
     if record.failure is not None and not isinstance(record.failure.exception, Error):
         raise record.failure.exception or TimeoutError(record.failure.text)
-
-
-def _groups(requests: Sequence[RolloutRequest]) -> dict[int, list[RolloutRequest]]:
-    groups: dict[int, list[RolloutRequest]] = {}
-    for request in requests:
-        groups.setdefault(request.key.example_id, []).append(request)
-    return groups
 
 
 async def _score_single(rubric: Any, rollouts: Sequence[Rollout]) -> list[RolloutScore]:

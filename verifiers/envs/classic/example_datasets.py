@@ -34,8 +34,8 @@ class _Source(NamedTuple):
     keep: Callable[[Row], bool] | None = None
 
 
-def _lettered(options: list[str], separator: str = ": ") -> list[str]:
-    return [f"{chr(ord('A') + place)}{separator}{option}" for place, option in enumerate(options)]
+def _lettered(options: list[str]) -> list[str]:
+    return [f"{chr(ord('A') + place)}: {option}" for place, option in enumerate(options)]
 
 
 def _choices_question(question: str, options: str) -> Callable[[Row], str]:

@@ -38,16 +38,14 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class AdvantageResult:
-    """Advantages of a batch of groups, and the mean and deviation of each group's rewards.
+    """Advantages of a batch of groups, and the deviation of each group's rewards.
 
     Attributes:
         advantages: same layout as the rewards; None where the rollout is kept out of the loss.
-        group_means: mean reward of each group; None where no reward takes part.
         group_stds: deviation of each group (ddof = 1); None where fewer than two rewards take part.
     """
 
     advantages: list[list[float | None]]
-    group_means: list[float | None]
     group_stds: list[float | None]
 
 
@@ -137,7 +135,7 @@ def group_advantages(
     elif estimator == "group" and scale_rewards != "none":
         scales = [(batch_std if scale_rewards == "batch" else std or 0.0) + eps for std in stds]
         advantages = [_divided(group, scale) for group, scale in zip(advantages, scales, strict=True)]
-    return AdvantageResult(advantages=advantages, group_means=means, group_stds=stds)
+    return AdvantageResult(advantages=advantages, group_stds=stds)
 
 
 def _differences(values: Sequence[float | None], mean: float | None) -> list[float | None]:
@@ -177,7 +175,6 @@ def rollout_advantages(
     block: ScoredBlock,
     *,
     scale_rewards: ScaleRewards = "group",
-    eps: float = 1e-4,
     estimator: str = "group",
     penalties: Mapping[RolloutKey, float] | None = None,
     require_full_groups: bool = False,
@@ -193,7 +190,6 @@ def rollout_advantages(
     Args:
         block: the scored block.
         scale_rewards: see `group_advantages`.
-        eps: see `group_advantages`.
         estimator: see `group_advantages`.
         penalties: subtracted from the rewards before the advantages; 0 for a rollout that is not named.
         require_full_groups: drop every rollout of a group in which one failed.
@@ -219,7 +215,6 @@ def rollout_advantages(
         return group_advantages(
             [[reward(rollout) for rollout in group.rollouts] for group in block.groups],
             scale_rewards,
-            eps,
             require_full_groups=require_full_groups,
             estimator=estimator,
             tokens=[
@@ -289,7 +284,7 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
 
 
 def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False) -> bool:
-    """Return true for a scored group without gradient: its rewards are all equal, and no advantage was given.
+    """Return whether a scored group has no gradient: its rewards are all equal, and no advantage was given.
 
     Failed rollouts take no part. A group with fewer than two scored ones does not count: failures of the machinery
     are no reason to ask for other prompts, which would fail as well.

@@ -72,7 +72,7 @@ class StoredEvaluations:
             step: the optimizer step whose weights are evaluated.
             prefix: of the metrics; another than "eval" is another evaluation of the same step.
             name: of the set.
-            metadata: of the evaluation, with every entry of `remaining.IDENTITY`.
+            metadata: of the evaluation, with every entry of `verifiers.evals.run.IDENTITY`.
             rubric: of the environment.
             resumes: continue a stored evaluation of the same weights; else one that is there keeps its directory.
         """

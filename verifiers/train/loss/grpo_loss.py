@@ -250,7 +250,7 @@ def _more_to_come(accelerator: Any, model: Any) -> Iterator[None]:
 
 
 def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool:
-    """Return True where a row whose advantage is 0 adds nothing to the loss, so that it can be left out.
+    """Return whether a row whose advantage is 0 adds nothing to the loss, so that it can be left out.
 
     Args:
         args: settings of the run.

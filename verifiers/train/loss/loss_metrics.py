@@ -83,5 +83,5 @@ class LossMetrics:
 
 
 def _one_column(batch: Mapping[str, Tensor]) -> bool:
-    """Return True where a ratio of rows stays one of rows; importance weights and advantages per token spread it."""
+    """Return whether a ratio of rows stays one of rows; importance weights and advantages per token spread it."""
     return batch["advantages"].dim() == 1

@@ -49,8 +49,8 @@ def end_together(
         work: the part of this rank.
         close: gives back what this rank holds.
         monitored: makes a context that is left after `close`, with what ended the run.
-        give_back: what of `close` other processes would miss; called with what ended the run, in another thread,
-            where a signal finds rank 0 inside a call that does not return.
+        give_back: releases shared resources (paused servers, pushed weights); called with what ended the run, in
+            another thread, where a signal finds rank 0 inside a call that does not return.
 
     Raises:
         RankError: another rank failed first.
@@ -214,7 +214,7 @@ _HELD = (
     "that tries too many ways?), so the process is killed. The run resumes from its newest checkpoint."
 )
 
-# a text as code: it is printed, and the exit code is 1
+# SystemExit with a string prints it and exits with 1
 _BY_SIGTERM = "ended by SIGTERM"
 
 _HANDLED_OVER = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}

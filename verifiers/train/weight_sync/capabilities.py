@@ -199,7 +199,7 @@ def _missing_for_sync(found: Capabilities, weight_sync: str, adapter_rank: int) 
 
 
 async def log_probs_are_raw(server: ServerClient, model: str, prompt: Any) -> bool:
-    """Return True if a server's log-probs are those before temperature, found by sampling.
+    """Return whether a server's log-probs are those before temperature, found by sampling.
 
     The difference of two tokens' log-probs doubles at temperature 0.5 where they are processed, and stays where they
     are raw. False where the server does not show two tokens.

@@ -48,7 +48,7 @@ class NcclGroup(Protocol):
         ...
 
     def wait(self, deadline: float) -> None:
-        """Return when everything was sent; raise WeightSyncError at `deadline` (of time.monotonic)."""
+        """Wait until everything was sent; raise WeightSyncError at `deadline` (of time.monotonic)."""
         ...
 
 

@@ -157,13 +157,13 @@ def policy_tensors(model: Any, *, tied: bool = False) -> Iterator[dict[str, Tens
 
 
 def has_tied_tensors(model: Any) -> bool:
-    """Return True if two names of the checkpoint format stand for the same tensor, such as a tied head."""
+    """Return whether two names of the checkpoint format stand for the same tensor, such as a tied head."""
     state = model.state_dict(keep_vars=True)
     return len({id(tensor) for tensor in state.values()}) < len(state)
 
 
 def is_sharded(model: Any) -> bool:
-    """Return True if the ranks hold only parts of the parameters: FSDP, or DeepSpeed's ZeRO-3."""
+    """Return whether the ranks hold only parts of the parameters: FSDP, or DeepSpeed's ZeRO-3."""
     return any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 

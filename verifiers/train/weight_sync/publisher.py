@@ -215,7 +215,7 @@ class WeightPublisher:
         return str(name or self.pool.run(self.pool.servers[0].model_name(), _DESCRIBE_S))
 
     def drains(self) -> bool:
-        """Return True where rollouts in flight end before a push: as asked for, or because they would be lost.
+        """Return whether rollouts in flight end before a push: as asked for, or because they would be lost.
 
         Raises:
             ConfigError: draining is switched off, and the servers cannot keep requests during a push.
@@ -250,7 +250,7 @@ class WeightPublisher:
             WeightProbeError: a server took them and samples from others.
         """
         self._push_once(version)
-        # the second push is the first that changes anything: until then a head that stays old is right
+        # the first push sends what the server has; only the second can reveal a stale head
         is_doubtful = self._are_doubtful() or self._pushes < 2
         due = is_doubtful or (self._args.probe_every > 0 and self._pushes % self._args.probe_every == 0)
         self._pushes += 1
@@ -265,7 +265,7 @@ class WeightPublisher:
             self.sync.push(tensors.items(), version)
 
     def _are_doubtful(self) -> bool:
-        """Return True where since the last push a server was restarted, or refused a load and was asked again."""
+        """Return whether since the last push a server was restarted, or refused a load and was asked again."""
         before, self._repeated_loads = self._repeated_loads, self.pool.repeated_loads
         return self._repeated_loads > before
 

@@ -291,7 +291,7 @@ class _Request:
             wait_s = min(patience_s, threading.TIMEOUT_MAX) or _POLL_S
             self._pool.run(self._ended_within(wait_s), wait_s + 60.0)
             if not self.answer.done() and not self._pool.holds_pushed_weights(self.server.url):
-                text = f"{self.server.root} did not answer a log-prob check, nor does it say that it has the weights"
+                text = f"{self.server.root} did not answer a log-prob check and did not report the pushed weights"
                 raise NoAnswerError(text, timed_out=True)
         return self.answer.result()
 

@@ -1,8 +1,8 @@
 """Graders: each takes completions and gives for every one a score, or the reason why there is none.
 
 Nothing here raises for what a grader or a completion does: a failure is a `Score` with a problem. Problems
-name the grader and the kind of error, never its message, for that may quote the row's answer; the log has the
-whole.
+name the grader and the kind of error, never its message, for that may quote the row's answer; the full
+text is in the log.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import ConfigError, Error, GradingError, WorkerCallError, WorkerTimeoutError
 from verifiers.rubrics.math_equality import MathVerdict, math_verdict
+from verifiers.rubrics.scoring import finite_float
 from verifiers.sandbox.worker_pool import WorkerPool
 from verifiers_dataserver.scores import Score, Scorer
 from verifiers_dataserver.tasks import Completion, Row, answer_part
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BuiltinGrader", "Grader", "HttpGrader", "MathGrader", "PythonGrader", "Task"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_dataserver")
 
 INLINE_CHARS = 20_000
 """Longest completion that a linear grader looks at on the event loop: well below a millisecond."""
@@ -298,12 +298,9 @@ async def each(
 def score_of(name: str, value: Any) -> Score:
     """Return a score out of what a grader answered."""
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+        return Score(finite_float(value))
+    except GradingError:
         return Score(problem=f"{name}: the grader gave no finite number")
-    return Score(number)
 
 
 def failed(name: str, error: Exception) -> Score:

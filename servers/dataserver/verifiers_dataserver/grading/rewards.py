@@ -34,7 +34,7 @@ from verifiers_dataserver.tasks import is_answer_from
 
 __all__ = ["DatasetReward", "Rewards"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_dataserver")
 
 _GRACE_S = 2.0
 

@@ -17,7 +17,7 @@ from verifiers_dataserver.config import EnvironmentTable
 
 __all__ = ["RubricChild"]
 
-# long, for it can be loaded: the server itself has done so at its start
+# long: the server itself loaded the environment at start-up, so loading it succeeds
 _LOAD_S = 900.0
 _LINE_BYTES = 256 << 20
 _COMMAND = (sys.executable, "-m", "verifiers_dataserver.grading.rubric_process")
@@ -114,7 +114,7 @@ class RubricChild:
         return await answer
 
     def _too_silent(self, number: int, timeout_s: float) -> None:
-        """Kill a process that does not even report a group as too slow: none of its groups can run."""
+        """Kill a process that does not report a timed-out group: its event loop is blocked."""
         group, problem = self._groups[number], f"the rubric did not answer within {timeout_s:g} s"
         if group.alone and not group.answer.done():
             group.answer.set_exception(WorkerTimeoutError(problem))

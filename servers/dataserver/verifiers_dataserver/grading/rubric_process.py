@@ -1,4 +1,4 @@
-"""The process that holds an environment and grades by its rubric; started by `rubrics`, never by hand.
+"""The process that holds an environment and grades by its rubric; started by `RubricChild`, never by hand.
 
 The first line of its input names the environment, every further one is a group; answers are lines too. It
 ends with its input, which is closed when its parent ends, however that ends.

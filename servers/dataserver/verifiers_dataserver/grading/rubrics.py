@@ -23,7 +23,7 @@ from verifiers_dataserver.scores import Score
 
 __all__ = ["RubricGrader"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_dataserver")
 
 _GRACE_S = 2.0
 _SECOND_CHANCES = 4
@@ -48,8 +48,8 @@ class RubricGrader:
         self._timeout_s = min(table.timeout_s, wait_s / 2 - self._grace_s)
         if "timeout_s" in table.model_fields_set and self._timeout_s < table.timeout_s:
             log.warning(
-                "the rubric %r gets %g s for a group instead of its timeout_s of %g, for "
-                "server.grade_timeout_s is %g and must have room for a second chance; raise that.",
+                "the rubric %r gets %g s for a group instead of its timeout_s of %g, "
+                "because server.grade_timeout_s=%g must cover a retry; raise it.",
                 name,
                 self._timeout_s,
                 table.timeout_s,
@@ -82,7 +82,7 @@ class RubricGrader:
             scores = [_score(self._name, result) for result in results]
         except Exception as error:
             failure = failed(self._name, error)
-            # one that got no process waited for the one that is there
+            # a group without a process was waiting for the shared one
             waited_for = child or self._child
             if isinstance(error, TimeoutError) and waited_for is not None and waited_for.loading:
                 failure = Score(problem=f"{self._name}: its environment is still being loaded; ask again later")

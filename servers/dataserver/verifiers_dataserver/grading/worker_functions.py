@@ -34,7 +34,7 @@ def lower_priority() -> None:
 
 
 def _lower_group() -> bool:
-    """Return true where there is nothing left to do.
+    """Return whether there is nothing left to do.
 
     Linux with autogroups weighs whole sessions against each other, and niceness only within one.
     """

@@ -200,7 +200,7 @@ class SlotCache(Cache):
 
     @property
     def ready(self) -> bool:
-        """Return true where there are tensors to write to."""
+        """Return whether there are tensors to write to."""
         return all(layer.is_initialized for layer in self._slot_layers)
 
     def _fixed_columns(self, columns: int) -> int:

@@ -319,4 +319,4 @@ def _complete_with(outcome: Future[_T], work: Callable[[], _T]) -> None:
     finally:
         # a panic of the library is no Exception, and the caller that waits must get it all the same
         if not outcome.done():
-            outcome.set_exception(RuntimeError("the compiler of grammars ended without a word"))
+            outcome.set_exception(RuntimeError("the grammar compiler crashed without an error message"))

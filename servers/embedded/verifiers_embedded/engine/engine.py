@@ -20,7 +20,7 @@ from verifiers_embedded.engine.stopping import Decode, StopMatcher
 from verifiers_embedded.engine.weights import Copies, copy_weights
 from verifiers_embedded.errors import BrokenLogits, EngineDied, EngineStopped, GrammarFailed
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_embedded")
 
 PauseMode = Literal["keep", "wait", "abort"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "wait", "abort")
@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def is_paused(self) -> bool:
-        """Return true where no token is sampled until `resume`; also true while a pause still waits for its slots."""
+        """Return whether no token is sampled until `resume`; also true while a pause still waits for its slots."""
         return self._paused or self._draining
 
     @property

@@ -46,12 +46,12 @@ class SamplingParameters:
 
     @property
     def greedy(self) -> bool:
-        """Return true where the likeliest token is taken and nothing is drawn."""
+        """Return whether the likeliest token is taken and nothing is drawn."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def truncated(self) -> bool:
-        """Return true where some tokens are taken out of the distribution before it is sampled."""
+        """Return whether some tokens are taken out of the distribution before it is sampled."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 

@@ -17,7 +17,7 @@ from verifiers_embedded.routes.bodies import parse
 from verifiers_embedded.routes.http import read_json
 from verifiers_embedded.routes.requests import ReloadRequest, VersionRequest
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_embedded")
 
 
 class ControlRoutes:

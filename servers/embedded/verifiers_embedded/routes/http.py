@@ -19,7 +19,7 @@ from verifiers_embedded.errors import (
     WeightsError,
 )
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verifiers_embedded")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

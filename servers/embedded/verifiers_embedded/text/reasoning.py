@@ -7,7 +7,7 @@ TAGS = (OPENING, CLOSING)
 
 
 def begun_by(prompt_text: str) -> bool:
-    """Return true where a prompt ends inside an open think tag: some templates write it for the model."""
+    """Return whether a prompt ends inside an open think tag: some templates write it for the model."""
     return prompt_text.rstrip().endswith(OPENING)
 
 
