@@ -213,7 +213,8 @@ class GatedTrainer(tiny_world.GRPOTrainer):
         def watched_push(update: WeightUpdate) -> None:
             async def load(server: Any, timeout_s: float) -> None:
                 if gate.is_at("syncing", update.version) and not gate.injected:
-                    await asyncio.to_thread(gate.hold)
+                    gate.reach()
+                    await gate.until(lambda: gate.injected)
                     if gate.fault == "sync fails":
                         _cut_files(self.weight_sync)
                 await update.apply(server, timeout_s)
