@@ -23,7 +23,7 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequenc
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.batching.packing import MicroSteps, all_micro_batches, padded_tokens
 from verifiers.train.batching.training_block import build_training_block
-from verifiers.train.batching.weighting import LOSS_TYPES
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 from verifiers.types import Outcome, RolloutKey
 
 BUDGET = 40

@@ -20,8 +20,8 @@ from packaging.requirements import Requirement
 from trl.trainer.utils import RepeatSampler as TrlRepeatSampler
 
 from verifiers.data.sampler import RepeatSampler
-from verifiers.train.batching.weighting import LOSS_TYPES
 from verifiers.train.trainer import GRPOTrainer
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 
 PINNED = ">=1.16,<1.17"
 

@@ -19,7 +19,6 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequenc
 from verifiers.train.batching.packing import MicroSteps, all_micro_batches
 from verifiers.train.batching.streaming import BlockStream
 from verifiers.train.batching.training_block import build_training_block
-from verifiers.train.batching.weighting import TOKEN_MEAN
 from verifiers.train.config import GRPOConfig
 from verifiers.types import Failure, Outcome, RolloutKey
 
@@ -122,7 +121,7 @@ def influence(
                 if not tokens:
                     continue
                 share = float(cell["row_weights"][row]) * rescale
-                if loss_type in TOKEN_MEAN:
+                if loss_type in ("dapo", "cispo", "vespo"):
                     share /= float(cell["num_items_in_batch"]) * accumulated / plan.steps_per_generation
                 else:
                     per_row = tokens if loss_type in ("grpo", "sapo") else 1

@@ -20,12 +20,12 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequenc
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.collate import TrainingSample, append_padding, block_samples, pad_rows, row_tensors
 from verifiers.train.batching.weighting import (
-    LOSS_TYPES,
     WeightedBeta,
     num_items_in_batch,
     row_weights,
     weight_advantages,
 )
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 from verifiers.types import Outcome, RolloutKey
 
 VOCABULARY = 40
@@ -371,7 +371,7 @@ def test_the_micro_batches_of_a_micro_step_weigh_together_what_one_weighs(loss_t
 
 
 def test_an_unknown_loss_type_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'ppo' is unknown"):
+    with pytest.raises(ConfigError, match="loss_type is 'ppo'"):
         make_update("two ranks").weights("ppo")
 
 

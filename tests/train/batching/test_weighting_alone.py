@@ -13,13 +13,13 @@ import torch
 
 from verifiers.errors import ConfigError
 from verifiers.train.batching.weighting import (
-    LOSS_TYPES,
     WeightedBeta,
     WeightedCoefficient,
     num_items_in_batch,
     row_weights,
     weight_advantages,
 )
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 
 
 def test_advantages_per_token_are_weighted_row_by_row() -> None:

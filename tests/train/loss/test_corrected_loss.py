@@ -17,15 +17,14 @@ import torch
 import trl
 from torch import Tensor
 
-from verifiers.train.batching.weighting import LOSS_TYPES
 from verifiers.train.loss.grpo_loss import CorrectedLoss
 from verifiers.train.trainer import GRPOTrainer
-from verifiers.train.validation.loss_settings import IMPORTANCE_SAMPLING_MODES
+from verifiers.train.validation.loss_settings import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES
 
 ROWS, COLUMNS, CAP = 5, 7, 1.4
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "loss_type": LOSS_TYPES,
+    "loss_type": tuple(LOSS_TYPES),
     "importance_sampling_level": ("token", "sequence"),
     "mode": IMPORTANCE_SAMPLING_MODES,
     "beta": (0.0, 0.3),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verifiers.train.batching.weighting import LOSS_TYPES
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 1]])
 ADVANTAGES = torch.tensor([1.0, -0.5])

@@ -24,8 +24,8 @@ from verifiers.train.batching.training_block import (
     rollouts_without_gradient,
     zero_advantage,
 )
-from verifiers.train.batching.weighting import TOKEN_MEAN
 from verifiers.train.config import GRPOConfig
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 
 __all__ = ["BlockStream", "StreamedMicroStep", "refuse_unstreamable"]
 
@@ -117,7 +117,7 @@ class BlockStream:
         return float(self.plan.completions_per_update * (self.args.max_completion_length or 1))
 
     def _rescale(self) -> float:
-        if self.args.loss_type in TOKEN_MEAN:
+        if LOSS_TYPES[self.args.loss_type].mean_over == "update tokens":
             provisional, actual = self._provisional_tokens(), self._tokens
         else:
             provisional, actual = float(self.plan.completions_per_update), self._rollouts

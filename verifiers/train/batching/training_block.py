@@ -38,6 +38,7 @@ from verifiers.train.batching.packing import (
 )
 from verifiers.train.batching.weighting import num_items_in_batch, row_weights, weight_advantages
 from verifiers.train.config import GRPOConfig
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 from verifiers.types import RolloutKey
 
 __all__ = [
@@ -170,7 +171,7 @@ def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], 
     """
     level, geometric = args.importance_sampling_level, (args.geometric_mask_min, args.geometric_mask_max)
     per_row = {
-        f"loss_type={args.loss_type!r}": args.loss_type == "vespo",
+        f"loss_type={args.loss_type!r}": LOSS_TYPES[args.loss_type].multiplies_ratios,
         f"importance_sampling_level={level!r}": level != "token",
         f"geometric_mask_min={geometric[0]}, geometric_mask_max={geometric[1]}": geometric != (None, None),
         f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}": args.importance_correction
@@ -271,7 +272,7 @@ def _packing(lengths: list[int], micro_steps: int, plan: BatchPlan, args: GRPOCo
     if args.top_entropy_quantile < 1.0:
         # a quantile over the tokens of a micro-batch: a micro-step has to stay whole
         return keep_micro_steps(lengths, micro_steps, plan.num_processes, MicroBatchLimit())
-    if args.loss_type == "bnpo":
+    if LOSS_TYPES[args.loss_type].mean_over == "micro-batch tokens":
         # each micro-step counts the same, so by length the tokens of short rows would count more
         return keep_micro_steps(lengths, micro_steps, plan.num_processes, limit)
     return balance_by_length(lengths, micro_steps, plan.num_processes, limit)

@@ -36,16 +36,12 @@ from verifiers.train.batching.packing import Column
 from verifiers.train.validation.loss_settings import LOSS_TYPES
 
 __all__ = [
-    "LOSS_TYPES",
     "WeightedBeta",
     "WeightedCoefficient",
     "num_items_in_batch",
     "row_weights",
     "weight_advantages",
 ]
-
-TOKEN_MEAN = ("dapo", "cispo", "vespo")
-"""Loss types whose normalizer is `num_items_in_batch`."""
 
 
 def row_weights(
@@ -84,7 +80,8 @@ def row_weights(
             or a rollout of which a row is missing: all rows of a rollout must be in one update.
     """
     if loss_type not in LOSS_TYPES:
-        raise ConfigError(f"loss_type={loss_type!r} is unknown; use one of {LOSS_TYPES}")
+        raise ConfigError(f"loss_type is {loss_type!r}; choose one of {', '.join(LOSS_TYPES)}.")
+    mean_over = LOSS_TYPES[loss_type].mean_over
     _check_places(micro_step_R, num_micro_steps, "micro-step")
     _check_places(rank_R, num_ranks, "rank")
     micro_batch_R = torch.zeros_like(rank_R) if micro_batch_R is None else micro_batch_R
@@ -100,9 +97,9 @@ def row_weights(
     sums = num_micro_steps * num_ranks
     cell_R = rank_R * num_micro_steps + micro_step_R
     micro_batch_R = micro_batch_R * sums + cell_R
-    if loss_type in TOKEN_MEAN:
+    if mean_over == "update tokens":
         weights_R = torch.ones(len(cell_R), dtype=torch.float64, device=cell_R.device)
-    elif loss_type == "bnpo":
+    elif mean_over == "micro-batch tokens":
         filled = len(cell_R[counted_R].unique())
         tokens_R = sampled_tokens_R.double()
         shares_R = _totals(tokens_R, micro_batch_R) / _totals(tokens_R, cell_R).clamp(min=1)
@@ -110,7 +107,7 @@ def row_weights(
     else:
         rollouts = len(rollout_index_R[counted_R].unique()) + rollouts_without_rows
         weights_R = torch.bincount(micro_batch_R)[micro_batch_R].double() * sums / max(rollouts, 1)
-        if loss_type in ("grpo", "sapo"):
+        if mean_over == "row means":
             weights_R = weights_R * sampled_tokens_R / rollout_sampled_tokens_R.clamp(min=1)
     return torch.where(counted_R, weights_R, 0.0).float()
 

@@ -29,6 +29,7 @@ from verifiers.train.loss.importance_sampling import (
 )
 from verifiers.train.loss.kl_penalty import kl_terms
 from verifiers.train.loss.loss_metrics import LossMetrics
+from verifiers.train.validation.loss_settings import LOSS_TYPES
 
 __all__ = [
     "CorrectedLoss",
@@ -140,7 +141,7 @@ class CorrectedLoss:
             geometric_max=args.geometric_mask_max,
             geometric_min=args.geometric_mask_min,
         )
-        if args.loss_type == "vespo":
+        if LOSS_TYPES[args.loss_type].multiplies_ratios:
             inputs["importance_sampling_ratio"] = weights_RC
         else:
             advantages = inputs["advantages"]
@@ -264,6 +265,6 @@ def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool
         and not args.use_adaptive_entropy
         and args.top_entropy_quantile >= 1.0
         and not experts
-        # bnpo divides by the tokens of each micro-step, so every row of it matters
-        and args.loss_type != "bnpo"
+        # a mean over a micro-batch's own tokens counts every row of it
+        and LOSS_TYPES[args.loss_type].mean_over != "micro-batch tokens"
     )

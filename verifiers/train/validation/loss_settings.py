@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from verifiers.errors import ConfigError
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "IMPORTANCE_SAMPLING_MODES", "LOSS_TYPES", "refuse_bad_loss"]
+__all__ = ["ADVANTAGE_ESTIMATORS", "IMPORTANCE_SAMPLING_MODES", "LOSS_TYPES", "LossType", "refuse_bad_loss"]
 
-LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo")
-"""Every loss type of trl 1.16."""
+
+@dataclass(frozen=True, slots=True)
+class LossType:
+    """Properties of a loss type of TRL that batching, importance sampling and checks of settings go by.
+
+    Attributes:
+        mean_over: what TRL's loss is a mean over: the tokens of the whole update, those of a micro-batch, the rows
+            of a micro-batch, or these after a mean over each row's tokens.
+        is_clipped: the objective is clipped, and `delta` bounds it.
+        multiplies_ratios: the ratios of a row's tokens are multiplied, so that what belongs to a token cannot be
+            part of its advantage.
+    """
+
+    mean_over: Literal["update tokens", "micro-batch tokens", "rows", "row means"]
+    is_clipped: bool = True
+    multiplies_ratios: bool = False
+
+
+LOSS_TYPES = {
+    "grpo": LossType("row means"),
+    "sapo": LossType("row means", is_clipped=False),
+    "bnpo": LossType("micro-batch tokens"),
+    "dr_grpo": LossType("rows"),
+    "dapo": LossType("update tokens"),
+    "cispo": LossType("update tokens", is_clipped=False),
+    "vespo": LossType("update tokens", is_clipped=False, multiplies_ratios=True),
+    "luspo": LossType("rows"),
+}
+"""Every loss type of trl 1.16, by its name."""
 
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -64,17 +92,18 @@ def _refuse_bad_ratios(args: GRPOConfig) -> None:
     level = args.importance_sampling_level
     if level not in RATIO_LEVELS:
         raise ConfigError(f"importance_sampling_level is {level!r}; choose one of {', '.join(RATIO_LEVELS)}.")
-    if args.loss_type == "vespo" and level != "token":
+    loss_type = LOSS_TYPES[args.loss_type]
+    if loss_type.multiplies_ratios and level != "token":
         raise ConfigError(
-            f"loss_type='vespo' weighs by the ratio of the whole row at every level, so importance_sampling_level="
-            f"{level!r} would change its metrics alone; leave it out."
+            f"loss_type={args.loss_type!r} weighs by the ratio of the whole row at every level, so "
+            f"importance_sampling_level={level!r} would change its metrics alone; leave it out."
         )
     if args.loss_type == "luspo" and level == "sequence_token":
         raise ConfigError(
             "loss_type='luspo' multiplies the objective of a row by its length, which importance_sampling_level="
             "'sequence_token' takes apart into tokens; set 'sequence'."
         )
-    if args.delta is not None and args.loss_type in ("cispo", "sapo", "vespo"):
+    if args.delta is not None and not loss_type.is_clipped:
         raise ConfigError(
             f"delta={args.delta:g} bounds the clipped objective, which loss_type={args.loss_type!r} does not have; "
             "leave it out."
@@ -87,9 +116,10 @@ def _refuse_bad_importance_sampling(args: GRPOConfig) -> None:
             f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}; choose one of "
             f"{', '.join(IMPORTANCE_SAMPLING_MODES)}."
         )
-    if args.loss_type == "vespo" and args.vllm_importance_sampling_mode.startswith("sequence"):
+    is_of_rows = args.vllm_importance_sampling_mode.startswith("sequence")
+    if LOSS_TYPES[args.loss_type].multiplies_ratios and is_of_rows:
         raise ConfigError(
-            f"loss_type='vespo' multiplies the tokens' ratios itself, so vllm_importance_sampling_mode="
+            f"loss_type={args.loss_type!r} multiplies the tokens' ratios itself, so vllm_importance_sampling_mode="
             f"{args.vllm_importance_sampling_mode!r} counts a row's ratio once a token; use 'token_truncate'."
         )
     given = [name for name in IMPORTANCE_SAMPLING_SETTINGS if getattr(args, name) != getattr(type(args), name)]

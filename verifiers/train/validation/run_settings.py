@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
-from verifiers.train.validation.loss_settings import refuse_bad_loss
+from verifiers.train.validation.loss_settings import LOSS_TYPES, refuse_bad_loss
 from verifiers.train.weight_sync.choice import WEIGHT_SYNCS
 
 if TYPE_CHECKING:
@@ -130,10 +130,10 @@ def _refuse_unstreamable(args: GRPOConfig) -> None:
             "scale_rewards='batch' needs the rewards of the whole block before its first micro-batch is trained; "
             "use 'group' or 'none', or streaming=False."
         )
-    if args.loss_type == "bnpo":
+    if LOSS_TYPES[args.loss_type].mean_over == "micro-batch tokens":
         raise ConfigError(
-            "loss_type='bnpo' divides by each micro-batch's own tokens, which streaming cannot weigh; use "
-            "'dapo', or streaming=False."
+            f"loss_type={args.loss_type!r} divides by each micro-batch's own tokens, which streaming cannot weigh; "
+            "use 'dapo', or streaming=False."
         )
     if args.top_entropy_quantile < 1.0:
         raise ConfigError(
