@@ -106,6 +106,7 @@ def test_an_answer_in_tokens_has_ids_log_probs_and_versions(server: vllm_world.S
 def test_the_server_says_what_the_trainer_asks(server: vllm_world.Server) -> None:
     from verifiers.inference.rollout_server import ServerClient
     from verifiers.train.weight_sync.capabilities import check_capabilities, log_probs_are_raw, read_capabilities
+    from verifiers.train.weight_sync.lora import LoraSync
 
     client = ServerClient(server.url)
     found = asyncio.run(read_capabilities(client))
@@ -115,5 +116,5 @@ def test_the_server_says_what_the_trainer_asks(server: vllm_world.Server) -> Non
     assert found.version is not None
     assert found.version.startswith("0.")
     assert found.sample_ids
-    check_capabilities(found, weight_sync="lora", adapter_rank=8, needed_tokens=512)
+    check_capabilities(found, missing=LoraSync(server.url).missing_at(found, 8), needed_tokens=512)
     assert not asyncio.run(log_probs_are_raw(client, "policy", [{"role": "user", "content": "go"}]))

@@ -47,15 +47,15 @@ COMPLETE = Capabilities(
 )
 
 
-def check(found: Capabilities, **options: Any) -> None:
+def check(found: Capabilities, weight_sync: str = "directory", adapter_rank: int = 8, **options: Any) -> None:
+    sync = choose_sync(weight_sync, [found.root], directory=None, timeout_s=1.0, api_key="EMPTY")
     check_capabilities(
         found,
         **{
-            "weight_sync": "directory",
+            "missing": sync.missing_at(found, adapter_rank),
             "model": "policy",
             "encode": lambda text: [1, 2, 3],
             "needed_tokens": 100,
-            "adapter_rank": 8,
             **options,
         },
     )

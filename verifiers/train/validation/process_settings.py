@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
+from verifiers.train.weight_sync.choice import SYNC_TYPES
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
@@ -51,7 +52,8 @@ def _waits_of_rank_0(args: GRPOConfig) -> list[list[tuple[str, float]]]:
     update of another server, servers that are away, the push, its probe, and the block itself.
     """
     block = ["server_wait"]
-    if args.drain_before_sync or (args.drain_before_sync is None and args.weight_sync == "lora"):
+    sync = SYNC_TYPES.get(args.weight_sync)
+    if args.drain_before_sync or (args.drain_before_sync is None and sync is not None and not sync.keeps_requests):
         block.append("async_generation_timeout")
     evaluation = "async_generation_timeout" if args.eval_timeout is None else "eval_timeout"
     evaluates = getattr(args.eval_strategy, "value", args.eval_strategy) != "no"

@@ -106,26 +106,24 @@ async def read_capabilities(server: ServerClient) -> Capabilities:
 def check_capabilities(
     found: Capabilities,
     *,
-    weight_sync: str,
+    missing: Sequence[str] = (),
     model: str | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
     needed_tokens: int | None = None,
-    adapter_rank: int = 0,
 ) -> None:
     """Refuse a server that cannot be trained against, before anything is sampled.
 
     Args:
         found: the server's capabilities.
-        weight_sync: kind that will be used: "directory", "nccl", "lora" or "in_process".
-        model: the policy's name, where the user gave one.
+        missing: what it lacks for pushes, as `WeightSync.missing_at` returned it.
+        model: the name under which it must serve the policy, where the user gave one.
         encode: the trainer's tokenizer, without special tokens.
         needed_tokens: the longest prompt that is known, and the longest completion, together.
-        adapter_rank: of the adapter that is trained.
 
     Raises:
         WeightSyncError: names everything that is missing, each with what gives it.
     """
-    missing = []
+    missing = list(missing)
     if (old := too_old(found.version)) is not None:
         missing.append(old)
     if found.log_probs_mode not in (None, "processed_logprobs"):
@@ -133,7 +131,7 @@ def check_capabilities(
             f"its log-probs are {found.log_probs_mode}, not those of the distribution it samples from; start it with "
             "--logprobs-mode processed_logprobs"
         )
-    if model is not None and found.models and model not in found.models and weight_sync != "lora":
+    if model is not None and found.models and model not in found.models:
         missing.append(
             f"it serves {', '.join(map(repr, found.models))}, not {model!r}; set server_model, or start it with "
             f"--served-model-name {model}"
@@ -150,7 +148,6 @@ def check_capabilities(
             f"its context is {found.max_model_len} tokens, and the longest prompt with max_completion_length needs "
             f"{needed_tokens}; start it with --max-model-len {needed_tokens}"
         )
-    missing += _missing_for_sync(found, weight_sync, adapter_rank)
     if missing:
         raise WeightSyncError(f"the rollout server at {found.root} cannot be trained against: {'; '.join(missing)}.")
 
@@ -170,32 +167,6 @@ async def old_server(server: ServerClient) -> str | None:
     except WeightSyncError:
         return None
     return too_old(str(answer.get("version"))) if isinstance(answer, dict) else None
-
-
-def _missing_for_sync(found: Capabilities, weight_sync: str, adapter_rank: int) -> list[str]:
-    missing = []
-    if weight_sync == "nccl":
-        if found.software is None:
-            missing.append("weight_sync='nccl' needs vLLM; use 'directory' with this server")
-        elif found.transfer_backend != "nccl":
-            missing.append(
-                'its weight transfer is off; start it with --weight-transfer-config \'{"backend": "nccl"}\''
-            )
-    if weight_sync == "lora":
-        if found.software is None:
-            missing.append("weight_sync='lora' needs vLLM; use 'directory', which sends merged weights")
-        elif not found.max_lora_rank:
-            missing.append(f"it takes no adapters; start it with --enable-lora --max-lora-rank {adapter_rank or 8}")
-        elif adapter_rank > found.max_lora_rank:
-            missing.append(
-                f"it takes adapters up to rank {found.max_lora_rank}, and the policy's has {adapter_rank}; start it "
-                f"with --max-lora-rank {adapter_rank}"
-            )
-        elif not found.loads_adapters:
-            missing.append(
-                "it loads no adapters while it runs; start it by vf-vllm, or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            )
-    return missing
 
 
 async def log_probs_are_raw(server: ServerClient, model: str, prompt: Any) -> bool:

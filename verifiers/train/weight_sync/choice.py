@@ -9,11 +9,16 @@ from urllib.parse import urlsplit
 from verifiers.errors import ConfigError
 from verifiers.train.weight_sync.lora import LoraSync
 from verifiers.train.weight_sync.nccl import NcclSync
+from verifiers.train.weight_sync.protocol import ServerSync
 from verifiers.train.weight_sync.shared_directory import DirectorySync
 
-__all__ = ["WEIGHT_SYNCS", "choose_sync"]
+__all__ = ["SYNC_TYPES", "WEIGHT_SYNCS", "choose_sync"]
 
-WEIGHT_SYNCS = ("auto", "directory", "nccl", "lora")
+SYNC_TYPES: dict[str, type[ServerSync]] = {sync.kind: sync for sync in (DirectorySync, NcclSync, LoraSync)}
+"""The kinds that a run can name."""
+
+WEIGHT_SYNCS = ("auto", *SYNC_TYPES)
+"""Values of `weight_sync`."""
 
 
 def choose_sync(

@@ -9,6 +9,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.inference.rollout_server import RefusedError, ServerClient
+from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.shared_directory import DirectorySync
 
 __all__ = ["LoraSync", "adapter_tensors"]
@@ -46,6 +47,22 @@ class LoraSync(DirectorySync):
         super().__init__(base_url, directory, timeout_s, api_key)
         self.policy_name = name
         self._config: dict[str, Any] = {}
+
+    def missing_at(self, found: Capabilities, adapter_rank: int) -> list[str]:
+        if found.software is None:
+            return ["weight_sync='lora' needs vLLM; use 'directory', which sends merged weights"]
+        if not found.max_lora_rank:
+            return [f"it takes no adapters; start it with --enable-lora --max-lora-rank {adapter_rank or 8}"]
+        if adapter_rank > found.max_lora_rank:
+            return [
+                f"it takes adapters up to rank {found.max_lora_rank}, and the policy's has {adapter_rank}; start it "
+                f"with --max-lora-rank {adapter_rank}"
+            ]
+        if not found.loads_adapters:
+            return [
+                "it loads no adapters while it runs; start it by vf-vllm, or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            ]
+        return []
 
     @contextmanager
     def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import WeightSyncError
 from verifiers.inference.rollout_server import PARTIALLY_LOADED, ServerClient, WeightUpdate, time_left
+from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.protocol import ServerSync
 
 __all__ = ["BUFFER_BYTES", "NcclGroup", "NcclSync", "TorchNcclGroup", "packed"]
@@ -128,6 +129,13 @@ class NcclSync(ServerSync):
         super().__init__(base_url, timeout_s, api_key)
         self._make_group = make_group
         self._groups: dict[str, NcclGroup] = {}
+
+    def missing_at(self, found: Capabilities, adapter_rank: int) -> list[str]:
+        if found.software is None:
+            return ["weight_sync='nccl' needs vLLM; use 'directory' with this server"]
+        if found.transfer_backend != "nccl":
+            return ['its weight transfer is off; start it with --weight-transfer-config \'{"backend": "nccl"}\'']
+        return []
 
     def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
         tensors = {name: _on_host(tensor) for name, tensor in named_parameters}

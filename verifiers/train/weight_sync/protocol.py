@@ -15,6 +15,7 @@ from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.rollout_server import ServerClient
 from verifiers.inference.server_pool import ServerPool
+from verifiers.train.weight_sync.capabilities import Capabilities
 
 __all__ = [
     "ServerSync",
@@ -76,6 +77,15 @@ class WeightSync(ABC):
     def own_url(self) -> str | None:
         """Base URL of a server that the kind holds in this process; None without one, or before `connect`."""
         return None
+
+    def missing_at(self, found: Capabilities, adapter_rank: int) -> list[str]:
+        """Return what a server lacks for pushes of this kind, each with what gives it.
+
+        Args:
+            found: the server's capabilities.
+            adapter_rank: of the adapter that is trained, or 0.
+        """
+        return []
 
     def route(self, backend: Backend) -> Backend:
         """Return the backend for rollouts, such that none is answered from weights that were not pushed."""

@@ -190,11 +190,11 @@ class WeightPublisher:
             self._check.server_is_half = self._check.server_is_half or found.dtype in ("bfloat16", "float16")
             check_capabilities(
                 found,
-                weight_sync=self.sync.kind,
-                model=self._args.server_model,
+                missing=self.sync.missing_at(found, _adapter_rank(self._weights.model)),
+                # an adapter has a name of its own there
+                model=None if self.sync.sends_adapter else self._args.server_model,
                 encode=lambda text: self._tokenizer.encode(text, add_special_tokens=False),
                 needed_tokens=needed,
-                adapter_rank=_adapter_rank(self._weights.model),
             )
 
     def _needed_tokens(self) -> int | None:
