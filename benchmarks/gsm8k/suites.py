@@ -53,7 +53,7 @@ SUITES = {
         "qwen2.5-1.5b.toml", (Anchor("verl, GRPO with LoRA", 0.779), Anchor("AReaL, GRPO", 0.7957)), 1.544e9, 60
     ),
     "1.5b-lora": Suite("qwen2.5-1.5b-lora.toml", (Anchor("verl, GRPO with LoRA", 0.779),), 1.544e9, 60, operations=4),
-    "tiny": Suite("tiny.toml", (Anchor("made up", 0.3),), None, 30),
+    "tiny": Suite("tiny.toml", (Anchor("made up", 0.3),), None, 12),
 }
 
 
