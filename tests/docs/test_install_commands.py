@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,14 @@ SKIPPED = re.compile(r"verifiers-vllm|--no-index")
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
-    return CleanEnvironment.make(tmp_path_factory.mktemp("install"))
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CleanEnvironment]:
+    made = CleanEnvironment.make(tmp_path_factory.mktemp("install"))
+    # the wheels were built in isolation; here the tools that build are fetched once, not for each of the commands
+    made.run("pip install --quiet hatchling editables setuptools wheel")
+    with pytest.MonkeyPatch.context() as environ:
+        # pip's way to say that it is off
+        environ.setenv("PIP_NO_BUILD_ISOLATION", "0")
+        yield made
 
 
 def install(clean: CleanEnvironment, command: str) -> None:
