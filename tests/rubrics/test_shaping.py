@@ -50,7 +50,7 @@ def test_a_buffer_that_does_not_fit_is_refused(max_tokens: int, buffer_tokens: i
     "one",
     [
         response(choice={"token_ids": [1, 2, 3]}, usage=SimpleNamespace(completion_tokens=99)),
-        response(choice={"logprobs": SimpleNamespace(content=[{}, {}, {}])}),
+        response(choice={"logprobs": SimpleNamespace(content=[{"logprob": -0.1}] * 3)}),
         response(choice={"logprobs": {"token_logprobs": [0.0, 0.0, 0.0]}}),
         counted(3),
         {"choices": [{"message": {}}], "usage": {"completion_tokens": 3}},
@@ -75,7 +75,7 @@ def test_all_answers_of_a_rollout_count_together() -> None:
         State(),
         State(responses=[], trajectory=[]),
         State(responses=[response()]),
-        State(responses=[SimpleNamespace(choices=[None, None], usage=SimpleNamespace(completion_tokens=5))]),
+        State(responses=[{"choices": [{}, {}], "usage": {"completion_tokens": 5}}]),
         State(responses=[MagicMock()]),
     ],
 )

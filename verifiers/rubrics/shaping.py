@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError, GradingError
+from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.parsers.messages import message_field, message_text
 from verifiers.parsers.parser import Parser, extract_boxed_answer
 from verifiers.rubrics.math_equality import (
@@ -73,30 +74,23 @@ def completion_tokens(state: State, **_: Any) -> float:
 
 
 def _tokens_of(response: Any, step: Any) -> int:
-    choices = message_field(response, "choices") or [None]
-    choice = choices[0]
-    tokens = message_field(step, "tokens")
-    logprobs = message_field(choice, "logprobs")
-    counted = (
-        _length(message_field(choice, "token_ids")),
-        _length(message_field(tokens, "completion_ids")),
-        _length(message_field(logprobs, "content")),
-        _length(message_field(logprobs, "token_logprobs")),
-    )
-    for length in counted:
-        if length is not None:
-            return length
-    reported = message_field(message_field(response, "usage"), "completion_tokens")
+    answer = plain_data(response)
+    choices = answer.get("choices") or ()
+    sampled = sampled_tokens(answer) if choices else None
+    if sampled is not None and sampled.completion_ids is not None:
+        return len(sampled.completion_ids)
+    ids = message_field(message_field(step, "tokens"), "completion_ids")
+    if isinstance(ids, (list, tuple)):
+        return len(ids)
+    if sampled is not None and sampled.logprobs is not None:
+        return len(sampled.logprobs)
+    reported = message_field(answer.get("usage"), "completion_tokens")
     # usage counts all choices of a response together
     if isinstance(reported, int) and len(choices) == 1:
         return reported
     raise GradingError(
         "a response has neither token ids, log-probs nor usage.completion_tokens, so its length is unknown"
     )
-
-
-def _length(values: Any) -> int | None:
-    return len(values) if isinstance(values, Sequence) and not isinstance(values, str) else None
 
 
 _ANSWER_BEGINS = "</think> <answer>"
