@@ -166,7 +166,7 @@ def ray_cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="Ray is not installed")
     from ray.cluster_utils import Cluster
 
-    # a crowded machine is no lost node
+    # a crowded machine is not a lost node
     patience = {"health_check_timeout_ms": 120_000, "agent_register_timeout_ms": 600_000}
     cluster = Cluster()
     cluster.add_node = functools.partial(_add_node, cluster.add_node)

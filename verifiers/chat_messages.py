@@ -211,7 +211,7 @@ def as_message(message: Any) -> MessageRecord:
             return as_message(fields)
     if hasattr(message, "role") and hasattr(message, "content"):
         return as_message({name: value for name, value in vars(message).items() if value is not None})
-    raise TypeError(f"{message!r:.200} is no chat message; give a dict with 'role' and 'content'.")
+    raise TypeError(f"{message!r:.200} is not a chat message; give a dict with 'role' and 'content'.")
 
 
 def as_messages(messages: Any) -> Any:

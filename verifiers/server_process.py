@@ -43,11 +43,11 @@ def bind(host: str, port: int) -> socket.socket:
         ConfigError: the address is not one of this machine, or the port is in use or not allowed.
     """
     if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port} is no port; give 1 to 65535, or 0 for a free one")
+        raise ConfigError(f"--port {port} is not a port; give 1 to 65535, or 0 for a free one")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host!r} is no address of this machine ({error}); try 127.0.0.1") from error
+        raise ConfigError(f"--host {host!r} is not an address of this machine ({error}); try 127.0.0.1") from error
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:

@@ -75,7 +75,7 @@ async def polite(
     """Return 1.0 where the judge says yes; a message that does not fit is 0.0 without asking.
 
     Raises:
-        vf.GradingError: the judge failed, or said neither yes nor no three times. That is no reward of 0.
+        vf.GradingError: the judge failed, or said neither yes nor no three times. That is not a reward of 0.
     """
     if not fits(parser, completion, info):
         return 0.0

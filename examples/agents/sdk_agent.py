@@ -42,7 +42,7 @@ async def run(row: dict[str, Any], *, base_url: str, api_key: str, model: str) -
         try:
             result = await Runner.run(agent, row["prompt"], run_config=RunConfig(tracing_disabled=True))
         except AgentsException:
-            # a tool that does not exist, or arguments that are no JSON
+            # a tool that does not exist, or arguments that are not JSON
             return ""
     return str(result.final_output)
 

@@ -46,7 +46,7 @@ def test_a_table_is_printed_and_every_rollout_is_written(
     )
     assert "pass^2: mean 1.000" in shown
     assert "6 rollouts of 2 prompts" in shown
-    assert "2 of 2 prompts are training rows too: this is no held-out reward" in shown
+    assert "2 of 2 prompts are training rows too: this is not a held-out reward" in shown
     assert "6 completed; 0 retries; 12 completion tokens" in shown
     directory = results.directory
     assert directory.parent.name == "toy-sums-env--org--policy"
@@ -196,7 +196,7 @@ def test_the_summary_is_one_line_of_json_for_machines(
     assert main([env_name, "-b", server.url, "-n", "1", "-r", "2", "--json"]) == 0
 
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     (line,) = capsys.readouterr().out.splitlines()
     summary = json.loads(line, parse_constant=refuse)
@@ -253,10 +253,10 @@ def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_nam
     [
         (["toy-sum-env"], "There is no environment 'toy-sum-env' among .*the nearest are 'toy_sums_env'"),
         (["ENV", "-a", '{"column": "text"}'], "neither a column 'prompt' nor a column 'question', only text"),
-        (["ENV", "-a", "{n: 1}"], "--env-args is '{n: 1}', which is no JSON"),
+        (["ENV", "-a", "{n: 1}"], "--env-args is '{n: 1}', which is not JSON"),
         (["ENV", "-a", "[1]"], r"--env-args is '\[1\]'; give a JSON object like"),
         (["ENV", "-a", '{"rows": 1}'], r"cannot be made with these arguments .*it takes column='question', n=6"),
-        (["ENV", "-S", "top_p=1"], "--sampling-args is 'top_p=1', which is no JSON"),
+        (["ENV", "-S", "top_p=1"], "--sampling-args is 'top_p=1', which is not JSON"),
         (["ENV", "--header", "X-Team blue"], "--header is 'X-Team blue'; give it as 'Name: value'"),
         (["ENV", "--header", ": blue"], "--header is ': blue'"),
         (["ENV", "-b", "localhost:8000"], "base URL 'localhost:8000' is not an HTTP address"),

@@ -77,7 +77,7 @@ def test_an_address_that_is_given_and_the_built_in_fake_need_no_registry(
 @pytest.mark.parametrize(
     ("text", "more", "sentence"),
     [
-        ("no TOML", [], "the endpoint registry 'endpoints.toml' is no TOML"),
+        ("no TOML", [], "the endpoint registry 'endpoints.toml' is not valid TOML"),
         ('[endpoints.small]\nmodel = "m"\nurl = "http://h/v1"\nkey = "sk"', [], "keys do not belong in files"),
         ('[endpoints.small]\nmodel = "m"\nurl = "http://h/v1"', ["--header", "X: y"], "put the headers there"),
     ],

@@ -150,7 +150,7 @@ def test_tools_are_shown_and_called_and_mistakes_are_told_before_anything_is_sen
     assert "  a (integer): the first." in shown
     assert "there is no tool 'subtract'; there are add" in shown
     assert "'{1}' cannot be its arguments" in shown
-    assert "'[1]' cannot be its arguments (it is no object)" in shown
+    assert "'[1]' cannot be its arguments (it is not an object)" in shown
     assert "[tool]\n3\n\n[tool]\n4\n" in shown, "both calls of the one turn were answered"
     assert "reward   1" in shown
 

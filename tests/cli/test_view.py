@@ -264,7 +264,7 @@ def test_a_folder_that_is_not_there_and_a_port_that_is_taken_are_usage_errors(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert view.main([str(tmp_path / "missing")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert view.main([str(root), "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot be listened on" in capsys.readouterr().err

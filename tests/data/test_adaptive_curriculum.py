@@ -277,7 +277,7 @@ def test_what_cannot_adapt_is_refused_in_one_sentence(mapping: Any, message: str
 
 
 def test_a_dataset_that_is_not_there_is_refused_when_the_run_is_planned() -> None:
-    with pytest.raises(ConfigError, match="the level 'late' is no dataset with rows; there are: easy, hard, middle"):
+    with pytest.raises(ConfigError, match="'late' is not a dataset with rows; there are: easy, hard, middle"):
         AdaptiveRows(LevelsPolicy(("easy", "late")), IDS, lag=0)
     with pytest.raises(ConfigError, match="rows of dataset 'late', which is not there"):
         AdaptiveRows(PoolsPolicy(datasets=("late",)), IDS, lag=0)

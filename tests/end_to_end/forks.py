@@ -4,7 +4,7 @@
 
 The parent has one thread, so forking it is safe. It reads lines of JSON, {"run": "module:function", "given": {...},
 "log": PATH, "environ": {...}}, and forks a process for each, in a session of its own, that calls the function with
-`given` and ends as an interpreter does: atexit, threads that are no daemons, buffers. It answers {"pid": N} at once,
+`given` and ends as an interpreter does: atexit, threads that are not daemons, buffers. It answers {"pid": N} at once,
 and {"ended": N, "code": C} when the process has ended (-9 for one that was killed).
 """
 

@@ -1,4 +1,4 @@
-"""judged_rewrite: the judge decides, unless a message does not fit; a judge that fails is no reward of 0."""
+"""judged_rewrite: the judge decides, unless a message does not fit; a judge that fails is not a reward of 0."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_every_line_is_strict_json_whatever_an_environment_wrote(tmp_path: Path)
     cycle["self"] = cycle
 
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     stored(tmp_path, rollout(0, info=cycle), rollout(1))
     first, second = (tmp_path / "results.jsonl").read_bytes().split(b"\n")[:2]

@@ -126,7 +126,7 @@ def test_arguments_become_sampling_parameters_and_the_rest_stays_where_it_belong
         ({"extra_body": {"guided_json": "{}"}}, "guided_json"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
         ({"messages": [{**USER, "audio": {"id": "1"}}]}, "not text"),
-        ({"messages": None}, "no list"),
+        ({"messages": None}, "not a list"),
     ],
 )
 def test_what_has_no_counterpart_is_named(fields: dict[str, Any], word: str) -> None:

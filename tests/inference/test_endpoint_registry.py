@@ -155,7 +155,7 @@ def test_a_missing_name_or_file_says_what_there_is(tmp_path: Path) -> None:
     for text, name in (("= no", "a.toml"), ("x = 1", "a.toml"), ("def", "a.py"), ("X = 1", "a.py")):
         with pytest.raises(ConfigError, match="the endpoint registry"):
             load_endpoints(registry(tmp_path, text, name))
-    with pytest.raises(ConfigError, match="no dict of dicts"):
+    with pytest.raises(ConfigError, match="not a dict of dicts"):
         load_endpoints(registry(tmp_path, "ENDPOINTS = [1]", "a.py"))
 
 

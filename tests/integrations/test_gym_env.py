@@ -176,16 +176,16 @@ async def test_an_action_parser_may_be_sync_or_async_and_gets_the_parsed_answer(
 async def test_an_unparsable_action_is_told_penalised_and_counted(walk: type[Walk]) -> None:
     def parse(text: str) -> str:
         if text not in ("left", "right"):
-            raise ValueError(f"{text!r} is no direction")
+            raise ValueError(f"{text!r} is not a direction")
         return text
 
     env = env_of(walk, action_parser=parse, invalid_action_penalty=0.5)
     rollout = await play(env, ["up", "right", "down", "right", "right"])
     said = [message["content"] for message in rollout.completion if message["role"] == "user"]
     assert said == [
-        "Invalid action: 'up' is no direction",
+        "Invalid action: 'up' is not a direction",
         "at 1",
-        "Invalid action: 'down' is no direction",
+        "Invalid action: 'down' is not a direction",
         "at 2",
         "at 3",
     ]

@@ -139,7 +139,7 @@ async def test_actions_refused_too_often_end_the_episode_with_what_was_earned() 
         ({"first_error": ("SESSION_ERROR", "broken")}, "{}", "SESSION_ERROR: broken"),
         ({}, '{"guess": 99}', "closed the session"),
         ({}, '{"guess": 13}', "failed 3 steps in a row: thirteen is unlucky"),
-        ({"answer": {"step": "no JSON"}}, '{"guess": 1}', "no message of the protocol"),
+        ({"answer": {"step": "no JSON"}}, '{"guess": 1}', "not a message of the protocol"),
         ({"answer": {"step": '{"type": "state", "data": {}}'}}, '{"guess": 1}', "answered 'state'"),
         ({"answer": {"step": '{"type": "error", "data": {"code": "UNKNOWN_TYPE"}}'}}, '{"guess": 1}', "UNKNOWN_TYPE"),
         ({"answer": {"reset": '{"type": "error", "data": {"code": "EXECUTION_ERROR"}}'}}, "{}", "EXECUTION_ERROR"),

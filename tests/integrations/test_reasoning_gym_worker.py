@@ -1,4 +1,4 @@
-"""Scoring as a worker does it: reasoning-gym's own numbers, and no evaluation of what is no answer."""
+"""Scoring as a worker does it: reasoning-gym's own numbers, and no evaluation of what is not an answer."""
 
 from __future__ import annotations
 

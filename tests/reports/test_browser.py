@@ -242,7 +242,7 @@ async def test_a_run_on_training_rows_says_so(browser: Any, tmp_path: Path, rows
     run = store(tmp_path / "a", [rows(e, 0, reward=0.5) for e in range(4)], prompts_trained_on=3)
     await browser.open(f"file://{write_evaluation_report(run)}")
     said = await browser.run("[...document.querySelectorAll('.notice')].map(one => one.textContent).join(' ')")
-    assert "3 prompts also trained on: this is no held-out reward" in said
+    assert "3 prompts also trained on: this is not a held-out reward" in said
 
 
 async def test_prompts_that_differ_under_one_id_are_said_and_not_compared(

@@ -140,7 +140,7 @@ def _target(env: str, directory: str) -> str:
     if url.startswith("git+"):
         return url
     if "://" in env:
-        raise ConfigError(f"{env!r} is no git URL that can be installed; write it as 'git+https://...'.")
+        raise ConfigError(f"{env!r} is not a git URL that can be installed; write it as 'git+https://...'.")
     path = Path(env) if env.endswith(".whl") and Path(env).is_file() else _directory(env, directory)
     # an installer must not take the path for the name of a package
     return str(path.resolve())
@@ -161,7 +161,7 @@ def _directory(env: str, directory: str) -> Path:
     if not project.is_file():
         if (path / "setup.py").is_file():
             return path
-        raise ConfigError(f"{str(path)!r} is no package: it has no pyproject.toml; `vf-init` writes an example.")
+        raise ConfigError(f"{str(path)!r} is not a package: it has no pyproject.toml; `vf-init` writes an example.")
     try:
         name = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("name")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

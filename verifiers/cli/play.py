@@ -119,7 +119,7 @@ def _show_score(screen: Screen, env: Any, rollout: Rollout) -> int:
     if rollout.answer not in ("", None):
         screen.line(f"answer   {rollout.answer}")
     if rollout.reward is None:
-        # a failed grade is no reward of zero
+        # a failed grade is not a reward of zero
         screen.line(f"reward   none: {rollout.failure}")
         return FAILED
     screen.line(f"reward   {rollout.reward:.4g}")
@@ -371,7 +371,7 @@ class Player:
         given = given or "{}"
         try:
             if not isinstance(json.loads(given), dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not an object")
         except ValueError as error:
             self._screen.note(f"{given!r} cannot be its arguments ({error}); write '/tool {name} {{\"x\": 1}}'")
             return None

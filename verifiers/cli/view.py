@@ -51,7 +51,7 @@ async def _serve(directory: Path, port: int) -> None:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # being interrupted is how this command ends, so it is no failure
+        # being interrupted is how this command ends, so it is not a failure
         loop.add_signal_handler(number, ended.set)
     await server.start()
     try:

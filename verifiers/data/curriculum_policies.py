@@ -72,7 +72,7 @@ class LevelsPolicy:
         for name in self.datasets:
             if sizes.get(name, 0) < 1:
                 there = ", ".join(sorted(sizes)) or "none"
-                raise ConfigError(f"the level {name!r} is no dataset with rows; there are: {there}.")
+                raise ConfigError(f"the level {name!r} is not a dataset with rows; there are: {there}.")
         self._sizes = {name: sizes[name] for name in self.datasets}
         self._level, self._rates, self._draws = 0, [], dict.fromkeys(self.datasets, 0)
 

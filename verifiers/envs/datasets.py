@@ -91,7 +91,7 @@ def row_fields(row: Mapping[str, Any]) -> tuple[Messages, Any, str, Info]:
     fields of all others, as None; those are dropped from prompts and from the tools in `info`.
 
     Raises:
-        ConfigError: a row without prompt, or an info that is no object.
+        ConfigError: a row without prompt, or an info that is not an object.
     """
     prompt = row.get("prompt")
     if prompt is None:

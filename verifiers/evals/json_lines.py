@@ -27,7 +27,7 @@ def json_line(row: Mapping[str, Any]) -> str:
         line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
         line.encode()
     except (ValueError, TypeError):
-        # NaN, keys that are no text, a cycle, or half of a surrogate pair, which models do write
+        # NaN, keys that are not text, a cycle, or half of a surrogate pair, which models do write
         line = json.dumps(plain(row), ensure_ascii=True, allow_nan=False)
     return line
 
@@ -64,12 +64,12 @@ class RowReader:
         """Return the row of a line.
 
         Raises:
-            ValueError: the line is no JSON object.
+            ValueError: the line is not a JSON object.
             ConfigError: a text that the row refers to is missing.
         """
         row = json.loads(line)
         if not isinstance(row, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         if b'{"$content": "' in line and self._path.is_file():
             return {name: self._whole(value) for name, value in row.items()}
         return row

@@ -1,4 +1,4 @@
-"""Honest statistics of evaluations: rollouts of one prompt are no independent evidence about the next prompt.
+"""Honest statistics of evaluations: rollouts of one prompt are not independent evidence about the next prompt.
 
 A prompt counts once, by the mean of its scored rollouts. Standard errors are clustered by prompt and intervals use
 Student's t, or are exact where every prompt is all right or all wrong. What is not promised: anything about prompts

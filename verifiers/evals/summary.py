@@ -145,7 +145,7 @@ def load_prices(path: str | os.PathLike[str]) -> PriceTable:
     Prices are per million tokens.
 
     Raises:
-        ConfigError: the file cannot be read, or an entry is no price.
+        ConfigError: the file cannot be read, or an entry is not a price.
     """
     try:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -211,7 +211,7 @@ class SessionRoutes:
     def _check_key(self, request: web.Request) -> None:
         scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
-        # aiohttp keeps bytes that are no UTF-8 as halves of surrogate pairs
+        # aiohttp keeps bytes that are not UTF-8 as halves of surrogate pairs
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._key.encode()):
             text = "this needs the gateway's own key, as `Authorization: Bearer KEY`; a session's key is not enough."
             raise RefusedCallError(text, status=401, code="invalid_api_key")

@@ -147,7 +147,7 @@ def _from_toml(path: Path, text: str) -> dict[str, dict[str, Any]]:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the endpoint registry {str(path)!r} is no TOML: {error}.") from error
+        raise ConfigError(f"the endpoint registry {str(path)!r} is not valid TOML: {error}.") from error
     entries = data.get("endpoints")
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ConfigError(f"the endpoint registry {str(path)!r} has no tables [endpoints.NAME].")
@@ -159,7 +159,7 @@ def _from_python(path: Path, text: str) -> dict[str, dict[str, Any]]:
         tree = ast.parse(text, filename=str(path))
     except (SyntaxError, ValueError) as error:
         # not chained: a traceback would print the line, and whatever key is in it
-        raise ConfigError(f"the endpoint registry {str(path)!r} is no Python: {error}.") from None
+        raise ConfigError(f"the endpoint registry {str(path)!r} is not valid Python: {error}.") from None
     value: ast.expr | None = None
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -175,7 +175,7 @@ def _from_python(path: Path, text: str) -> dict[str, dict[str, Any]]:
             'as a plain dict {"name": {"model": ..., "url": ..., "key": "VARIABLE"}}, or as TOML.'
         ) from error
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise ConfigError(f"ENDPOINTS in {str(path)!r} is no dict of dicts.")
+        raise ConfigError(f"ENDPOINTS in {str(path)!r} is not a dict of dicts.")
     # classic files name the variable "key"
     return {
         str(name): {"key_var" if setting == "key" else str(setting): item for setting, item in entry.items()}
@@ -240,6 +240,6 @@ def _check_variable(place: str, setting: str, value: Any) -> None:
     if not is_name or (value != value.upper() and value not in os.environ):
         # not quoted: it may well be the key itself
         raise ConfigError(
-            f"{place} has a {setting} that is no environment variable's name; put the key into a variable, and the "
-            "variable's name here."
+            f"{place} has a {setting} that is not an environment variable's name; put the key into a variable, and "
+            "the variable's name here."
         )

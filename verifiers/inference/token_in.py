@@ -6,7 +6,7 @@ no longer what was sampled: a fork. Sent as ids, the prompt always extends the i
 
 Three routes are used, under vLLM's names: /tokenize renders new turns, /inference/v1/generate takes and gives ids,
 and /v1/chat/completions/derender reads the answer, with the server's own parsers of tool calls and reasoning, as the
-chat route would have. What cannot go this way (several answers, a grammar, contents that are no text) goes as
+chat route would have. What cannot go this way (several answers, a grammar, contents that are not text) goes as
 messages.
 """
 
@@ -246,7 +246,7 @@ def read_chat_call(body: Mapping[str, Any]) -> ChatCall | str:
         elif value not in _PLAIN.get(name, ()):
             return f"{name}={value!r:.40}"
     if not isinstance(messages, list):
-        return "messages that are no list"
+        return "messages that are not a list"
     keys = [message_key(message) for message in messages]
     known = [key for key in keys if key is not None]
     if len(known) < len(keys):

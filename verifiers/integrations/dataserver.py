@@ -134,7 +134,7 @@ class RemoteRubric(Rubric):
         as_group: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> list[RolloutScore]:
-        """Score rollouts by one request, or by one each where they are no group; as `Rubric.score_inputs`."""
+        """Score rollouts by one request, or by one each where they are not a group; as `Rubric.score_inputs`."""
         if not as_group:
             return [score for [score] in await gather_owned([self._grade([item]) for item in inputs])]
         return await self._grade(inputs)

@@ -93,7 +93,7 @@ class Dataserver:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"the dataserver's URL {self.url!r} is no HTTP address; give one like 'http://127.0.0.1:9000'."
+                f"the dataserver's URL {self.url!r} is not an HTTP address; give one like 'http://127.0.0.1:9000'."
             )
         object.__setattr__(self, "url", self.url.rstrip("/"))
 

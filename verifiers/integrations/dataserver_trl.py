@@ -53,7 +53,7 @@ def remote_reward(
     and sample_id alone.
 
     Each device requests the grades of its own completions: where per_device_train_batch_size times
-    steps_per_generation is no multiple of num_generations, a grader that compares a group sees a part of it.
+    steps_per_generation is not a multiple of num_generations, a grader that compares a group sees a part of it.
 
     Args:
         url: of the dataserver, without a path.

@@ -132,7 +132,7 @@ def make_gym(env_cls: Any, env_kwargs: Mapping[str, Any]) -> Any:
     else:
         raise ConfigError(f"env_cls must be an id, a class or a factory, not {env_cls!r:.100}.")
     if not callable(getattr(env, "reset", None)) or not callable(getattr(env, "step", None)):
-        raise ConfigError(f"{type(env).__name__} has no methods reset and step, so it is no gym environment.")
+        raise ConfigError(f"{type(env).__name__} has no methods reset and step, so it is not a gym environment.")
     return env
 
 

@@ -153,7 +153,7 @@ class MCPConnection:
 
         Raises:
             ToolCallError: the server refused the call.
-            InfraError: the server's answer is no result.
+            InfraError: the server's answer is not a result.
         """
         from mcp import MCPError
 

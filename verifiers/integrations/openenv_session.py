@@ -254,7 +254,7 @@ async def _decoded(text: str, expected: str) -> Any:
             return Step(data["observation"], None if reward is None else float(reward), bool(data.get("done", False)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InfraError(
-            f"The OpenEnv server sent a text that is no message of the protocol ({error!r}): {text[:200]!r}."
+            f"The OpenEnv server sent a text that is not a message of the protocol ({error!r}): {text[:200]!r}."
         ) from error
     raise InfraError(f"The OpenEnv server answered {kind!r} instead of {expected!r}: {text[:200]!r}.")
 

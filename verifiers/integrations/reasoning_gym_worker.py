@@ -163,7 +163,7 @@ def _tagged(value: Any) -> Any:
         if type(value) is kind:
             return {_TAG: [name, _tagged(plain(value))]}
     if callable(getattr(value, "tolist", None)):
-        # numpy's arrays and those of its scalars that are no Python numbers
+        # numpy's arrays and those of its scalars that are not Python numbers
         parts = _tagged(value.tolist())
         return {_TAG: ["ndarray", [str(value.dtype), parts]]} if getattr(value, "shape", ()) else parts
     raise ConfigError(

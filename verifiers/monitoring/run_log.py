@@ -205,7 +205,7 @@ class Trend:
         return self._means or self._newest
 
     def take(self, value: Any) -> None:
-        """Take in a value; what is no finite number is left out."""
+        """Take in a value; what is not a finite number is left out."""
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return
         self.now = float(value)

@@ -59,13 +59,13 @@ class RunServer:
         port: default 0 takes a free one.
 
     Raises:
-        ConfigError: `root` is no directory.
+        ConfigError: `root` is not a directory.
     """
 
     def __init__(self, root: Path, port: int = 0) -> None:
         self.root = Path(root)
         if not self.root.is_dir():
-            raise ConfigError(f"{str(root)!r} is no directory; give the folder that holds the runs.")
+            raise ConfigError(f"{str(root)!r} is not a directory; give the folder that holds the runs.")
         self.port = port
         self._runner: web.AppRunner | None = None
         self._opened: dict[str, GrowingRun] = {}
@@ -151,7 +151,7 @@ class RunServer:
 
         directory = await self._directory(request.match_info["run"])
         if not is_training_run(directory):
-            raise web.HTTPNotFound(text="This is no training run.\n")
+            raise web.HTTPNotFound(text="This is not a training run.\n")
         if request.query.get("known") == run_version(directory):
             return web.Response(status=204)
         return _json(await asyncio.to_thread(training_data, directory))
@@ -177,7 +177,7 @@ class RunServer:
         key = request.match_info["run"]
         directory = await self._directory(key)
         if not (directory / RESULTS).is_file():
-            raise FileNotFoundError(f"{key!r} is no evaluation")
+            raise FileNotFoundError(f"{key!r} is not an evaluation")
         return self._opened.setdefault(key, GrowingRun(directory))
 
     async def _directory(self, key: str) -> Path:

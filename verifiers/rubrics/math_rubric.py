@@ -25,7 +25,7 @@ class MathRubric(Rubric):
 
     Its functions are `correct_answer` (weight 1) and the metrics `math_timeout` and `math_worker_died` (weight 0):
     an answer that cannot be compared in time, or that ends its worker, as one does which takes all its memory,
-    was looked at and is worth 0.0; it is no failed grade. Workers that do not run at all are one.
+    was looked at and is worth 0.0; it is not a failed grade. Workers that do not run at all are one.
 
     Args:
         funcs: further reward functions, before its own.

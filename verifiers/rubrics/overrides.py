@@ -63,7 +63,7 @@ async def call_score_rollout(
     `score_sem` is given to a method that takes it, and else entered around the call; `extra` has further arguments.
 
     Raises:
-        GradingError: the method gave no reward, or one that is no finite number.
+        GradingError: the method gave no reward, or one that is not a finite number.
         Exception: what the method raises.
     """
     gate = score_sem if score_sem is not None else contextlib.nullcontext()
@@ -84,7 +84,7 @@ async def call_score_rollouts(
     """Score rollouts by `rubric.score_rollouts`.
 
     Raises:
-        GradingError: another number of rewards, or one that is no finite number.
+        GradingError: another number of rewards, or one that is not a finite number.
         Exception: what the method raises.
     """
     columns = accepted_arguments(rubric.score_rollouts, {**ScoringInput.columns(inputs), **(extra or {})})

@@ -38,9 +38,9 @@ class RankingRubric(JudgeRubric):
     where all are, no judge is asked. The order in which responses are shown is shuffled, by the seed and the
     texts, so that it neither favours a place nor depends on which rollout ended first.
 
-    Its function is `ranking`, a group function: it needs `score_group`. An answer of the judge that is no ranking of
-    all the responses is sampled again; where none comes, or the judge fails, every rollout of the group is a failed
-    grade.
+    Its function is `ranking`, a group function: it needs `score_group`. An answer of the judge that is not a ranking
+    of all the responses is sampled again; where none comes, or the judge fails, every rollout of the group is a
+    failed grade.
 
     Args:
         parser: as for `JudgeRubric`.

@@ -271,7 +271,7 @@ def finite_float(value: Any) -> float:
     """Return the value as a float.
 
     Raises:
-        GradingError: the value is no finite number.
+        GradingError: the value is not a finite number.
     """
     try:
         number = float(value)
@@ -306,7 +306,7 @@ def checked_reward_funcs(rubric: Any, funcs: Sequence[Callable[..., Any]]) -> Se
     """Return a rubric's reward functions as they are.
 
     Raises:
-        ConfigError: what is no function, or a parameter that nearly has the name of an argument.
+        ConfigError: what is not a function, or a parameter that nearly has the name of an argument.
     """
     for func in [funcs] if callable(funcs) else funcs:
         if func is funcs or not callable(func):
@@ -369,7 +369,7 @@ def score_from(result: Any, item: ScoringInput) -> RolloutScore:
     """Return the score that an override gave: as its result, or, where that is None, in the state.
 
     Raises:
-        GradingError: there is no reward, or it is no finite number.
+        GradingError: there is no reward, or it is not a finite number.
     """
     if isinstance(result, (int, float)):
         return item.score(finite_float(result))

@@ -35,7 +35,7 @@ def check_model_path(name_or_path: str) -> None:
     directory; "owner/name" is a hub name.
 
     Raises:
-        ConfigError: the path does not exist, or is no model directory.
+        ConfigError: the path does not exist, or is not a model directory.
     """
     path = Path(name_or_path).expanduser()
     looks_like_path = name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1 or path.exists()

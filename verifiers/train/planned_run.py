@@ -31,7 +31,7 @@ def planned_run(
     Raises:
         ConfigError: a rubric without reward functions; sizes, stages and datasets that do not go together; saves in
             the middle of a block; a group of environments of which one brings a curriculum that would not be
-            followed; a prompt with a part that is no text.
+            followed; a prompt with a part that is not text.
     """
     if getattr(getattr(env, "rubric", None), "is_empty", False):
         raise ConfigError(

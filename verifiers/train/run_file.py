@@ -147,7 +147,7 @@ def load_run_file(path: str | Path) -> RunFile:
     """Read and check a run file; nothing is loaded or started yet.
 
     Raises:
-        ConfigError: the file is missing, is no TOML, or has an unknown, missing or wrong key; one sentence.
+        ConfigError: the file is missing, is not valid TOML, or has an unknown, missing or wrong key; one sentence.
     """
     try:
         data = tomllib.loads(Path(path).read_text())

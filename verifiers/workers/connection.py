@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
         """Send a message; one to an end that is gone is dropped.
 
         Raises:
-            ConfigError: a value that is no JSON, with the name of its field.
+            ConfigError: a value that is not JSON, with the name of its field.
         """
         try:
             text = _encode(message)
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
 
 
 def refuse_unsendable(message: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with the name of the field, where a message holds what is no JSON."""
+    """Raise ConfigError, with the name of the field, where a message holds what is not JSON."""
     found = _unsendable(message, "")
     if found is not None:
         raise ConfigError(
@@ -117,19 +117,19 @@ def refuse_unsendable(message: Mapping[str, Any]) -> None:
 
 
 def _unsendable(value: Any, name: str) -> str | None:
-    """Return which field is no JSON, as the beginning of a sentence."""
+    """Return which field is not JSON, as the beginning of a sentence."""
     if value is None or isinstance(value, (str, int, float)):
         return None
     items: Any
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, (str, int, float, type(None))):
-                return f"{name or 'a message'} has the key {key!r:.100}, which is no text,"
+                return f"{name or 'a message'} has the key {key!r:.100}, which is not text,"
         items = ((f"{name}.{key}" if name else str(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
         items = ((f"{name}[{place}]", item) for place, item in enumerate(value))
     else:
-        return f"{name} is a {type(value).__name__} ({value!r:.100}), which is no JSON"
+        return f"{name} is a {type(value).__name__} ({value!r:.100}), which is not JSON"
     return next((found for inner, item in items if (found := _unsendable(item, inner)) is not None), None)
 
 

@@ -237,7 +237,7 @@ class Routes:
         )
         scores = await self._grade(asked.items)
         if self._ending and any(score.value is None for score in scores):
-            # what the end of the server broke off is no failure of a grader: the next server can grade it
+            # what the end of the server broke off is not a failure of a grader: the next server can grade it
             raise RequestError("the server is ending; send the request again", status=503, code="ending")
         results = [
             {

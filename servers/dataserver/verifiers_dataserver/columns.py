@@ -18,7 +18,7 @@ _BATCH = 1000
 
 
 def servable(source: Any, name: str, table: DatasetTable) -> Any:
-    """Return the table without columns that are no JSON, such as dates and images: no grader could get them.
+    """Return the table without columns that are not JSON, such as dates and images: no grader could get them.
 
     Args:
         source: a `datasets.Dataset` with at least one row.
@@ -26,19 +26,19 @@ def servable(source: Any, name: str, table: DatasetTable) -> Any:
         table: its part of the configuration.
 
     Raises:
-        ConfigError: a column that the configuration or the format of rows names is no JSON.
+        ConfigError: a column that the configuration or the format of rows names is not JSON.
     """
     wanted = {table.prompt_key, table.answer_key, "system_prompt", "metadata", "info"}
     dropped = [column for column in source.column_names if not _is_json(source, column)]
     for column in dropped:
         if column in wanted:
             raise ConfigError(
-                f"dataset {name!r}: the column {column!r} holds {source.features[column]}, which is no JSON; "
+                f"dataset {name!r}: the column {column!r} holds {source.features[column]}, which is not JSON; "
                 "make it texts or numbers, or name another column as prompt_key and answer_key."
             )
     if dropped:
         log.warning(
-            "dataset %r: graders do not get the columns %s, for what they hold is no JSON.",
+            "dataset %r: graders do not get the columns %s, for what they hold is not JSON.",
             name,
             ", ".join(map(repr, dropped)),
         )

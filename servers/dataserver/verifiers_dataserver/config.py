@@ -262,13 +262,13 @@ def _read(path: Path) -> Any:
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is no TOML: {error}.") from None
+            raise ConfigError(f"{path} is not valid TOML: {error}.") from None
     import yaml
 
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
 
 
 def _check_datasets(file: _File) -> None:
@@ -292,13 +292,13 @@ def _check_datasets(file: _File) -> None:
 
 
 def _check_arguments(where: str, arguments: dict[str, Any]) -> None:
-    """Refuse arguments that are no JSON: as JSON they go to the process that grades."""
+    """Refuse arguments that are not JSON: as JSON they go to the process that grades."""
     for name, value in arguments.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{where}.environment.args.{name} is {short_repr(value)}, which is no JSON ({error}); "
+                f"{where}.environment.args.{name} is {short_repr(value)}, which is not JSON ({error}); "
                 "give texts, numbers, lists and tables, a date in quotation marks."
             ) from None
 
@@ -310,7 +310,7 @@ def _check_uses(where: str, dataset: DatasetTable, file: _File) -> None:
     for use in uses:
         known = [*KNOWN_WITHOUT_TABLE, *file.graders]
         if use.use not in known:
-            raise ConfigError(f"{where}.graders uses {use.use!r}, which is no grader; {_nearest(use.use, known)}")
+            raise ConfigError(f"{where}.graders uses {use.use!r}, which is not a grader; {_nearest(use.use, known)}")
         if use.use == "rubric" and dataset.environment is None:
             raise ConfigError(f"{where}.graders uses 'rubric', but only an environment has one; use another grader.")
     names = [use.shown_as for use in uses]

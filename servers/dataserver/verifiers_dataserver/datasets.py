@@ -129,7 +129,7 @@ def _check_rows(rows: TaskRows, source: _Table) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"dataset {rows.name!r}: row 0 has {value!r:.80} as {key!r}, which is no JSON ({error}), so "
+                f"dataset {rows.name!r}: row 0 has {value!r:.80} as {key!r}, which is not JSON ({error}), so "
                 "no grader can get it; make it a text or a number."
             ) from None
     if table.hf is not None:
@@ -147,9 +147,9 @@ def _read_jsonl(path: Path, name: str) -> list[Mapping[str, Any]]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"line {number} of {path} (dataset {name!r}) is no JSON: {error}.") from None
+                    raise ConfigError(f"line {number} of {path} (dataset {name!r}) is not JSON: {error}.") from None
                 if not isinstance(row, dict):
-                    raise ConfigError(f"line {number} of {path} (dataset {name!r}) is no object: {line[:60]!r}.")
+                    raise ConfigError(f"line {number} of {path} (dataset {name!r}) is not an object: {line[:60]!r}.")
                 rows.append(row)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"dataset {name!r}: {path} cannot be read: {error}.") from None

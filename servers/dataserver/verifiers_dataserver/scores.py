@@ -111,7 +111,7 @@ class JsonSchema(_Answer):
                 validator_for(self.schema).check_schema(self.schema)
             except SchemaError as error:
                 where = ".".join(map(str, ("schema", *error.absolute_path)))
-                raise ConfigError(f"{where} is no JSON schema: {error.message}.") from None
+                raise ConfigError(f"{where} is not a JSON schema: {error.message}.") from None
 
     def score(self, completion: Completion, row: Row) -> float:
         from jsonschema.validators import validator_for
@@ -249,7 +249,7 @@ class _Found:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _json(text: str, *, keep_numbers: bool = False) -> _Found | None:

@@ -1,6 +1,6 @@
 """Requests and answers: version 1, as kolibrify's clients speak it, and version 2 of our own.
 
-Requests are checked to the letter (a number is no text), and fields that nobody knows are let pass.
+Requests are checked to the letter (a number is not text), and fields that nobody knows are let pass.
 """
 
 from __future__ import annotations

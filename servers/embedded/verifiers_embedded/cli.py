@@ -204,7 +204,7 @@ def _from_hub(name: str) -> Path:
         # the network, the hub and the cache each fail in their own ways
         reason = str(error).strip().splitlines() or [""]
         raise StartError(
-            f"--model {name!r} is no directory here, and cannot be had from the hub "
+            f"--model {name!r} is not a directory here, and cannot be had from the hub "
             f"({type(error).__name__}: {reason[0]}); give a directory, or check the name and the network",
             1,
         ) from error

@@ -67,7 +67,7 @@ def known_minor(version: str) -> tuple[Minor, str | None]:
     tried = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
-        raise StartError(f"vLLM says its version is {version!r}, which is no version; install one of {tried}")
+        raise StartError(f"vLLM says its version is {version!r}, which is not a version; install one of {tried}")
     minor = (int(found[1]), int(found[2]))
     if minor < oldest:
         raise StartError(

@@ -160,7 +160,7 @@ def test_a_template_that_rewrites_history_is_refused_and_never_realigned(env: vf
             return encode_text(f"{len(text)}{text}")
 
     said = [{"role": "assistant", "content": "A"}, {"role": "user", "content": "a longer word"}]
-    with pytest.raises(ConfigError, match=r"rewrites history\), so it is no single row"):
+    with pytest.raises(ConfigError, match=r"rewrites history\), so it is not a single row"):
         env.process_chat_format_vllm(ASK, said, vf.State(responses=[chat_response([1])]), Rewrites())
 
 

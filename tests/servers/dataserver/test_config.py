@@ -35,7 +35,7 @@ def with_dataset(**fields: Any) -> dict[str, Any]:
 
 
 MISTAKES: list[tuple[Any, str]] = [
-    ("datasets: [", "is no YAML"),
+    ("datasets: [", "is not valid YAML"),
     ("", "the file is None, but it must be a table"),
     ({}, "the file has no 'datasets'; add it"),
     ({"datasets": {}}, "datasets is empty; name at least one dataset"),
@@ -48,7 +48,7 @@ MISTAKES: list[tuple[Any, str]] = [
     ({"datasets": {"easy": {"graders": ["exact"]}}}, "no source; give exactly one"),
     ({"datasets": {"a:b": FINE["datasets"]["easy"]}}, "'a:b' needs a name without ':'"),
     (with_dataset(graders=[]), "datasets.easy.graders is empty"),
-    (with_dataset(graders=["exacct"]), "uses 'exacct', which is no grader; did you mean 'exact'?"),
+    (with_dataset(graders=["exacct"]), "uses 'exacct', which is not a grader; did you mean 'exact'?"),
     (with_dataset(graders=["rubric"]), "only an environment has one"),
     (with_dataset(graders=["exact", "exact"]), "has 'exact' twice"),
     (with_dataset(graders=[{"use": "exact", "weight": -1}]), "weight is -1"),
@@ -58,10 +58,10 @@ MISTAKES: list[tuple[Any, str]] = [
     (with_dataset(graders=[{"use": "exact", "ignore_case": "perhaps"}]), "ignore_case is 'perhaps'"),
     (with_dataset(graders=[{"use": "math", "timeout_s": "long"}]), "timeout_s is 'long'"),
     (with_dataset(graders=[{"use": "length_cap"}]), "give either max_tokens or max_chars"),
-    (with_dataset(graders=[{"use": "json_schema", "schema": {"type": "objekt"}}]), "schema.type is no JSON schema"),
+    (with_dataset(graders=[{"use": "json_schema", "schema": {"type": "objekt"}}]), "type is not a JSON schema"),
     (
         "datasets: {env: {environment: {id: x, args: {since: 2024-01-01}}}}",
-        "datasets.env.environment.args.since is datetime.date(2024, 1, 1), which is no JSON",
+        "datasets.env.environment.args.since is datetime.date(2024, 1, 1), which is not JSON",
     ),
     (with_dataset(answer_from="last"), "answer_from is 'last'"),
     (with_dataset(prompt_key="question"), "row 0 of dataset 'easy' has None as 'question'"),
@@ -158,7 +158,7 @@ datasets = ["easy"]
     configuration = load_configuration(write(text, "config.toml"))
     assert configuration.total_steps == 7
     assert [use.weight for use in configuration.datasets["easy"].uses()] == [1.0, 2.0]
-    with pytest.raises(ConfigError, match="is no TOML"):
+    with pytest.raises(ConfigError, match="is not valid TOML"):
         load_configuration(write("a = ", "broken.toml"))
 
 

@@ -70,5 +70,5 @@ def test_misaligned_tensors_are_refused() -> None:
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 0, 1], [1, 2, 3], [[0, 1, 2]]])
 def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
-    with pytest.raises(ConfigError, match="no permutation"):
+    with pytest.raises(ConfigError, match="not a permutation"):
         shuffle_tensor_dict({"x": torch.arange(3)}, order)

@@ -150,7 +150,7 @@ def test_a_checkpoint_gives_back_its_step_and_what_else_it_was_given(tmp_path: P
 
 
 class SafetensorError(Exception):
-    """Named as safetensors' own, which is no OSError."""
+    """Named as safetensors' own, which is not an OSError."""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,15 @@
-"""The output directory of a run, without a trainer."""
+"""The output directory of a run, without a trainer: its lock, its checkpoints, and what an earlier run left."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +19,20 @@ from transformers import TrainerState
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.errors import CheckpointError, GenerationError
+from verifiers.monitoring.run_log import read_run
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.checkpoint import extra_state, newest_complete
-from verifiers.train.checkpoint.run_directory import RunDirectory
+from verifiers.train.checkpoint.checkpoint import MARKER, extra_state, mark_complete, newest_complete
+from verifiers.train.checkpoint.run_directory import (
+    LOCK,
+    ResumePoint,
+    RunDirectory,
+    archive_later_checkpoints,
+    archive_previous_run,
+    finished_steps,
+    lock_output_dir,
+    note_saved,
+    prepare_output_dir,
+)
 from verifiers.train.processes.distributed import Ranks
 
 PLAN = make_plan(per_device_train_batch_size=4, num_generations=4, num_iterations=2, max_steps=10, num_prompts=12)
@@ -87,3 +106,225 @@ def test_a_save_that_fails_is_one_sentence_and_the_checkpoint_does_not_count(tmp
         raise OSError("no space left")
     assert newest_complete(tmp_path) is None
     assert read_block_log(tmp_path) == []
+
+
+# -- what an earlier run left ---------------------------------------------------------------------------------
+
+LEFT = ("blocks.jsonl", "metrics.jsonl", "samples.jsonl", "run.json", "report.html")
+
+
+def left_by_a_run(root: Path, steps: tuple[int, ...] = (2, 4)) -> set[str]:
+    for name in LEFT:
+        (root / name).write_text("{}\n")
+    for step in steps:
+        (root / f"checkpoint-{step}").mkdir()
+        (root / f"checkpoint-{step}" / MARKER).write_text("{}")
+        (root / "evals" / f"step-{step}").mkdir(parents=True)
+    return names_in(root)
+
+
+def names_in(root: Path) -> set[str]:
+    names = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() or "step-" in path.name}
+    return {name for name in names if not name.startswith(("earlier-", ".earlier-"))}
+
+
+def test_all_that_a_run_left_is_moved_and_what_is_a_users_stays(tmp_path: Path) -> None:
+    left = left_by_a_run(tmp_path)
+    others = {"run.toml", "model.safetensors", "checkpoint-best", "notes"}
+    for name in others:
+        (tmp_path / name).touch()
+    assert archive_previous_run(tmp_path) == tmp_path / "earlier-1"
+    assert names_in(tmp_path / "earlier-1") == left
+    assert names_in(tmp_path) == others
+    again = left_by_a_run(tmp_path) - others
+    assert archive_previous_run(tmp_path) == tmp_path / "earlier-2"
+    assert names_in(tmp_path / "earlier-2") == again
+
+
+def test_what_this_process_measured_stays(tmp_path: Path) -> None:
+    left_by_a_run(tmp_path)
+    own = tmp_path / "evals" / "step-0"
+    own.mkdir()
+    archive_previous_run(tmp_path, {own})
+    assert names_in(tmp_path) == {"evals/step-0"}
+
+
+def test_a_run_that_did_nothing_is_not_worth_a_directory(tmp_path: Path) -> None:
+    assert archive_previous_run(tmp_path / "nowhere") is None
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "blocks.jsonl").touch()
+    assert archive_previous_run(tmp_path) is None
+    assert not list(tmp_path.glob("*earlier*"))
+
+
+def test_the_directory_that_trl_made_for_its_tables_is_there_after_the_move(tmp_path: Path) -> None:
+    left_by_a_run(tmp_path)
+    tables = tmp_path / "completions"
+    tables.mkdir()
+    archive_previous_run(tmp_path)
+    assert list(tables.iterdir()) == []
+    (tables / "step-1.parquet").touch()
+    assert archive_previous_run(tmp_path) == tmp_path / "earlier-2"
+    assert list(tables.iterdir()) == []
+    assert (tmp_path / "earlier-2" / "completions" / "step-1.parquet").is_file()
+
+
+@pytest.mark.parametrize("moves", range(1, 9))
+def test_an_archive_that_was_cut_leaves_a_run_at_an_earlier_step_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
+) -> None:
+    left, done, rename = left_by_a_run(tmp_path), [], Path.rename
+
+    def killed_after_some(path: Path, target: Path) -> Path:
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed_after_some)
+        with pytest.raises(KeyboardInterrupt):
+            archive_previous_run(tmp_path)
+    newest = newest_complete(tmp_path)
+    assert newest == {1: tmp_path / "checkpoint-4", 2: tmp_path / "checkpoint-2"}.get(moves)
+    # the block log stays until no checkpoint needs it
+    assert newest is None or (tmp_path / "blocks.jsonl").exists()
+    assert finished_steps(tmp_path, SHORT) is None if newest is None else not (tmp_path / "run.json").exists()
+    archive_previous_run(tmp_path)
+    archived = names_in(tmp_path / "earlier-1")
+    archived |= names_in(tmp_path / "earlier-2") if (tmp_path / "earlier-2").exists() else names_in(tmp_path)
+    assert archived == left
+
+
+def test_only_complete_checkpoints_after_the_step_are_moved(tmp_path: Path) -> None:
+    left_by_a_run(tmp_path, (2, 4, 6))
+    (tmp_path / "checkpoint-8").mkdir()
+    assert archive_later_checkpoints(tmp_path, 6) is None
+    assert archive_later_checkpoints(tmp_path, 2) == tmp_path / "earlier-1"
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_files_that_cannot_be_moved_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by_a_run(tmp_path)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(
+        CheckpointError, match=r"an earlier run in .* cannot be moved .*Permission denied.*give another output_dir"
+    ):
+        archive_previous_run(tmp_path)
+
+
+SHORT = make_plan(per_device_train_batch_size=4, num_generations=4, max_steps=4, num_prompts=8)
+
+
+def test_what_was_finished_with_another_seed_other_rows_or_another_model_is_not_this_run(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{number}", "answer": ""} for number in range(8)]
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "ended": 1.0}))
+    note_saved(tmp_path, 4, SHORT, rows, "start")
+    assert finished_steps(tmp_path, dataclasses.replace(SHORT, max_steps=2), rows, "start") == 4
+    assert finished_steps(tmp_path, SHORT) == 4
+    for other in (
+        (dataclasses.replace(SHORT, seed=7), rows, "start"),
+        (SHORT, rows[::-1], "start"),
+        (SHORT, rows, "b"),
+    ):
+        assert finished_steps(tmp_path, *other) is None
+    run = read_run(tmp_path)
+    # as it was written before these were noted
+    del run["saved"]["of"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert finished_steps(tmp_path, SHORT, rows, "b") == 4
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_going_back_to_a_run_whose_best_checkpoint_has_moved_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_there: bool
+) -> None:
+    back = tmp_path / "earlier-1" / "checkpoint-4"
+    best = back.with_name("checkpoint-2") if is_there else tmp_path / "checkpoint-2"
+    for path in (back, best) if is_there else (back,):
+        path.mkdir(parents=True)
+    (back / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(best)}))
+    mark_complete(back, SHORT, 4)
+    prepare_output_dir(ResumePoint(str(back), resumes=True), str(tmp_path))
+    assert (f"the best checkpoint before step 4, {best}, is not there" in caplog.text) == (not is_there)
+
+
+HOLDS = """
+import sys, time
+from verifiers.train.checkpoint.run_directory import lock_output_dir
+lock = lock_output_dir(sys.argv[1])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+FORKS = """
+import os, sys, time
+from verifiers.train.checkpoint.run_directory import lock_output_dir
+lock = lock_output_dir(sys.argv[1])
+if not os.fork():
+    lock.release()
+    print("forked", flush=True)
+    sys.stdin.read()
+else:
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_releases_its_lock(tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    lock = lock_output_dir(directory)
+    with pytest.raises(CheckpointError, match=r"another run writes to .*out .* output_dir"):
+        lock_output_dir(directory)
+    lock.release()
+    again = lock_output_dir(directory)
+    again.release()
+    again.release()
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        try:
+            with pytest.raises(CheckpointError):
+                lock_output_dir(tmp_path)
+        finally:
+            other.kill()
+    lock_output_dir(tmp_path).release()
+
+
+@pytest.mark.slow
+def test_a_forked_child_neither_gives_back_what_its_parent_holds_nor_keeps_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"forked\n"
+        try:
+            with pytest.raises(CheckpointError):
+                lock_output_dir(tmp_path)
+        finally:
+            parent.kill()
+        while parent.poll() is None:
+            time.sleep(0.01)
+        # the child is there until its input ends
+        lock_output_dir(tmp_path).release()
+
+
+@pytest.mark.parametrize("refuses", [fcntl.flock, os.open], ids=["no locks", "no file"])
+def test_a_disk_without_locks_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: object
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl if refuses is fcntl.flock else os, refuses.__name__, refused)  # type: ignore[attr-defined]
+    for _ in range(2):
+        lock_output_dir(tmp_path).release()
+    assert not [name for name in os.listdir(tmp_path) if name != LOCK]

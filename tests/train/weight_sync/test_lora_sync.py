@@ -90,7 +90,7 @@ def test_a_refused_adapter_is_said_and_removed(tmp_path: Path, monkeypatch: pyte
     # the server answers at once, on a machine that is not crowded
     monkeypatch.setattr(rollout_server, "SHUTDOWN_S", 20.0)
     faults = {
-        # nothing is there to be unloaded yet, which is no failure
+        # nothing is there to be unloaded yet, which is not a failure
         "/v1/unload_lora_adapter": Fault(404, body="not found"),
         "/v1/load_lora_adapter": Fault(400, body="LoRA rank 4 is greater than max_lora_rank 2"),
     }

@@ -199,7 +199,7 @@ def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
     )
     if trained_on := summary.get("prompts_trained_on"):
         asked = run.metadata["num_examples"]
-        yield f"{trained_on} of {asked} prompts are training rows too: this is no held-out reward"
+        yield f"{trained_on} of {asked} prompts are training rows too: this is not a held-out reward"
     elif trained_on is None:
         yield "whether prompts are training rows too was not checked: those are too many, or are made when first used"
     variance = summary["variance"]

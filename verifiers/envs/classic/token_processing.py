@@ -236,7 +236,7 @@ def _added(before: list[int], after: list[int]) -> list[int]:
     if after[: len(before)] != before:
         raise ConfigError(
             "the tokens of a longer conversation do not begin with those of the shorter one (the chat template or "
-            "the tokenizer rewrites history), so it is no single row; use "
+            "the tokenizer rewrites history), so it is not a single row; use "
             "verifiers.rollouts.recording_client.rows_from_turns."
         )
     return after[len(before) :]
@@ -274,7 +274,7 @@ def _with_parsed_arguments(message: Any) -> Any:
         try:
             function["arguments"] = json.loads(function["arguments"])
         except (TypeError, ValueError):
-            pass  # the policy wrote what is no JSON, or it is data already: the template gets it as it is
+            pass  # the policy wrote what is not JSON, or it is data already: the template gets it as it is
         calls.append({**call, "function": function})
     return {**plain, "tool_calls": calls}
 

@@ -123,7 +123,7 @@ function notices() {
     const trained = run.promptsTrainedOn;
     if (trained)
       found.push(
-        `${isPair ? `${"AB"[index]}: ` : ""}${counted(trained, "prompt")} also trained on: this is no held-out reward.`,
+        `${isPair ? `${"AB"[index]}: ` : ""}${counted(trained, "prompt")} also trained on: this is not a held-out reward.`,
       );
     else if (trained === null)
       found.push(`${isPair ? `${"AB"[index]}: ` : ""}Not checked whether prompts are training rows too.`);

@@ -302,7 +302,7 @@ def shuffle_tensor_dict(
             to draw one from. There is no default: a shuffle must be reproducible by its seed.
 
     Raises:
-        ConfigError: where columns are misaligned or the order is no permutation of their rows.
+        ConfigError: where columns are misaligned or the order is not a permutation of their rows.
     """
     count = num_rows(rows)
     if isinstance(order, torch.Generator):
@@ -310,7 +310,7 @@ def shuffle_tensor_dict(
     else:
         order_R = torch.as_tensor(order, dtype=torch.long)
         if order_R.dim() != 1 or order_R.sort().values.tolist() != list(range(count)):
-            raise ConfigError(f"the order is no permutation of {count} rows: {order_R.tolist()}")
+            raise ConfigError(f"the order is not a permutation of {count} rows: {order_R.tolist()}")
     places = order_R.tolist()
 
     def reorder(column: Column | None) -> Column | None:

@@ -277,7 +277,7 @@ def assemble_old_log_probs(
 
     Raises:
         ConfigError: another number of rows or of sampled tokens than the tensors have, or a sampled token that
-            is no real one, or is the first.
+            is not a real one, or is the first.
     """
     if attention_mask_RT.shape != loss_mask_RT.shape or len(log_probs) != len(loss_mask_RT):
         raise ConfigError(

@@ -328,7 +328,7 @@ def _ended_if_stuck(termination: Termination, give_back: Callable[[BaseException
                 deadline = None
                 continue
             number = os.read(readable, 1)[0]
-            # 0 is no signal, and ends the thread
+            # 0 is not a signal, and ends the thread
             if number == 0:
                 return
             if number in _HANDLED_OVER and deadline is None:

@@ -200,7 +200,7 @@ class HttpGrader:
             data = await self._post({"samples": [_sample(task) for task in tasks]})
             results = data["results"]
             if not isinstance(results, list):
-                raise TypeError("results is no list")
+                raise TypeError("results is not a list")
         except Exception as error:
             failure = failed(self._name, error)
             return [failure for _ in tasks]

@@ -178,7 +178,7 @@ class Rewards:
         paths = [] if table.path is None else [str(configuration.resolve(table.path))]
         for path in paths:
             if not Path(path).is_dir():
-                raise ConfigError(f"graders.{key}.path is {path!r}, which is no directory; give the module's.")
+                raise ConfigError(f"graders.{key}.path is {path!r}, which is not a directory; give the module's.")
         module = table.python.partition(":")[0]
         pool = WorkerPool(
             workers=table.workers,

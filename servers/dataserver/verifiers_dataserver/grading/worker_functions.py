@@ -62,7 +62,7 @@ def check_grader(target: str) -> str | None:
         found = _found(target)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None if callable(found) else f"{target!r} is no function"
+    return None if callable(found) else f"{target!r} is not a function"
 
 
 def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -317,6 +317,6 @@ def _complete_with(outcome: Future[_T], work: Callable[[], _T]) -> None:
     except Exception as error:
         outcome.set_exception(error)
     finally:
-        # a panic of the library is no Exception, and the caller that waits must get it all the same
+        # a panic of the library is not an Exception, and the caller that waits must get it all the same
         if not outcome.done():
             outcome.set_exception(RuntimeError("the grammar compiler crashed without an error message"))

@@ -192,7 +192,7 @@ def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(function["arguments"])
     except ValueError:
-        # the model's own words, which were no JSON
+        # the model's own words, which were not JSON
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 
