@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verifiers.errors import ConfigError
 from verifiers.types import AssistantMessage, MessageRecord
 
 __all__ = [
+    "NEUTRAL",
     "NEUTRAL_SAMPLING",
     "SampledTokens",
     "WireObject",
@@ -22,8 +24,10 @@ __all__ = [
     "neutral_where_unset",
     "overlong_response",
     "plain_data",
+    "refuse_biased_call",
     "request_body",
     "sampled_tokens",
+    "unless_neutral",
 ]
 
 # Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
@@ -35,13 +39,50 @@ _OPTIONAL = frozenset(
     }
 )  # fmt: skip
 
+_FORMS: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf"), ()),
+    "tool_choice": ("auto", "none"),
+}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "top_a": (0.0,),
+    "top_n_sigma": (0.0, -1.0),
+    **dict.fromkeys(("tfs", "tfs_z"), (1.0,)),
+    "xtc_probability": (0.0,),
+    **dict.fromkeys(("mirostat", "mirostat_mode"), (0,)),
+    "dynatemp_range": (0.0,),
+    "repetition_penalty": (1.0,),
+    "repeat_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "dry_multiplier": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "logit_bias": ({},),
+    **dict.fromkeys(("min_tokens", "min_new_tokens"), (0,)),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+    "thinking_token_budget": (-1,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    **_FORMS,
+}
+"""Sampling arguments that change the sampler's distribution, with the values under which they do not.
+
+Left out is what does nothing by itself (`length_penalty` without beams; `xtc_threshold`, `mirostat_tau` and
+`mirostat_eta` without what they belong to), and `ignore_eos`, which ends a text later and moves no probability."""
+
 NEUTRAL_SAMPLING: dict[str, Any] = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
+    name: NEUTRAL[name][0]
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 }
 """Asks for the model's own distribution. What a request leaves out, a server may take from the model's
 generation_config.json, as vLLM does by default, and cut or shift the distribution."""
@@ -52,6 +93,51 @@ def neutral_where_unset(given: Mapping[str, Any], extra: Mapping[str, Any]) -> d
     return {
         name: value for name, value in NEUTRAL_SAMPLING.items() if given.get(name) is None and extra.get(name) is None
     }
+
+
+def refuse_biased_call(trained_at: float, assumed: Sequence[Mapping[str, Any]], sent: Mapping[str, Any]) -> None:
+    """Refuse a call of a training rollout that samples otherwise than the trainer assumes.
+
+    An answer in free form, or without a forced tool, is never refused: turns of one rollout may differ in that.
+
+    Args:
+        trained_at: the temperature at which the trainer scores.
+        assumed: the fields of the sampling arguments that rollouts are given, one for each environment of a group.
+        sent: the fields of the call's body. Without a temperature they stand for 1.0.
+
+    Raises:
+        ConfigError: with the argument, and how to make a call that is not trained.
+    """
+    untrained = "or ask client.untrained, whose calls are not trained."
+    passed_on = f"pass on the sampling_args that rollout was given, {untrained}"
+    temperature = sent.get("temperature")
+    if temperature != trained_at and (temperature is not None or trained_at != 1.0):
+        samples = "leaves temperature out" if temperature is None else f"samples at temperature={temperature!r}"
+        raise ConfigError(
+            f"a call of the environment {samples}, and the trainer scores it at temperature={trained_at:g}; "
+            f"{passed_on}"
+        )
+    named = set(sent).union(*assumed)
+    # nearly always none: this is asked at every call
+    for name in [name for name in NEUTRAL if name in named]:
+        value, given = unless_neutral(name, sent), [unless_neutral(name, fields) for fields in assumed]
+        if value in given or (value is None and name in _FORMS):
+            continue
+        samples = f"samples with {name}={sent[name]!r}" if sent.get(name) is not None else f"leaves {name} out"
+        if None in given:
+            raise ConfigError(
+                f"a call of the environment {samples}, which the trainer does not assume; "
+                f"leave {name} out, {untrained}"
+            )
+        raise ConfigError(
+            f"a call of the environment {samples}, and the run samples with {name}={given[0]!r}; {passed_on}"
+        )
+
+
+def unless_neutral(name: str, fields: Mapping[str, Any]) -> Any:
+    """Return an argument, or None where it changes nothing."""
+    value = fields.get(name)
+    return None if value in NEUTRAL[name] else value
 
 
 # Arguments of the SDK's `create` that are about the call, not part of the body.

@@ -12,6 +12,7 @@ from verifiers.data.row_source import ObservesBlocks
 from verifiers.envs.lifecycle import teardown_at_exit
 from verifiers.errors import CheckpointError
 from verifiers.inference.endpoint import Backend
+from verifiers.inference.wire import refuse_biased_call
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.block import GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
@@ -27,7 +28,6 @@ from verifiers.train.evaluation.policy_evaluation import PolicyEvaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
 from verifiers.train.monitor import RunMonitor
 from verifiers.train.processes.distributed import Ranks
-from verifiers.train.validation.sampling_args import refuse_biased_call
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import WeightPublisher
 
@@ -113,7 +113,7 @@ class RolloutSession:
             rollout_timeout_s=args.rollout_timeout,
             grading_timeout_s=args.grading_timeout,
             generation=args.generation,
-            check_call=functools.partial(refuse_biased_call, args),
+            check_call=functools.partial(refuse_biased_call, args.temperature),
             group_policy=_group_policy(args),
             drop_stragglers_after_s=args.drop_stragglers_after,
         ).start()

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError
+from verifiers.inference.wire import NEUTRAL, refuse_biased_call
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.train.config import GRPOConfig
-from verifiers.train.validation.sampling_args import NEUTRAL, refuse_biased_call, training_sampling_args
+from verifiers.train.validation.sampling_args import training_sampling_args
 
 WITHOUT_CORRECTION = {"importance_correction": False, "num_batches_ahead": 0}
 BIASED: dict[str, Any] = {
@@ -50,7 +51,7 @@ def call(env: Any, args: GRPOConfig, sent: dict[str, Any]) -> None:
 
     def check(assumed: Any, sent: Any) -> None:
         checked.append(sent)
-        refuse_biased_call(args, assumed, sent)
+        refuse_biased_call(args.temperature, assumed, sent)
 
     given = training_sampling_args(env, args)
     generator = AsyncBatchGenerator(env, "http://127.0.0.1:9/v1", "m", given, check_call=check)

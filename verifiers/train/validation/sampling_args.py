@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
+from verifiers.inference.wire import NEUTRAL, unless_neutral
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
 
 __all__ = [
-    "NEUTRAL",
-    "refuse_biased_call",
     "refuse_biased_sampling",
     "training_sampling_args",
     "with_template_options",
 ]
-
-
-_FORMS: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
-    **dict.fromkeys(("json_schema", "regex", "ebnf"), ()),
-    "tool_choice": ("auto", "none"),
-}
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
-    "typical_p": (1.0,),
-    "top_a": (0.0,),
-    "top_n_sigma": (0.0, -1.0),
-    **dict.fromkeys(("tfs", "tfs_z"), (1.0,)),
-    "xtc_probability": (0.0,),
-    **dict.fromkeys(("mirostat", "mirostat_mode"), (0,)),
-    "dynatemp_range": (0.0,),
-    "repetition_penalty": (1.0,),
-    "repeat_penalty": (1.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "dry_multiplier": (0.0,),
-    "no_repeat_ngram_size": (0,),
-    "logit_bias": ({},),
-    **dict.fromkeys(("min_tokens", "min_new_tokens"), (0,)),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "logits_processors": ([],),
-    "vllm_xargs": ({},),
-    "thinking_token_budget": (-1,),
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    **_FORMS,
-}
-"""Sampling arguments that change the sampler's distribution, with the values under which they do not.
-
-Left out is what does nothing by itself (`length_penalty` without beams; `xtc_threshold`, `mirostat_tau` and
-`mirostat_eta` without what they belong to), and `ignore_eos`, which ends a text later and moves no probability."""
 
 
 def training_sampling_args(env: Any, args: GRPOConfig) -> dict[str, Any]:
@@ -103,51 +60,6 @@ def with_template_options(extra: Mapping[str, Any], args: GRPOConfig) -> dict[st
     return {**(extra.get("chat_template_kwargs") or {}), **options}
 
 
-def refuse_biased_call(args: GRPOConfig, assumed: Sequence[Mapping[str, Any]], sent: Mapping[str, Any]) -> None:
-    """Refuse a call of a training rollout that samples otherwise than the trainer assumes.
-
-    An answer in free form, or without a forced tool, is never refused: turns of one rollout may differ in that.
-
-    Args:
-        args: the run's settings.
-        assumed: the fields of the sampling arguments that rollouts are given, one for each environment of a group.
-        sent: the fields of the call's body. Without a temperature they stand for 1.0.
-
-    Raises:
-        ConfigError: with the argument, and how to make a call that is not trained.
-    """
-    untrained = "or ask client.untrained, whose calls are not trained."
-    passed_on = f"pass on the sampling_args that rollout was given, {untrained}"
-    temperature = sent.get("temperature")
-    if temperature != args.temperature and (temperature is not None or args.temperature != 1.0):
-        samples = "leaves temperature out" if temperature is None else f"samples at temperature={temperature!r}"
-        raise ConfigError(
-            f"a call of the environment {samples}, and the trainer scores it at temperature={args.temperature:g}; "
-            f"{passed_on}"
-        )
-    named = set(sent).union(*assumed)
-    # nearly always none: this is asked at every call
-    for name in [name for name in NEUTRAL if name in named]:
-        value, given = _unless_neutral(name, sent), [_unless_neutral(name, fields) for fields in assumed]
-        if value in given or (value is None and name in _FORMS):
-            continue
-        samples = f"samples with {name}={sent[name]!r}" if sent.get(name) is not None else f"leaves {name} out"
-        if None in given:
-            raise ConfigError(
-                f"a call of the environment {samples}, which the trainer does not assume; "
-                f"leave {name} out, {untrained}"
-            )
-        raise ConfigError(
-            f"a call of the environment {samples}, and the run samples with {name}={given[0]!r}; {passed_on}"
-        )
-
-
-def _unless_neutral(name: str, fields: Mapping[str, Any]) -> Any:
-    """Return an argument, or None where it changes nothing."""
-    value = fields.get(name)
-    return None if value in NEUTRAL[name] else value
-
-
 def refuse_biased_sampling(args: GRPOConfig, given: Mapping[str, Any] | None = None) -> None:
     """Refuse what makes the sampler's log-probs those of another distribution, wherever they are used.
 
@@ -165,7 +77,7 @@ def refuse_biased_sampling(args: GRPOConfig, given: Mapping[str, Any] | None = N
         whose = "the trainer"
         given = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     for name in NEUTRAL:
-        if (value := _unless_neutral(name, given)) is None:
+        if (value := unless_neutral(name, given)) is None:
             continue
         if args.kl_in_reward:
             raise ConfigError(
