@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from verifiers.chat_messages import MOST_CHARACTERS, as_text, messages_of
 from verifiers.evals.summary import summarize
-from verifiers.evals.transcripts import MOST_CHARACTERS, as_text, last_words, messages_of
 from verifiers.reports.evaluation_data import (
     columns_of,
     difference_of,
     entry_of,
     groups_by_prompt,
     json_block,
+    last_words,
     numbers_of,
     sampled_examples,
     sampled_groups,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from verifiers.chat_messages import as_text, messages_of
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
 from verifiers.evals.store import metrics_of
 from verifiers.evals.summary import RIGHT_FROM, at_k, rollouts_planned
-from verifiers.evals.transcripts import as_text, last_words, newest_first, transcript_of
 from verifiers.reports.page import json_text
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "example_of",
     "groups_by_prompt",
     "json_block",
+    "last_words",
     "numbers_of",
     "sampled_examples",
     "sampled_groups",
@@ -37,6 +38,9 @@ __all__ = [
 ROWS_PER_BLOCK = 100
 
 _PROMPT_WORDS = 140
+_LAST_WORDS = 160
+"""Characters of a rollout's last words."""
+
 _Item = TypeVar("_Item")
 
 
@@ -73,7 +77,7 @@ class Entry:
 def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str = "") -> Entry:
     """Return the small values of a row; what is missing or of another type counts as absent."""
     milliseconds = _number(row.get("generation_ms"))
-    said = next(newest_first(row.get("prompt"), "prompt"), {}).get("text", "")
+    said = next(_newest_first(row.get("prompt"), "prompt"), {}).get("text", "")
     return Entry(
         # the rollouts of a prompt share these texts, which would otherwise be most of what many entries take
         example=example_of(row),
@@ -149,7 +153,7 @@ def json_block(rows: Sequence[Mapping[str, Any]]) -> str:
     places: dict[str, int] = {}
     shown = []
     for row in rows:
-        transcript = transcript_of(row)
+        transcript = _transcript(row)
         prompt = json_text(transcript["prompt"])
         transcript["prompt"] = places.setdefault(prompt, len(places))
         shown.append(json_text(transcript))
@@ -342,3 +346,53 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
     shown = {name: getattr(estimate, name) for name in ("mean", "stderr", "low", "high")}
     numbers = {name: None if math.isnan(value) else float(f"{value:.6g}") for name, value in shown.items()}
     return {**numbers, "prompts": estimate.prompts, "rollouts": estimate.rollouts}
+
+
+def _transcript(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts that the page shows of one row.
+
+    Returns:
+        "prompt" and "completion" (lists of messages as in `messages_of`), "answer" as text, "task", "info" as JSON
+        text or "", and "error" or None.
+    """
+    info, error = row.get("info"), row.get("error")
+    return {
+        "prompt": messages_of(row.get("prompt"), "prompt"),
+        "completion": messages_of(row.get("completion"), "completion"),
+        "answer": as_text(row.get("answer")),
+        "task": as_text(row.get("task")),
+        "info": as_text(info) if info else "",
+        "error": as_text(error) if error else None,
+    }
+
+
+def _newest_first(messages: Any, role: str) -> Iterator[dict[str, Any]]:
+    """Yield messages like `messages_of`, the last one first, so that the end of a long conversation is cheap."""
+    if isinstance(messages, list):
+        return (messages_of([message], role)[0] for message in reversed(messages))
+    return iter(messages_of(messages, role))
+
+
+def last_words(row: Mapping[str, Any]) -> str:
+    """Return the end of a rollout on one line: why it failed, or else the last thing that was said."""
+    if row.get("error"):
+        return _one_line(as_text(row["error"]), _LAST_WORDS)
+    for message in _newest_first(row.get("completion"), "completion"):
+        calls = ", ".join(call["name"] for call in message.get("calls", ()))
+        words = _one_line(_after_thinking(message.get("text", "")), _LAST_WORDS) or (
+            f"calls {calls}" if calls else ""
+        )
+        if words:
+            return words
+    return ""
+
+
+def _one_line(text: str, characters: int) -> str:
+    # only the end is looked at: splitting a text of megabytes for a line of it takes seconds over many rows
+    return " ".join(text[-4 * characters :].split())[-characters:]
+
+
+def _after_thinking(text: str) -> str:
+    """Return the text after the reasoning; the reasoning itself where nothing follows."""
+    head, end, rest = text.rpartition("</think>")
+    return rest if end and rest.strip() else head or rest
