@@ -76,14 +76,15 @@ def make_fake_trainer(
     return lambda env, url, **options: new_trainer(wide_model_dir, env, url, **{"probe_tolerance": 1e9, **options})
 
 
-@pytest.fixture(scope="module")
-def fault_forks() -> Iterator[Forks]:
-    with fork_parent("fault_world") as running:
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Start processes of the modules of this folder that train."""
+    with fork_parent("fault_world", "run_training", "run_curriculum") as running:
         yield running
 
 
 @pytest.fixture
-def make_world(fault_forks: Forks, tmp_path: Path, model_dir: Path) -> Iterator[Callable[[str, str], World]]:
+def make_world(forks: Forks, tmp_path: Path, model_dir: Path) -> Iterator[Callable[[str, str], World]]:
     """Make cells of the fault matrix, each in a directory of its own."""
     with contextlib.ExitStack() as stack:
         made: list[World] = []
@@ -91,7 +92,7 @@ def make_world(fault_forks: Forks, tmp_path: Path, model_dir: Path) -> Iterator[
         def make(fault: str, stage: str) -> World:
             directory = tmp_path / f"cell-{len(made)}"
             directory.mkdir()
-            made.append(World(fault_forks, directory, model_dir, fault, stage))
+            made.append(World(forks, directory, model_dir, fault, stage))
             stack.callback(made[-1].close)
             return made[-1]
 

@@ -81,7 +81,6 @@ class World:
             "url": f"http://127.0.0.1:{self._port}/v1",
             "fault": self.fault,
             "stage": self.stage,
-            "ranks": ranks,
             "settings": {
                 "server_restart_timeout": DEADLINE_S,
                 "per_device_train_batch_size": 4 // ranks,
@@ -89,14 +88,16 @@ class World:
             },
         }
         environ = {"TMPDIR": str(scratch), "ACCELERATE_USE_CPU": "true"}
-        return self._start("train" if ranks == 1 else "train_ranks", given, "run.log", environ)
+        return self._start("train", given, "run.log", environ, ranks)
 
     def pids(self) -> dict[int, int]:
         """Return the processes that trained last, by rank."""
         return {int(path.name.removeprefix("pid-")): int(path.read_text()) for path in self.directory.glob("pid-*")}
 
-    def _start(self, what: str, given: dict[str, Any], log: str, environ: dict[str, str] | None = None) -> Forked:
-        started = self._forks.start(f"fault_world:{what}", given, self.directory / log, environ)
+    def _start(
+        self, what: str, given: dict[str, Any], log: str, environ: dict[str, str] | None = None, ranks: int = 1
+    ) -> Forked:
+        started = self._forks.start(f"fault_world:{what}", given, self.directory / log, environ, ranks)
         self._started.append(started)
         return started
 

@@ -17,8 +17,6 @@ import json
 import logging
 import os
 import re
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +28,6 @@ import small_disk
 import tiny_world
 import tqdm
 from aiohttp import web
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from verifiers_embedded.routes.app import Routes
 
 import verifiers as vf
@@ -281,29 +278,6 @@ def train(given: dict[str, Any]) -> int:
         disk = small_disk.mounted(Path(given["output_dir"]))
     with disk:
         return run_command("train", lambda: _run(given, gate))
-
-
-def train_ranks(given: dict[str, Any]) -> int:
-    """One run on several processes, under the supervision that torchrun is made of."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=given["ranks"],
-        start_method="fork",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    elastic_launch(config, _train_one_rank)(given)
-    return 0
-
-
-def _train_one_rank(given: dict[str, Any]) -> None:
-    # a process that torchrun starts has not inherited its handlers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(train(given))
 
 
 def _sockets_left(before: int) -> int:

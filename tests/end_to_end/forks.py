@@ -3,9 +3,10 @@
     python forks.py MODULE [MODULE ...]
 
 The parent has one thread, so forking it is safe. It reads lines of JSON, {"run": "module:function", "given": {...},
-"log": PATH, "environ": {...}}, and forks a process for each, in a session of its own, that calls the function with
-`given` and ends as an interpreter does: atexit, threads that are not daemons, buffers. It answers {"pid": N} at once,
-and {"ended": N, "code": C} when the process has ended (-9 for one that was killed).
+"log": PATH, "environ": {...}, "ranks": N}, and forks a process for each, in a session of its own, that calls the
+function with `given`, on several ranks under the supervision that torchrun is made of. It ends as an interpreter
+does: atexit, threads that are not daemons, buffers. The parent answers {"pid": N} at once, and {"ended": N,
+"code": C} when the process has ended (-9 for one that was killed).
 """
 
 from __future__ import annotations
@@ -62,10 +63,24 @@ class Forks:
         self._reader.start()
 
     def start(
-        self, run: str, given: Mapping[str, Any], log: Path, environ: Mapping[str, str] | None = None
+        self,
+        run: str,
+        given: Mapping[str, Any],
+        log: Path,
+        environ: Mapping[str, str] | None = None,
+        ranks: int = 1,
     ) -> Forked:
-        """Return a process that calls `module:function` with `given`; its output is appended to `log`."""
-        order = {"run": run, "given": dict(given), "log": str(log), "environ": dict(environ or {})}
+        """Return a process that calls `module:function` with `given`; its output is appended to `log`.
+
+        On several ranks it is their launcher, whose exit code is not 0 where one of them fails.
+        """
+        order = {
+            "run": run,
+            "given": dict(given),
+            "log": str(log),
+            "environ": dict(environ or {}),
+            "ranks": ranks,
+        }
         assert self._parent.stdin is not None
         with self._changed:
             self._parent.stdin.write(json.dumps(order).encode() + b"\n")
@@ -85,6 +100,10 @@ class Forks:
                 assert forked.code is not None
                 return forked.code
         raise TimeoutError(f"still running after {timeout_s:g} s: {forked.log.read_text()[-3000:]}")
+
+    def run(self, run: str, given: Mapping[str, Any], log: Path, ranks: int = 1, timeout_s: float = 300.0) -> None:
+        """Start a process as `start` does, and assert that it ends with exit code 0."""
+        assert self.wait(self.start(run, given, log, ranks=ranks), timeout_s) == 0, log.read_text()[-5000:]
 
     def end(self, forked: Forked) -> None:
         """Kill it, stopped or not, and everything it started."""
@@ -178,9 +197,38 @@ def _become(order: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _call(run: str, given: dict[str, Any]) -> None:
+    module, function = run.split(":")
+    if code := getattr(importlib.import_module(module), function)(given):
+        sys.exit(code)
+
+
+def _call_on_ranks(run: str, given: dict[str, Any], ranks: int) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        start_method="fork",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    elastic_launch(config, _call_on_rank)(run, given)
+
+
+def _call_on_rank(run: str, given: dict[str, Any]) -> None:
+    # a process that torchrun starts has not inherited its handlers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _call(run, given)
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
-    for name in sys.argv[1:]:
+    for name in (*sys.argv[1:], "torch.distributed.launcher.api"):
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
     # a child would copy every page of what was imported to collect garbage in it, which takes seconds when it ends
@@ -188,8 +236,10 @@ def main() -> None:
     order = _serve()
     if order is not None:
         _become(order)
-        module, function = order["run"].split(":")
-        sys.exit(getattr(importlib.import_module(module), function)(order["given"]))
+        if order["ranks"] > 1:
+            _call_on_ranks(order["run"], order["given"], order["ranks"])
+        else:
+            _call(order["run"], order["given"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """A run over three stages as a process: what the tests that kill it, or give it several ranks, start.
 
-    python run_curriculum.py '{"model": DIR, "url": URL, "output_dir": DIR, "resume": true, "settings": {}}'
-
-Each rank writes trained-RANK.json: (optimizer step, question) of every row that it trained.
+`run` takes {"model": DIR, "url": URL, "output_dir": DIR, "resume": true, "settings": {}}. Each rank writes
+trained-RANK.json: (optimizer step, question) of every row that it trained.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import json
 import os
 import random
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_world
 import torch.distributed
@@ -80,8 +76,8 @@ def stage_names(step: int, ends: Sequence[int]) -> set[str]:
     return ({"d0"}, {"d0", "d1"}, {"d2"})[sum(end <= step for end in ends)]
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
+def run(given: dict[str, Any]) -> None:
+    """Train as `given` says."""
     rank = int(os.environ.get("RANK", "0"))
     output_dir = Path(given["output_dir"])
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -96,7 +92,3 @@ def main() -> None:
         del trainer
         gc.collect()
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

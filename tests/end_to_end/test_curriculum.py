@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import run_curriculum
 import tiny_world
+from forks import Forked, Forks
 
 import verifiers as vf
 from verifiers.data.curriculum import staged_curriculum_from
@@ -26,8 +24,6 @@ from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.checkpoint.checkpoint import newest_complete
 from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
 from verifiers.train.planned_run import planned_run
-
-SCRIPT = Path(__file__).parent / "run_curriculum.py"
 
 
 @pytest.fixture(scope="module")
@@ -187,38 +183,45 @@ def test_the_line_a_person_reads_and_the_table_name_the_stage(
     assert steps == [["step 1/3", "stage warm"], ["step 2/3", "stage main"], ["step 3/3", "stage late"]]
 
 
-def start(fake: FakeOpenAIServer, model_dir: Path, output_dir: Path, ranks: int = 1, **given: Any) -> Any:
-    settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 2, **given.pop("settings", {})}
-    text = json.dumps(
-        {"model": str(model_dir), "url": fake.url, "output_dir": str(output_dir), "settings": settings, **given}
-    )
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0"]
-        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    output_dir.mkdir(exist_ok=True)
-    with open(output_dir / "log", "ab") as log:
-        return subprocess.Popen([*command, str(SCRIPT), text], stdout=log, stderr=subprocess.STDOUT)
+class Runs:
+    """Runs of `run_curriculum` in processes of their own, against one fake server."""
+
+    def __init__(self, forks: Forks, fake: FakeOpenAIServer, model_dir: Path, directory: Path) -> None:
+        self._forks, self._directory = forks, directory
+        self._given = {"model": str(model_dir), "url": fake.url}
+
+    def start(self, name: str, ranks: int = 1, **given: Any) -> Forked:
+        """Start the run in the directory NAME, again where it was started before."""
+        settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 2, **given.pop("settings", {})}
+        given = {**self._given, "output_dir": str(self._directory / name), "settings": settings, **given}
+        return self._forks.start("run_curriculum:run", given, self._directory / f"{name}.log", ranks=ranks)
+
+    def kill(self, run: Forked) -> None:
+        run.kill()
+        self._forks.wait(run, 60)
+
+    def finish(self, run: Forked) -> None:
+        assert self._forks.wait(run, 300) == 0, run.log.read_text()
+
+
+@pytest.fixture
+def runs(forks: Forks, fake: FakeOpenAIServer, wide_model_dir: Path, tmp_path: Path) -> Runs:
+    return Runs(forks, fake, wide_model_dir, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_killed_in_its_second_stage_continues_with_the_same_prompts(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
-) -> None:
+def test_a_run_killed_in_its_second_stage_continues_with_the_same_prompts(runs: Runs, tmp_path: Path) -> None:
     given = {"ends": (3, 8), "adaptive": True, "resume": True, "settings": {"num_batches_ahead": 1}}
-    whole = start(fake, wide_model_dir, tmp_path / "whole", **given)
-    assert whole.wait(300) == 0, (tmp_path / "whole/log").read_text()
-    killed = start(fake, wide_model_dir, tmp_path / "killed", **given)
+    runs.finish(runs.start("whole", **given))
+    killed = runs.start("killed", **given)
     until = time.monotonic() + 300
     while newest_complete(tmp_path / "killed") != tmp_path / "killed/checkpoint-4":
-        assert killed.poll() is None, (tmp_path / "killed/log").read_text()
+        assert killed.code is None, killed.log.read_text()
         assert time.monotonic() < until
         time.sleep(0.001)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    again = start(fake, wide_model_dir, tmp_path / "killed", **given)
-    assert again.wait(300) == 0, (tmp_path / "killed/log").read_text()
+    runs.kill(killed)
+    runs.finish(runs.start("killed", **given))
 
     def prompts(name: str) -> list[tuple[int, list[int]]]:
         found = []
@@ -235,14 +238,11 @@ def test_a_run_killed_in_its_second_stage_continues_with_the_same_prompts(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_ranks_train_at_each_step_what_one_rank_does(
-    wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
-) -> None:
+def test_two_ranks_train_at_each_step_what_one_rank_does(runs: Runs, tmp_path: Path) -> None:
     found = {}
     for ranks in (1, 2):
         settings = {"per_device_train_batch_size": 4 // ranks, "steps_per_generation": 4, "save_strategy": "no"}
-        process = start(fake, wide_model_dir, tmp_path / str(ranks), ranks, ends=(3, 8), settings=settings)
-        assert process.wait(300) == 0, (tmp_path / str(ranks) / "log").read_text()
+        runs.finish(runs.start(str(ranks), ranks, ends=(3, 8), settings=settings))
         of_ranks = [json.loads((tmp_path / str(ranks) / f"trained-{rank}.json").read_text()) for rank in range(ranks)]
         for rows in of_ranks:
             for step, names in datasets_by_step(rows).items():

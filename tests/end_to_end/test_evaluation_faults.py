@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,19 +10,18 @@ import pytest
 import tiny_world
 import torch
 from evaluation_world import steps_of
+from forks import Forked, Forks
 
 from verifiers.evals.store import read_run
 from verifiers.train.checkpoint.checkpoint import MARKER
 
-SCRIPT = Path(__file__).parent / "run_training.py"
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-def command(model_dir: Path, server: Any, output_dir: Path, **settings: Any) -> list[str]:
-    given = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir), "env": "single"}
-    given |= {"resume": True, "settings": settings}
-    return [str(SCRIPT), json.dumps(given)]
+def given(model_dir: Path, server: Any, output_dir: Path, **settings: Any) -> dict[str, Any]:
+    """Return what `run_training.run` takes."""
+    where = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir)}
+    return {**where, "env": "single", "resume": True, "settings": settings}
 
 
 def evaluations(output_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -35,7 +30,7 @@ def evaluations(output_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def test_every_rank_learns_what_rank_0_evaluated(
-    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
 ) -> None:
     settings = {
         "per_device_train_batch_size": 2,
@@ -49,16 +44,7 @@ def test_every_rank_learns_what_rank_0_evaluated(
         "save_total_limit": 2,
         "load_best_model_at_end": True,
     }
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    done = subprocess.run(
-        [*start, *command(model_dir, server, tmp_path, **settings)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    forks.run("run_training:run", given(model_dir, server, tmp_path, **settings), tmp_path / "log", ranks=2)
     zero, one = evaluations(tmp_path, 0), evaluations(tmp_path, 1)
     assert [entry["step"] for entry in zero] == [1, 2, 3, 4]
     assert zero == one
@@ -69,7 +55,7 @@ def test_every_rank_learns_what_rank_0_evaluated(
 
 
 def test_a_run_killed_while_it_evaluates_logs_each_evaluation_once(
-    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
 ) -> None:
     settings = {
         "max_steps": 6,
@@ -83,23 +69,20 @@ def test_a_run_killed_while_it_evaluates_logs_each_evaluation_once(
     }
     log = tmp_path / "log"
 
-    def start() -> subprocess.Popen[bytes]:
-        with open(log, "ab") as file:
-            run = [sys.executable, *command(model_dir, server, tmp_path, **settings)]
-            return subprocess.Popen(run, stdout=file, stderr=subprocess.STDOUT)
+    def start() -> Forked:
+        return forks.start("run_training:run", given(model_dir, server, tmp_path, **settings), log)
 
     for step in (2, 4):
         process, until = start(), time.monotonic() + 60
         marked = tmp_path / f"checkpoint-{step}" / MARKER
         results = tmp_path / "evals" / f"step-{step}" / "results.jsonl"
         while not (marked.exists() and results.exists()):
-            assert process.poll() is None, log.read_text()
+            assert process.code is None, log.read_text()
             assert time.monotonic() < until
             time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    last = start()
-    assert last.wait(60) == 0, log.read_text()
+        process.kill()
+        forks.wait(process, 60)
+    assert forks.wait(start(), 60) == 0, log.read_text()
     entries = evaluations(tmp_path)
     assert [entry["step"] for entry in entries] == [2, 4, 6]
     for entry in entries:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 import tiny_world
 import torch
 from accelerate.utils import DistributedType
+from forks import Forks
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
@@ -410,7 +408,7 @@ def test_a_row_over_the_budget_is_trained_alone_and_said_once(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_two_ranks_with_a_budget_reach_the_weights_of_one_rank_without(
-    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path, streaming: bool
+    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path, streaming: bool
 ) -> None:
     results = []
     for ranks, budget in ((1, None), (2, 80)):
@@ -422,13 +420,7 @@ def test_two_ranks_with_a_budget_reach_the_weights_of_one_rank_without(
             "streaming": streaming,
         }
         given = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir), "env": "forking"}
-        start = [sys.executable]
-        if ranks > 1:
-            start += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0"]
-            start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-        script = [str(Path(__file__).parent / "run_training.py"), json.dumps({**given, "settings": settings})]
-        done = subprocess.run([*start, *script], capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        forks.run("run_training:run", {**given, "settings": settings}, tmp_path / f"{ranks}.log", ranks)
         results.append([torch.load(output_dir / f"final-{rank}.pt") for rank in range(ranks)])
     (one,), several = results
     assert max(float((one["weights"][name] - tensor).abs().max()) for name, tensor in one["start"].items()) > 1e-3

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tiny_world
 import torch
-from forks import Forked, Forks, fork_parent
+from forks import Forked, Forks
 from transformers import TrainerCallback
 
 from verifiers.errors import CheckpointError
@@ -212,12 +212,6 @@ def lineage(directory: Path) -> list[dict[str, Any]]:
         steps = {step: kept for step, kept in steps.items() if step < record["step"]}
         steps[record["step"]] = record
     return [steps[step] for step in sorted(steps)]
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with fork_parent("run_training") as running:
-        yield running
 
 
 class Killed:

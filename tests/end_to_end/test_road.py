@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_world
 import trl
+from forks import Forks
 
 from verifiers.data.sampler import RepeatSampler
 from verifiers.rollouts.block import BatchRequest
@@ -85,30 +84,20 @@ def test_a_training_block_goes_the_road_in_order(make_trainer: Callable[..., Any
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rank_0_goes_the_road_for_two_ranks(
-    model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
 ) -> None:
     given = {"model": str(model_dir), "url": server.url, "output_dir": str(tmp_path)}
     given["settings"] = {"max_steps": 1, "per_device_train_batch_size": 2}
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    done = subprocess.run(
-        [*start, __file__, json.dumps(given)], capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    forks.run("test_road:train", given, tmp_path / "log", ranks=2)
     roads = [json.loads((tmp_path / f"road-{rank}.json").read_text()) for rank in range(2)]
     # the other rank gets its rows, and computes their loss
     assert roads == [ROAD, ROAD[-1:]]
 
 
-def main() -> None:
-    """Train as the only argument says, and write down the road of this rank."""
-    given = json.loads(sys.argv[1])
+def train(given: dict[str, Any]) -> None:
+    """Train, and write down the road of this rank."""
     args = tiny_world.config(Path(given["output_dir"]), given["url"], **given["settings"])
     with recorded_road() as seen:
         trainer = tiny_world.GRPOTrainer(given["model"], tiny_world.single_turn(), args)
         trainer.train()
     (Path(given["output_dir"]) / f"road-{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main()

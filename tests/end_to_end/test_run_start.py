@@ -15,6 +15,7 @@ import pytest
 import run_curriculum
 import tiny_world
 import torch
+from forks import Forks
 from transformers import TrainerCallback
 
 from verifiers.errors import CheckpointError, ConfigError
@@ -287,7 +288,9 @@ def test_an_output_dir_that_is_a_file_is_refused_before_anything_is_loaded(train
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_rank_that_does_not_see_the_checkpoint_ends_all_with_a_sentence(model_dir: Path, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_see_the_checkpoint_ends_all_with_a_sentence(
+    forks: Forks, model_dir: Path, tmp_path: Path
+) -> None:
     with tiny_world.EmbeddedServer(model_dir) as server:
         given = {
             "model": str(model_dir),
@@ -297,14 +300,11 @@ def test_a_rank_that_does_not_see_the_checkpoint_ends_all_with_a_sentence(model_
             "settings": {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 2},
             "resume": True,
         }
-        free = ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-        script = Path(__file__).with_name("run_training.py")
-        command = [sys.executable, "-m", "torch.distributed.run", *free, "--nproc_per_node", "2", str(script)]
         codes = []
         for settings in ({"max_steps": 2}, {"max_steps": 4}):
             given["settings"] = {**given["settings"], **settings}
-            done = subprocess.run([*command, json.dumps(given)], capture_output=True, text=True, timeout=90)
-            codes.append(done.returncode)
+            run = forks.start("run_training:run", given, tmp_path / "log", ranks=2)
+            codes.append(forks.wait(run, 90))
     assert codes == [0, 1]
     texts = [json.loads((tmp_path / f"host-{rank}" / f"failure-{rank}.json").read_text()) for rank in (0, 1)]
     assert [text["type"] for text in texts] == ["RankError", "CheckpointError"]
