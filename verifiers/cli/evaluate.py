@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from verifiers.inference.endpoint_registry import EndpointEntry
     from verifiers.log import Redactor
     from verifiers.rollouts.runner import RolloutRunner
+    from verifiers.workers.settings import WorkerSettings
 
 __all__ = ["main", "parser"]
 
@@ -164,9 +165,8 @@ def _evaluate(
     from verifiers.inference.retries import RetryPolicy
     from verifiers.reports.evaluation import write_evaluation_report
     from verifiers.rollouts.runner import RolloutRunner
-    from verifiers.workers.settings import WorkerSettings
 
-    settings = WorkerSettings.parse(args.workers)
+    settings = _worker_settings(args)
     args.env = make_importable(args.env, args.env_dir_path)
     env = load_environment(args.env, **env_args)
     sampling = {**env.sampling_args, **sampling_args}
@@ -177,8 +177,10 @@ def _evaluate(
     if args.prices is not None:
         shown["prices"] = load_prices(args.prices)
     dataset = env.rows_to_evaluate(args.num_examples)
-    make = functools.partial(load_environment, args.env, **env_args)
-    played = settings.open([(env, make)], blocked_s=args.grading_timeout).of(env, dataset)
+    played: Any = env
+    if settings is not None:
+        make = functools.partial(load_environment, args.env, **env_args)
+        played = settings.open([(env, make)], blocked_s=args.grading_timeout).of(env, dataset)
     backend, limiter = open_endpoint(args, entry, dataset, env)
     plan = _run_plan(args, entry, env_args, sampling, env, dataset)
     run = open_run(plan, env.rubric, args.output_dir, fresh=args.fresh, redact=redact)
@@ -273,6 +275,15 @@ def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
     if args.save_to_hf_hub:
         name = args.hf_hub_dataset_name or f"{args.env}--{args.model}".replace("/", "--")
         push_dataset(run.directory, name)
+
+
+def _worker_settings(args: argparse.Namespace) -> WorkerSettings | None:
+    """Return where the environment is played; None for this process, which needs no settings and no pydantic."""
+    if args.workers == "inline":
+        return None
+    from verifiers.workers.settings import WorkerSettings
+
+    return WorkerSettings.parse(args.workers)
 
 
 def _run_plan(
