@@ -101,7 +101,7 @@ def test_another_kind_of_server_is_named_as_one() -> None:
         recorder.meta = {"datasets": 3}
         with pytest.raises(InfraError, match="to /v2/meta is not a dataserver's"):
             Dataserver(recorder.url).meta()
-    with pytest.raises(ConfigError, match="no HTTP address"):
+    with pytest.raises(ConfigError, match="not an HTTP address"):
         Dataserver("127.0.0.1:9000")
 
 
