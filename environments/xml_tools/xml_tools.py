@@ -91,7 +91,7 @@ class XMLToolEnv(vf.MultiTurnEnv):
 def final_answer(completion: vf.Messages) -> str | None:
     """Return the answer in the newest message, if the policy wrote it.
 
-    A message that calls a tool too is no answer yet: what it answers was written before the result was known.
+    A message that calls a tool too is not an answer yet: what it answers was written before the result was known.
     """
     newest = PARSER.get_assistant_messages(completion[-1:])
     said = PARSER.parse(newest[0]["content"] or "", last=True) if newest else None

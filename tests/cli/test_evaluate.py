@@ -253,10 +253,10 @@ def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_nam
     [
         (["toy-sum-env"], "There is no environment 'toy-sum-env' among .*the nearest are 'toy_sums_env'"),
         (["ENV", "-a", '{"column": "text"}'], "neither a column 'prompt' nor a column 'question', only text"),
-        (["ENV", "-a", "{n: 1}"], "--env-args is '{n: 1}', which is not JSON"),
+        (["ENV", "-a", "{n: 1}"], "--env-args is '{n: 1}', which is not valid JSON"),
         (["ENV", "-a", "[1]"], r"--env-args is '\[1\]'; give a JSON object like"),
         (["ENV", "-a", '{"rows": 1}'], r"cannot be made with these arguments .*it takes column='question', n=6"),
-        (["ENV", "-S", "top_p=1"], "--sampling-args is 'top_p=1', which is not JSON"),
+        (["ENV", "-S", "top_p=1"], "--sampling-args is 'top_p=1', which is not valid JSON"),
         (["ENV", "--header", "X-Team blue"], "--header is 'X-Team blue'; give it as 'Name: value'"),
         (["ENV", "--header", ": blue"], "--header is ': blue'"),
         (["ENV", "-b", "localhost:8000"], "base URL 'localhost:8000' is not an HTTP address"),

@@ -30,7 +30,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CleanEnvironment
     # the wheels were built in isolation; here the tools that build are fetched once, not for each of the commands
     made.run("pip install --quiet hatchling editables setuptools wheel")
     with pytest.MonkeyPatch.context() as environ:
-        # pip's way to say that it is off
+        # 0 switches isolation off: pip reads this variable the other way round
         environ.setenv("PIP_NO_BUILD_ISOLATION", "0")
         yield made
 

@@ -267,7 +267,7 @@ PATHS = {
 def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
     make_fake_trainer: Callable[..., Any], path: str
 ) -> None:
-    """The fake server's log-probs are no model's: every sampled token is off policy."""
+    """The fake server's log-probs belong to no model: every sampled token is off policy."""
     corrected = []
     with FakeOpenAIServer(letters) as fake:
         trainer = make_fake_trainer(

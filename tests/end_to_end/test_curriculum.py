@@ -189,24 +189,33 @@ class Runs:
     def __init__(self, forks: Forks, fake: FakeOpenAIServer, model_dir: Path, directory: Path) -> None:
         self._forks, self._directory = forks, directory
         self._given = {"model": str(model_dir), "url": fake.url}
+        self._started: list[Forked] = []
 
     def start(self, name: str, ranks: int = 1, **given: Any) -> Forked:
         """Start the run in the directory NAME, again where it was started before."""
         settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 2, **given.pop("settings", {})}
         given = {**self._given, "output_dir": str(self._directory / name), "settings": settings, **given}
-        return self._forks.start("run_curriculum:run", given, self._directory / f"{name}.log", ranks=ranks)
+        log = self._directory / f"{name}.log"
+        self._started.append(self._forks.start("run_curriculum:run", given, log, ranks=ranks))
+        return self._started[-1]
 
     def kill(self, run: Forked) -> None:
         run.kill()
         self._forks.wait(run, 60)
 
     def finish(self, run: Forked) -> None:
-        assert self._forks.wait(run, 300) == 0, run.log.read_text()
+        assert self._forks.wait(run, 150) == 0, run.log.read_text()
+
+    def close(self) -> None:
+        for run in self._started:
+            self._forks.end(run)
 
 
 @pytest.fixture
-def runs(forks: Forks, fake: FakeOpenAIServer, wide_model_dir: Path, tmp_path: Path) -> Runs:
-    return Runs(forks, fake, wide_model_dir, tmp_path)
+def runs(forks: Forks, fake: FakeOpenAIServer, wide_model_dir: Path, tmp_path: Path) -> Iterator[Runs]:
+    made = Runs(forks, fake, wide_model_dir, tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.mark.slow

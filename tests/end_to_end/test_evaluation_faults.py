@@ -44,7 +44,9 @@ def test_every_rank_learns_what_rank_0_evaluated(
         "save_total_limit": 2,
         "load_best_model_at_end": True,
     }
-    forks.run("run_training:run", given(model_dir, server, tmp_path, **settings), tmp_path / "log", ranks=2)
+    log = tmp_path / "log"
+    code = forks.run("run_training:run", given(model_dir, server, tmp_path, **settings), log, ranks=2)
+    assert code == 0, log.read_text()
     zero, one = evaluations(tmp_path, 0), evaluations(tmp_path, 1)
     assert [entry["step"] for entry in zero] == [1, 2, 3, 4]
     assert zero == one

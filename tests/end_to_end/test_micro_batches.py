@@ -420,7 +420,8 @@ def test_two_ranks_with_a_budget_reach_the_weights_of_one_rank_without(
             "streaming": streaming,
         }
         given = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir), "env": "forking"}
-        forks.run("run_training:run", {**given, "settings": settings}, tmp_path / f"{ranks}.log", ranks)
+        log = tmp_path / f"{ranks}.log"
+        assert forks.run("run_training:run", {**given, "settings": settings}, log, ranks) == 0, log.read_text()
         results.append([torch.load(output_dir / f"final-{rank}.pt") for rank in range(ranks)])
     (one,), several = results
     assert max(float((one["weights"][name] - tensor).abs().max()) for name, tensor in one["start"].items()) > 1e-3

@@ -77,7 +77,8 @@ def test_any_number_of_ranks_trains_the_rows_and_reaches_the_loss_and_weights_of
         output_dir = tmp_path / f"{env}-{count}"
         of_ranks = {"per_device_train_batch_size": 4 // count, "max_steps": 3, **plain_descent, **settings}
         given = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir), "env": env}
-        forks.run("run_training:run", {**given, "settings": of_ranks}, tmp_path / f"{count}.log", count)
+        log = tmp_path / f"{count}.log"
+        assert forks.run("run_training:run", {**given, "settings": of_ranks}, log, count) == 0, log.read_text()
         results[count] = [torch.load(output_dir / f"final-{rank}.pt") for rank in range(count)]
     one = results[1][0]
     moved = max(float((one["weights"][name] - tensor).abs().max()) for name, tensor in one["start"].items())

@@ -88,7 +88,8 @@ def test_rank_0_goes_the_road_for_two_ranks(
 ) -> None:
     given = {"model": str(model_dir), "url": server.url, "output_dir": str(tmp_path)}
     given["settings"] = {"max_steps": 1, "per_device_train_batch_size": 2}
-    forks.run("test_road:train", given, tmp_path / "log", ranks=2)
+    log = tmp_path / "log"
+    assert forks.run("test_road:train", given, log, ranks=2) == 0, log.read_text()
     roads = [json.loads((tmp_path / f"road-{rank}.json").read_text()) for rank in range(2)]
     # the other rank gets its rows, and computes their loss
     assert roads == [ROAD, ROAD[-1:]]

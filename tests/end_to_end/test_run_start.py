@@ -303,8 +303,7 @@ def test_a_rank_that_does_not_see_the_checkpoint_ends_all_with_a_sentence(
         codes = []
         for settings in ({"max_steps": 2}, {"max_steps": 4}):
             given["settings"] = {**given["settings"], **settings}
-            run = forks.start("run_training:run", given, tmp_path / "log", ranks=2)
-            codes.append(forks.wait(run, 90))
+            codes.append(forks.run("run_training:run", given, tmp_path / "log", ranks=2, timeout_s=90))
     assert codes == [0, 1]
     texts = [json.loads((tmp_path / f"host-{rank}" / f"failure-{rank}.json").read_text()) for rank in (0, 1)]
     assert [text["type"] for text in texts] == ["RankError", "CheckpointError"]

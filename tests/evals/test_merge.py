@@ -1,4 +1,4 @@
-"""Merged shards are the evaluation; what is no whole set of shards is refused by name."""
+"""Merged shards are the evaluation; what is not a whole set of shards is refused by name."""
 
 from __future__ import annotations
 
@@ -213,7 +213,9 @@ def test_shards_of_another_evaluation_are_named_with_what_differs(shards: list[P
 
 def test_what_is_no_shard_is_named(shards: list[Path], tmp_path: Path) -> None:
     whole = evaluated(tmp_path / "whole", environment(2, compares=False), 1)
-    assert refusal([shards[0], whole]).endswith("is not a shard of a run; give directories of vf-eval --shard.")
+    assert refusal([shards[0], whole]).endswith(
+        "is not a shard of a run; give directories that vf-eval --shard wrote."
+    )
     (tmp_path / "empty").mkdir()
     assert refusal([shards[0], tmp_path / "empty"]).startswith("'empty' holds no metadata.json")
 

@@ -54,6 +54,7 @@ def test_a_buffer_that_does_not_fit_is_refused(max_tokens: int, buffer_tokens: i
         response(choice={"logprobs": {"token_logprobs": [0.0, 0.0, 0.0]}}),
         counted(3),
         {"choices": [{"message": {}}], "usage": {"completion_tokens": 3}},
+        {"usage": {"completion_tokens": 3}},
         response(choice={"token_ids": []}, usage=SimpleNamespace(completion_tokens=9)),
     ],
 )
@@ -76,6 +77,7 @@ def test_all_answers_of_a_rollout_count_together() -> None:
         State(responses=[], trajectory=[]),
         State(responses=[response()]),
         State(responses=[{"choices": [{}, {}], "usage": {"completion_tokens": 5}}]),
+        State(responses=[{"choices": [None], "usage": {"completion_tokens": 5}}]),
         State(responses=[MagicMock()]),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_function_is_given_each_request(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("none.json", None, "there is no script"),
-        ("bad.json", "[", "is not JSON"),
+        ("bad.json", "[", "is not valid JSON"),
         ("empty.json", "[]", "must be a list of texts or messages"),
         ("numbers.json", "[1]", "must be a list of texts or messages"),
         ("text.txt", "yes", "neither a *.json nor a *.py"),

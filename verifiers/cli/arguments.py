@@ -124,13 +124,13 @@ def json_object(flag: str, text: str) -> dict[str, Any]:
     """Parse the JSON object given for a flag.
 
     Raises:
-        ConfigError: the text is not JSON, or no object.
+        ConfigError: the text is not JSON, or not an object.
     """
     try:
         value = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"{flag} is {text!r}, which is not JSON ({error}); give an object like '{{\"n\": 1}}'."
+            f"{flag} is {text!r}, which is not valid JSON ({error}); give an object like '{{\"n\": 1}}'."
         ) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{flag} is {text!r}; give a JSON object like '{{\"n\": 1}}'.")

@@ -194,7 +194,7 @@ class _Program:
         return f"{self._name} {self._command[0]!r}"
 
     async def run(self, stdin: str | None, env: Mapping[str, str], timeout_s: float = NO_LIMIT_S) -> None:
-        """Run it to its end. Raises AgentError where that is not a success."""
+        """Run it to its end. Raises AgentError where it does not succeed."""
         ran = await self._sandbox.run(self._command, stdin=stdin, timeout_s=timeout_s, env=env)
         self._ran = ran
         if ran.timed_out:

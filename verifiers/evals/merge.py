@@ -87,9 +87,9 @@ def _stored_shard(path: Path) -> _StoredShard:
     metadata = read_metadata(directory)
     shard = Shard.of_run(metadata)
     if not metadata:
-        raise ConfigError(f"{str(directory)!r} holds no {METADATA}; give directories of vf-eval --shard.")
+        raise ConfigError(f"{str(directory)!r} holds no {METADATA}; give directories that vf-eval --shard wrote.")
     if shard is None or "identity" not in metadata:
-        raise ConfigError(f"{str(directory)!r} is not a shard of a run; give directories of vf-eval --shard.")
+        raise ConfigError(f"{str(directory)!r} is not a shard of a run; give directories that vf-eval --shard wrote.")
     found = _StoredShard(directory, metadata, shard)
     if metadata.get("status") != "finished":
         raise ConfigError(f"{found} is unfinished; run its command again to finish it.")

@@ -117,7 +117,9 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ConfigError(f"{str(directory / METADATA)!r} is not JSON ({error}); repair or delete it.") from None
+        raise ConfigError(
+            f"{str(directory / METADATA)!r} is not valid JSON ({error}); repair or delete it."
+        ) from None
     return found if isinstance(found, dict) else {}
 
 

@@ -405,7 +405,7 @@ def _name_of_limit(call: AgentCall) -> str:
 
 
 def read_arguments(text: str) -> Any:
-    """Return a tool call's arguments as an object; one that is not a JSON object under the name "arguments"."""
+    """Return a tool call's arguments as an object; what is not a JSON object is put under the name "arguments"."""
     try:
         value = json.loads(text or "{}")
     except ValueError:

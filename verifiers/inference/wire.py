@@ -1,4 +1,4 @@
-"""OpenAI's wire format without the `openai` package: light response objects, and what goes into a request.
+"""OpenAI's wire format without the `openai` package: light response objects, and what goes into a request or may not.
 
 `import openai` costs half a second and validating one response with it costs more CPU than the whole call over
 aiohttp, so the hot path answers with `WireObject`: the same names, read the same way, built only where touched.
@@ -75,7 +75,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     **_FORMS,
 }
-"""Sampling arguments that change the sampler's distribution, with the values under which they do not.
+"""Sampling arguments that change the sampler's distribution, with the values under which they do not; where the
+argument is in `NEUTRAL_SAMPLING`, the first value is the one that is sent.
 
 Left out is what does nothing by itself (`length_penalty` without beams; `xtc_threshold`, `mirostat_tau` and
 `mirostat_eta` without what they belong to), and `ignore_eos`, which ends a text later and moves no probability."""

@@ -161,7 +161,7 @@ def print_prompt_completions_sample(
     from rich.table import Table
     from rich.text import Text
 
-    # (rewards, step, num_samples), and errors first where the second of them is no step
+    # (rewards, step, num_samples), and errors first where the second of them is not a step
     given = list(scores)
     if len(given) > 1 and not isinstance(given[1], int):
         errors = given.pop(0)

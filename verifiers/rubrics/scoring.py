@@ -336,7 +336,7 @@ async def call_score_group(rubric: Any, states: Sequence[State], score_sem: Any 
     """Score the rollouts of one prompt by `rubric.score_group`: what the runner calls for each finished group.
 
     An override for the second generation returns nothing and sets `reward` and `metrics` in each state. A reward
-    that is missing or no finite number is a failed grade of its rollout.
+    that is missing or not a finite number is a failed grade of its rollout.
 
     Raises:
         Exception: what the method raises.

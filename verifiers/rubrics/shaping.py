@@ -75,14 +75,17 @@ def completion_tokens(state: State, **_: Any) -> float:
 
 def _tokens_of(response: Any, step: Any) -> int:
     answer = plain_data(response)
-    choices = answer.get("choices") or ()
-    sampled = sampled_tokens(answer) if choices else None
-    if sampled is not None and sampled.completion_ids is not None:
+    choices = answer.get("choices") or [{}]
+    try:
+        sampled = sampled_tokens({**answer, "choices": choices})
+    except (AttributeError, LookupError, TypeError) as error:
+        raise GradingError(f"a response is not one of OpenAI's, so its length is unknown: {error!r}") from error
+    if sampled.completion_ids is not None:
         return len(sampled.completion_ids)
     ids = message_field(message_field(step, "tokens"), "completion_ids")
     if isinstance(ids, (list, tuple)):
         return len(ids)
-    if sampled is not None and sampled.logprobs is not None:
+    if sampled.logprobs is not None:
         return len(sampled.logprobs)
     reported = message_field(answer.get("usage"), "completion_tokens")
     # usage counts all choices of a response together

@@ -123,7 +123,7 @@ class Agent:
         # those that are there already may be removed, however many
         if held > self.limits.memory_bytes or self._files > max(most_files, before):
             kill_everyone()
-            # what they made since the count is not a file of the next program
+            # what they made since the count does not count as files of the next program
             self._files = disk.f_files
 
     def _drain_wakeups(self) -> None:

@@ -111,7 +111,7 @@ def _listed(file: Path) -> Answers:
     try:
         answers = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"the script {str(file)!r} is not JSON: {error}.") from error
+        raise ConfigError(f"the script {str(file)!r} is not valid JSON: {error}.") from error
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str | dict) for answer in answers):
         raise ConfigError(f'the script {str(file)!r} must be a list of texts or messages, like ["yes", "no"].')
     return answers

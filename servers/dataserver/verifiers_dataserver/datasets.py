@@ -147,7 +147,9 @@ def _read_jsonl(path: Path, name: str) -> list[Mapping[str, Any]]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"line {number} of {path} (dataset {name!r}) is not JSON: {error}.") from None
+                    raise ConfigError(
+                        f"line {number} of {path} (dataset {name!r}) is not valid JSON: {error}."
+                    ) from None
                 if not isinstance(row, dict):
                     raise ConfigError(f"line {number} of {path} (dataset {name!r}) is not an object: {line[:60]!r}.")
                 rows.append(row)

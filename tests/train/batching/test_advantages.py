@@ -167,7 +167,7 @@ def test_a_reward_that_is_no_finite_number_is_refused(reward: float) -> None:
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'sequence' is unknown"):
+    with pytest.raises(ConfigError, match="scale_rewards is 'sequence'"):
         group_advantages([[1.0, 0.0]], "sequence")  # type: ignore[arg-type]
 
 

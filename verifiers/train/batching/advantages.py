@@ -110,7 +110,7 @@ def group_advantages(
         ConfigError: for an unknown `scale_rewards` or `estimator`, or a reward that is infinite or not a number.
     """
     if scale_rewards not in get_args(ScaleRewards):
-        raise ConfigError(f"scale_rewards={scale_rewards!r} is unknown; use one of {get_args(ScaleRewards)}")
+        raise ConfigError(f"scale_rewards is {scale_rewards!r}; choose one of {', '.join(get_args(ScaleRewards))}.")
     if estimator not in ADVANTAGE_ESTIMATORS:
         raise ConfigError(f"advantage_estimator is {estimator!r}; choose one of {', '.join(ADVANTAGE_ESTIMATORS)}.")
     groups = [_floats(group) for group in rewards]

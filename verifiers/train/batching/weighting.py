@@ -70,7 +70,7 @@ def row_weights(
         num_ranks: W, ranks whose gradients are averaged.
         micro_batch_R: micro-batch of its micro-step and rank that holds the row, from 0; one each when left out.
         rollouts_without_rows: rollouts of the update that count in N though no row of theirs is computed, because
-            their advantage is 0. Not for bnpo, whose denominators are the rows' own.
+            their advantage is 0. Not where the mean is over a micro-batch's tokens, which are the rows' own.
 
     Returns:
         (R,) float32, on the device of `rollout_index_R`; 0 on rows without a sampled token.
@@ -120,7 +120,7 @@ def _totals(values_R: Tensor, part_R: Tensor) -> Tensor:
 def num_items_in_batch(
     sampled_tokens_R: Tensor, *, num_micro_steps: int, steps_per_generation: int, tokens_without_rows: float = 0
 ) -> Tensor:
-    """Return what makes TRL divide dapo, cispo and vespo by the sampled tokens of this update.
+    """Return what makes TRL divide a mean over an update's tokens by their number.
 
     TRL takes the value for the tokens of a whole block and scales it by A/S, an even share of the block's S
     micro-steps; updates of a block hold different numbers of tokens, so the true count is scaled by S/A here.

@@ -19,7 +19,7 @@ class LossType:
 
     Attributes:
         mean_over: what TRL's loss is a mean over: the tokens of the whole update, those of a micro-batch, the rows
-            of a micro-batch, or these after a mean over each row's tokens.
+            of a micro-batch, or the rows, each by the mean over its tokens.
         is_clipped: the objective is clipped, and `delta` bounds it.
         multiplies_ratios: the ratios of a row's tokens are multiplied, so that what belongs to a token cannot be
             part of its advantage.

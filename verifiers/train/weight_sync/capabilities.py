@@ -153,7 +153,7 @@ def check_capabilities(
 
 
 def too_old(version: str | None) -> str | None:
-    """Return what to do about a release of vLLM that is too old; None where it is not, or is not a release."""
+    """Return what to do about a release of vLLM that is too old; None where it is new enough, or names no release."""
     release = re.match(r"(\d+)\.(\d+)\.\d", version or "")
     if release is None or (int(release[1]), int(release[2])) >= OLDEST_VLLM:
         return None

@@ -30,8 +30,6 @@ class InProcessSync(WeightSync):
         cuda_graphs: replay passes of one token a sequence as CUDA graphs.
     """
 
-    kind = "in_process"
-
     def __init__(
         self,
         policy: Callable[[], Any],

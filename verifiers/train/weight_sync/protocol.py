@@ -34,7 +34,6 @@ class WeightSync(ABC):
     Subclass it for a kind of your own.
 
     Attributes:
-        kind: name of the kind.
         pool: the servers that get the weights; None before `connect`, or where the kind has none.
         policy_name: the policy's name in requests; None for the name of the model that is served.
         keeps_requests: requests in flight continue under the new weights; otherwise they must end before a push.
@@ -43,7 +42,6 @@ class WeightSync(ABC):
         sends_adapter: an adapter's tensors are sent, not the merged weights.
     """
 
-    kind: str = "other"
     pool: ServerPool | None = None
     policy_name: str | None = None
     keeps_requests: bool = True
@@ -117,8 +115,12 @@ class ServerSync(WeightSync):
         base_url: of the rollout server, or of several.
         timeout_s: deadline for one push, in seconds; a single server may be restarted within it.
         api_key: bearer token of the servers' routes.
+
+    Attributes:
+        kind: its name in `weight_sync`.
     """
 
+    kind: str
     pool: ServerPool
 
     def __init__(self, base_url: str | Sequence[str], timeout_s: float = 120.0, api_key: str = "EMPTY") -> None:
