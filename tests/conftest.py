@@ -8,6 +8,12 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# without clusters on macOS, Ray takes 127.0.0.1 for this machine's address
+os.environ |= {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+}
 
 import asyncio
 import functools
@@ -158,9 +164,6 @@ def bears_at_once() -> Callable[..., Callable[[Any], Any]]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """Return a Ray cluster of this machine: a head without CPUs, which rank 0 joins, and two nodes of two each."""
-    # read when Ray is imported: without clusters on macOS it takes 127.0.0.1 for this machine's address
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     # workers have it, too, so that tests find their processes
     os.environ["VERIFIERS_TEST_CLUSTER"] = str(os.getpid())
     pytest.importorskip("ray", reason="Ray is not installed")
