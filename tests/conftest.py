@@ -92,6 +92,16 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", _guarded_getaddrinfo)
 
 
+@pytest.fixture
+def _default_handlers() -> Iterator[None]:
+    """Give signals their first handlers: a command that another test ran may have left its own."""
+    begun_with = ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler))
+    before = [(number, signal.signal(number, handler)) for number, handler in begun_with]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
 class _VirtualTime(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer instead of waiting for it."""
 

@@ -1,4 +1,8 @@
-"""LoopThread: an event loop in a thread, for the generator's rollouts and for synchronous calls."""
+"""LoopThread: an event loop in a thread, for the generator's rollouts and for synchronous calls.
+
+And what notices code that blocks a loop: an ordinary thread can, since a coroutine that calls `time.sleep` releases
+the interpreter's lock. For code that does not release it, see `signals.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,33 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
+from verifiers.concurrency import tick_s
 from verifiers.errors import DeadlineError, GenerationError
-from verifiers.watchdog import LoopPulse, running_function, tick_s
 
-__all__ = ["LoopThread", "run_blocking"]
+__all__ = ["BLOCKING_ADVICE", "LoopPulse", "LoopThread", "LoopWatchdog", "run_blocking", "running_function"]
 
 logger = logging.getLogger("verifiers")
 
 T = TypeVar("T")
 
+BLOCKING_ADVICE = (
+    "make it an async def that awaits its slow part (asyncio.to_thread), or, where it is the run of an AgentEnv, a "
+    "plain def; other plain functions run on the loop too, once three calls in a row were quick"
+)
+"""Advice for a blocked event loop, to end a sentence."""
+
 _HEARING_S = 1.0
 _CLOSING_S = 3.0
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class LoopThread:
@@ -246,3 +261,102 @@ async def _nothing() -> None:
 
 def _log_failure(error: BaseException) -> None:
     logger.debug("the loop of synchronous calls ended: %s", error)
+
+
+# -- what blocks a loop ----------------------------------------------------------------------------------------------
+
+
+class LoopPulse:
+    """The time for which an event loop runs nothing, as counted by another thread that asks the loop regularly.
+
+    Of an interval that lasted too long, twice its due length counts: the asking thread could not run either, because
+    the process was stopped or the machine was overloaded, and the loop has to get a chance to answer.
+
+    Attributes:
+        thread: identifier of the loop's thread, once the loop has answered.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.thread: int | None = None
+        self._loop = loop
+        self._counted_s, self._asked = 0.0, time.monotonic()
+        self._has_run = True
+        self.ask(0.0)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the loop has run nothing."""
+        return 0.0 if self._has_run else self._counted_s
+
+    def ask(self, due_s: float) -> None:
+        """Count the time since the last call, which was to last `due_s` seconds, and ask the loop again."""
+        now = time.monotonic()
+        elapsed_s, self._asked = now - self._asked, now
+        if not self._has_run:
+            self._counted_s += min(elapsed_s, 2 * due_s)
+            return
+        self._counted_s, self._has_run = 0.0, False
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self.thread, self._has_run = threading.get_ident(), True
+
+
+class LoopWatchdog:
+    """A thread that notices an event loop which runs nothing for `limit_s` seconds, and names the function.
+
+    Args:
+        loop: the loop. Thread-safe functions of it alone are called.
+        limit_s: seconds for which one piece of code may keep the loop from all others; may be changed meanwhile.
+        blocked: called once, in the watchdog's thread, with the function's name and place.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, blocked: Callable[[str], None]) -> None:
+        self.limit_s = limit_s
+        self._pulse, self._blocked = LoopPulse(loop), blocked
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="verifiers-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. To be called once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; `blocked` is not called from now on. May be called twice."""
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            # it ends at once, unless it is in `blocked`
+            self._thread.join(1.0)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the loop has run nothing."""
+        return self._pulse.silent_s
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(due_s := tick_s(self.limit_s)):
+            self._pulse.ask(due_s)
+            if self.silent_s >= self.limit_s:
+                self._blocked(running_function(self._pulse.thread))
+                return
+
+
+def running_function(thread_id: int | None) -> str:
+    """Return name, file and line of the function of the user that a thread is in, such as a reward function.
+
+    Args:
+        thread_id: of the thread; None for the main thread.
+    """
+    innermost = sys._current_frames().get(thread_id or threading.main_thread().ident or 0)
+    found, caller_is_ours = "code of the environment", False
+    for frame, line in reversed(list(traceback.walk_stack(innermost))):
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            continue
+        # a function of the user is to blame, and not the libraries that it calls
+        is_ours = code.co_filename.startswith(_PACKAGE)
+        if caller_is_ours and not is_ours:
+            found = f"{code.co_name} ({code.co_filename}, line {line})"
+        caller_is_ours = is_ours
+    return found

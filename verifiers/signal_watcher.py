@@ -1,6 +1,6 @@
 """The process that ends its parent where a signal arrived there and no Python code has handled it.
 
-Run as a program, by its path and without the package; `watchdog.exit_if_signal_is_unhandled` starts it.
+Run as a program, by its path and without the package; `signals.exit_if_signal_is_unhandled` starts it.
 """
 
 import os

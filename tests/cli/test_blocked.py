@@ -19,12 +19,12 @@ import openai
 import pytest
 
 import verifiers as vf
-from verifiers import watchdog
+from verifiers import loop_thread, signals
 from verifiers.cli import interrupts
 from verifiers.cli.interrupts import handle_interrupts
 from verifiers.cli.main import BlockedLoopError
+from verifiers.loop_thread import LoopPulse, LoopWatchdog, running_function
 from verifiers.testing import FakeOpenAIServer
-from verifiers.watchdog import LoopPulse, LoopWatchdog, running_function
 
 SOURCE = """
 import asyncio
@@ -186,7 +186,7 @@ def test_a_loop_that_runs_is_not_blocked_and_one_that_stands_still_is() -> None:
 
 def test_time_for_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now, answers = [0.0], []
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(loop_thread, "time", SimpleNamespace(monotonic=lambda: now[0]))
     pulse = LoopPulse(SimpleNamespace(call_soon_threadsafe=answers.append))  # type: ignore[arg-type]
     for elapsed_s in (1.0, 3600.0, 1.0):
         now[0] += elapsed_s
@@ -213,7 +213,7 @@ class Work:
 @pytest.fixture
 def _patient_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     """End these tests' own process later than the deadline of their event loop: the machine may stand still."""
-    limit = watchdog.exit_if_interpreter_is_held
+    limit = signals.exit_if_interpreter_is_held
     monkeypatch.setattr(interrupts, "exit_if_interpreter_is_held", lambda _, sentence: limit(60.0, sentence))
 
 
@@ -289,7 +289,7 @@ def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:
 
 def test_ctrl_z_stops_the_clock_of_a_held_interpreter() -> None:
     code = (
-        "import select; from verifiers.watchdog import exit_if_interpreter_is_held as limit\n"
+        "import select; from verifiers.signals import exit_if_interpreter_is_held as limit\n"
         "with limit(4.0, 'held'):\n"
         "    print(1, flush=True)\n"
         # a signal that comes just before a blocking read would be handled after it

@@ -20,7 +20,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.evals.store import read_run
-from verifiers.train.checkpoint.checkpoint import newest_complete
+from verifiers.train.checkpoint.run_directory import newest_complete
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
 

@@ -21,7 +21,8 @@ from transformers import TrainerCallback
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.checkpoint import MARKER, newest_complete
+from verifiers.train.checkpoint.checkpoint import MARKER
+from verifiers.train.checkpoint.run_directory import newest_complete
 
 Make = Callable[..., tiny_world.ObservedTrainer]
 

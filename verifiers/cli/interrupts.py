@@ -13,14 +13,8 @@ from types import FrameType
 from typing import Protocol
 
 from verifiers.cli.main import FAILED, INTERRUPTED, BlockedLoopError
-from verifiers.watchdog import (
-    BLOCKING_ADVICE,
-    LoopWatchdog,
-    exit_if_interpreter_is_held,
-    exit_if_signal_is_unhandled,
-    restored_handlers,
-    running_function,
-)
+from verifiers.loop_thread import BLOCKING_ADVICE, LoopWatchdog, running_function
+from verifiers.signals import exit_if_interpreter_is_held, exit_if_signal_is_unhandled, restored_handlers
 
 __all__ = ["Interruptible", "handle_interrupts"]
 

@@ -54,7 +54,7 @@ def _start(args: argparse.Namespace) -> int:
     # read once, when torch is imported: idle threads must not spin on the server's cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
-    from verifiers.train.processes.termination import recorded
+    from verifiers.train.processes.distributed import recorded
 
     return recorded(lambda: train(**vars(args)))
 
@@ -78,7 +78,7 @@ def train(
     if server_url:
         run = run.with_servers(server_url)
     from verifiers.train.checkpoint.checkpoint import model_name
-    from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
+    from verifiers.train.checkpoint.finished_run import finished_steps, note_saved
     from verifiers.train.config import GRPOConfig, lora_defaults
     from verifiers.train.evaluation.eval_sets import choose_eval_sets
     from verifiers.train.models import check_model_exists, check_model_path
@@ -208,7 +208,7 @@ def in_workers(
 
 def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractContextManager[None]:
     """End the process where a function of the environment, which rank 0 runs, holds the interpreter."""
-    from verifiers.watchdog import exit_if_interpreter_is_held
+    from verifiers.signals import exit_if_interpreter_is_held
 
     if not is_rank_0:
         return contextlib.nullcontext()

@@ -25,12 +25,11 @@ from verifiers.inference.load_balancer import backend_for
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.token_in import token_in_for
-from verifiers.loop_thread import LoopThread
+from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread, LoopWatchdog
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
 from verifiers.types import Outcome
-from verifiers.watchdog import BLOCKING_ADVICE, LoopWatchdog
 
 __all__ = ["AsyncBatchGenerator"]
 

@@ -26,8 +26,8 @@ from verifiers.train.batching.block_metrics import block_tokens, fill_completion
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import refuse_unstreamable
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.train.checkpoint.checkpoint import model_name, raises_checkpoint_error
-from verifiers.train.checkpoint.run_directory import RunDirectory
+from verifiers.train.checkpoint.checkpoint import model_name
+from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
 from verifiers.train.config import GRPOConfig
 from verifiers.train.console import ProgressLines
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch
@@ -39,8 +39,7 @@ from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.planned_run import planned_run
-from verifiers.train.processes.distributed import Ranks
-from verifiers.train.processes.termination import end_together
+from verifiers.train.processes.distributed import Ranks, end_together
 from verifiers.train.run_lifecycle import RolloutSession, RunLifecycle
 from verifiers.train.validation.eval_settings import check_eval_sets
 from verifiers.train.validation.host_settings import check_output_dir

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verifiers.watchdog import BLOCKING_ADVICE, LoopWatchdog, exit_if_interpreter_is_held
+from verifiers.loop_thread import BLOCKING_ADVICE, LoopWatchdog
+from verifiers.signals import exit_if_interpreter_is_held
 from verifiers.workers.worker import RolloutWorker
 
 __all__ = ["set_up_process"]

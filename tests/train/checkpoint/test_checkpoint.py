@@ -22,12 +22,10 @@ from verifiers.train.checkpoint.checkpoint import (
     mark_complete,
     mark_incomplete,
     model_name,
-    newest_complete,
-    raises_checkpoint_error,
     resume_step,
-    rotate_checkpoints,
 )
 from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS, load_pending_blocks
+from verifiers.train.checkpoint.run_directory import newest_complete
 
 
 @pytest.fixture
@@ -43,19 +41,6 @@ def checkpoint(directory: Path, step: int) -> Path:
     (path / "model.safetensors").write_bytes(b"weights")
     (path / "deep" / "more").write_bytes(b"state")
     return path
-
-
-def test_only_marked_checkpoints_count_and_the_highest_step_wins(tmp_path: Path, plan: BatchPlan) -> None:
-    assert newest_complete(tmp_path) is None
-    assert newest_complete(tmp_path / "nowhere") is None
-    paths = {step: checkpoint(tmp_path, step) for step in (2, 8, 10, 12)}
-    for step in (2, 8, 10):
-        mark_complete(paths[step], plan, step)
-    (tmp_path / "checkpoint-final").mkdir()
-    assert newest_complete(tmp_path) == paths[10]
-    mark_incomplete(paths[10])
-    mark_incomplete(paths[10])
-    assert newest_complete(tmp_path) == paths[8]
 
 
 def test_the_marker_is_written_last_after_every_file_is_on_disk(
@@ -147,67 +132,6 @@ def test_a_checkpoint_gives_back_its_step_and_what_else_it_was_given(tmp_path: P
     assert (resume_step(plain), extra_state(plain)) == (2, {})
     assert (resume_step(full), extra_state(full)) == (4, {"policy_version": 2, "curriculum": {"stage": "warm"}})
     check_resumable(full, plan)
-
-
-class SafetensorError(Exception):
-    """Named as safetensors' own, which is not an OSError."""
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        SafetensorError("I/O error: No space left on device (os error 28)"),
-        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_a_checkpoint_that_cannot_be_written_says_so_and_what_there_is_to_go_on_from(
-    tmp_path: Path, plan: BatchPlan, error: Exception
-) -> None:
-    mark_complete(checkpoint(tmp_path, 2), plan, 2)
-    words = (
-        r"checkpoint-4 could not be written .*; [\d,]+ MB are free there, and the newest complete one is checkpoint-2"
-    )
-    with pytest.raises(CheckpointError, match=words) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
-        raise error
-    assert raised.value.__cause__ is error
-
-
-@pytest.mark.parametrize("error", [ConfigError("a mistake"), RuntimeError("of a callback"), KeyboardInterrupt()])
-def test_what_is_not_of_writing_a_checkpoint_passes_as_it_is(tmp_path: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
-        raise error
-    assert raised.value is error
-
-
-class HubError(OSError):
-    """As what a hub's client raises: it knows what was asked."""
-
-    request = "PUT /api/models"
-
-
-@pytest.mark.parametrize("error", [HubError("503"), ConnectionResetError(104, "reset"), TimeoutError("slow")])
-def test_what_a_hub_answers_is_not_called_a_full_disk(tmp_path: Path, error: OSError) -> None:
-    with pytest.raises(type(error)) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
-        raise error
-    assert raised.value is error
-
-
-def test_a_checkpoint_whose_removal_was_cut_does_not_count(
-    tmp_path: Path, plan: BatchPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (2, 4):
-        mark_complete(checkpoint(tmp_path, step), plan, step)
-
-    def killed(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("shutil.rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        rotate_checkpoints(tmp_path, 1)
-    assert not (tmp_path / "checkpoint-2" / MARKER).exists()
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
 
 
 def test_a_save_never_leaves_the_blocks_of_an_older_lineage(tmp_path: Path, plan: BatchPlan) -> None:

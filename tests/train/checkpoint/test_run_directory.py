@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import json
@@ -18,20 +17,21 @@ import pytest
 from transformers import TrainerState
 
 from verifiers.data.batch_plan import make_plan
-from verifiers.errors import CheckpointError, GenerationError
-from verifiers.monitoring.run_log import read_run
+from verifiers.errors import CheckpointError, ConfigError, GenerationError
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.checkpoint import MARKER, extra_state, mark_complete, newest_complete
+from verifiers.train.checkpoint.checkpoint import MARKER, extra_state, mark_complete, mark_incomplete
+from verifiers.train.checkpoint.finished_run import finished_steps
 from verifiers.train.checkpoint.run_directory import (
     LOCK,
     ResumePoint,
     RunDirectory,
     archive_later_checkpoints,
     archive_previous_run,
-    finished_steps,
     lock_output_dir,
-    note_saved,
+    newest_complete,
     prepare_output_dir,
+    raises_checkpoint_error,
+    rotate_checkpoints,
 )
 from verifiers.train.processes.distributed import Ranks
 
@@ -94,6 +94,84 @@ def test_older_checkpoints_are_deleted_here_alone_and_once_the_newer_one_is_comp
     assert complete == [None, tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"]
     assert list(tmp_path.glob("checkpoint-*")) == [tmp_path / "checkpoint-6"]
     assert directory._args.save_total_limit == 1
+
+
+def an_empty_one(root: Path, step: int) -> Path:
+    path = root / f"checkpoint-{step}"
+    path.mkdir()
+    return path
+
+
+def test_only_marked_checkpoints_count_and_the_highest_step_wins(tmp_path: Path) -> None:
+    assert newest_complete(tmp_path) is None
+    assert newest_complete(tmp_path / "nowhere") is None
+    paths = {step: an_empty_one(tmp_path, step) for step in (2, 8, 10, 12)}
+    for step in (2, 8, 10):
+        mark_complete(paths[step], PLAN, step)
+    (tmp_path / "checkpoint-final").mkdir()
+    assert newest_complete(tmp_path) == paths[10]
+    mark_incomplete(paths[10])
+    mark_incomplete(paths[10])
+    assert newest_complete(tmp_path) == paths[8]
+
+
+class SafetensorError(Exception):
+    """Named as safetensors' own, which is not an OSError."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_checkpoint_that_cannot_be_written_says_so_and_what_there_is_to_go_on_from(
+    tmp_path: Path, error: Exception
+) -> None:
+    mark_complete(an_empty_one(tmp_path, 2), PLAN, 2)
+    words = (
+        r"checkpoint-4 could not be written .*; [\d,]+ MB are free there, and the newest complete one is checkpoint-2"
+    )
+    with pytest.raises(CheckpointError, match=words) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ConfigError("a mistake"), RuntimeError("of a callback"), KeyboardInterrupt()])
+def test_what_is_not_of_writing_a_checkpoint_passes_as_it_is(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value is error
+
+
+class HubError(OSError):
+    """As what a hub's client raises: it knows what was asked."""
+
+    request = "PUT /api/models"
+
+
+@pytest.mark.parametrize("error", [HubError("503"), ConnectionResetError(104, "reset"), TimeoutError("slow")])
+def test_what_a_hub_answers_is_not_called_a_full_disk(tmp_path: Path, error: OSError) -> None:
+    with pytest.raises(type(error)) as raised, raises_checkpoint_error(tmp_path / "checkpoint-4"):
+        raise error
+    assert raised.value is error
+
+
+def test_a_checkpoint_whose_removal_was_cut_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (2, 4):
+        mark_complete(an_empty_one(tmp_path, step), PLAN, step)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        rotate_checkpoints(tmp_path, 1)
+    assert not (tmp_path / "checkpoint-2" / MARKER).exists()
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
 
 
 def test_a_save_that_fails_is_one_sentence_and_the_checkpoint_does_not_count(tmp_path: Path) -> None:
@@ -189,7 +267,7 @@ def test_an_archive_that_was_cut_leaves_a_run_at_an_earlier_step_and_loses_nothi
     assert newest == {1: tmp_path / "checkpoint-4", 2: tmp_path / "checkpoint-2"}.get(moves)
     # the block log stays until no checkpoint needs it
     assert newest is None or (tmp_path / "blocks.jsonl").exists()
-    assert finished_steps(tmp_path, SHORT) is None if newest is None else not (tmp_path / "run.json").exists()
+    assert finished_steps(tmp_path, PLAN) is None if newest is None else not (tmp_path / "run.json").exists()
     archive_previous_run(tmp_path)
     archived = names_in(tmp_path / "earlier-1")
     archived |= names_in(tmp_path / "earlier-2") if (tmp_path / "earlier-2").exists() else names_in(tmp_path)
@@ -218,28 +296,6 @@ def test_files_that_cannot_be_moved_are_one_sentence(tmp_path: Path, monkeypatch
         archive_previous_run(tmp_path)
 
 
-SHORT = make_plan(per_device_train_batch_size=4, num_generations=4, max_steps=4, num_prompts=8)
-
-
-def test_what_was_finished_with_another_seed_other_rows_or_another_model_is_not_this_run(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p{number}", "answer": ""} for number in range(8)]
-    (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "ended": 1.0}))
-    note_saved(tmp_path, 4, SHORT, rows, "start")
-    assert finished_steps(tmp_path, dataclasses.replace(SHORT, max_steps=2), rows, "start") == 4
-    assert finished_steps(tmp_path, SHORT) == 4
-    for other in (
-        (dataclasses.replace(SHORT, seed=7), rows, "start"),
-        (SHORT, rows[::-1], "start"),
-        (SHORT, rows, "b"),
-    ):
-        assert finished_steps(tmp_path, *other) is None
-    run = read_run(tmp_path)
-    # as it was written before these were noted
-    del run["saved"]["of"]
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    assert finished_steps(tmp_path, SHORT, rows, "b") == 4
-
-
 @pytest.mark.parametrize("is_there", [True, False])
 def test_going_back_to_a_run_whose_best_checkpoint_has_moved_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_there: bool
@@ -249,7 +305,7 @@ def test_going_back_to_a_run_whose_best_checkpoint_has_moved_says_so(
     for path in (back, best) if is_there else (back,):
         path.mkdir(parents=True)
     (back / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(best)}))
-    mark_complete(back, SHORT, 4)
+    mark_complete(back, PLAN, 4)
     prepare_output_dir(ResumePoint(str(back), resumes=True), str(tmp_path))
     assert (f"the best checkpoint before step 4, {best}, is not there" in caplog.text) == (not is_there)
 

@@ -152,8 +152,9 @@ class BlockLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text("".join(map(_line, kept)))
-            # else a power cut could leave the new name without the lines
-            sync_to_disk(partial)
+            if kept:
+                # else a power cut could leave the new name without the lines
+                sync_to_disk(partial)
             os.replace(partial, self.path)
         except OSError as error:
             raise CheckpointError(

@@ -1,26 +1,24 @@
-"""Checkpoints: complete or ignored. A marker is written last, and only marked checkpoints are resumed."""
+"""One checkpoint, complete or ignored: a marker is written last, and only a marked checkpoint is resumed."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import logging
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import StagedRows
 from verifiers.envs.datasets import row_fields
-from verifiers.errors import CheckpointError, Error
+from verifiers.errors import CheckpointError
 from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS
 
 __all__ = [
     "MARKER",
     "check_resumable",
-    "checkpoints_in",
     "dataset_fingerprint",
     "describe_run",
     "extra_state",
@@ -28,12 +26,12 @@ __all__ = [
     "mark_complete",
     "mark_incomplete",
     "model_name",
-    "newest_complete",
-    "raises_checkpoint_error",
     "resume_step",
-    "rotate_checkpoints",
     "sync_to_disk",
+    "warn_if_best_is_gone",
 ]
+
+logger = logging.getLogger("verifiers.train")
 
 _HASHED_ROWS = 1000
 """Rows that are hashed; of more, so many at equal distances."""
@@ -115,53 +113,6 @@ def mark_complete(
     sync_to_disk(partial)
     partial.rename(directory / MARKER)
     sync_to_disk(directory)
-
-
-@contextlib.contextmanager
-def raises_checkpoint_error(directory: Path, output_dir: Path | None = None) -> Iterator[None]:
-    """Raise CheckpointError for what libraries raise of a full or broken disk while a model is written.
-
-    Args:
-        directory: the directory that is written.
-        output_dir: the run's directory; the one above `directory` when left out.
-
-    Raises:
-        CheckpointError: with the first failure as its cause, the space left, and the newest complete checkpoint.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, Error) or not _is_of_writing(error):
-            raise
-        output_dir = output_dir or directory.parent
-        newest = newest_complete(output_dir)
-        kept = f"the newest complete one is {newest.name}" if newest is not None else "there is no complete one yet"
-        with contextlib.suppress(OSError):
-            kept = f"{shutil.disk_usage(output_dir).free / 1e6:,.0f} MB are free there, and {kept}"
-        raise CheckpointError(
-            f"{directory} could not be written ({type(error).__name__}: {error}); {kept}. Make room, perhaps with a "
-            "smaller save_total_limit, and give the same command again."
-        ) from error
-
-
-def _is_of_writing(error: Exception) -> bool:
-    # what a hub answers, or that it does not, is an OSError too
-    if isinstance(error, (ConnectionError, TimeoutError)) or {"request", "response"} & set(dir(error)):
-        return False
-    # torch's archives and safetensors' files are written by code that knows no OSError
-    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or "inline_container" in str(error)
-
-
-def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the complete checkpoint with the highest step, or None."""
-    complete = [path for path in checkpoints_in(output_dir) if (path / MARKER).is_file()]
-    return complete[-1] if complete else None
-
-
-def checkpoints_in(output_dir: str | Path) -> list[Path]:
-    """Return the checkpoints of a directory in the order of their steps, complete or not."""
-    found = [(path.name.removeprefix("checkpoint-"), path) for path in Path(output_dir).glob("checkpoint-*")]
-    return [path for _, path in sorted((int(step), path) for step, path in found if step.isdigit())]
 
 
 def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, model: str | None = None) -> None:
@@ -251,6 +202,22 @@ def extra_state(directory: str | Path) -> dict[str, Any]:
     return extra
 
 
+def warn_if_best_is_gone(checkpoint: Path) -> None:
+    """Warn where the best checkpoint before this one, which a resumed run is to keep, is not where it was."""
+    try:
+        best = json.loads((checkpoint / "trainer_state.json").read_text()).get("best_model_checkpoint")
+    except (OSError, ValueError):
+        return
+    if best and not Path(best).is_dir():
+        logger.warning(
+            "the best checkpoint before step %d, %s, is not there, perhaps moved beside %s: only a better one after "
+            "it is kept as the best, or loaded at the end.",
+            resume_step(checkpoint),
+            best,
+            checkpoint,
+        )
+
+
 def _marker(directory: str | Path) -> dict[str, Any]:
     marker: dict[str, Any] = json.loads((Path(directory) / MARKER).read_text())
     return marker
@@ -291,23 +258,3 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def rotate_checkpoints(output_dir: str | Path, limit: int | None, best: str | Path | None = None) -> None:
-    """Delete the oldest checkpoints over `limit`; the newest, the newest complete one and the best always stay.
-
-    To be called when the newest is marked complete: a process that is killed before has the one before it.
-
-    Args:
-        output_dir: the run's directory.
-        limit: checkpoints that stay; None or 0 for all.
-        best: the directory of the best checkpoint so far, where there is one.
-    """
-    checkpoints = checkpoints_in(output_dir)
-    kept = {os.path.abspath(path) for path in (*checkpoints[-1:], newest_complete(output_dir), best) if path}
-    over = max(0, len(checkpoints) - max(limit, len(kept))) if limit and limit > 0 else 0
-    for path in [path for path in checkpoints if os.path.abspath(path) not in kept][:over]:
-        # transformers' own rotation leaves the marker on what a kill in the middle does not delete
-        with contextlib.suppress(OSError):
-            mark_incomplete(path)
-        shutil.rmtree(path, ignore_errors=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,23 +14,18 @@ from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import CheckpointError, Error
-from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES, read_run
+from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.collate import Dropped
 from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record
 from verifiers.train.checkpoint.checkpoint import (
     MARKER,
     check_resumable,
-    checkpoints_in,
-    describe_run,
     extra_state,
-    is_same_run,
     mark_complete,
     mark_incomplete,
-    newest_complete,
-    raises_checkpoint_error,
     resume_step,
-    rotate_checkpoints,
+    warn_if_best_is_gone,
 )
 from verifiers.train.checkpoint.pending_blocks import save_pending_blocks
 from verifiers.train.config import GRPOConfig
@@ -43,11 +38,13 @@ __all__ = [
     "RunDirectory",
     "archive_later_checkpoints",
     "archive_previous_run",
+    "checkpoints_in",
     "choose_resume_point",
-    "finished_steps",
     "lock_output_dir",
-    "note_saved",
+    "newest_complete",
     "prepare_output_dir",
+    "raises_checkpoint_error",
+    "rotate_checkpoints",
     "visible_checkpoint",
 ]
 
@@ -155,7 +152,7 @@ def visible_checkpoint(point: ResumePoint, output_dir: str, rank: int) -> str | 
     return str(path)
 
 
-# -- an earlier run in the directory -------------------------------------------------------------------------------
+# -- an earlier run in the directory ---------------------------------------------------------------------------------
 
 
 def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Path] = ()) -> None:
@@ -177,7 +174,7 @@ def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Pa
         return
     archive = archive_previous_run(output_dir, keeps)
     if point.checkpoint:
-        _warn_if_best_is_gone(Path(point.checkpoint))
+        warn_if_best_is_gone(Path(point.checkpoint))
     if archive is None:
         return
     if point.resumes and point.checkpoint is None:
@@ -251,65 +248,77 @@ def _archive(root: Path, paths: list[Path]) -> Path:
     return archive
 
 
-def _warn_if_best_is_gone(checkpoint: Path) -> None:
-    try:
-        best = json.loads((checkpoint / "trainer_state.json").read_text()).get("best_model_checkpoint")
-    except (OSError, ValueError):
-        return
-    if best and not Path(best).is_dir():
-        logger.warning(
-            "the best checkpoint before step %d, %s, is not there, perhaps moved beside %s: only a better one after "
-            "it is kept as the best, or loaded at the end.",
-            resume_step(checkpoint),
-            best,
-            checkpoint,
-        )
+# -- the checkpoints in the directory --------------------------------------------------------------------------------
 
 
-# -- a finished run ------------------------------------------------------------------------------------------------
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """Return the checkpoints of a directory in the order of their steps, complete or not."""
+    found = [(path.name.removeprefix("checkpoint-"), path) for path in Path(output_dir).glob("checkpoint-*")]
+    return [path for _, path in sorted((int(step), path) for step, path in found if step.isdigit())]
 
 
-def finished_steps(output_dir: str | Path, plan: BatchPlan, rows: Any = None, model: str | None = None) -> int | None:
-    """Return the steps of the run in a directory, where it has nothing left to do; else None.
+def newest_complete(output_dir: str | Path) -> Path | None:
+    """Return the complete checkpoint with the highest step, or None."""
+    complete = [path for path in checkpoints_in(output_dir) if (path / MARKER).is_file()]
+    return complete[-1] if complete else None
 
-    Such a run ended well, saved its model, was to have as many steps, and was of the same plan, rows and model. A run
-    that a callback ended early is finished, too.
+
+def rotate_checkpoints(output_dir: str | Path, limit: int | None, best: str | Path | None = None) -> None:
+    """Delete the oldest checkpoints over `limit`; the newest, the newest complete one and the best always stay.
+
+    To be called when the newest is marked complete: a process that is killed before has the one before it.
+
+    Args:
+        output_dir: the run's directory.
+        limit: checkpoints that stay; None or 0 for all.
+        best: the directory of the best checkpoint so far, where there is one.
+    """
+    checkpoints = checkpoints_in(output_dir)
+    kept = {os.path.abspath(path) for path in (*checkpoints[-1:], newest_complete(output_dir), best) if path}
+    over = max(0, len(checkpoints) - max(limit, len(kept))) if limit and limit > 0 else 0
+    for path in [path for path in checkpoints if os.path.abspath(path) not in kept][:over]:
+        # transformers' own rotation leaves the marker on what a kill in the middle does not delete
+        with contextlib.suppress(OSError):
+            mark_incomplete(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def raises_checkpoint_error(directory: Path, output_dir: Path | None = None) -> Iterator[None]:
+    """Raise CheckpointError for what libraries raise of a full or broken disk while a model is written.
+
+    Args:
+        directory: the directory that is written.
+        output_dir: the run's directory; the one above `directory` when left out.
 
     Raises:
-        CheckpointError: the newest complete checkpoint is of another plan, so the run can neither be resumed nor be
-            this one; or another run writes to the directory.
+        CheckpointError: with the first failure as its cause, the space left, and the newest complete checkpoint.
     """
-    if not Path(output_dir).is_dir():
-        return None
-    lock_output_dir(output_dir).release()
-    newest = newest_complete(output_dir)
-    if newest is not None:
-        check_resumable(newest, plan, rows, model)
-    run = read_run(output_dir)
-    saved, ended = run.get("saved"), run.get("ended")
-    if run.get("status") != "finished" or not isinstance(saved, dict) or not isinstance(ended, (int, float)):
-        return None
-    if saved.get("at", 0.0) < ended or saved.get("max_steps", 0) < plan.max_steps:
-        return None
-    step = int(saved["step"])
-    return step if is_same_run(saved.get("of") or {}, describe_run(plan, step, rows, model)) else None
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Error) or not _is_of_writing(error):
+            raise
+        output_dir = output_dir or directory.parent
+        newest = newest_complete(output_dir)
+        kept = f"the newest complete one is {newest.name}" if newest is not None else "there is no complete one yet"
+        with contextlib.suppress(OSError):
+            kept = f"{shutil.disk_usage(output_dir).free / 1e6:,.0f} MB are free there, and {kept}"
+        raise CheckpointError(
+            f"{directory} could not be written ({type(error).__name__}: {error}); {kept}. Make room, perhaps with a "
+            "smaller save_total_limit, and give the same command again."
+        ) from error
 
 
-def note_saved(
-    output_dir: str | Path, step: int, plan: BatchPlan, rows: Any = None, model: str | None = None
-) -> None:
-    """Write down that the model of a finished run is saved; where that fails, the next run only saves it again."""
-    path = Path(output_dir) / RUN
-    of = describe_run(plan, step, rows, model)
-    saved = {"at": time.time(), "step": step, "max_steps": plan.max_steps, "of": of}
-    run = {**read_run(output_dir), "saved": saved}
-    partial = path.with_name(f".{RUN}.partial")
-    with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, path)
+def _is_of_writing(error: Exception) -> bool:
+    # what a hub answers, or that it does not, is an OSError too
+    if isinstance(error, (ConnectionError, TimeoutError)) or {"request", "response"} & set(dir(error)):
+        return False
+    # torch's archives and safetensors' files are written by code that knows no OSError
+    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or "inline_container" in str(error)
 
 
-# -- the directory while a run is in progress ----------------------------------------------------------------------
+# -- the directory while a run is in progress ------------------------------------------------------------------------
 
 
 class RunDirectory:

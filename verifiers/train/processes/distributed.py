@@ -1,14 +1,28 @@
-"""Work that rank 0 does for all ranks."""
+"""The ranks of a run: what rank 0 does for all of them, and the end of all where one fails.
+
+The launcher (torchrun, accelerate launch) supervises the ranks: once one has ended with an error, it sends SIGTERM to
+the others. That ends a rank above 0 wherever it is, also inside a collective; rank 0 closes the run first.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import itertools
+import json
+import os
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verifiers.errors import RankError
+from verifiers.signals import ended_by_signals, is_by_signal, killed_by_signals
 
-__all__ = ["Ranks", "error_text", "on_all_ranks", "on_rank_0", "scatter_from_rank_0"]
+__all__ = ["Ranks", "end_together", "on_all_ranks", "on_rank_0", "recorded", "scatter_from_rank_0"]
 
 T = TypeVar("T")
 
@@ -37,7 +51,7 @@ def on_rank_0(
     except Exception as error:
         failure = error
     if accelerator.num_processes > 1:
-        _broadcast(_Result(payload, error_text(failure) if failure is not None else None))
+        _broadcast(_Result(payload, _error_text(failure) if failure is not None else None))
     if failure is not None:
         raise failure
     return payload
@@ -117,11 +131,6 @@ def _broadcast(message: Any) -> Any:
     return received
 
 
-def error_text(error: BaseException) -> str:
-    """Return the type and the text of an error."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 class Ranks:
     """The processes of a run, as the trainer's parts use them; every rank has one and calls it in the same order.
 
@@ -176,3 +185,175 @@ class Ranks:
     def scatter(self, work: Callable[[], Sequence[T]]) -> T:
         """Make one payload a rank on rank 0 and return each rank its own."""
         return scatter_from_rank_0(self._accelerator, work, self._joint_work)
+
+
+# -- the end of a run ------------------------------------------------------------------------------------------------
+
+
+def end_together(
+    accelerator: Any,
+    work: Callable[[], T],
+    close: Callable[[], None],
+    *,
+    monitored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    give_back: Callable[[BaseException], None] = lambda error: None,
+) -> T:
+    """Run this rank's part of a run, and then `close`, whatever ends it.
+
+    Every rank must call it. Where one of several ranks fails, its own error is raised there; rank 0 raises RankError
+    with the same text, and the launcher ends the rest.
+
+    Args:
+        accelerator: accelerate's Accelerator or PartialState.
+        work: the part of this rank.
+        close: gives back what this rank holds.
+        monitored: makes a context that is left after `close`, with what ended the run.
+        give_back: releases shared resources (paused servers, pushed weights); called with what ended the run, in
+            another thread, where a signal finds rank 0 inside a call that does not return.
+
+    Raises:
+        RankError: another rank failed first.
+    """
+    several = accelerator.num_processes > 1
+    if several and not accelerator.is_main_process:
+        signals = killed_by_signals()
+    else:
+        signals = ended_by_signals(give_back if several else None)
+    failures = _FirstFailure(accelerator.process_index) if several else None
+    with signals as termination:
+        with monitored():
+            try:
+                result = work()
+                if several:
+                    # a rank that fails after this one is done must still end the run
+                    accelerator.wait_for_everyone()
+            except BaseException as error:
+                # the launcher's SIGTERM may come while the cause is looked up, and must not take its place
+                termination.begin()
+                cause = failures.cause_of(error) if failures is not None else error
+                if cause is error:
+                    raise
+                raise cause from error
+            finally:
+                try:
+                    termination.begin()
+                finally:
+                    # also where a signal came just before
+                    close()
+                    if failures is not None and failures.is_unexplained:
+                        time.sleep(_LAUNCHER_POLLS_S)
+        termination.raise_waiting()
+    return result
+
+
+def recorded(main: Callable[[], T]) -> T:
+    """Call a program's main function; under torchrun its exception reaches torchrun's report, with traceback."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return main()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    result: Any = record(main)()
+    return result
+
+
+_STORE_TIMEOUT_S = 5.0
+_TRACEBACK_CHARACTERS = 2**13
+
+_LAUNCHER_S = 3.0
+"""Seconds that a rank above 0 which follows another rank's failure waits to be ended by the launcher.
+
+Otherwise the launcher's report could name this rank as the first that failed.
+"""
+
+_LAUNCHER_POLLS_S = 0.5
+"""Seconds that rank 0 outlasts a rank that was killed, so that torchrun, which polls every 0.1 s, names that rank."""
+
+_EXIT_S = 2.0
+"""Seconds that the interpreter may take to exit after a failure: it would wait for collectives that cannot end."""
+
+_run_number = itertools.count()
+
+
+class _FirstFailure:
+    """The first failure of a run, kept in the store at which torch's ranks met, so that rank 0 can name it.
+
+    Args:
+        rank: the rank of this process.
+
+    Attributes:
+        is_unexplained: another rank has gone and left no error behind.
+    """
+
+    def __init__(self, rank: int) -> None:
+        from torch.distributed import DistError, TCPStore
+
+        self.is_unexplained = False
+        self._rank = rank
+        # the ranks make their runs in the same order
+        self._key = f"verifiers/failure/{next(_run_number)}"
+        self._store: Any = None
+        with contextlib.suppress(KeyError, ValueError, DistError):
+            self._store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=datetime.timedelta(seconds=_STORE_TIMEOUT_S),
+            )
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what to raise for an error of this rank: the error itself, or RankError where another was first."""
+        atexit.register(_exit_within, _EXIT_S)
+        follows = isinstance(error, RankError) or _broke_off(error)
+        first = self._exchange(None if follows or is_by_signal(error) else error)
+        is_of_other = first is not None and first["rank"] != self._rank
+        cause = error
+        if first is not None and is_of_other and not isinstance(error, (RankError, KeyboardInterrupt)):
+            cause = RankError(f"rank {first['rank']} stopped: {first['text']}")
+            cause.add_note(f"On rank {first['rank']}:\n{first['traceback']}")
+        elif _broke_off(error):
+            self.is_unexplained = True
+            cause = RankError(
+                "another rank ended without an error of its own, so it was killed (out of memory?), crashed, or lost "
+                f"its host; the launcher's report names it ({_error_text(error)})."
+            )
+        if self._rank and isinstance(cause, RankError):
+            time.sleep(_LAUNCHER_S)
+        return cause
+
+    def _exchange(self, error: BaseException | None) -> dict[str, Any] | None:
+        """Write a failure down unless there is one; return the first."""
+        if self._store is None:
+            return None
+        try:
+            if error is not None:
+                text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+                own = {"rank": self._rank, "text": _error_text(error)[:_TRACEBACK_CHARACTERS], "traceback": text}
+                first = self._store.compare_set(self._key, "", json.dumps(own))
+            elif self._store.check([self._key]):
+                first = self._store.get(self._key)
+            else:
+                return None
+        except RuntimeError:
+            # the host of the store is lost
+            return None
+        found: dict[str, Any] = json.loads(first)
+        return found
+
+
+def _broke_off(error: BaseException) -> bool:
+    """Return whether a collective raised an error because another rank has gone."""
+    from torch.distributed import DistError
+
+    text = str(error)
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text))
+
+
+def _exit_within(seconds: float) -> None:
+    """End this process after `seconds`, also where other code holds the interpreter's lock."""
+    # not closed: the file is written to when the time is over
+    faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _error_text(error: BaseException) -> str:
+    """Return the type and the text of an error."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,80 @@
+"""What a signal does: the first Ctrl-C or SIGTERM ends a run as an error does, wherever it is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from verifiers.signals import ended_by_signals
+
+pytestmark = pytest.mark.usefixtures("_default_handlers")
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_a_signal_raises_while_a_run_is_on_and_does_what_it_did_afterwards(
+    number: int, raised: type[BaseException]
+) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(raised, match="ended by SIGTERM" if raised is SystemExit else None), ended_by_signals():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_callers_own_handler_of_sigterm_stays() -> None:
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        with ended_by_signals():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == [signal.SIGTERM]
+
+
+def test_outside_of_the_main_thread_nothing_is_handled() -> None:
+    seen = []
+
+    def run() -> None:
+        with ended_by_signals():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_DFL]
+
+
+STUCK = """
+import ctypes, os
+from verifiers.signals import ended_by_signals
+
+with ended_by_signals(lambda error: os.write(1, f"gave back: {error}".encode())):
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    os.write(1, b"stuck\\n")
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_signal_ends_a_rank_0_that_is_inside_a_call_which_does_not_return() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"stuck\n"
+        used, child = None, psutil.Process(process.pid)
+        while used != (used := child.cpu_times()) or child.status() != psutil.STATUS_SLEEPING:
+            # it may still be on its way into the call
+            time.sleep(0.1)
+        process.terminate()
+        printed, said = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (1, b"gave back: ended by SIGTERM")
+    assert b"inside a call that does not return" in said
