@@ -51,8 +51,13 @@ def generator() -> AsyncBatchGenerator:
     return made
 
 
-def config(directory: Path) -> Any:
+def micro_batches(directory: Path) -> Any:
     return GRPOConfig(str(directory), use_cpu=True, max_tokens_per_pass=512).max_tokens_per_micro_batch
+
+
+def correction(directory: Path) -> Any:
+    config = GRPOConfig(str(directory), use_cpu=True, importance_correction=False)
+    return config.vllm_importance_sampling_correction
 
 
 USES: dict[str, tuple[Callable[[Path], Any], Any, str]] = {
@@ -62,7 +67,8 @@ USES: dict[str, tuple[Callable[[Path], Any], Any, str]] = {
     "SandboxSpec(tier=)": (lambda _: vf.SandboxSpec(tier="process").isolation, "process", "isolation"),
     "WorkerPool(tier=)": (lambda _: WorkerPool(tier="process").name, "workers", "isolation"),
     "Sandbox.tier": (lambda _: Level().tier, "process", "isolation"),
-    "GRPOConfig(max_tokens_per_pass=)": (config, 512, "max_tokens_per_micro_batch"),
+    "GRPOConfig(max_tokens_per_pass=)": (micro_batches, 512, "max_tokens_per_micro_batch"),
+    "GRPOConfig(importance_correction=)": (correction, False, "vllm_importance_sampling_correction"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Names that are imported from where they no longer are.
+"""Former places of names, which keep working.
 
 Names of the last release keep working for one release, each with a DeprecationWarning that names the present one.
 Names of the classic API keep working without a warning; their table is `verifiers.envs.classic.import_paths`.
@@ -55,6 +55,7 @@ FORMER_NAMES = {
     "verifiers.train.collate:Dropped": "verifiers.train.batching.collate:Dropped",
     "verifiers.train.dealing:PassLimit": "verifiers.train.batching.packing:MicroBatchLimit",
     "verifiers.train.dealing:deal_longest_first": "verifiers.train.batching.packing:balance_by_length",
+    "verifiers.train.launch:launched_server": "verifiers.train.processes.launch:launched_server",
     "verifiers.train.ledger:Ledger": "verifiers.train.checkpoint.block_log:BlockLog",
     "verifiers.train.ledger:block_record": "verifiers.train.checkpoint.block_log:block_record",
     "verifiers.train.ledger:read_ledger": "verifiers.train.checkpoint.block_log:read_block_log",

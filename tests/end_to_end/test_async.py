@@ -306,7 +306,7 @@ def test_without_the_correction_stale_tokens_are_clipped_against_the_samplers_lo
     make_fake_trainer: Callable[..., Any], path: str
 ) -> None:
     with FakeOpenAIServer(letters) as fake:
-        options = {"importance_correction": False, "max_steps": 4, **PATHS[path]}
+        options = {"vllm_importance_sampling_correction": False, "max_steps": 4, **PATHS[path]}
         stale = make_fake_trainer(tiny_world.single_turn(), fake.url, num_batches_ahead=1, **options)
         stale.train()
     assert stale.args.may_be_stale
@@ -317,10 +317,14 @@ def test_without_the_correction_stale_tokens_are_clipped_against_the_samplers_lo
 
 def test_a_cut_distribution_cannot_be_trained_stale_without_the_correction(tmp_path: Any) -> None:
     with pytest.raises(
-        vf.ConfigError, match=r"top_p=0\.9 with num_batches_ahead=1 and without importance_correction"
+        vf.ConfigError, match=r"top_p=0\.9 with num_batches_ahead=1 and without vllm_importance_sampling_correction"
     ):
-        tiny_world.config(tmp_path, "http://x/v1", importance_correction=False, top_p=0.9, num_batches_ahead=1)
-    tiny_world.config(tmp_path, "http://x/v1", importance_correction=False, top_p=0.9, num_batches_ahead=0)
+        tiny_world.config(
+            tmp_path, "http://x/v1", vllm_importance_sampling_correction=False, top_p=0.9, num_batches_ahead=1
+        )
+    tiny_world.config(
+        tmp_path, "http://x/v1", vllm_importance_sampling_correction=False, top_p=0.9, num_batches_ahead=0
+    )
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])

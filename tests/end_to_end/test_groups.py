@@ -177,7 +177,12 @@ def test_an_environments_own_advantages_reach_the_loss(
 
     env = Judges(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
     with FakeOpenAIServer(letters) as fake:
-        options = {"importance_correction": False, "loss_type": "dapo", "max_steps": 1, "streaming": streaming}
+        options = {
+            "vllm_importance_sampling_correction": False,
+            "loss_type": "dapo",
+            "max_steps": 1,
+            "streaming": streaming,
+        }
         trainer = make_fake_trainer(env, fake.url, dynamic_sampling=True, **options)
         trainer.train()
     # a given advantage is a signal though the rewards are all equal

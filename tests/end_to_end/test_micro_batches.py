@@ -143,8 +143,8 @@ def assert_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "kl": {"beta": 0.2},
-    "no correction": {"importance_correction": False},
-    "sequence ratios": {"importance_sampling_level": "sequence", "importance_correction": False},
+    "no correction": {"vllm_importance_sampling_correction": False},
+    "sequence ratios": {"importance_sampling_level": "sequence", "vllm_importance_sampling_correction": False},
     "entropy bonus": {"entropy_coef": 0.3, "_entropy_bonus_enabled": True},
 }
 
@@ -350,7 +350,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "two updates, two passes, a reference": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.1},
     "streaming": {"streaming": True, "steps_per_generation": 4},
     "one row at a time": {"max_tokens_per_micro_batch": 1, "old_logprobs_batch_size": 2, "loss_type": "bnpo"},
-    "flat rows skipped": {"skip_zero_advantage_rows": True, "loss_type": "luspo"},
+    "zero-variance rows skipped": {"skip_zero_advantage_rows": True, "loss_type": "luspo"},
 }
 
 

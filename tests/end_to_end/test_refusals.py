@@ -19,7 +19,10 @@ URL = "http://127.0.0.1:9/v1"
 BAD_SETTINGS = {
     "one generation": ({"num_generations": 1}, r"num_generations is 1.* at least 2"),
     "greedy": ({"temperature": 0.0}, r"temperature is 0 with num_generations=4.* above 0"),
-    "top_p": ({"top_p": 0.9}, r"the trainer samples with top_p=0\.9, under which.*importance_correction=False"),
+    "top_p": (
+        {"top_p": 0.9},
+        r"the trainer samples with top_p=0\.9, under which.*vllm_importance_sampling_correction=False",
+    ),
     "top_k": ({"top_k": 5}, r"samples with top_k=5, under which"),
     "min_p": ({"min_p": 0.1}, r"samples with min_p=0\.1, under which"),
     "groups": ({"num_generations": 3}, r"8 completions.* does not divide into groups of num_generations=3"),
@@ -79,7 +82,7 @@ def test_settings_that_contradict_the_environment_are_refused(tmp_path: Path, mo
 
 
 def test_an_environment_may_cut_the_distribution_where_nothing_is_corrected(tmp_path: Path, model_dir: Path) -> None:
-    args = tiny_world.config(tmp_path, URL, importance_correction=False)
+    args = tiny_world.config(tmp_path, URL, vllm_importance_sampling_correction=False)
     trainer = vf.GRPOTrainer(str(model_dir), tiny_world.single_turn(sampling_args={"top_p": 0.9}), args)
     assert trainer.sampling_args["top_p"] == 0.9
 
@@ -138,7 +141,7 @@ def test_a_call_that_cuts_the_distribution_ends_a_run_without_correction_too(
 ) -> None:
     env = AsksItself({"top_p": 0.5, "extra_body": {"top_k": 3}})
     with FakeOpenAIServer("ok") as fake:
-        trainer = make_fake_trainer(env, fake.url, temperature=0.6, importance_correction=False)
+        trainer = make_fake_trainer(env, fake.url, temperature=0.6, vllm_importance_sampling_correction=False)
         with pytest.raises(ConfigError, match=r"samples with top_p=0\.5, .*client\.untrained") as raised:
             trainer.train()
     assert is_one_sentence(str(raised.value))

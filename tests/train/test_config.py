@@ -127,7 +127,7 @@ def test_token_budgets_that_cannot_be_are_refused(tmp_path: Path, options: dict[
         ),
         ({"loss_type": "sapo", "delta": 4.0}, "delta=4 bounds the clipped objective, which loss_type='sapo'"),
         (
-            {"geometric_mask_max": 1.01, "importance_correction": False},
+            {"geometric_mask_max": 1.01, "vllm_importance_sampling_correction": False},
             "geometric_mask_max=1.01 would change the importance weights",
         ),
         (
@@ -156,7 +156,7 @@ def test_token_budgets_that_cannot_be_are_refused(tmp_path: Path, options: dict[
                 "beta": 0.1,
                 "scale_rewards": "none",
                 "top_p": 0.9,
-                "importance_correction": False,
+                "vllm_importance_sampling_correction": False,
                 "num_batches_ahead": 0,
             },
             "the trainer samples with top_p=0.9, under which kl_in_reward is the KL of another distribution",
@@ -335,12 +335,6 @@ def test_settings_of_trl_may_be_spelled_out_at_their_defaults_and_copied(tmp_pat
     assert dataclasses.replace(made, generation_batch_size=None).generation_kwargs == {}
 
 
-def test_trls_own_name_switches_the_correction_off(tmp_path: Path) -> None:
-    assert GRPOConfig(str(tmp_path), use_cpu=True).importance_correction
-    off = GRPOConfig(str(tmp_path), use_cpu=True, vllm_importance_sampling_correction=False)
-    assert not off.importance_correction
-
-
 def test_templates_are_rendered_with_what_trl_calls_chat_template_kwargs(tmp_path: Path) -> None:
     args = GRPOConfig(str(tmp_path), use_cpu=True, chat_template_kwargs={"enable_thinking": False, "date": "1 May"})
     env = SimpleNamespace(sampling_args={"extra_body": {"ignore_eos": True, "chat_template_kwargs": {"date": "x"}}})
@@ -369,12 +363,16 @@ def test_an_environment_that_samples_from_another_distribution_is_refused_where_
 ) -> None:
     env = SimpleNamespace(sampling_args=sampling)
     (name,) = sampling.get("extra_body") or sampling
-    with pytest.raises(ConfigError, match=rf"the environment samples with {name}=.*importance_correction=False"):
+    with pytest.raises(
+        ConfigError, match=rf"the environment samples with {name}=.*vllm_importance_sampling_correction=False"
+    ):
         training_sampling_args(env, GRPOConfig(str(tmp_path), use_cpu=True))
-    stale = GRPOConfig(str(tmp_path), use_cpu=True, importance_correction=False)
+    stale = GRPOConfig(str(tmp_path), use_cpu=True, vllm_importance_sampling_correction=False)
     with pytest.raises(ConfigError, match=rf"leave {name} out, or set num_batches_ahead=0"):
         training_sampling_args(env, stale)
-    on_policy = GRPOConfig(str(tmp_path), use_cpu=True, importance_correction=False, num_batches_ahead=0)
+    on_policy = GRPOConfig(
+        str(tmp_path), use_cpu=True, vllm_importance_sampling_correction=False, num_batches_ahead=0
+    )
     assert sampling.items() <= training_sampling_args(env, on_policy).items()
 
 

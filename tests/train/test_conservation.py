@@ -103,8 +103,8 @@ class Fated(Environment):
         draw = random.Random(f"{self.fates}:scores:{completion[-1]['content']}")
         if draw.random() < 0.1:
             raise ZeroDivisionError("no score")
-        flat = random.Random(f"{self.fates}:flat:{prompt[-1]['content']}").random() < 0.3
-        return 1.0 if flat else draw.random()
+        zero_variance = random.Random(f"{self.fates}:flat:{prompt[-1]['content']}").random() < 0.3
+        return 1.0 if zero_variance else draw.random()
 
 
 def policy(arrival: int) -> FakeClient:
@@ -246,7 +246,7 @@ def arguments() -> Any:
         max_seq_len=None,
         importance_sampling_level="token",
         off_policy_mask_threshold=None,
-        importance_correction=False,
+        vllm_importance_sampling_correction=False,
         vllm_importance_sampling_mode="token_truncate",
         max_completion_length=7,
         max_tokens_per_micro_batch=None,

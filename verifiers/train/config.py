@@ -63,9 +63,9 @@ class GRPOConfig(trl.GRPOConfig):
         skip_zero_advantage_rows: leave out rollouts whose advantage is 0, which saves their forward and backward pass
             and changes neither loss nor gradient. Off where anything else reaches the loss: beta, an entropy term,
             loss_type "bnpo". What TRL measures in the loss (entropy, clipping) is then over the rest.
-        importance_correction: weight tokens by min(pi_old / sampler, cap); takes its mode and bounds from
-            TRL's `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min`. Off too where TRL's own
-            `vllm_importance_sampling_correction` is off.
+        vllm_importance_sampling_correction: weight tokens by min(pi_old / sampler, cap), as TRL does, whatever the
+            server; `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min` give mode and bounds.
+        importance_correction: the former name of `vllm_importance_sampling_correction`, deprecated.
         geometric_mask_min, geometric_mask_max: rows whose geometric mean of proximal / sampler is outside are not
             trained; with any `vllm_importance_sampling_mode`. None for no bound.
         advantage_estimator: "group" (GRPO, scaled as `scale_rewards` says), "rloo" (leave-one-out),
@@ -140,7 +140,7 @@ class GRPOConfig(trl.GRPOConfig):
     dynamic_sampling: bool = False
     dynamic_sampling_max_groups: int | None = None
     skip_zero_advantage_rows: bool = True
-    importance_correction: bool = True
+    importance_correction: bool | None = None
     vllm_importance_sampling_mode: str = "token_truncate"
     geometric_mask_min: float | None = None
     geometric_mask_max: float | None = None
@@ -181,6 +181,9 @@ class GRPOConfig(trl.GRPOConfig):
         if self.max_tokens_per_pass is not None:
             warn_renamed("max_tokens_per_pass", "max_tokens_per_micro_batch", stacklevel=2)
             self.max_tokens_per_micro_batch, self.max_tokens_per_pass = self.max_tokens_per_pass, None
+        if self.importance_correction is not None:
+            warn_renamed("importance_correction", "vllm_importance_sampling_correction", stacklevel=2)
+            self.vllm_importance_sampling_correction, self.importance_correction = self.importance_correction, None
         refuse_bad_settings(self)
         # TRL would start an engine or a client of its own; ours is the rollout server's
         self.use_vllm = False
@@ -191,8 +194,6 @@ class GRPOConfig(trl.GRPOConfig):
         adjust_evaluation(self)
         refuse_unsupported_fields(self)
         adjust_ddp_timeout(self)
-        # one setting under two names
-        self.importance_correction = self.importance_correction and self.vllm_importance_sampling_correction
         # TRL demands that its own evaluation batch divides; ours goes through the rollout server instead
         self.per_device_eval_batch_size = self.num_generations_eval
         super().__post_init__()

@@ -235,7 +235,7 @@ class DataLoop:
         # a whole block's proximal policy is that of its first update, a streamed micro-step's that of its own
         trained_again = plan.num_iterations > 1 if args.streaming else plan.updates_per_block > 1
         for batch in (batch for micro_batches in micro_steps for batch in micro_batches):
-            if not args.importance_correction and args.may_be_stale:
+            if not args.vllm_importance_sampling_correction and args.may_be_stale:
                 # nothing else tells stale tokens from fresh ones: the clipping then acts on current / sampler
                 batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
             elif trained_again:

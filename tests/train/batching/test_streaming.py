@@ -67,7 +67,7 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "max_tokens_per_micro_batch": None,
         "top_entropy_quantile": 1.0,
         "importance_sampling_level": "token",
-        "importance_correction": False,
+        "vllm_importance_sampling_correction": False,
         "off_policy_mask_threshold": None,
         "vllm_importance_sampling_mode": "token_truncate",
         "advantage_estimator": "group",

@@ -95,7 +95,7 @@ def plane(kind: type[Any], case: dict[str, Any]) -> Any:
             vespo_k_neg=3.0,
             vespo_lambda_neg=2.0,
             steps_per_generation=1,
-            importance_correction=True,
+            vllm_importance_sampling_correction=True,
             vllm_importance_sampling_mode=case["mode"],
             vllm_importance_sampling_clip_max=CAP,
             vllm_importance_sampling_clip_min=None,

@@ -14,7 +14,7 @@ from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.train.config import GRPOConfig
 from verifiers.train.validation.sampling_args import training_sampling_args
 
-WITHOUT_CORRECTION = {"importance_correction": False, "num_batches_ahead": 0}
+WITHOUT_CORRECTION = {"vllm_importance_sampling_correction": False, "num_batches_ahead": 0}
 BIASED: dict[str, Any] = {
     "use_beam_search": True,
     "best_of": 4,

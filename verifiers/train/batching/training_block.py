@@ -170,12 +170,12 @@ def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], 
         ConfigError: with the setting; the rollout would weigh otherwise than the same tokens in one row.
     """
     level, geometric = args.importance_sampling_level, (args.geometric_mask_min, args.geometric_mask_max)
+    mode, is_weighted = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
     per_row = {
         f"loss_type={args.loss_type!r}": LOSS_TYPES[args.loss_type].multiplies_ratios,
         f"importance_sampling_level={level!r}": level != "token",
         f"geometric_mask_min={geometric[0]}, geometric_mask_max={geometric[1]}": geometric != (None, None),
-        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}": args.importance_correction
-        and args.vllm_importance_sampling_mode.startswith("sequence"),
+        f"vllm_importance_sampling_mode={mode!r}": is_weighted and mode.startswith("sequence"),
         f"off_policy_mask_threshold={args.off_policy_mask_threshold}": args.off_policy_mask_threshold is not None,
     }
     setting = next((name for name, is_set in per_row.items() if is_set), None)

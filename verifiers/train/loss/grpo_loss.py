@@ -128,7 +128,7 @@ class CorrectedLoss:
         old_RC = current_RC if old_RC is None else old_RC
         sampling_RC, mask_RC = inputs["sampling_per_token_logps"], inputs["tool_mask"]
         mode = args.vllm_importance_sampling_mode
-        if not args.importance_correction:
+        if not args.vllm_importance_sampling_correction:
             # the old log-probs may be the sampler's own then
             return measure_mismatch(current_RC, sampling_RC, mask_RC, None, mode)
         weights_RC = importance_weights(

@@ -123,10 +123,10 @@ def _refuse_bad_importance_sampling(args: GRPOConfig) -> None:
             f"{args.vllm_importance_sampling_mode!r} counts a row's ratio once a token; use 'token_truncate'."
         )
     given = [name for name in IMPORTANCE_SAMPLING_SETTINGS if getattr(args, name) != getattr(type(args), name)]
-    if given and not (args.importance_correction and args.vllm_importance_sampling_correction):
+    if given and not args.vllm_importance_sampling_correction:
         raise ConfigError(
             f"{', '.join(f'{name}={getattr(args, name)!r}' for name in given)} would change the importance "
-            "weights, which are off; set importance_correction=True, or leave that out."
+            "weights, which are off; set vllm_importance_sampling_correction=True, or leave that out."
         )
     geometric = args.geometric_mask_min, args.geometric_mask_max
     # TRL copies the deprecated cap to clip_max later

@@ -23,7 +23,7 @@ UNSUPPORTED: dict[str, str] = {
     ),
     "vllm_structured_outputs_regex": (
         "give the environment sampling_args={'extra_body': {'structured_outputs': {'regex': ...}}}, and set "
-        "importance_correction=False"
+        "vllm_importance_sampling_correction=False"
     ),
     "reward_weights": "give the weights to the environment's rubric, Rubric(funcs=[...], weights=[...])",
     "multi_objective_aggregation": (

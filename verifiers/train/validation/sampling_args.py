@@ -70,7 +70,7 @@ def refuse_biased_sampling(args: GRPOConfig, given: Mapping[str, Any] | None = N
     Raises:
         ConfigError: with what to leave out or to set.
     """
-    if not args.importance_correction and not args.may_be_stale and not args.kl_in_reward:
+    if not args.vllm_importance_sampling_correction and not args.may_be_stale and not args.kl_in_reward:
         return
     whose = "the environment"
     if given is None:
@@ -84,15 +84,15 @@ def refuse_biased_sampling(args: GRPOConfig, given: Mapping[str, Any] | None = N
                 f"{whose} samples with {name}={value!r}, under which kl_in_reward is the KL of another distribution "
                 f"than the policy's; leave {name} out, or set kl_in_reward=False."
             )
-        if args.importance_correction:
+        if args.vllm_importance_sampling_correction:
             raise ConfigError(
-                f"{whose} samples with {name}={value!r}, under which importance_correction is biased, for the "
-                f"sampler's log-probs are those of another distribution; leave {name} out, or "
-                "set importance_correction=False."
+                f"{whose} samples with {name}={value!r}, under which importance weights are biased, for the "
+                f"sampler's log-probs are those of another distribution; leave {name} out, or set "
+                "vllm_importance_sampling_correction=False."
             )
         raise ConfigError(
             f"{whose} samples with {name}={value!r} with num_batches_ahead={args.num_batches_ahead} and without "
-            "importance_correction: the ratio to the sampler's log-probs is then all that tells stale tokens from "
-            f"fresh ones, and they are those of another distribution; leave {name} out, or set "
+            "vllm_importance_sampling_correction: the ratio to the sampler's log-probs is then all that tells stale "
+            f"tokens from fresh ones, and they are those of another distribution; leave {name} out, or set "
             "num_batches_ahead=0."
         )
