@@ -144,8 +144,8 @@ def test_the_trainer_stops_at_the_deadline_of_a_block(make_fake_trainer: Callabl
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, async_generation_timeout=60.0)
         connect = trainer.publisher.connect
 
-        def connects() -> None:
-            connect()
+        def connects(on_version: Callable[[int], None]) -> None:
+            connect(on_version)
             # only now: it is also the time for which code may block the loop during a push
             trainer.args.async_generation_timeout = 0.5
 

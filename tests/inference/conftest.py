@@ -22,5 +22,5 @@ def in_fast_motion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "CHECK_INTERVAL_S", 0.02)
     monkeypatch.setattr(replica_module, "_RETRY_WAITS_S", (0.01, 0.02, 0.03))
     release_within(30.0, monkeypatch)
-    monkeypatch.setattr(loop_thread, "_HEARING_S", 60.0)
+    monkeypatch.setattr(loop_thread, "_STOP_RECEIVED_S", 60.0)
     monkeypatch.setattr(loop_thread, "_CLOSING_S", 60.0)

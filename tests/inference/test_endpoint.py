@@ -38,7 +38,7 @@ async def one_call(client: Any, **arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [openai.AsyncOpenAI, openai.OpenAI])
-async def test_base_url_key_headers_and_timeouts_of_the_sdks_clients_are_honoured(
+async def test_base_url_key_headers_and_timeouts_of_the_sdks_clients_are_used(
     kind: Any, server: FakeOpenAIServer
 ) -> None:
     client = kind(

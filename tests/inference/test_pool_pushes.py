@@ -26,15 +26,15 @@ def test_a_push_reaches_all_servers_and_each_stage_ends_on_all_first(monkeypatch
     seen: dict[str, list[Any]] = {"/collective_rpc": [], "/resume": []}
     request = ServerClient.request
 
-    async def watching(self: ServerClient, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+    async def noting_request(self: ServerClient, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         if path in seen:
             seen[path].append([(server.paused, server.weight_version) for server in servers])
         return await request(self, method, path, *args, **kwargs)
 
-    monkeypatch.setattr(ServerClient, "request", watching)
+    monkeypatch.setattr(ServerClient, "request", noting_request)
     with pool_of(2) as (pool, servers):
         told: list[int] = []
-        pool.on_version = told.append
+        pool.configure(restart_timeout_s=60.0, stall_timeout_s=60.0, on_version=told.append)
         pool.push(update(4))
         # the one may have loaded before the other is asked to
         assert [[paused for paused, _ in each] for each in seen["/collective_rpc"]] == [[True] * 2] * 2

@@ -135,7 +135,11 @@ def test_a_check_never_overtakes_a_push() -> None:
     """A check that asked for the version before a push gives the server no older weights after it."""
     with pool_of(2) as (pool, servers):
         told: list[tuple[int, list[Any]]] = []
-        pool.on_version = lambda version: told.append((version, [server.weight_version for server in servers]))
+        pool.configure(
+            restart_timeout_s=60.0,
+            stall_timeout_s=60.0,
+            on_version=lambda version: told.append((version, [server.weight_version for server in servers])),
+        )
         pool.push(update(1))
         watched, asked, go_on = threading.Event(), threading.Event(), threading.Event()
         server = pool.replicas[0].server

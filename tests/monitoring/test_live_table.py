@@ -131,17 +131,17 @@ def drawn(width: int, latest: dict[str, Any], total: RunTime, bottleneck: Bottle
 
 
 @pytest.mark.parametrize("width", [100, 80, 60, 40])
-def test_every_figure_is_whole_on_a_usual_terminal(width: int) -> None:
+def test_every_number_is_whole_on_a_usual_terminal(width: int) -> None:
     total = RunTime()
     total.take(WHOLE)
     bottleneck = find_bottleneck(total, num_batches_ahead=1)
     assert bottleneck is not None
     lines = drawn(width, WHOLE, total, bottleneck)
     text = "\n".join(lines)
-    figures = "0.612|0.580 ± 0.020|4.00 s|2.84 s|0.21 s|0.85 s|0.10 s|71 %|11.5 G|9.8 G|0.98|99 %|231 / 25"
-    figures += "|11.1 / 26.1 / 149 s|160 s / 10.0 ms|20,054 / 15,080|1.0|0.0012|0.5"
-    for figure in figures.split("|"):
-        assert figure in text, figure
+    numbers = "0.612|0.580 ± 0.020|4.00 s|2.84 s|0.21 s|0.85 s|0.10 s|71 %|11.5 G|9.8 G|0.98|99 %|231 / 25"
+    numbers += "|11.1 / 26.1 / 149 s|160 s / 10.0 ms|20,054 / 15,080|1.0|0.0012|0.5"
+    for number in numbers.split("|"):
+        assert number in text, number
     assert "…" not in text
     # whole sentences, on as many lines as they need
     assert " ".join(text.split()).endswith(f"{bottleneck} try: {bottleneck.advice}")
@@ -300,7 +300,7 @@ PLAN = make_plan(
 def shown(stream: Any, *, rank: int = 0, disable_tqdm: bool = False) -> ProgressLines:
     """Three steps and an evaluation, as transformers tells a callback of them."""
     lines = ProgressLines(PLAN, stream)
-    lines.monitor = RunMonitor(None, PLAN, None, None, None)
+    lines.show(RunMonitor(None, PLAN, None, None, None))
     args = types.SimpleNamespace(output_dir=".", disable_tqdm=disable_tqdm, save_strategy="no")
     state = types.SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=rank == 0)
     lines.on_train_begin(args, state, None)
@@ -354,8 +354,9 @@ def test_what_a_run_was_bound_by_is_said_once_at_the_end(monkeypatch: pytest.Mon
     terminal.install(monkeypatch)
     stream = None if is_terminal else io.StringIO()
     lines = ProgressLines(PLAN, stream)
-    lines.monitor = RunMonitor(None, PLAN, None, None, None)
-    lines.monitor.total.take(WHOLE)
+    monitor = RunMonitor(None, PLAN, None, None, None)
+    monitor.total.take(WHOLE)
+    lines.show(monitor)
     args = types.SimpleNamespace(output_dir=".", disable_tqdm=False, save_strategy="no")
     lines.on_train_begin(args, types.SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=True), None)
     lines.end(Path("report.html"))

@@ -61,9 +61,7 @@ class ServerPool(LoadBalancer):
         timeout_s: deadline of one push to servers that answer, in seconds.
 
     Attributes:
-        restart_timeout_s: seconds that a push waits where no server can be reached; `timeout_s` until set.
-        stall_timeout_s: seconds for which code may block the event loop during a push; `timeout_s` until set.
-        on_version: called with the version of a push when all servers hold it, before requests in flight continue.
+        restart_timeout_s, stall_timeout_s: as of `configure`; `timeout_s` until then.
 
     Raises:
         ConfigError: no servers, or two for one base URL.
@@ -88,12 +86,29 @@ class ServerPool(LoadBalancer):
         self._health_s = min(HEALTH_S, timeout_s)
         self.restart_timeout_s = timeout_s
         self.stall_timeout_s = timeout_s
-        self.on_version: Callable[[int], None] | None = None
+        self._on_version: Callable[[int], None] | None = None
         # what all servers are to hold, and the versions of all weights that they were told to load
         self._current: WeightUpdate | None = None
         self._pushed: set[str] = set()
         self._thread: LoopThread | None = None
         self._begin_on_loop()
+
+    def configure(
+        self,
+        *,
+        restart_timeout_s: float,
+        stall_timeout_s: float,
+        on_version: Callable[[int], None] | None = None,
+    ) -> None:
+        """Set the deadlines of a run, and what is told of its pushes.
+
+        Args:
+            restart_timeout_s: seconds that a push, or a call, waits where no server can be reached.
+            stall_timeout_s: seconds for which code may block the event loop during a push.
+            on_version: called with the version of a push that all servers hold, before requests in flight continue.
+        """
+        self.restart_timeout_s = self.up_timeout_s = restart_timeout_s
+        self.stall_timeout_s, self._on_version = stall_timeout_s, on_version
 
     def _begin_on_loop(self) -> None:
         """Make what belongs to one event loop."""
@@ -303,7 +318,7 @@ class ServerPool(LoadBalancer):
 
     async def _apply_where_reachable(self, update: WeightUpdate) -> None:
         deadline = time.monotonic() + self.restart_timeout_s
-        while not await self._apply(await self._reachable(), update, self.on_version):
+        while not await self._apply(await self._reachable(), update, self._on_version):
             if time.monotonic() + _RETRY_S >= deadline:
                 raise NoAnswerError(self.replicas[0].down or "it does not answer")
             await asyncio.sleep(_RETRY_S)

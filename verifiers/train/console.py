@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from transformers import TrainerCallback
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.monitoring.history import EVAL_REWARD, name_eval_reward
 from verifiers.monitoring.live_table import LiveTable, run_table
 from verifiers.monitoring.stage_timer import STAGES
-from verifiers.train.monitor import RunMonitor
+from verifiers.train.monitor import RunMonitor, RunView
 
 __all__ = ["ProgressLines", "can_draw", "format_seconds"]
 
@@ -35,19 +34,16 @@ def can_draw(stream: TextIO) -> bool:
     return not Console(file=stream).is_dumb_terminal
 
 
-class ProgressLines(TrainerCallback):
+class ProgressLines(RunView):
     """The display of where a run is and where its time goes; rank 0 only.
 
     On a terminal a table that is refreshed in place, unless `disable_tqdm` is set; elsewhere a line a log step with
     mean reward, failed rollouts, tokens per second and time left.
-
-    Attributes:
-        monitor: of the run; the trainer sets it.
     """
 
     def __init__(self, plan: BatchPlan, stream: TextIO | None = None) -> None:
         self.plan = plan
-        self.monitor: RunMonitor | None = None
+        self._monitor: RunMonitor | None = None
         self._stream = stream
         self._table: LiveTable | None = None
         self._had_table = False
@@ -57,6 +53,10 @@ class ProgressLines(TrainerCallback):
         self._tokens = 0.0
         self._failed = 0.0
         self._state: Any = None
+
+    def show(self, monitor: RunMonitor) -> None:
+        """Show what a monitor measures, from now on."""
+        self._monitor = monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started, self._first_step = time.perf_counter(), state.global_step
@@ -68,7 +68,7 @@ class ProgressLines(TrainerCallback):
         for line in _about_checkpoints(args, state):
             self._print(line)
         stream = self._stream or sys.stdout
-        if self.monitor is not None and not args.disable_tqdm and can_draw(stream):
+        if self._monitor is not None and not args.disable_tqdm and can_draw(stream):
             self._table = LiveTable(self._drawn, stream)
             self._had_table = True
             self._table.start()
@@ -88,8 +88,8 @@ class ProgressLines(TrainerCallback):
     def end(self, report: Path | None) -> None:
         """Leave the last table on the terminal, which says what the run was bound by; say where its report is."""
         self.end_table()
-        if self.monitor is not None and report is not None and not self._had_table:
-            for finding in (self.monitor.learning(), self.monitor.bottleneck()):
+        if self._monitor is not None and report is not None and not self._had_table:
+            for finding in (self._monitor.learning(), self._monitor.bottleneck()):
                 if finding is not None:
                     self._print(f"{finding}; try {finding.advice}")
         if report is not None:
@@ -133,8 +133,8 @@ class ProgressLines(TrainerCallback):
 
     def _drawn(self) -> Any:
         """Return the table; called in the thread that draws it."""
-        assert self.monitor is not None
-        state, timer = self._state, self.monitor.timer
+        assert self._monitor is not None
+        state, timer = self._state, self._monitor.timer
         elapsed, left = self._elapsed_and_left(state)
         known = state.global_step > self._first_step
         title = (
@@ -148,12 +148,12 @@ class ProgressLines(TrainerCallback):
         return run_table(
             title=title,
             now=now,
-            latest=self.monitor.latest,
-            total=self.monitor.total,
-            learning=self.monitor.learning(),
-            bottleneck=self.monitor.bottleneck(),
+            latest=self._monitor.latest,
+            total=self._monitor.total,
+            learning=self._monitor.learning(),
+            bottleneck=self._monitor.bottleneck(),
             done=state.global_step / max(1, state.max_steps),
-            reward=self.monitor.reward,
+            reward=self._monitor.reward,
         )
 
     def _elapsed_and_left(self, state: Any) -> tuple[float, float]:

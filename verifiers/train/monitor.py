@@ -30,7 +30,7 @@ from verifiers.train.batching.packing import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.config import GRPOConfig
 
-__all__ = ["MonitorCallback", "RunMonitor", "run_description"]
+__all__ = ["MonitorCallback", "RunMonitor", "RunView", "run_description"]
 
 
 logger = logging.getLogger("verifiers.train")
@@ -74,6 +74,23 @@ def run_description(
 
 def _training_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "accelerate")}
+
+
+class RunView(TrainerCallback):
+    """A callback that shows a run while it trains, such as the console's."""
+
+    def show(self, monitor: RunMonitor) -> None:
+        """Show what a monitor measures, from now on."""
+
+    def end_table(self) -> None:
+        """Stop drawing, before the record is closed. May be called twice."""
+
+    def end(self, report: Path | None) -> None:
+        """Show how the run ended.
+
+        Args:
+            report: the page of the run; None where there is none.
+        """
 
 
 class RunMonitor:
@@ -189,7 +206,7 @@ class RunMonitor:
         return {**metrics, **curriculum_metrics(self.plan, block)}
 
     def _note_failures(self, block: ScoredBlock, step: int) -> None:
-        # half a secret is none that could be recognized
+        # before texts are shortened: part of a secret would not be recognized
         redact = self.record.redact if self.record is not None else str
         self._failures.add(redact(str(rollout.failure)) for rollout in block.launched if rollout.failure is not None)
         # a run that resumes from a checkpoint at `step` generates the block again
@@ -262,7 +279,7 @@ class RunMonitor:
             return None
         self.write_failures()
         if isinstance(error, NothingScoredError) and isinstance(error.block, ScoredBlock):
-            # it never came to the trainer
+            # the trainer has not counted this block
             self._note_failures(error.block, error.block.block_id * self.plan.updates_per_block)
             self.write_failures()
         if error is None:
@@ -278,11 +295,11 @@ class RunMonitor:
         """Show a run while it is in progress, and close its record, however it ends.
 
         Args:
-            callbacks: of the trainer; those with `end_table` show the run.
+            callbacks: of the trainer; a `RunView` among them shows the run.
         """
-        consoles = [callback for callback in callbacks if hasattr(callback, "end_table")]
-        for console in consoles:
-            console.monitor = self
+        views = [callback for callback in callbacks if isinstance(callback, RunView)]
+        for view in views:
+            view.show(self)
         failure: BaseException | None = None
         try:
             yield
@@ -290,11 +307,11 @@ class RunMonitor:
             failure = error
             raise
         finally:
-            for console in consoles:
-                console.end_table()
+            for view in views:
+                view.end_table()
             report = self.end(failure)
-            for console in consoles:
-                console.end(report)
+            for view in views:
+                view.end(report)
 
 
 def _stop_text(error: BaseException) -> str:

@@ -79,7 +79,6 @@ class RolloutSession:
         self._evaluation, self._checks_meanwhile = evaluation, checks_meanwhile
         self.generator: AsyncBatchGenerator | None = None
         self.prefetcher: RolloutPrefetcher | None = None
-        publisher.on_version = self._note_version
 
     @property
     def weight_sync(self) -> WeightSync:
@@ -99,7 +98,7 @@ class RolloutSession:
         for env in (self._env, *self._eval_envs):
             teardown_at_exit(env)
         args, publisher = self._args, self._publisher
-        publisher.connect()
+        publisher.connect(self._note_version)
         args.server_model = publisher.policy_name()
         self.generator = AsyncBatchGenerator(
             self._env,

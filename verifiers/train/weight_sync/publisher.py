@@ -120,7 +120,6 @@ class WeightPublisher:
     Attributes:
         sync: how weights reach the servers.
         servers: what rollouts are sent to.
-        on_version: called with the version of a push when all servers have it, before requests in flight continue.
 
     Raises:
         ConfigError: draining is switched off, and the servers cannot keep requests during a push.
@@ -140,7 +139,6 @@ class WeightPublisher:
         backend = backend_for(client if client is not None else _urls(args))
         self.sync = sync or default_weight_sync(args, each_server(backend), lambda: weights.model, tokenizer)
         self.servers: Backend = self.sync.route(backend)
-        self.on_version: Callable[[int], None] | None = None
         self._client_given = client is not None
         self._check = check
         self._pool: ServerPool | None = None
@@ -151,8 +149,11 @@ class WeightPublisher:
 
     # -- before the first push ------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
+    def connect(self, on_version: Callable[[int], None]) -> None:
         """Wait for the servers, check what they can do, and let no rollout reach weights that were not pushed.
+
+        Args:
+            on_version: called with the version of a push that all servers hold, before requests in flight continue.
 
         Raises:
             WeightSyncError: a server did not answer in time, or cannot be trained against.
@@ -168,9 +169,11 @@ class WeightPublisher:
         if self.sync.own_url is not None and not self._client_given:
             self.servers = backend_for(self.sync.own_url)
         pool = self.pool
-        pool.restart_timeout_s = pool.up_timeout_s = self._args.server_restart_timeout
-        pool.stall_timeout_s = min(self._args.grading_timeout, self._args.async_generation_timeout)
-        pool.on_version = self.on_version
+        pool.configure(
+            restart_timeout_s=self._args.server_restart_timeout,
+            stall_timeout_s=min(self._args.grading_timeout, self._args.async_generation_timeout),
+            on_version=on_version,
+        )
         if self.sync.pool is not None:
             self._check_capabilities(pool)
 
@@ -187,7 +190,7 @@ class WeightPublisher:
         needed = self._needed_tokens()
         for server in pool.servers:
             found = pool.run(read_capabilities(server), _DESCRIBE_S)
-            self._check.server_is_half = self._check.server_is_half or found.dtype in ("bfloat16", "float16")
+            self._check.note_dtype(found.dtype)
             check_capabilities(
                 found,
                 missing=self.sync.missing_at(found, _adapter_rank(self._weights.model)),
@@ -273,7 +276,7 @@ class WeightPublisher:
         """Judge the check that is on its way; the weights must still be those that were pushed."""
         version = self._check.finish()
         if version is not None:
-            # a check that waits for its answer tells a passing trouble from a lasting one
+            # check again and wait for the answers: only a difference that stays is an error
             self.check(version)
 
     def check(self, version: int) -> None:

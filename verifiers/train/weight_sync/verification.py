@@ -132,9 +132,6 @@ class LogprobCheck:
             rollout that is in flight there.
         limit_s: deadline of a request to a server that is busy, in seconds.
         on_result: called with each outcome.
-
-    Attributes:
-        server_is_half: a server computes in half precision.
     """
 
     def __init__(
@@ -151,7 +148,7 @@ class LogprobCheck:
         self._question, self._score, self._on_result = question, score, on_result
         self._tolerance, self._trains_in_half = tolerance, trains_in_half
         self._patience_s, self._limit_s = patience_s, limit_s
-        self.server_is_half = False
+        self._server_is_half = False
         self._version: int | None = None
         self._requests: list[_Request] = []
 
@@ -218,6 +215,10 @@ class LogprobCheck:
                 if not restarted or not pool.wait_until_restored(server.url, deadline - time.monotonic()):
                     raise
 
+    def note_dtype(self, dtype: str | None) -> None:
+        """Note in which type a server computes: a half-precision one widens the default tolerance."""
+        self._server_is_half = self._server_is_half or dtype in ("bfloat16", "float16")
+
     def begin(self, version: int, pool: ServerPool) -> None:
         """Ask the servers while the trainer computes; `finish` compares their answers."""
         self._version = version
@@ -268,7 +269,7 @@ class LogprobCheck:
         return _Request(pool, server, work, self._patience_s)
 
     def _compare(self, server: ServerClient, answer: dict[str, Any], version: int) -> None:
-        half = self._trains_in_half or self.server_is_half
+        half = self._trains_in_half or self._server_is_half
         tolerance = self._tolerance if self._tolerance is not None else (0.25 if half else 1e-3)
         self._on_result(compare_answer(server, answer, self._score, version=version, tolerance=tolerance))
 
