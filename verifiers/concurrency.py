@@ -24,15 +24,22 @@ __all__ = [
     "is_async_function",
     "threads_for",
     "tick_s",
+    "without_partials",
 ]
 
 T = TypeVar("T")
 
 
-def is_async_function(func: Any) -> bool:
-    """Return whether calling a function, a partial of one, or a callable object gives a coroutine."""
+def without_partials(func: Any) -> Any:
+    """Return the function inside of `functools.partial` objects."""
     while isinstance(func, functools.partial):
         func = func.func
+    return func
+
+
+def is_async_function(func: Any) -> bool:
+    """Return whether calling a function, a partial of one, or a callable object gives a coroutine."""
+    func = without_partials(func)
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 

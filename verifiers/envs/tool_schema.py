@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
+from verifiers.concurrency import without_partials
 from verifiers.errors import ConfigError, ToolParseError
 from verifiers.keywords import warn_once
 
@@ -170,8 +171,7 @@ def tool_name(func: Any) -> str:
     Raises:
         ConfigError: a name that OpenAI's API refuses, such as a lambda's.
     """
-    while isinstance(func, functools.partial):
-        func = func.func
+    func = without_partials(func)
     name = getattr(func, "__name__", None) or getattr(func, "name", None) or type(func).__name__
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
@@ -195,8 +195,7 @@ def _parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _plain_function(func: Any) -> Any:
     """Return the function whose annotations and docstring describe `func`."""
-    while isinstance(func, functools.partial):
-        func = func.func
+    func = without_partials(func)
     return func if inspect.isroutine(func) else type(func).__call__
 
 
@@ -252,9 +251,9 @@ def _documentation(func: Callable[..., Any]) -> tuple[str | None, dict[str, str]
     """Return the description and the parameters' descriptions in the docstring, whichever style it is written in."""
     plain = _plain_function(func)
     text = inspect.getdoc(plain)
-    if not inspect.isroutine(_unbound(func)):
+    if not inspect.isroutine(without_partials(func)):
         text = plain.__doc__ and inspect.cleandoc(plain.__doc__)
-        text = text or inspect.getdoc(type(_unbound(func)))
+        text = text or inspect.getdoc(type(without_partials(func)))
     if not text:
         return None, {}
     from griffe import Docstring, DocstringSectionKind, Parser
@@ -273,12 +272,6 @@ def _documentation(func: Callable[..., Any]) -> tuple[str | None, dict[str, str]
         for parameter in section.value
     }
     return description, described
-
-
-def _unbound(func: Any) -> Any:
-    while isinstance(func, functools.partial):
-        func = func.func
-    return func
 
 
 def _docstring_style(text: str) -> str:

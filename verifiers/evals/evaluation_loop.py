@@ -14,7 +14,7 @@ from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import NothingScoredError
 from verifiers.inference.limits import Limiter, NoMoreSlotsError
-from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
+from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock, most_often
 from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
 from verifiers.types import RolloutKey
 
@@ -24,6 +24,7 @@ __all__ = [
     "LoopLag",
     "evaluation_requests",
     "iter_requests",
+    "nothing_scored",
     "run_evaluation",
     "run_units",
 ]
@@ -191,10 +192,13 @@ async def run_evaluation(runner: RolloutRunner, groups: Sequence[Sequence[Rollou
     scored = await runner.run_groups(groups)
     block = ScoredBlock(EVALUATION_BLOCK, scored)
     if not any(rollout.is_scored for rollout in block):
-        commonest = block.commonest_failure()
-        cause = f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
-        raise NothingScoredError(f"none of {len(block.rollouts)} evaluation rollouts got a reward{cause}")
+        raise nothing_scored(len(block.rollouts), block.commonest_failure())
     return block
+
+
+def nothing_scored(rollouts: int, commonest: tuple[str, int] | None) -> NothingScoredError:
+    """Return the error of an evaluation without a reward, with the commonest failure."""
+    return NothingScoredError(f"none of {rollouts} evaluation rollouts got a reward{most_often(commonest)}")
 
 
 _EVERY_S = 0.1

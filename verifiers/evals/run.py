@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verifiers.data.shard import Shard
-from verifiers.errors import ConfigError, NothingScoredError
-from verifiers.evals.evaluation_loop import Interruption, LoopLag, iter_requests, run_units
+from verifiers.errors import ConfigError
+from verifiers.evals.evaluation_loop import Interruption, LoopLag, iter_requests, nothing_scored, run_units
 from verifiers.evals.progress import Progress
 from verifiers.evals.store import METADATA, iter_rows, new_run_directory, read_metadata
 from verifiers.evals.summary import rollouts_planned
@@ -120,11 +120,8 @@ class EvaluationRun:
 
     def require_scores(self) -> None:
         """Raise NothingScoredError, with the commonest cause, where no rollout got a reward."""
-        if self.progress.scored:
-            return
-        commonest = self.progress.commonest_failure()
-        cause = f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
-        raise NothingScoredError(f"none of {len(self.progress)} evaluation rollouts got a reward{cause}")
+        if not self.progress.scored:
+            raise nothing_scored(len(self.progress), self.progress.commonest_failure())
 
 
 def open_run(

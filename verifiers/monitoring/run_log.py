@@ -45,6 +45,7 @@ __all__ = [
     "is_training_run",
     "read_lines",
     "read_run",
+    "replace_file",
     "shown_messages",
 ]
 
@@ -67,6 +68,13 @@ def read_run(directory: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return run if isinstance(run, dict) else {}
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in one step: readers see the old text or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(partial, path)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -123,7 +131,7 @@ class RunRecord:
         """Put fields into run.json, beside those that are there."""
         self._run.update(fields)
         with self._warning():
-            self._replace(RUN, self.redact(json.dumps(plain(self._run), indent=1)) + "\n")
+            replace_file(self.directory / RUN, self.redact(json.dumps(plain(self._run), indent=1)) + "\n")
 
     def write_metrics(self, step: int, steps: int, logs: Mapping[str, Any], failures: Mapping[str, int]) -> None:
         """Append the numbers of one log.
@@ -161,12 +169,7 @@ class RunRecord:
             return not (owed and any(name.startswith("eval_") for name in row))
 
         kept = [json_line(row) + "\n" for row in read_lines(path) if stays(row)]
-        self._replace(path.name, "".join(kept))
-
-    def _replace(self, name: str, text: str) -> None:
-        partial = self.directory / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, self.directory / name)
+        replace_file(path, "".join(kept))
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError, NothingScoredError, RolloutWorkerError
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
-from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock, requests_by_prompt
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock, most_often, requests_by_prompt
 from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
 from verifiers.types import Outcome, RolloutKey
 
@@ -328,6 +328,5 @@ def _seed_again(seed: int | None, attempt: int) -> int | None:
 
 def _nothing_scored(block: ScoredBlock) -> str:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in block.outcomes().most_common())
-    commonest = block.commonest_failure()
-    cause = f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
+    cause = most_often(block.commonest_failure())
     return f"block {block.block_id}: none of {len(block.launched)} rollouts got a reward ({counts}){cause}"

@@ -18,6 +18,7 @@ __all__ = [
     "TokenSequence",
     "Turn",
     "failure_from",
+    "most_often",
     "requests_by_prompt",
     "straggler",
     "timed_out",
@@ -207,6 +208,11 @@ class ScoredBlock:
         """Return the failure text seen most often and its count, or None where nothing failed."""
         texts = Counter(str(rollout.failure) for rollout in self.launched if rollout.failure is not None)
         return texts.most_common(1)[0] if texts else None
+
+
+def most_often(commonest: tuple[str, int] | None) -> str:
+    """Return the commonest failure as the end of a sentence; nothing for None."""
+    return f"; most often: {commonest[0]} ({commonest[1]} times)" if commonest else ""
 
 
 def straggler(seconds: float) -> tuple[Outcome, Failure]:

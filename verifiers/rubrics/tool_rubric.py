@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from verifiers.concurrency import without_partials
 from verifiers.parsers.messages import message_field
 from verifiers.rubrics.rubric import Rubric
 from verifiers.types import Messages
@@ -48,8 +48,7 @@ class ToolRubric(Rubric):
 
 
 def _name(tool: Any) -> str:
-    while isinstance(tool, functools.partial):
-        tool = tool.func
+    tool = without_partials(tool)
     if isinstance(tool, str):
         return tool
     return getattr(tool, "__name__", None) or getattr(tool, "name", None) or type(tool).__name__

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
-from verifiers.monitoring.run_log import RUN, read_run
+from verifiers.monitoring.run_log import RUN, read_run, replace_file
 from verifiers.train.checkpoint.checkpoint import check_resumable, describe_run, is_same_run
 from verifiers.train.checkpoint.run_directory import lock_output_dir, newest_complete
 
@@ -51,7 +50,5 @@ def note_saved(
     of = describe_run(plan, step, rows, model)
     saved = {"at": time.time(), "step": step, "max_steps": plan.max_steps, "of": of}
     run = {**read_run(output_dir), "saved": saved}
-    partial = path.with_name(f".{RUN}.partial")
     with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, path)
+        replace_file(path, json.dumps(run, indent=1) + "\n")
