@@ -106,21 +106,21 @@ LOGS = [
 def test_seconds_to_a_threshold_have_the_waits_for_the_evaluations_before(
     load: Any, threshold: float, seconds: float | None, without_evaluations: float | None
 ) -> None:
-    figures = load("figures")
-    assert figures.seconds_to(LOGS, threshold) == seconds
-    assert figures.seconds_to(LOGS, threshold, evaluations=False) == without_evaluations
+    measurements = load("measurements")
+    assert measurements.seconds_to(LOGS, threshold) == seconds
+    assert measurements.seconds_to(LOGS, threshold, evaluations=False) == without_evaluations
 
 
 @pytest.mark.parametrize(("operations", "mfu"), [(6, 0.4737), (4, 0.3158)])
 def test_rates_and_mfu_are_over_the_whole_clock_and_all_gpus(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: int, mfu: float
 ) -> None:
-    figures, statistics = load("figures"), load("verifiers.evals.statistics")
+    measurements, statistics = load("measurements"), load("verifiers.evals.statistics")
     score = statistics.mean_and_stderr_clustered([[1.0], [0.0]])
-    monkeypatch.setattr(figures, "last_eval", lambda directory: (score, {}))
-    path = tmp_path / figures.METRICS
+    monkeypatch.setattr(measurements, "last_eval", lambda directory: (score, {}))
+    path = tmp_path / measurements.METRICS
     path.write_text("".join(json.dumps(line) + "\n" for line in LOGS))
-    found = figures.read_figures(tmp_path, [0.5], gpus=2, parameters=1e9, peak=2e11, operations=operations)
+    found = measurements.read_measurements(tmp_path, [0.5], gpus=2, parameters=1e9, peak=2e11, operations=operations)
     # 30 s of steps and 8 s of waits; 900 sampled tokens, 1,200 with the prompts
     assert (found["seconds"], found["steps"]) == (38.0, 6)
     assert (found["tokens_per_s"], found["tokens_per_s_and_gpu"]) == (23.7, 11.8)
@@ -188,6 +188,17 @@ def test_what_a_kill_costs_is_what_was_graded_again(load: Any, tmp_path: Path) -
     assert (found["killed_at_step"], found["steps"]) == (3, 6)
     # step 3 was graded twice, since the checkpoint was of step 2
     assert (found["prompts_again"], found["prompts_skipped"], found["prompts"]) == (1.0, 0, 6.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_way_of_a_rollout_and_of_a_block_is_short() -> None:
+    command = [sys.executable, str(BENCHMARKS / "walk.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290, check=True)
+    walk = json.loads(done.stdout.splitlines()[-1])
+    assert walk["rollout_files"] <= 14
+    assert walk["rollout_moves"] <= 70
+    assert walk["block_files"] <= 55
 
 
 @pytest.mark.slow

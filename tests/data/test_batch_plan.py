@@ -66,6 +66,7 @@ def test_the_table_tells_the_whole_run() -> None:
         "per update                   4             8",
         "per micro-step               2             4",
         "per device                   2             4",
+        "block             what is generated together (TRL: generation batch)",
         "group             2 completions of each prompt",
         "updates per block 4 (2 iterations over 4 micro-steps, 2 per update)",
         "blocks in the run 3 for 10 optimizer steps; the last serves 2 of 4 updates",

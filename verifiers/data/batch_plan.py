@@ -42,6 +42,7 @@ def _notes(plan: BatchPlan) -> list[tuple[str, str]]:
     if unused := plan.blocks * plan.updates_per_block - plan.max_steps:
         run += f"; the last serves {plan.updates_per_block - unused} of {plan.updates_per_block} updates"
     return [
+        ("block", "what is generated together (TRL: generation batch)"),
         ("group", f"{plan.num_generations} completions of each prompt"),
         (
             "updates per block",
