@@ -7,7 +7,7 @@ number in flight, and the same server: a process of its own on loopback that ans
 same bytes. Each side is a process of its own (`evaluation_sides/`), which evaluates 64 prompts first and is then
 timed; sides take turns, several rounds. Others run in virtual environments that are built beside the project when
 they are not there yet (`.venv-bench-*`), with their own stores on and their displays off. Ours is the whole `vf-eval`
-command but for report.html, which nobody else writes; "aside" is what that takes.
+command but for report.html, which nobody else writes; "extra" is what that takes.
 
 `--quick` is a smoke run: few rollouts, one round, and of the others those whose environment is there.
 
@@ -154,7 +154,7 @@ def cpu_s_per_1000(of_side: Sequence[dict[str, Any]]) -> float:
 
 def table_of(runs: Runs, rollouts: int) -> Iterator[str]:
     """Return a line for each side."""
-    columns = ("rollouts/s", "range", "CPU s per 1,000", "peak MB", "stored MB", "aside s")
+    columns = ("rollouts/s", "range", "CPU s per 1,000", "peak MB", "stored MB", "extra s")
     yield f"{f'{rollouts:,} rollouts':<24}" + "".join(f"{name:>17}" for name in columns)
     for side, of_side in runs.items():
         rates = [rate(run) for run in of_side]
@@ -164,7 +164,7 @@ def table_of(runs: Runs, rollouts: int) -> Iterator[str]:
             f"{cpu_s_per_1000(of_side):.2f}",
             f"{median(of_side, 'peak_mb'):.0f}",
             f"{median(of_side, 'stored_mb'):.2f}",
-            f"{median(of_side, 'aside_s'):.2f}",
+            f"{median(of_side, 'extra_s'):.2f}",
         )
         yield f"{side.name:<24}" + "".join(f"{cell:>17}" for cell in cells)
 
@@ -181,7 +181,7 @@ def ratios_of(runs: Runs, beside_raw: Runs) -> dict[str, Any]:
     ):
         found[name] = round(speed(of_run[OURS]) / speed(of_run[side]), 3) if side in of_run else None
     ours = beside_raw[OURS]
-    with_report = statistics.median(run["rollouts"] / (run["seconds"] + run["aside_s"]) for run in ours)
+    with_report = statistics.median(run["rollouts"] / (run["seconds"] + run["extra_s"]) for run in ours)
     found["ratio_to_raw_with_report"] = round(with_report / speed(beside_raw[RAW]), 3)
     found["cpu_ratio_to_raw"] = round(cpu_s_per_1000(beside_raw[RAW]) / cpu_s_per_1000(ours), 3)
     found["cpu_s_per_1000"] = {side.name: round(cpu_s_per_1000(of_side), 3) for side, of_side in runs.items()}

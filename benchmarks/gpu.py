@@ -5,7 +5,7 @@
 
 Each stage is a process of its own; its results are printed as they come, one line of JSON each, and appended to
 --out. A stage that is still running when the minutes are over is ended, and what it has reported stays. Ends with one
-line of JSON: the machine, every figure by stage and name (null where it was not run, false where a check failed or a
+line of JSON: the machine, every result by stage and name (null where it was not run, false where a check failed or a
 stage broke off), and what failed. The exit code is 1 where a check failed or a stage broke off.
 
 benchmarks/gpu/README.md lists the packages to bring to a machine without network.
@@ -125,11 +125,11 @@ def main() -> int:
             print("gpu.py: torch sees no CUDA device; use --device cpu --tiny to try the code", file=sys.stderr)
             return 2
     deadline = time.monotonic() + 60 * options.minutes
-    figures: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     failed = []
 
     def tell(result: dict[str, Any]) -> None:
-        figures.setdefault(result["stage"], {})[result["name"]] = result["value"]
+        results.setdefault(result["stage"], {})[result["name"]] = result["value"]
         if result.get("check") and not result["value"]:
             failed.append(f"{result['stage']}: {result['name']}")
         print(json.dumps(result), flush=True)
@@ -139,7 +139,7 @@ def main() -> int:
 
     for stage in options.stages:
         run_stage(stage, options, deadline, tell)
-    print(json.dumps({"machine": machine(options), "tiny": options.tiny, "figures": figures, "failed": failed}))
+    print(json.dumps({"machine": machine(options), "tiny": options.tiny, "results": results, "failed": failed}))
     return 1 if failed else 0
 
 

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).with_name("gpu")))
 sys.path.insert(0, str(Path(__file__).with_name("gsm8k")))
 sys.path.insert(0, str(Path(__file__).with_name("training_faults")))
 
-from figures import last_eval, logged_rewards, newest_step, read_figures
 from grades import read_grades, reward_bias
 from intervals import mean_over_seeds
 from killing import Attempt, kill_and_resume, passive_environ
+from measurements import last_eval, logged_rewards, newest_step, read_measurements
 from peak_flops import peak_flops_of
 from suites import SUITES, Suite, write_run_file
 
@@ -94,7 +94,7 @@ class Bench:
         return Attempt(command, directory, environ, lambda: newest_step(directory / "run"))
 
     def run_seeds(self, seeds: int) -> dict[str, Any]:
-        """Train with each seed; return the figures with their intervals over seeds."""
+        """Train with each seed; return the measurements with their intervals over seeds."""
         thresholds = [anchor.score for anchor in self.suite.anchors]
         found, by_problem = {}, dict[Any, list[float]]()
         for seed in range(seeds):
@@ -103,7 +103,7 @@ class Bench:
             run = attempt.directory / "run"
             peak = peak_flops_of(self.gpu) if self.gpu else None
             suite = self.suite
-            found[seed] = read_figures(
+            found[seed] = read_measurements(
                 run,
                 thresholds,
                 gpus=self.gpus,

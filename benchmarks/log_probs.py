@@ -43,7 +43,7 @@ def make_model(options: argparse.Namespace) -> Any:
 
 
 def run_side(options: argparse.Namespace) -> dict[str, float]:
-    """Return megabytes, seconds, and two figures to compare, of one pass."""
+    """Return megabytes, seconds, and two numbers to compare, of one pass."""
     import torch
     from trl.trainer.utils import add_fused_lm_head
 

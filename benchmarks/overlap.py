@@ -214,8 +214,8 @@ def main() -> None:
         make_policy(policy)
         equal = measure(policy, args.seconds, args.steps, 0.0, args.ahead)
         spread = measure(policy, args.seconds, args.steps, args.sigma, args.ahead)
-    for name, figures in (("equal", equal), ("log-normal", spread)):
-        print(f"{name:<12}" + "  ".join(f"{key} {value:.3f}" for key, value in figures.items()))
+    for name, numbers in (("equal", equal), ("log-normal", spread)):
+        print(f"{name:<12}" + "  ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
     result = {
         "speedup": equal["speedup"],
         "speedup_lognormal": spread["speedup"],

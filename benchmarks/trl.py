@@ -225,7 +225,7 @@ def report(args: argparse.Namespace, work: Path) -> None:
 
 
 def summary(faults: list[dict[str, Any]], side: str) -> dict[str, Any]:
-    """Return the fault figures of a side: means and intervals over seeds."""
+    """Return the fault measurements of a side: means and intervals over seeds."""
     rows = [row for row in faults if row["side"] == side]
     found: dict[str, Any] = {}
     for what in ("seconds_lost", "prompts_again", "prompts_skipped", "bias", "zero_bias"):

@@ -63,7 +63,7 @@ class Walk:
         self._is_on = False
         sys.setprofile(None)
 
-    def figures(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         files = [file for file, _ in self.entries]
         moves = sum(one != other for one, other in itertools.pairwise(files))
         return {"files": len(set(files)), "moves": moves, "calls": len(files)}
@@ -157,9 +157,9 @@ def main() -> int:
             print(f"{' ' if file == before else '*'} {file} {name}")
             before = file
     for name, walk in walks.items():
-        print(f"one {name}: " + ", ".join(f"{count:,} {what}" for what, count in walk.figures().items()))
-    figures = {f"{name}_{what}": count for name, walk in walks.items() for what, count in walk.figures().items()}
-    print(json.dumps(figures))
+        print(f"one {name}: " + ", ".join(f"{count:,} {what}" for what, count in walk.counts().items()))
+    counts = {f"{name}_{what}": count for name, walk in walks.items() for what, count in walk.counts().items()}
+    print(json.dumps(counts))
     return 0
 
 

@@ -28,12 +28,12 @@ class Evaluated:
 
     Attributes:
         mean: reward.
-        aside_s, aside_cpu_s: seconds spent on what the others do not do at all; told apart, and not counted.
+        extra_s, extra_cpu_s: seconds spent on what the others do not do at all; told apart, and not counted.
     """
 
     mean: float
-    aside_s: float = 0.0
-    aside_cpu_s: float = 0.0
+    extra_s: float = 0.0
+    extra_cpu_s: float = 0.0
 
 
 def question(index: int) -> str:
@@ -80,9 +80,9 @@ def measure(evaluate: Callable[[str, int, int, Path], Evaluated]) -> None:
         raise SystemExit(f"the mean reward is {done.mean}, not 0.5: this side did not evaluate the task")
     found = {
         "rollouts": rollouts,
-        "seconds": seconds - done.aside_s,
-        "cpu_s": used_s - done.aside_cpu_s,
-        "aside_s": done.aside_s,
+        "seconds": seconds - done.extra_s,
+        "cpu_s": used_s - done.extra_cpu_s,
+        "extra_s": done.extra_s,
         "peak_mb": round(peak_mb(), 1),
         "stored_mb": round(stored / 1e6, 2),
     }

@@ -61,14 +61,14 @@ class Report:
     def __init__(self, stage: str) -> None:
         self._stage = stage
 
-    def figure(self, name: str, value: Any, **more: Any) -> None:
+    def result(self, name: str, value: Any, **more: Any) -> None:
         """Report something measured; None where it was not run, with the reason in `why`."""
         rounded = float(f"{value:.4g}") if isinstance(value, float) else value
         print(json.dumps({"stage": self._stage, "name": name, "value": rounded, **more}), flush=True)
 
     def check(self, name: str, passed: bool, **more: Any) -> None:
         """Report a promise that was kept or broken."""
-        self.figure(name, bool(passed), check=True, **more)
+        self.result(name, bool(passed), check=True, **more)
 
 
 def run_stage(work: Callable[[Asked, Report], None]) -> None:

@@ -197,7 +197,7 @@ def check_resume(asked: Asked, report: Report) -> None:
     if asked.device == "cpu":
         report.check("the weights are those of a run that was not killed", gap == 0.0, largest_difference=gap)
     else:
-        report.figure("largest difference to the weights of a run that was not killed", gap)
+        report.result("largest difference to the weights of a run that was not killed", gap)
 
 
 def measure_overlap(asked: Asked, report: Report) -> None:
@@ -212,8 +212,8 @@ def measure_overlap(asked: Asked, report: Report) -> None:
         given = {"model": model, "steps": steps, "ahead": ahead, "output_dir": out, "dtype": dtype, **size}
         found = list(steps_of(start(asked, **given)))
         rates[ahead] = (len(found) - 2) / (found[-1]["seconds"] - found[1]["seconds"])
-        report.figure(f"steps per second, num_batches_ahead={ahead}", rates[ahead])
-    report.figure("speedup by a block ahead on one device", rates[1] / rates[0])
+        report.result(f"steps per second, num_batches_ahead={ahead}", rates[ahead])
+    report.result("speedup by a block ahead on one device", rates[1] / rates[0])
 
 
 def measure_reward(asked: Asked, report: Report) -> None:
@@ -228,7 +228,7 @@ def measure_reward(asked: Asked, report: Report) -> None:
         else:
             model = str(scratch / f"start-{seed}")
             made = make_tiny_model(model, seed=seed)
-            report.figure(f"supervised start, seed {seed}, accuracy", made.accuracy, seconds=made.seconds)
+            report.result(f"supervised start, seed {seed}, accuracy", made.accuracy, seconds=made.seconds)
         for side in ("ours", "trl"):
             given = {"side": side, "model": model, "seed": seed, "steps": steps, "target": TARGET}
             out = str(scratch / f"{side}-{seed}")
@@ -242,7 +242,7 @@ def measure_reward(asked: Asked, report: Report) -> None:
                 "last_rewards": sum(newest) / len(newest),
             }
             value = end["seconds"] if reached else None
-            report.figure(f"{side}, seed {seed}, seconds to a reward of {TARGET}", value, **more)
+            report.result(f"{side}, seed {seed}, seconds to a reward of {TARGET}", value, **more)
 
 
 def stage(asked: Asked, report: Report) -> None:

@@ -62,7 +62,7 @@ def send() -> None:
 def stage(asked: Asked, report: Report) -> None:
     name = "a push over NCCL to a second process on the card"
     if asked.device != "cuda":
-        report.figure(name, None, why="needs a GPU")
+        report.result(name, None, why="needs a GPU")
         return
     command = [sys.executable, __file__, "send"]
     asks: dict[str, Any] = {"capture_output": True, "text": True, "env": os.environ | {"NCCL_DEBUG": "WARN"}}
@@ -73,7 +73,7 @@ def stage(asked: Asked, report: Report) -> None:
         return
     refusal = next((line for line in (done.stdout + done.stderr).splitlines() if REFUSAL in line), None)
     if done.returncode and refusal:
-        report.figure(name, None, why=f"NCCL does not allow it here: {refusal}")
+        report.result(name, None, why=f"NCCL does not allow it here: {refusal}")
     elif done.returncode:
         report.check(name, False, why=done.stderr[-2000:])
     else:

@@ -76,8 +76,8 @@ def check_agreement(asked: Asked, report: Report, dtype: torch.dtype, graphs: bo
     every = torch.cat(found)
     mean, largest = every.mean().item(), every.max().item()
     passed = largest <= 1e-3 if dtype == torch.float32 else mean <= 0.01 and (every > 0.05).float().mean() <= 0.02
-    figures = {"tokens": len(every), "mean": round(mean, 6), "largest": round(largest, 6), "prefix_hits": hits}
-    report.check(f"log-probs agree, {name_of(dtype, graphs)}", passed and hits > 0, **figures)
+    numbers = {"tokens": len(every), "mean": round(mean, 6), "largest": round(largest, 6), "prefix_hits": hits}
+    report.check(f"log-probs agree, {name_of(dtype, graphs)}", passed and hits > 0, **numbers)
 
 
 def name_of(dtype: torch.dtype, graphs: bool) -> str:
@@ -116,7 +116,7 @@ def check_waits(asked: Asked, report: Report, graphs: bool) -> None:
         take(batch, 3)
         if asked.device != "cuda":
             take(batch, steps)
-            report.figure(name, None, why="needs a GPU")
+            report.result(name, None, why="needs a GPU")
             return
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

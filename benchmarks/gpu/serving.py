@@ -104,9 +104,9 @@ def measure_generation(asked: Asked, report: Report) -> None:
             note(asked, report, "continuous batching", count, tokens, run)
             destroy_manager(model)
         elif count == in_flight[-1]:
-            report.figure("continuous batching", None, why="takes minutes to begin on the CPU")
+            report.result("continuous batching", None, why="takes minutes to begin on the CPU")
     if importlib.util.find_spec("vllm") is None:
-        report.figure("vLLM", None, why="not installed here")
+        report.result("vLLM", None, why="not installed here")
     else:
         measure_vllm(asked, report, model, in_flight, prompt, tokens)
 
@@ -120,9 +120,9 @@ def note(asked: Asked, report: Report, name: str, count: int, tokens: int, run: 
         run()
         seconds = synchronize(asked) - started
     except Exception as error:
-        report.figure(f"{name}, {count} in flight, tokens/s", None, why=f"{type(error).__name__}: {error}"[:500])
+        report.result(f"{name}, {count} in flight, tokens/s", None, why=f"{type(error).__name__}: {error}"[:500])
         return
-    report.figure(f"{name}, {count} in flight, tokens/s", count * tokens / seconds, peak_mib=peak_memory_mib(asked))
+    report.result(f"{name}, {count} in flight, tokens/s", count * tokens / seconds, peak_mib=peak_memory_mib(asked))
 
 
 def measure_vllm(asked: Asked, report: Report, model: Any, in_flight: Any, prompt: int, tokens: int) -> None:
@@ -186,7 +186,7 @@ def measure_pushes(asked: Asked, report: Report) -> None:
                 started = time.perf_counter()
                 push()
                 seconds.append(time.perf_counter() - started)
-            report.figure(f"push by {name}, seconds", sorted(seconds[1:])[1], first=seconds[0], mb=megabytes)
+            report.result(f"push by {name}, seconds", sorted(seconds[1:])[1], first=seconds[0], mb=megabytes)
 
 
 def stage(asked: Asked, report: Report) -> None:

@@ -165,8 +165,8 @@ def measure_speed(asked: Asked, report: Report) -> None:
             peak = peak_flops(asked)
             mfu = found["flops"] / found["seconds"] / peak if peak else None
             more = {"mfu": mfu and round(mfu, 4), "peak_mib": found["peak_mib"], "tokens": tokens}
-            report.figure(f"{side}, up to {longest} tokens, tokens/s", rates[side], **more)
-        report.figure(f"ratio to TRL, up to {longest} tokens", rates["ours"] / rates["trl"])
+            report.result(f"{side}, up to {longest} tokens, tokens/s", rates[side], **more)
+        report.result(f"ratio to TRL, up to {longest} tokens", rates["ours"] / rates["trl"])
 
 
 def peak_flops(asked: Asked) -> float | None:

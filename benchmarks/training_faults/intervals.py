@@ -11,7 +11,7 @@ from verifiers.evals.statistics import Bounds, Estimate, mean_and_stderr_cluster
 __all__ = ["mean_over_seeds", "ratio_over_seeds"]
 
 Seeds = Mapping[int, Sequence[float]]
-"""The figures of each seed, one a round."""
+"""The values of each seed, one a round."""
 
 _ANY: Bounds = (-math.inf, math.inf)
 

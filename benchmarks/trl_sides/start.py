@@ -1,4 +1,4 @@
-"""Makes the model that both sides begin with: the demo's, after its supervised warm start."""
+"""Make the model that both sides begin with: the demo's, after its supervised warm start."""
 
 from __future__ import annotations
 

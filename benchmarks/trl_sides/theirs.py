@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 
 class Remote(trl.GRPOTrainer):
-    """The same with the way to a remote server: each generation ends `latency_s` later, which costs no CPU."""
+    """A trainer with the latency of a remote server: each generation ends `latency_s` later, which costs no CPU."""
 
     latency_s = 0.0
 

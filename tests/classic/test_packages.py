@@ -181,7 +181,7 @@ def test_the_command_evaluates_both_and_tears_them_down(tmp_path: Path, monkeypa
     with FakeOpenAIServer(lambda body: quizzed(body) if "Answer in" in json.dumps(body) else hunter(body)) as server:
         for name in ("word-hunt", "unit-quiz"):
             assert evaluate([name, "-m", "fake", "-b", server.url, "-n", "2", "-r", "1"]) == 0
-    assert made[1].torn_down == 1
+    assert made[1].teardowns == 1
     results = list(tmp_path.rglob("results.jsonl"))
     assert len(results) == 2
     lines = [json.loads(line) for path in results for line in path.read_text().splitlines()]

@@ -51,7 +51,7 @@ SUBMIT = call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT;cat su
 
 
 # the first 16 letters of what smolagents makes of a call, whole and streamed
-CALLING = ["Calling tools:\n[", "\nCalling tools:\n"]
+TOOL_CALL_HEADERS = ["Calling tools:\n[", "\nCalling tools:\n"]
 
 
 def examples(rng: random.Random) -> list[tuple[str, str]]:
@@ -66,7 +66,7 @@ def examples(rng: random.Random) -> list[tuple[str, str]]:
         (one, f"{ADD}<eos>"),
         (f"{one}{ADD}<eos>{said('3')}<bot>", "It is 3.<eos>"),
         (two, f"{ADD}<eos>"),
-        (f"{two}{rng.choice(CALLING)}<eos>{said('Obse')}<bot>", f"{FINAL}<eos>"),
+        (f"{two}{rng.choice(TOOL_CALL_HEADERS)}<eos>{said('Obse')}<bot>", f"{FINAL}<eos>"),
         (shell, f"{COUNT}<eos>"),
         (f"{shell}{COUNT}<eos>{said()}<bot>", f"{SUBMIT}<eos>"),
     ]

@@ -124,12 +124,12 @@ def test_with_no_kind_of_client_is_an_answer_used_from_weights_that_were_not_pus
         )
         with tiny_world.closing(trainer):
             trainer.open()
-            feed = trainer.session.prefetcher
-            assert feed is not None
-            feed.sync(0)
+            prefetcher = trainer.session.prefetcher
+            assert prefetcher is not None
+            prefetcher.sync(0)
             fake.weight_version = "default"  # a server that has just started has weights of that name
-            feed.begin(0, 0)
-            block = feed.take(0, 0)
+            prefetcher.begin(0, 0)
+            block = prefetcher.take(0, 0)
     assert len(block.rollouts) == 8
     assert all(rollout.is_scored for rollout in block)
     assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]

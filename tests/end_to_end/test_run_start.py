@@ -96,10 +96,10 @@ def test_a_run_started_again_keeps_its_checkpoints_and_continues_from_them(
     assert again.seen[0]["step"] == 2
     assert capsys.readouterr().out.count("resumes from step 2\n") == 1
     assert_block_log_is_whole(tmp_path, again)
-    aside = tmp_path / "earlier-1"
-    assert checkpoints(aside) == ["checkpoint-6"]
-    assert_block_log_is_whole(aside, again)
-    assert {path.name for path in aside.iterdir()} == {
+    archive = tmp_path / "earlier-1"
+    assert checkpoints(archive) == ["checkpoint-6"]
+    assert_block_log_is_whole(archive, again)
+    assert {path.name for path in archive.iterdir()} == {
         *("blocks.jsonl", "checkpoint-6", "metrics.jsonl", "report.html", "run.json", "samples.jsonl")
     }
 

@@ -149,7 +149,7 @@ def test_a_training_set_that_is_made_when_needed_is_not_made_for_the_count() -> 
     assert count_trained_on(env, env.get_eval_dataset()) is None
 
 
-def test_rows_beyond_those_that_are_compared_are_not_called_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_those_that_are_compared_are_not_said_to_be_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verifiers.envs.datasets._MOST_COMPARED", 2)
     env = vf.SingleTurnEnv(dataset=numbered(1, 2, 3))
     rows = env.get_dataset()

@@ -270,7 +270,7 @@ async def test_a_second_cancellation_does_not_keep_the_sandbox_open(
     assert opened[0].closed == 1
 
 
-async def test_classic_arguments_are_honoured_or_refused(opened: Any) -> None:
+async def test_classic_arguments_are_supported_or_refused(opened: Any) -> None:
     env = vf.SandboxEnv(
         eval_dataset=ROWS, sandbox_name="mine", docker_image="python:3.11-slim", cpu_cores=2, memory_gb=4,
         disk_size_gb=1, timeout_minutes=5, timeout_per_command_seconds=9, environment_vars={"A": "b"}, labels=["x"],

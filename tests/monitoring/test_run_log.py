@@ -274,8 +274,8 @@ def group(example: int, rewards: list[float | None]) -> Group:
 
 def test_what_is_kept_of_a_block_is_the_widest_prompt_a_typical_one_and_those_followed() -> None:
     choice = SampleChoice(max_steps=400)
-    flat, wide, typical = [0.5] * 4, [0.0, 1.0, 0.0, 1.0], [0.5, 0.6, 0.5, 0.6]
-    first = choice.of_block(ScoredBlock(0, [group(n, flat) for n in range(8)]), {}, step=1)
+    same, wide, typical = [0.5] * 4, [0.0, 1.0, 0.0, 1.0], [0.5, 0.6, 0.5, 0.6]
+    first = choice.of_block(ScoredBlock(0, [group(n, same) for n in range(8)]), {}, step=1)
     followed = {line["example"] for line in first if line["followed"]}
     assert followed == {0, 4, 7}
     block = ScoredBlock(5, [group(30, [0.9] * 4), group(31, wide), group(32, typical), group(4, [0.2] * 4)])

@@ -28,8 +28,8 @@ async def words_of(browser: Any, run: Path) -> str:
 
 async def test_the_page_shows_everything_that_its_data_has(browser: Any, tmp_path: Path) -> None:
     steps = [runs.line(step, failures={"SandboxError: no room": 2} if step == 7 else {}) for step in range(1, 31)]
-    flat = {"rows/trained": 0.0, "rollouts/with_advantage": 0.0, "reward/min": 0.0, "reward/max": 0.0}
-    steps = [one | flat for one in steps]
+    no_signal = {"rows/trained": 0.0, "rollouts/with_advantage": 0.0, "reward/min": 0.0, "reward/max": 0.0}
+    steps = [one | no_signal for one in steps]
     evaluation = {"step": 20, "steps": 0, "eval_reward": 0.625, "eval_reward_stderr": 0.05}
     shown = await words_of(browser, runs.write_run(tmp_path, [*steps, evaluation], [runs.sample(3, 12)]))
     for words in (

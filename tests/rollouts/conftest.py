@@ -13,5 +13,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def _patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a generator's thread end however crowded the machine is, where it would be left behind after seconds."""
-    monkeypatch.setattr("verifiers.loop_thread._HEARING_S", 60.0)
+    monkeypatch.setattr("verifiers.loop_thread._STOP_RECEIVED_S", 60.0)
     monkeypatch.setattr("verifiers.loop_thread._CLOSING_S", 60.0)

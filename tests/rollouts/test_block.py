@@ -51,7 +51,7 @@ def requests(block_id: int, examples: Sequence[int], size: int) -> list[RolloutR
     ]
 
 
-def flat(group: Group) -> bool:
+def has_zero_variance(group: Group) -> bool:
     rewards = {rollout.reward for rollout in group.scored}
     return len(group.scored) > 1 and len(rewards) == 1
 
@@ -161,7 +161,7 @@ def test_no_replacement_is_begun_once_stragglers_are_given_up() -> None:
         return float(key[2])
 
     env = Scripted(play)
-    options = {"drop_stragglers_after_s": 0.05, "group_policy": GroupPolicy(is_zero_variance=flat)}
+    options = {"drop_stragglers_after_s": 0.05, "group_policy": GroupPolicy(is_zero_variance=has_zero_variance)}
     with generator(env, **options) as blocks:
         blocks.submit_batch(
             BatchRequest.of_rollouts(0, requests(0, [1, 2], 4), replacements=requests(0, [20, 21], 4))
@@ -263,13 +263,13 @@ def test_a_restored_block_is_taken_as_if_it_had_just_been_generated() -> None:
         assert env.begun == []
 
 
-# -- flat groups --------------------------------------------------------------------------------------------------
+# -- zero-variance groups -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_concurrent", [1, 3, 100])
 def test_groups_without_variance_are_replaced_in_their_order(max_concurrent: int) -> None:
     env = Scripted(lambda key, _: 1.0 if key[1] in (0, 2, 20) else float(key[2]))
-    policy = GroupPolicy(is_zero_variance=flat)
+    policy = GroupPolicy(is_zero_variance=has_zero_variance)
     with generator(env, group_policy=policy, max_concurrent=max_concurrent) as blocks:
         blocks.submit_batch(
             BatchRequest.of_rollouts(0, requests(0, range(4), 2), replacements=requests(0, [20, 21, 22, 23], 2))
@@ -282,7 +282,7 @@ def test_groups_without_variance_are_replaced_in_their_order(max_concurrent: int
 
 def test_a_block_of_zero_variance_groups_alone_is_what_was_planned() -> None:
     env = Scripted(lambda key, _: 1.0)
-    with generator(env, group_policy=GroupPolicy(is_zero_variance=flat)) as blocks:
+    with generator(env, group_policy=GroupPolicy(is_zero_variance=has_zero_variance)) as blocks:
         blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, range(2), 2), replacements=requests(0, [20], 2)))
         block = blocks.get_batch(0)
     assert [group.example_id for group in block.groups] == [0, 1]
@@ -355,7 +355,7 @@ def generated(
 def test_every_rollout_ends_once_and_the_order_of_arrival_decides_nothing(
     sizes: dict[str, int], fates: int, retries: int, replace: bool, limits: Any, arrivals: Any
 ) -> None:
-    policy = GroupPolicy(retries=retries, is_zero_variance=flat if replace else None)
+    policy = GroupPolicy(retries=retries, is_zero_variance=has_zero_variance if replace else None)
     runs = []
     for arrival, limit in zip(arrivals, limits, strict=True):
         try:
@@ -384,8 +384,8 @@ def check_block(block: ScoredBlock, seen: list[Any], sizes: dict[str, int], repl
         assert groups == keys(block.groups[:stop])
     if not replace:
         assert keys(block.groups) == planned
-    elif not all(flat(group) for group in block.groups):
-        assert not any(flat(group) for group in block.groups)
-        assert all(flat(group) for group in block.filtered)
+    elif not all(has_zero_variance(group) for group in block.groups):
+        assert not any(has_zero_variance(group) for group in block.groups)
+        assert all(has_zero_variance(group) for group in block.filtered)
         spent = len(block.groups) + len(block.filtered) == sizes["prompts"] + sizes["replacements"]
         assert len(block.groups) == sizes["prompts"] or spent

@@ -93,7 +93,7 @@ def test_every_waiter_is_told_at_once_that_the_generators_thread_has_ended(end: 
 def test_code_that_stands_still_on_the_loop_delays_the_end_by_a_second_only(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_thread, "_HEARING_S", 1.0)
+    monkeypatch.setattr(loop_thread, "_STOP_RECEIVED_S", 1.0)
     go_on = threading.Event()
 
     class Blocking(vf.SingleTurnEnv):

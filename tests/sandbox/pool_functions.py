@@ -56,7 +56,7 @@ def forge() -> object:
     return "left"
 
 
-def garbage() -> object:
+def corrupt() -> object:
     for fd in range(3, 64):
         try:
             os.write(fd, b"garbage")

@@ -42,7 +42,7 @@ def test_errors_of_any_kind_are_told(pool: WorkerPool) -> None:
 
 
 def test_a_process_that_dies_or_talks_nonsense_is_an_error_of_its_call_alone(pool: WorkerPool) -> None:
-    for function in ("crash", "garbage", "flood"):
+    for function in ("crash", "corrupt", "flood"):
         with pytest.raises(WorkerError):
             pool.call_blocking(f"pool_functions:{function}", timeout_s=4)
         assert pool.call_blocking("pool_functions:echo", 1)["args"] == [1]

@@ -13,7 +13,7 @@ from verifiers.evals.evaluation_loop import LoopLag, iter_requests
 from verifiers.inference.limits import Limiter
 from verifiers.rollouts.runner import RolloutRunner
 from verifiers.rubrics.judge_rubric import judge_yes_no
-from verifiers.testing.fake_model import FAKE_MODEL, FakeEndpoint, judge_answer, play_judges
+from verifiers.testing.fake_model import FAKE_MODEL, FakeEndpoint, answer_as_judge, play_judges
 from verifiers.testing.fake_tools import fake_value
 
 PARSERS = {
@@ -195,8 +195,8 @@ def test_a_judge_of_another_endpoint_is_left_alone() -> None:
 )
 def test_a_verdict_has_the_form_that_the_prompt_asks_for(prompt: str, verdicts: set[str]) -> None:
     body = {"messages": [{"role": "user", "content": prompt}]}
-    assert {judge_answer(body, seed) for seed in range(40)} == verdicts
-    assert judge_answer(body, 3) == judge_answer(body, 3)
+    assert {answer_as_judge(body, seed) for seed in range(40)} == verdicts
+    assert answer_as_judge(body, 3) == answer_as_judge(body, 3)
 
 
 def test_a_lag_is_told_only_where_it_distorts() -> None:

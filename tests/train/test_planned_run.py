@@ -72,9 +72,9 @@ def test_a_checkpoints_blocks_are_kept_where_their_prompts_are_still_the_plans()
         replaced = [Group(row, []) for row in filtered or []]
         return ScoredBlock(block_id, [Group(row, []) for row in rows], 0, 0.0, filtered=replaced)
 
-    planned, spare = plan.example_ids(1), plan.replacement_ids(1, 1)
-    same, other = block(1, planned), block(1, [planned[0], spare[0]])
-    replaced = block(1, [planned[0], *spare], planned[1:])
+    planned, replacements = plan.example_ids(1), plan.replacement_ids(1, 1)
+    same, other = block(1, planned), block(1, [planned[0], replacements[0]])
+    replaced = block(1, [planned[0], *replacements], planned[1:])
     late = block(3, plan.example_ids(3))
     assert still_planned(plan, [same, other, replaced, late]) == [same, replaced]
 

@@ -23,7 +23,7 @@ from verifiers.rubrics.judge import LazyOpenAI
 from verifiers.rubrics.judge_rubric import JudgeRubric, question_text
 from verifiers.testing.fake_tools import fake_value, wanted_tool
 
-__all__ = ["FAKE_MODEL", "FAKE_URL", "FakeEndpoint", "judge_answer", "play_judges"]
+__all__ = ["FAKE_MODEL", "FAKE_URL", "FakeEndpoint", "answer_as_judge", "play_judges"]
 
 FAKE_MODEL = "fake"
 FAKE_URL = "fake:"
@@ -120,13 +120,13 @@ def play_judges(env: Any, seed: int | None = None) -> int:
     for rubric in _rubrics_of(env):
         client = getattr(rubric, "judge_client", None)
         if isinstance(rubric, JudgeRubric) and isinstance(client, LazyOpenAI) and client.base_url is None:
-            fake = FakeClient(functools.partial(judge_answer, seed=seed or 0), base_url=FAKE_URL)
+            fake = FakeClient(functools.partial(answer_as_judge, seed=seed or 0), base_url=FAKE_URL)
             rubric.judge_client = rubric.class_objects["judge_client"] = fake
             played += 1
     return played
 
 
-def judge_answer(body: Mapping[str, Any], seed: int = 0) -> str:
+def answer_as_judge(body: Mapping[str, Any], seed: int = 0) -> str:
     """Return a verdict in the form that a judge's prompt asks for: a ranking, a number of a range, or yes or no.
 
     Args:

@@ -107,7 +107,7 @@ def test_options_that_cannot_be_are_config_errors() -> None:
     assert [is_answer_from(how) for how in ("text", "xml:a", "xml:", "last")] == [True, True, False, False]
 
 
-async def test_weighted_graders_and_a_gate_give_the_figures_of_the_example(
+async def test_weighted_graders_and_a_gate_give_the_numbers_of_the_example(
     serve: Any, python: Any, tmp_path: Path
 ) -> None:
     """Weights 2, 1, 1 scoring 1, 0.5, 1 -> 0.875; times a gate of 0.2 -> 0.175."""

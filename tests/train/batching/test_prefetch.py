@@ -65,26 +65,26 @@ def a_plan(updates: int = 1, max_steps: int = 6) -> BatchPlan:
     )
 
 
-def a_feed(ahead: int, plan: BatchPlan, **options: Any) -> tuple[RolloutPrefetcher, Stub]:
+def a_prefetcher(ahead: int, plan: BatchPlan, **options: Any) -> tuple[RolloutPrefetcher, Stub]:
     calls: list[tuple[Any, ...]] = []
     stub = Stub(ahead, calls)
     generator: Any = stub
     return RolloutPrefetcher(ROWS, plan, generator, lambda step: calls.append(("push", step)), **options), stub
 
 
-def run(feed: RolloutPrefetcher, plan: BatchPlan, first: int = 0) -> list[ScoredBlock]:
+def run(prefetcher: RolloutPrefetcher, plan: BatchPlan, first: int = 0) -> list[ScoredBlock]:
     blocks = []
     for block_id in range(first, plan.blocks):
         step = block_id * plan.updates_per_block
-        feed.begin(block_id, step)
-        blocks.append(feed.take(block_id, step))
+        prefetcher.begin(block_id, step)
+        blocks.append(prefetcher.take(block_id, step))
     return blocks
 
 
 def test_weights_are_pushed_and_the_next_block_is_begun_before_a_block_is_waited_for() -> None:
     plan = a_plan(max_steps=3)
-    feed, stub = a_feed(1, plan)
-    run(feed, plan)
+    prefetcher, stub = a_prefetcher(1, plan)
+    run(prefetcher, plan)
     assert stub.calls == [
         ("push", 0),
         ("submit", 0, 0),
@@ -100,8 +100,8 @@ def test_weights_are_pushed_and_the_next_block_is_begun_before_a_block_is_waited
 
 def test_drained_pushes_wait_for_what_is_in_flight() -> None:
     plan = a_plan(max_steps=2)
-    feed, stub = a_feed(1, plan, drains=True)
-    run(feed, plan)
+    prefetcher, stub = a_prefetcher(1, plan, drains=True)
+    run(prefetcher, plan)
     pushes = [index for index, call in enumerate(stub.calls) if call[0] == "push"]
     assert [stub.calls[index - 1] for index in pushes] == [("drain",)] * 2
 
@@ -120,10 +120,10 @@ def test_every_block_is_generated_once_and_none_is_staler_than_allowed_also_afte
 ) -> None:
     plan = a_plan(updates, max_steps)
     cut = min(cut, plan.blocks)
-    feed, stub = a_feed(ahead, plan, max_staleness=max_staleness)
-    taken = run(feed, make_part(plan, cut))
-    kept = feed.finished_blocks()
-    resumed, again = a_feed(new_ahead, plan, max_staleness=max_staleness)
+    prefetcher, stub = a_prefetcher(ahead, plan, max_staleness=max_staleness)
+    taken = run(prefetcher, make_part(plan, cut))
+    kept = prefetcher.finished_blocks()
+    resumed, again = a_prefetcher(new_ahead, plan, max_staleness=max_staleness)
     held = resumed.restore(kept)
     taken += run(resumed, plan, cut)
     assert [block.block_id for block in taken] == list(range(plan.blocks))
@@ -150,14 +150,14 @@ def make_part(plan: BatchPlan, blocks: int) -> Any:
     return Part
 
 
-def replacements(feed: RolloutPrefetcher, block_id: int) -> list[RolloutKey]:
-    return [request.key for request in feed.batch_request(block_id, 0).replacement_requests()]
+def replacements(prefetcher: RolloutPrefetcher, block_id: int) -> list[RolloutKey]:
+    return [request.key for request in prefetcher.batch_request(block_id, 0).replacement_requests()]
 
 
 def test_a_block_is_asked_for_in_the_plans_order_each_rollout_with_a_seed_of_its_own() -> None:
     plan = a_plan()
-    feed, _ = a_feed(1, plan)
-    request = feed.batch_request(2, optimizer_step=7)
+    prefetcher, _ = a_prefetcher(1, plan)
+    request = prefetcher.batch_request(2, optimizer_step=7)
     asked = request.requests()
     assert [(rollout.key.example_id, rollout.key.generation) for rollout in asked] == plan.requests(2)
     assert [rollout.prompt for rollout in asked] == [ROWS[rollout.key.example_id]["prompt"] for rollout in asked]
@@ -168,22 +168,22 @@ def test_a_block_is_asked_for_in_the_plans_order_each_rollout_with_a_seed_of_its
 
 def test_replacements_are_none_of_the_blocks_own_prompts_and_follow_from_seed_and_block() -> None:
     plan = a_plan()
-    feed, _ = a_feed(1, plan, replacement_groups=5)
-    again, _ = a_feed(0, plan, replacement_groups=5)
-    others = replacements(feed, 3)
+    prefetcher, _ = a_prefetcher(1, plan, replacement_groups=5)
+    again, _ = a_prefetcher(0, plan, replacement_groups=5)
+    others = replacements(prefetcher, 3)
     assert others == replacements(again, 3)
     assert len({key.example_id for key in others}) == 5
     assert not {key.example_id for key in others} & set(plan.example_ids(3))
     assert [key.generation for key in others] == [0, 1] * 5
-    assert {key.example_id for key in others} != {key.example_id for key in replacements(feed, 4)}
-    none, _ = a_feed(1, plan)
+    assert {key.example_id for key in others} != {key.example_id for key in replacements(prefetcher, 4)}
+    none, _ = a_prefetcher(1, plan)
     assert replacements(none, 3) == []
 
 
 @pytest.mark.parametrize("replacement_groups", [36, 1000])
 def test_there_are_no_more_replacements_than_other_prompts(replacement_groups: int) -> None:
     plan = a_plan()
-    feed, _ = a_feed(1, plan, replacement_groups=replacement_groups)
-    assert len({key.example_id for key in replacements(feed, 0)}) == min(
+    prefetcher, _ = a_prefetcher(1, plan, replacement_groups=replacement_groups)
+    assert len({key.example_id for key in replacements(prefetcher, 0)}) == min(
         replacement_groups, 40 - plan.prompts_per_block
     )

@@ -12,7 +12,7 @@ class UnitQuizEnv(vf.MultiTurnEnv):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.open_rollouts = 0
-        self.torn_down = 0
+        self.teardowns = 0
 
     async def init_state(self, input: RolloutInput, client, model, sampling_args=None) -> State:  # noqa: A002
         state = await super().init_state(input, client, model, sampling_args)
@@ -54,7 +54,7 @@ class UnitQuizEnv(vf.MultiTurnEnv):
 
     @vf.teardown
     async def put_away(self):
-        self.torn_down += 1
+        self.teardowns += 1
 
 
 def load_environment(max_turns: int = 3) -> vf.Environment:

@@ -1,4 +1,4 @@
-"""The figures of a run of the GSM8K benchmark, read from its directory."""
+"""The measurements of a run of the GSM8K benchmark, read from its directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifiers.evals.comparison import read_compared_run
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.monitoring.run_log import METRICS
 
-__all__ = ["last_eval", "logged_rewards", "newest_step", "read_figures", "read_lines", "seconds_to"]
+__all__ = ["last_eval", "logged_rewards", "newest_step", "read_lines", "read_measurements", "seconds_to"]
 
 Lines = Sequence[dict[str, Any]]
 
@@ -35,7 +35,7 @@ def logged_rewards(directory: Path) -> list[float]:
     return [line["reward"] for line in read_lines(directory) if "reward" in line]
 
 
-def clock(lines: Lines, step: int | None = None, *, evaluations: bool = True) -> float:
+def trainer_seconds(lines: Lines, step: int | None = None, *, evaluations: bool = True) -> float:
     """Return the trainer's seconds up to a step, or of the whole run, with the waits for evaluations or without."""
     return math.fsum(
         line["steps"] * (line["time/step_s"] - (0.0 if evaluations else line.get("time/eval_s", 0.0)))
@@ -50,7 +50,7 @@ def seconds_to(lines: Lines, threshold: float, *, evaluations: bool = True) -> f
     The waits for the evaluations before that one are counted, unless `evaluations` is False.
     """
     found = [line["step"] for line in lines if line.get("eval_reward", -math.inf) >= threshold]
-    return clock(lines, min(found), evaluations=evaluations) if found else None
+    return trainer_seconds(lines, min(found), evaluations=evaluations) if found else None
 
 
 def last_eval(directory: Path) -> tuple[Estimate, dict[Any, list[float]]]:
@@ -61,7 +61,7 @@ def last_eval(directory: Path) -> tuple[Estimate, dict[Any, list[float]]]:
     return mean_and_stderr_clustered(list(rewards.values()), bounds=(0.0, 1.0)), rewards
 
 
-def read_figures(
+def read_measurements(
     directory: Path,
     thresholds: Sequence[float],
     *,
@@ -70,7 +70,7 @@ def read_figures(
     peak: float | None,
     operations: int = 6,
 ) -> dict[str, Any]:
-    """Return the figures of a finished run.
+    """Return the measurements of a finished run.
 
     Args:
         directory: of the run.
@@ -86,7 +86,7 @@ def read_figures(
         block ahead is generated meanwhile. None stands for what cannot be told.
     """
     lines = read_lines(directory)
-    seconds = clock(lines)
+    seconds = trainer_seconds(lines)
     logs = [line for line in lines if "time/step_s" in line]
     sampled = math.fsum(line["tokens/sampled_per_s"] * line["time/step_s"] * line["steps"] for line in logs)
     tokens = max((line["num_tokens"] for line in logs), default=0)

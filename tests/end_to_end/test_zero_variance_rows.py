@@ -10,7 +10,7 @@ import tiny_world
 import torch
 
 
-def flat_for_some(completion: Any, info: Any, prompt: Any) -> float:
+def zero_variance_for_some(completion: Any, info: Any, prompt: Any) -> float:
     """Return the same for every rollout of a short prompt, whose group has no variance; the length for others."""
     return 1.0 if len(prompt[-1]["content"]) % 2 else float(len(completion[-1]["content"]))
 
@@ -25,7 +25,7 @@ def trained(make_trainer: Callable[..., Any], **overrides: Any) -> Any:
         **sizes,
         **overrides,
     }
-    trainer = make_trainer(tiny_world.single_turn(reward=flat_for_some), **values)
+    trainer = make_trainer(tiny_world.single_turn(reward=zero_variance_for_some), **values)
     trainer.train()
     return trainer
 
