@@ -36,7 +36,7 @@ BLOCKING_ADVICE = (
 )
 """Advice for a blocked event loop, to end a sentence."""
 
-_HEARING_S = 1.0
+_STOP_RECEIVED_S = 1.0
 _CLOSING_S = 3.0
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -64,7 +64,7 @@ class LoopThread:
         self._close_last, self._failed = close_last, failed
         self.failure: GenerationError | None = None
         self._is_closed = self._is_serving = self._is_blocked = False
-        self._heard = threading.Event()
+        self._stop_received = threading.Event()
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -160,15 +160,15 @@ class LoopThread:
             return
         with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
             self.loop.call_soon_threadsafe(self._stop)
-        if self._heard.wait(0.0 if self._is_blocked else _HEARING_S):
+        if self._stop_received.wait(0.0 if self._is_blocked else _STOP_RECEIVED_S):
             self._thread.join(_CLOSING_S)
         if self._thread.is_alive() and not self._is_blocked:
             self._is_blocked = True
-            waited_s = _HEARING_S + _CLOSING_S * self._heard.is_set()
+            waited_s = _STOP_RECEIVED_S + _CLOSING_S * self._stop_received.is_set()
             logger.warning("something blocks the generator's loop: its thread did not end in %g s", waited_s)
 
     def _stop(self) -> None:
-        self._heard.set()
+        self._stop_received.set()
         # a stop that came while the loop is being ended would leave its connections open
         if self._is_serving:
             self.loop.stop()
@@ -187,7 +187,7 @@ class LoopThread:
                 self._note_end(error)
             finally:
                 self._is_serving = False
-                self._heard.set()
+                self._stop_received.set()
             while tasks := asyncio.all_tasks(loop):
                 for task in tasks:
                     task.cancel()

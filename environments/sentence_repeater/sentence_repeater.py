@@ -20,7 +20,7 @@ SYSTEM_PROMPT = "Repeat exactly the sentence that is asked for, word for word, a
 
 
 class SentenceRepeaterEnv(vf.MultiTurnEnv):
-    """The prompt asks first; `info["questions"]` has what comes next, `info["sentences"]` the answers."""
+    """An environment that asks the prompt first, then `info["questions"]`; `info["sentences"]` has the answers."""
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> list[vf.ChatMessage]:
         return [{"role": "user", "content": state["info"]["questions"][state["turn"] - 1]}]

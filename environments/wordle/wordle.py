@@ -72,7 +72,7 @@ def read_guesses(completion: vf.Messages, words: frozenset[str] | None) -> list[
 
 
 class WordleEnv(vf.MultiTurnEnv):
-    """The secret is the row's answer, so all rollouts of a group play for the same word."""
+    """An environment whose secret word is the row's answer: all rollouts of a group play for the same one."""
 
     def __init__(self, words: frozenset[str] | None, **kwargs: Any) -> None:
         super().__init__(max_turns=TURNS, **kwargs)

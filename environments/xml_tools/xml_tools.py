@@ -34,7 +34,9 @@ def stock(shop: Shop, item: str) -> int:
 
 
 class XMLToolEnv(vf.MultiTurnEnv):
-    """The policy writes `<tool>{"name": ..., "args": {...}}</tool>`, receives a `<result>`, and ends with `<answer>`.
+    """An environment of tools in XML: the policy writes a `<tool>`, receives a `<result>`, and ends with `<answer>`.
+
+    A call is `<tool>{"name": ..., "args": {...}}</tool>`.
 
     Args:
         tools: functions whose first argument is the row's shop, which the policy does not see.

@@ -61,8 +61,8 @@ class Environment:
         **kwargs: every further keyword becomes an attribute, with a warning.
 
     Raises:
-        ConfigError: a misspelled keyword; no dataset; a rubric that is none; system prompt or examples in completion
-            mode; rows without prompt and question.
+        ConfigError: a misspelled keyword; no dataset; another object than a rubric; system prompt or examples in
+            completion mode; rows without prompt and question.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ _SHOWN_SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One run of a comparison.
+    """One run's estimate of the compared metric.
 
     Attributes:
         name: its directory.

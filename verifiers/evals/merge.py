@@ -1,4 +1,4 @@
-"""Joins the shards of an evaluation into one run, as if one process had run it.
+"""Join the shards of an evaluation into one run, as if one process had run it.
 
 Rows, statistics, tokens, retries and the plan in the metadata are those of the unsharded run; rows are ordered by
 example and generation. What depends on the clock or on the process is not: `started` is the earliest shard's,

@@ -1,4 +1,4 @@
-"""Grades stored rollouts again with today's rubric, without asking the policy for anything.
+"""Grade stored rollouts again with today's rubric, without asking the policy for anything.
 
 What is stored of a rollout is its conversation, answer, task and info. A reward function that reads more of the
 state, such as a game's board, cannot be answered: it fails as a grading error that names what it asked for, and is

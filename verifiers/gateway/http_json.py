@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["json_bytes", "json_object", "json_response", "openai_error"]
 
 MAX_VALUES = 200_000
-"""In the objects and lists of one call's body, all together."""
+"""Most values in the body of one call, those of all its objects and lists together."""
 
 
 # a run of strings is one match, and so is one without an end: what is in them counts nothing

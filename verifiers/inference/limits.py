@@ -30,7 +30,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# of the rollout whose context this is: has it asked for nothing yet? Its tasks share the list.
+# [True] in the context of a rollout that has made no request yet; its tasks share the list
 _asks_first: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("asks_first", default=None)
 
 
@@ -106,7 +106,7 @@ class Limiter:
             if self._slots is not None:
                 self._slots.release()
             if self.requests_per_second is not None:
-                # what its rewards ask for is no beginning
+                # requests of its reward functions do not count as the start of a rollout
                 _asks_first.set(None)
 
     @contextmanager

@@ -157,7 +157,7 @@ _STATE_KEY = "reasoning_gym_verdict"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ScorerResult:
     """The scorer's result for one answer.
 
     Attributes:
@@ -235,18 +235,18 @@ class ReasoningGymRubric(Rubric):
         self.in_process = list(in_process)
         self.timeout_s = timeout_s
 
-    def _value(self, read: Callable[[Verdict], float]) -> Callable[..., Any]:
+    def _value(self, read: Callable[[ScorerResult], float]) -> Callable[..., Any]:
         async def value(completion: Messages, info: Info, state: State) -> float:
             parsed = self.parser.parse_answer(completion)
             answer = None if parsed is None else str(parsed).strip()
             verdict = state.get(_STATE_KEY)
-            if not isinstance(verdict, Verdict) or verdict.answer != answer:
+            if not isinstance(verdict, ScorerResult) or verdict.answer != answer:
                 verdict = state[_STATE_KEY] = await self._verdict(answer, info)
             return float(read(verdict))
 
         return value
 
-    async def _verdict(self, answer: str | None, info: Info) -> Verdict:
+    async def _verdict(self, answer: str | None, info: Info) -> ScorerResult:
         position = int(info.get("gym", 0))
         name, settings = self.tasks[position]
         arguments = (name, settings, info["entry"], answer)
@@ -255,18 +255,18 @@ class ReasoningGymRubric(Rubric):
             if result["raised"]:
                 # a scorer that only compares takes any text, so the answer is not the cause
                 raise GradingError(f"The scorer of task {name!r} raised {result['raised']}.")
-            return Verdict(answer, result["score"])
+            return ScorerResult(answer, result["score"])
         try:
             result = await scoring_pool().call(_SCORE, *arguments, timeout_s=self.timeout_s)
         except WorkerTimeoutError:
-            return Verdict(answer, 0.0, killed=True)
+            return ScorerResult(answer, 0.0, killed=True)
         except WorkerCallError as error:
             if error.kind != "MemoryError":
                 raise
-            return Verdict(answer, 0.0, killed=True)
+            return ScorerResult(answer, 0.0, killed=True)
         except WorkerError as error:
             await self._check_empty_answer(error, arguments)
-            return Verdict(answer, 0.0, killed=True)
+            return ScorerResult(answer, 0.0, killed=True)
         return _verdict_from(answer, result)
 
     async def _check_empty_answer(self, error: WorkerError, arguments: tuple[str, str, str, str | None]) -> None:
@@ -281,6 +281,6 @@ class ReasoningGymRubric(Rubric):
             raise GradingError(f"The scorer of task {arguments[0]!r} cannot run in a worker: {error}") from error
 
 
-def _verdict_from(answer: str | None, result: Mapping[str, Any]) -> Verdict:
+def _verdict_from(answer: str | None, result: Mapping[str, Any]) -> ScorerResult:
     raised = str(result["raised"])
-    return Verdict(answer, float(result["score"]), killed=raised == "MemoryError", raised=raised)
+    return ScorerResult(answer, float(result["score"]), killed=raised == "MemoryError", raised=raised)

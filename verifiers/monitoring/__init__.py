@@ -1,1 +1,1 @@
-"""Seeing a run: where its time and memory go, what was sampled, and the page that tells of it."""
+"""Monitoring of a run: where its time and memory go, what was sampled, and its record."""

@@ -13,7 +13,7 @@ from verifiers.errors import SandboxError
 __all__ = ["Drain", "Feed", "LineReader", "PipedProcess", "Pipes", "close_all", "ended"]
 
 _CHUNK = 1 << 18
-# what a process may go on writing into the void before it is killed: its reader has other work too
+# bytes that a process may write while nobody reads them, before it is killed: its reader has other work too
 FLOOD_BYTES = 64 << 20
 # a pipe holds no more than this, so what an ended process has left is read by then
 _PIPE_BYTES = 1 << 20

@@ -65,7 +65,7 @@ class AgentSandbox(SandboxBase):
         self._post(configuration)
         answer = await asyncio.shield(self._ready)
         if answer.get("lost"):
-            problem = await asyncio.to_thread(self._last_words)
+            problem = await asyncio.to_thread(self._last_output)
             raise DiedEarlyError(problem or "its first process ended before it was ready")
         if "failed" in answer:
             raise SandboxError(f"A sandbox of the level {self.isolation!r} could not be opened: {answer['failed']}.")
@@ -74,7 +74,7 @@ class AgentSandbox(SandboxBase):
         if self.isolation == "process":
             self._directory = answer["directory"]
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         """Wait for the end of a first process that did not start well, and return what it said of that."""
         return self.process.communicate(timeout=_CLOSE_S)[1].decode(errors="replace").strip()[-500:]
 

@@ -1,4 +1,4 @@
-"""Runs inside the sandbox: one interpreter that executes code as a notebook does its cells. Standard library only.
+"""The interpreter inside the sandbox, which executes code as a notebook does its cells. Standard library only.
 
 Started as `python -I -c <the text of this file> <characters of output to keep>`. It takes one request a line on what
 was its stdin (a nonce, a space, the code) and answers each with one line on what was its stdout (the nonce, a space,

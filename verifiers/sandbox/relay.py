@@ -1,4 +1,4 @@
-"""Runs inside a sandbox without network: passes what comes to 127.0.0.1 on to a Unix socket. Standard library only.
+"""The relay in a sandbox without network, from 127.0.0.1 to a Unix socket outside. Standard library only.
 
 The agent forks it; in a container it is started as `python3 -I -S -c <the text of this file> <path of the socket>`.
 One thread: threads would count against the sandbox's limit of processes.

@@ -290,7 +290,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.data_loop.reset()
         self.corrected_loss.reset()
         self.last_block = None
-        # a run that was cut inside an update left it anywhere
+        # a run that was stopped inside an update left another value
         self._step = 0
         kept: list[Any] = [*self._metrics.values(), *self._logs.values()]
         for values in kept:

@@ -145,7 +145,7 @@ class PlayedBatch:
     def finish(self, message: Message) -> None:
         self.is_done = True
         for task in self._queued.values():
-            # a slot would be for nothing
+            # what is queued needs no slot any more
             task.cancel()
         for end in self._ends.values():
             if not end.done():

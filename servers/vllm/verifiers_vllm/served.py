@@ -19,7 +19,7 @@ _POLL_S = 0.25
 
 
 def follow(supervisor: int) -> None:
-    """End this process group as soon as process `supervisor` is no more this one's parent."""
+    """End this process group as soon as process `supervisor` is not this one's parent any more."""
 
     def watch() -> None:
         while os.getppid() == supervisor:

@@ -1,4 +1,4 @@
-"""The live line of an evaluation: at most 4 times a second on a terminal, a plain line now and then elsewhere."""
+"""Output of `vf-eval`: its tables, and a live line, drawn at most 4 times a second, or printed now and then."""
 
 from __future__ import annotations
 

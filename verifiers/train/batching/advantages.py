@@ -287,7 +287,7 @@ def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False)
     """Return whether a scored group has no gradient: its rewards are all equal, and no advantage was given.
 
     Failed rollouts take no part. A group with fewer than two scored ones does not count: failures of the machinery
-    are no reason to ask for other prompts, which would fail as well.
+    are not a reason to ask for other prompts, which would fail as well.
     """
     if len(group.scored) < 2 or any(rollout.advantage is not None for rollout in group.scored):
         return False

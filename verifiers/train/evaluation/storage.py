@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 EVALUATIONS = "evals"
-"""In a run's directory."""
+"""The folder of stored evaluations in a run's directory."""
 
 logger = logging.getLogger("verifiers.train")
 

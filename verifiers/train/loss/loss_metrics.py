@@ -15,7 +15,7 @@ from torch import Tensor
 __all__ = ["LossMetrics"]
 
 _PER_ROW_RATIO = ("clip_ratio/", "cispo_clip_ratio", "vespo/phi_seq_mean")
-"""Means of what there may be one of a row, where ratios are those of whole sequences."""
+"""Means over rows, not tokens, where ratios are those of whole sequences."""
 
 _OF_PADDING = {"vespo/phi_seq_mean": 1.0}
 """The value that a padding row adds to a mean over rows, where that is not 0."""

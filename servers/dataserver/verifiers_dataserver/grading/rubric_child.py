@@ -74,7 +74,7 @@ class RubricChild:
         return self.ended and (self._life is None or self._life.done())
 
     async def ask(self, body: dict[str, Any], timeout_s: float) -> Any:
-        """Return the answer to one group. Waiting for the environment to be loaded is no part of its time.
+        """Return the answer to one group. Waiting for the environment to be loaded is not part of its time.
 
         Raises:
             WorkerTimeoutError: it took too long.
