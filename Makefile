@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
+ARGS ?=
+MODEL ?=
 WORKERS ?= 3
 DIST ?= dist
 BIN := $(VENV)/bin
@@ -14,15 +16,17 @@ ENVIRONMENTS := $(sort $(wildcard environments/*/pyproject.toml))
 PACKAGES := -e .[anthropic,train,gym,mcp,ray,rg,sandbox,ta] -e servers/embedded[json] -e servers/dataserver $(patsubst %/pyproject.toml,-e %,$(ENVIRONMENTS))
 
 export HF_HUB_DISABLE_TELEMETRY ?= 1
+export MODEL
 # each worker and each command that a test starts would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 # pip compiles on one core; in the venvs beside ours a module is compiled when it is imported
 export PIP_COMPILE ?= 0
 
-.PHONY: help install demo demo-quick test test-slow test-clients test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
+.PHONY: help install demo demo-tiny test test-slow test-clients test-vllm test-deepspeed clients vllm dist check docs docs-test bench bench-vllm test-gpu bench-gpu gpu-on-cpu clean
 
 help:
-	@echo "make demo        train a small model end to end on this machine (about 7 minutes)"
+	@echo "make demo        train a real language model on this machine (about 6 minutes; MODEL= names another)"
+	@echo "make demo-tiny   the same with a model of letters that is made on the spot (about 7 minutes)"
 	@echo "make test        the tests that everyone runs"
 	@echo "make test-slow   faults, ranks and kills"
 	@echo "make test-clients  other people's clients against the embedded server"
@@ -47,10 +51,10 @@ $(INSTALLED): pyproject.toml constraints.txt servers/embedded/pyproject.toml ser
 	@touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/demo/run.py --seed $(SEED)
+	$(BIN)/python examples/demo/run.py --seed $(SEED) $(ARGS)
 
-demo-quick: $(INSTALLED)
-	$(BIN)/python examples/demo/run.py --quick
+demo-tiny: $(INSTALLED)
+	$(BIN)/python examples/demo/tiny.py --seed $(SEED) $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
@@ -96,7 +100,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy -p verifiers_dataserver
 	MYPYPATH=servers/vllm $(BIN)/mypy -p verifiers_vllm
 	for file in environments/*/*.py; do $(BIN)/mypy $$file || exit 1; done
-	$(BIN)/mypy examples/demo/run.py
+	for file in examples/demo/*.py examples/real_model/checkpoint.py; do $(BIN)/mypy $$file || exit 1; done
 	$(BIN)/lint-imports
 
 # each package alone: what it requires comes from where the wheel is installed
@@ -124,6 +128,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/padding.py
 	$(BIN)/python benchmarks/log_probs.py
 	$(BIN)/python benchmarks/trl.py
+	$(BIN)/python benchmarks/real_model.py
 
 # against a real vLLM
 bench-vllm: $(INSTALLED) $(VLLM)/.installed

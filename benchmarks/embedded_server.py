@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any
 
 # read when torch is imported, here and in the servers
-os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(MKL_NUM_THREADS=os.environ["OMP_NUM_THREADS"], HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 
 import aiohttp
 import torch

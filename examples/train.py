@@ -1,7 +1,7 @@
 """Train on spell_backward from Python, against a server that is already running.
 
-    make demo                                                     # leaves its start behind: runs/demo/start
-    vf-serve --model runs/demo/start --port 8000 --threads 1      # first terminal
+    make demo                                                     # leaves its start behind: runs/demo-tiny/start
+    vf-serve --model runs/demo-tiny/start --port 8000 --threads 1      # first terminal
     OMP_NUM_THREADS=1 python examples/train.py                    # second terminal
 
 Expected: the mean reward rises from about 0.34 to 0.59 in 100 steps, some 45 s on two cores.
@@ -28,6 +28,6 @@ args = vf.GRPOConfig(
     logging_steps=10,
     save_steps=50,
 )
-trainer = vf.GRPOTrainer(model="runs/demo/start", env=env, args=args)
+trainer = vf.GRPOTrainer(model="runs/demo-tiny/start", env=env, args=args)
 trainer.train()
 trainer.save_model()

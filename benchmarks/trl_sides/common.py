@@ -1,4 +1,7 @@
-"""The inputs of both trainers: the task, the sizes, and the reports of their steps."""
+"""The inputs of both trainers: the task, the sizes, and the reports of their steps.
+
+Two tasks: the demo of letters, and, where `asked["real"]` is "full" or "lora", the real model's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[1] / "training_faults"))
 from grades import Grades
 
-__all__ = ["SETTINGS", "Told", "arguments", "environment", "exact", "grades_of", "settings"]
+__all__ = ["Told", "arguments", "environment", "graded", "grades_of", "peft_config", "settings"]
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-4,
@@ -36,16 +39,44 @@ SETTINGS: dict[str, Any] = {
 }
 """16 prompts x 16 completions a step, one update each: the demo's, but for the schedule, which knows no last step."""
 
+REAL: dict[str, Any] = {
+    "learning_rate": 5e-6,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "num_generations": 8,
+    "max_completion_length": 64,
+}
+"""4 prompts x 8 completions a step: those of examples/demo/run.py."""
+
+LORA: dict[str, Any] = {"r": 16, "alpha": 32, "learning_rate": 2e-4}
+
 
 def settings(asked: dict[str, Any]) -> dict[str, Any]:
     """Return SETTINGS with what this run is asked: its directory, seed, steps, and a checkpoint every so many."""
     saves = {"save_strategy": "steps", "save_steps": asked["save_steps"]} if asked.get("save_steps") else {}
     own = {"output_dir": asked["output_dir"], "seed": asked["seed"], "max_steps": asked["max_steps"]}
-    return {**SETTINGS, **own, **saves}
+    real = REAL if asked.get("real") else {}
+    adapter = {"learning_rate": LORA["learning_rate"]} if asked.get("real") == "lora" else {}
+    return {**SETTINGS, **real, **adapter, **own, **saves}
 
 
-def exact(text: str, answer: str) -> float:
-    return float(text.strip() == answer.strip())
+def peft_config(asked: dict[str, Any]) -> Any:
+    """Return the adapter that is trained; None for all weights."""
+    import verifiers as vf
+
+    return vf.lora_defaults(LORA["r"], LORA["alpha"]) if asked.get("real") == "lora" else None
+
+
+def graded(text: str, answer: str, asked: dict[str, Any]) -> float:
+    """Return the reward: exact letters, or the share of the real model's fields that are right."""
+    if not asked.get("real"):
+        return float(text.strip() == answer.strip())
+    from structured_output import fields
+
+    found, wanted = fields(text), fields(answer)
+    return sum(found.get(path) == value for path, value in wanted.items()) / max(len(found), len(wanted))
 
 
 def grades_of(asked: dict[str, Any]) -> Grades | None:
@@ -56,10 +87,12 @@ def grades_of(asked: dict[str, Any]) -> Grades | None:
     return Grades(path, fail_share=asked["fail_share"], seed=asked["seed"])
 
 
-def environment() -> Any:
-    """Return the words of the demo, each right or wrong."""
+def environment(asked: dict[str, Any]) -> Any:
+    """Return the words of the demo, each right or wrong; or the real model's texts."""
     import verifiers as vf
 
+    if asked.get("real"):
+        return vf.load_environment("structured-output", level=2, examples=1, num_eval=64)
     return vf.load_environment(
         "reasoning-gym-env",
         task="spell_backward",
@@ -90,7 +123,9 @@ class Told(TrainerCallback):
             "step": state.global_step,
             "seconds": time.perf_counter() - self._started,
             "reward": logs["reward"],
-            "tokens": logs.get("completions/mean_length", 0.0) * 256,
+            "tokens": logs.get("completions/mean_length", 0.0)
+            * args.per_device_train_batch_size
+            * args.gradient_accumulation_steps,
         }
         print(json.dumps(line), flush=True)
         newest = self._rewards[-self._window :]

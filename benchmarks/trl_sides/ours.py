@@ -1,4 +1,4 @@
-"""Our trainer, with the embedded server as a process of its own; on one thread each."""
+"""Our trainer, with the embedded server as a process of its own on one thread each; a real model in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Told, arguments, environment, exact, grades_of, settings
+from common import Told, arguments, environment, graded, grades_of, peft_config, settings
 
 import verifiers as vf
 
@@ -47,7 +47,7 @@ def noted(env: Any, asked: dict[str, Any]) -> Any:
         return env
 
     def reward(prompt: Any, completion: Any, answer: str) -> float:
-        return grades.reward(prompt[-1]["content"], exact(completion[-1]["content"], answer))
+        return grades.reward(prompt[-1]["content"], graded(completion[-1]["content"], answer, asked))
 
     rows = [{"question": row["question"], "answer": row["answer"]} for row in env.get_dataset()]
     return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[reward]))
@@ -56,10 +56,13 @@ def noted(env: Any, asked: dict[str, Any]) -> Any:
 def main() -> None:
     asked = arguments()
     torch.set_num_threads(asked["threads"])
-    with served(asked) as url:
-        args = vf.GRPOConfig(server_url=url, num_batches_ahead=asked["num_batches_ahead"], **settings(asked))
+    with contextlib.nullcontext(None) if asked.get("real") else served(asked) as url:
+        # in turns with all cores, in one process, as vf-train does it where a run file names no server
+        where = {"rollout_device": "cpu"} if url is None else {"server_url": url}
+        args = vf.GRPOConfig(num_batches_ahead=asked["num_batches_ahead"], **where, **settings(asked))
         told = Told(asked["target"], asked["window"])
-        trainer = vf.GRPOTrainer(asked["model"], noted(environment(), asked), args, callbacks=[told])
+        env = noted(environment(asked), asked)
+        trainer = vf.GRPOTrainer(asked["model"], env, args, callbacks=[told], peft_config=peft_config(asked))
         trainer.train(resume_from_checkpoint=bool(asked.get("save_steps")))
 
 

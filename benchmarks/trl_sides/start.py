@@ -13,7 +13,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 def main() -> None:
     sys.path.insert(0, str(DEMO))
     import torch
-    from run import environment_and_pairs
+    from tiny import environment_and_pairs
 
     from verifiers.train.tiny_model.char_model import make_model
     from verifiers.train.tiny_model.warm_start import warm_start

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import trl
-from common import Told, arguments, environment, exact, grades_of, settings
+from common import Told, arguments, environment, graded, grades_of, peft_config, settings
 from transformers import AutoTokenizer, PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -26,13 +26,17 @@ class Remote(trl.GRPOTrainer):
 def main() -> None:
     asked = arguments()
     torch.set_num_threads(asked["threads"])
-    rows = environment().get_dataset().select_columns(["prompt", "question", "answer"])
+    rows = environment(asked).get_dataset()
+    # its own dictionaries of empty values would be read as messages
+    rows = rows.select_columns(["prompt", "answer"]).add_column(
+        "question", [str(p[-1]["content"]) for p in rows["prompt"]]
+    )
     grades = grades_of(asked)
 
     def reward(completions: list[Any], question: list[str], answer: list[str], **_: Any) -> list[float | None]:
         found: list[float | None] = []
         for completion, prompt, right in zip(completions, question, answer, strict=True):
-            true = exact(completion[0]["content"], right)
+            true = graded(completion[0]["content"], right, asked)
             if grades is None or asked.get("failing") == "raises":
                 found.append(true if grades is None else grades.reward(prompt, true))
             else:
@@ -47,6 +51,7 @@ def main() -> None:
         args=args,
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(asked["model"], padding_side="left"),
+        peft_config=peft_config(asked),
         callbacks=[Told(asked["target"], asked["window"])],
     )
     trainer.latency_s = asked["latency_s"]

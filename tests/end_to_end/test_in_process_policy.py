@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verifiers_embedded.engine import decoding
 
 import verifiers as vf
+from verifiers.cli import train
+from verifiers.monitoring.run_log import read_run
 from verifiers.train.loss import logprobs
 from verifiers.train.weight_sync.in_process import InProcessSync
 
@@ -44,6 +46,27 @@ def test_training_needs_no_other_server_and_stays_on_policy(make: Callable[..., 
         gap = (batch["current_logps"] - batch["sampling_per_token_logps"]).abs()[trained]
         assert gap.max() < 1e-4
     assert max(trainer.logged("sampling/probe_difference")) < 1e-4
+
+
+def test_a_run_file_that_names_no_server_trains_in_one_process(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("vowels.py").write_text(
+        "import verifiers as vf\n\n\n"
+        "def load_environment():\n"
+        "    rubric = vf.Rubric(funcs=[lambda completion: sum(c in 'aeiou' for c in completion[-1]['content'])])\n"
+        "    return vf.SingleTurnEnv(dataset=[{'question': c, 'answer': c} for c in 'abcd'], rubric=rubric)\n"
+    )
+    Path("run.toml").write_text(
+        f"environment.id = 'vowels'\nmodel.path = '{model_dir}'\n[trainer]\nper_device_train_batch_size = 4\n"
+        "num_generations = 4\nmax_completion_length = 8\nmax_steps = 2\nlogging_steps = 1\n"
+    )
+    assert train.main(["run.toml"]) == 0
+    run = read_run(Path("outputs/vowels"))
+    assert run["status"] == "finished"
+    assert (run["settings"]["rollout_device"], run["settings"]["num_batches_ahead"]) == ("cpu", 0)
+    assert Path("outputs/vowels/model.safetensors").exists()
 
 
 def test_the_in_process_copy_follows_pushes_and_nothing_else(make: Callable[..., Any]) -> None:

@@ -28,7 +28,7 @@ def load(name: str) -> ModuleType:
 
 def test_eval_words_are_neither_shown_nor_trained_on() -> None:
     pytest.importorskip("reasoning_gym_env", reason="needs the environment package", exc_type=ImportError)
-    run = load("run")
+    run = load("tiny")
     env, shown, eval_pairs = run.environment_and_pairs()
     trained = set(env.get_dataset()["question"])
     assert len(eval_pairs) >= 300

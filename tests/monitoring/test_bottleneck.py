@@ -48,6 +48,20 @@ def test_strict_turns_are_told_to_overlap_and_not_what_it_would_bring() -> None:
     assert bottleneck.advice == "num_batches_ahead=1, which lets generation and training overlap"
 
 
+def test_sides_that_share_cores_are_told_to_take_turns_and_then_that_they_do() -> None:
+    time = run({"wait": 40.0, "train": 60.0})
+    together = find_bottleneck(time, num_batches_ahead=1, shares_cores=True)
+    assert together.advice.startswith("num_batches_ahead=0: both share these cores")
+    in_turns = find_bottleneck(time, num_batches_ahead=0, shares_cores=True)
+    assert "take turns: training took 60 % of the time, the trainer waited 40 %" in in_turns.text
+    assert "num_batches_ahead" not in in_turns.advice
+
+
+def test_what_is_slow_beside_the_cores_is_still_named_where_they_are_shared() -> None:
+    time = run({"wait": 20.0, "train": 20.0, "sync": 60.0})
+    assert find_bottleneck(time, num_batches_ahead=0, shares_cores=True).kind == "sync-bound"
+
+
 def test_a_bound_on_staleness_is_named_where_it_would_undo_the_advice() -> None:
     bottleneck = find_bottleneck(run({"wait": 71.0, "train": 29.0}), num_batches_ahead=1, max_staleness=1)
     assert bottleneck.advice.startswith("num_batches_ahead=2 (and a max_staleness that allows it)")

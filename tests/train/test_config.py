@@ -72,6 +72,26 @@ def test_replacement_groups_are_bounded_and_off_unless_asked_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({}, 0),
+        ({"server_urls": ["http://[::1]:8000/v1", "http://localhost:8001/v1"]}, 0),
+        ({"rollout_device": "cpu"}, 0),
+        ({"rollout_device": "cuda:1"}, 1),
+        ({"server_url": "http://gpu-7:8000/v1"}, 1),
+        ({"server_urls": ["http://127.0.0.1:8000/v1", "http://gpu-7:8000/v1"]}, 1),
+        ({"vllm_server_host": "gpu-7"}, 1),
+        ({"num_batches_ahead": 2}, 2),
+    ],
+    ids=str,
+)
+def test_trainer_and_server_take_turns_where_they_share_a_cpu_unless_told_otherwise(
+    tmp_path: Path, options: dict[str, Any], ahead: int
+) -> None:
+    assert GRPOConfig(str(tmp_path), use_cpu=True, **options).num_batches_ahead == ahead
+
+
+@pytest.mark.parametrize(
     ("options", "stale"),
     [
         ({"num_batches_ahead": 0}, False),
@@ -367,7 +387,7 @@ def test_an_environment_that_samples_from_another_distribution_is_refused_where_
         ConfigError, match=rf"the environment samples with {name}=.*vllm_importance_sampling_correction=False"
     ):
         training_sampling_args(env, GRPOConfig(str(tmp_path), use_cpu=True))
-    stale = GRPOConfig(str(tmp_path), use_cpu=True, vllm_importance_sampling_correction=False)
+    stale = GRPOConfig(str(tmp_path), use_cpu=True, vllm_importance_sampling_correction=False, num_batches_ahead=1)
     with pytest.raises(ConfigError, match=rf"leave {name} out, or set num_batches_ahead=0"):
         training_sampling_args(env, stale)
     on_policy = GRPOConfig(

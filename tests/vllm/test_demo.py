@@ -16,7 +16,7 @@ STEPS = 60
 
 @pytest.mark.timeout(2400)
 def test_the_demo_trains_against_vllm(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples/demo/run.py"), "--server", "vllm", "--steps", str(STEPS)]
+    command = [sys.executable, str(ROOT / "examples/demo/tiny.py"), "--server", "vllm", "--steps", str(STEPS)]
     ran = subprocess.run(
         [*command, "--output-dir", str(tmp_path)], capture_output=True, text=True, timeout=2380, cwd=ROOT
     )

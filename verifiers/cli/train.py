@@ -97,7 +97,7 @@ def train(
     env = load_environments(run)
     eval_env = load_eval_environments(run)
     try:
-        config = GRPOConfig(**{"output_dir": "outputs/" + run.name, **run.trainer})
+        config = GRPOConfig(**{"output_dir": "outputs/" + run.name, **_server_settings(run), **run.trainer})
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -140,9 +140,7 @@ def train(
                     start_timeout_s=run.server.start_timeout,
                 )
             )
-        elif run.server.url is not None:
-            config.server_url = run.server.url
-        if config.server_url is not None and (line := share_cores(config.server_url, state.device)) and is_rank_0:
+        if (line := share_cores(config)) and is_rank_0:
             print(line, flush=True)
         peft_config = lora_defaults(run.lora.r, run.lora.alpha) if run.lora is not None else None
         trainer = GRPOTrainer(
@@ -158,6 +156,21 @@ def train(
             print(line)
         print(f"saved to {config.output_dir}")
     return DONE
+
+
+def _server_settings(run: RunFile) -> dict[str, str]:
+    """Return the settings of a run's server; one process without any generates with a copy of the policy in it."""
+    if run.server.url is not None:
+        return {"server_url": run.server.url}
+    if run.names_server or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return {}
+    import torch
+
+    if run.trainer.get("use_cpu") or not torch.accelerator.is_available():
+        return {"rollout_device": "cpu"}
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return {"rollout_device": f"{accelerator.type}:{min(1, torch.accelerator.device_count() - 1)}"}
 
 
 def load_environments(run: RunFile) -> Environment:

@@ -28,7 +28,7 @@ class Bottleneck:
 
     Attributes:
         kind: "rollout-bound", "straggler-bound", "scoring-bound", "trainer-bound", "sync-bound", "evaluation-bound",
-            "checkpoint-bound", "mixed" or "balanced".
+            "checkpoint-bound", "mixed", "balanced" or "shared cores".
         text: why, with the number: "the trainer waited 71 % of the time".
         advice: what to change first, by the name of its setting.
     """
@@ -45,6 +45,7 @@ def find_bottleneck(
     time: RunTime,
     *,
     num_batches_ahead: int,
+    shares_cores: bool = False,
     drains: bool = False,
     max_concurrent: int | None = None,
     max_staleness: int | None = None,
@@ -61,6 +62,7 @@ def find_bottleneck(
     Args:
         time: sums over the run.
         num_batches_ahead: blocks generated ahead.
+        shares_cores: the trainer and the rollout server compute on one machine's CPU.
         drains: rollouts in flight end before each push.
         max_concurrent: rollouts that may be in flight at once.
         max_staleness: as it was set; None where `num_batches_ahead` gives it.
@@ -69,6 +71,9 @@ def find_bottleneck(
         return None
     shares = {part: time.share(part) for part in ("wait", *_OVERHEADS)}
     shares["train"] = 1.0 - sum(shares.values())
+    overheads = sum(shares[part] for part in _OVERHEADS)
+    if shares_cores and overheads < NOTABLE and time.scored_alone < 0.5 * time.stages.get("wait", 0.0):
+        return _in_turns(shares, num_batches_ahead)
     reducible = max(("wait", *_OVERHEADS), key=shares.__getitem__)
     idle = 1.0 - time.server_busy
     if shares[reducible] >= NOTABLE:
@@ -91,6 +96,21 @@ def find_bottleneck(
         "balanced",
         f"the trainer waited {_percent(shares['wait'])} of the time, the rollout server was idle {_percent(idle)}",
         "more of both: neither side alone would make it faster",
+    )
+
+
+def _in_turns(shares: Mapping[str, float], num_batches_ahead: int) -> Bottleneck:
+    """Return the verdict where neither side can be sped up by giving it more of the other's time."""
+    if num_batches_ahead:
+        return Bottleneck(
+            "shared cores",
+            "the trainer and the rollout server compute on the same cores at one time",
+            "num_batches_ahead=0: both share these cores, so let them take turns with all of them",
+        )
+    return Bottleneck(
+        "shared cores",
+        f"both share these cores and take turns: {_listed(shares)}",
+        "a second device for the rollout server; else a shorter max_completion_length, or [lora]",
     )
 
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _ERRORS_SHOWN = 30
-_BOTTLENECK_SETTINGS = ("num_batches_ahead", "drains", "max_concurrent", "max_staleness")
+_BOTTLENECK_SETTINGS = ("num_batches_ahead", "shares_cores", "drains", "max_concurrent", "max_staleness")
 
 
 def write_training_report(run_dir: str | Path, out: Path | None = None) -> Path:

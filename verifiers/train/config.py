@@ -20,6 +20,7 @@ from verifiers.train.validation.eval_settings import adjust_evaluation
 from verifiers.train.validation.process_settings import adjust_ddp_timeout
 from verifiers.train.validation.run_settings import refuse_bad_settings, refuse_unsupported_fields
 from verifiers.train.validation.sampling_args import refuse_biased_sampling
+from verifiers.train.weight_sync.choice import is_local
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -35,7 +36,9 @@ class GRPOConfig(trl.GRPOConfig):
     once, and serves `num_iterations` passes. Sizes that do not divide are refused with the nearest that do.
 
     Args:
-        num_batches_ahead: blocks generated ahead of the one being trained; 0 is strictly on policy.
+        num_batches_ahead: blocks generated ahead of the one being trained; 0 is strictly on policy. Left out, 0 where
+            the rollout servers that the settings name share the CPU that trains (each then has all cores while the
+            other waits), else 1.
         max_staleness: optimizer steps that a block's oldest token may be behind at the block's first update. Blocks
             that would be older are not begun; rollouts that are all the same are dropped and counted. None for
             num_batches_ahead x updates per block.
@@ -84,7 +87,7 @@ class GRPOConfig(trl.GRPOConfig):
         old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a micro-batch
             when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
-            "cuda:1"; no other server is used then. For a second device: on one CPU a server of its own is faster.
+            "cuda:1", or "cpu"; no other server is used then.
         rollout_chunk_size: sequences generated at once there.
         rollout_cuda_graphs: replay its passes of one token a sequence as CUDA graphs, at fixed shapes.
         old_logprobs_on_rollout_device: compute old log-probs on that copy, micro-batch by micro-batch, while it has
@@ -122,7 +125,7 @@ class GRPOConfig(trl.GRPOConfig):
     Where there is no accelerator, `use_cpu` is set, and `bf16` and activation checkpointing are off unless given.
     """
 
-    num_batches_ahead: int = 1
+    num_batches_ahead: int = None  # type: ignore[assignment]
     max_staleness: int | None = None
     drain_before_sync: bool | None = None
     streaming: bool = False
@@ -189,6 +192,8 @@ class GRPOConfig(trl.GRPOConfig):
         self.use_vllm = False
         self._refuse_indivisible_sizes()
         self._adjust_device()
+        self._name_server()
+        self.num_batches_ahead = self._blocks_ahead(self.num_batches_ahead)
         if self.num_generations_eval is None:
             self.num_generations_eval = 1
         adjust_evaluation(self)
@@ -209,13 +214,6 @@ class GRPOConfig(trl.GRPOConfig):
             raise ConfigError(
                 f"rollout_cuda_graphs needs a GPU as rollout_device, such as 'cuda:1'; it is {self.rollout_device!r}."
             )
-        if self.server_urls:
-            self.server_url = self.server_urls[0]
-        if not self.server_url:
-            # TRL's default host is the one a server listens on; a client reaches it through loopback
-            host = "127.0.0.1" if self.vllm_server_host == "0.0.0.0" else self.vllm_server_host
-            root = self.vllm_server_base_url or f"http://{host}:{self.vllm_server_port}"
-            self.server_url = root.rstrip("/").removesuffix("/v1") + "/v1"
 
     def _adjust_device(self) -> None:
         """Turn off half precision and recomputation where there is no accelerator."""
@@ -227,6 +225,29 @@ class GRPOConfig(trl.GRPOConfig):
             # the old name is still what people write; transformers warns about it
             old = self.gradient_checkpointing
             self.activation_checkpointing = old if old is not None else accelerator
+
+    def _name_server(self) -> None:
+        """Set `server_url` from whichever setting names the server."""
+        if self.server_urls:
+            self.server_url = self.server_urls[0]
+        if not self.server_url:
+            # TRL's default host is the one a server listens on; a client reaches it through loopback
+            host = "127.0.0.1" if self.vllm_server_host == "0.0.0.0" else self.vllm_server_host
+            root = self.vllm_server_base_url or f"http://{host}:{self.vllm_server_port}"
+            self.server_url = root.rstrip("/").removesuffix("/v1") + "/v1"
+
+    def _blocks_ahead(self, given: int | None) -> int:
+        # overlap wins nothing on shared cores, and costs the steps that stale tokens teach less in
+        return given if given is not None else 0 if self.shares_cores else 1
+
+    @property
+    def shares_cores(self) -> bool:
+        """True where the trainer and the rollout servers that the settings name compute on one machine's CPU."""
+        if not self.use_cpu:
+            return False
+        if self.rollout_device is not None:
+            return self.rollout_device.startswith("cpu")
+        return all(is_local(url) for url in self.server_urls or [self.server_url])
 
     @property
     def may_be_stale(self) -> bool:
@@ -302,7 +323,6 @@ def grpo_defaults(run_name: str = "verifiers-run", **overrides: Any) -> GRPOConf
         "logging_steps": 1,
         "log_completions": False,
         "mask_truncated_completions": True,
-        "num_batches_ahead": 1,
         "async_generation_timeout": 600.0,
         "max_concurrent": 1024,
         "report_to": "none",

@@ -172,6 +172,7 @@ class RunMonitor:
         self._samples = SampleChoice(self.plan.max_steps, read_lines(directory / SAMPLES))
         self._judged_by = {
             "num_batches_ahead": args.num_batches_ahead,
+            "shares_cores": args.shares_cores,
             "drains": drains,
             "max_concurrent": args.max_concurrent,
             "max_staleness": args.max_staleness,

@@ -5,9 +5,9 @@
     args = { task = "spell_backward" }
 
     [model]                # the policy's start
-    path = "runs/demo/start"
+    path = "runs/demo-tiny/start"
 
-    [server]               # where rollouts come from
+    [server]               # where rollouts come from; left out, from a copy of the policy in the trainer's process
     launch = "embedded"    # start one of the installed servers; or url = "http://127.0.0.1:8000/v1"
 
     [trainer]              # any field of GRPOConfig under its own name
@@ -70,7 +70,7 @@ class ModelTable(_Table):
 
 
 class ServerTable(_Table):
-    """`[server]`: where rollouts come from. Give `url` or `launch`, not both."""
+    """`[server]`: where rollouts come from: `url` or `launch`, or without either the trainer's own process."""
 
     url: str | None = Field(default=None, description="Base URL of a running server, with /v1.")
     launch: str | None = Field(default=None, description="Installed server to start beside the trainer: 'embedded'.")
@@ -127,6 +127,13 @@ class RunFile(_Table):
     def name(self) -> str:
         """The name of what is trained on, for the output directory."""
         return self.environment.id if self.environment is not None else "-".join(self.environments)
+
+    @property
+    def names_server(self) -> bool:
+        """True where any setting says which server rollouts come from."""
+        named = ("server_url", "server_urls", "rollout_device", "vllm_server_base_url", "vllm_server_host")
+        in_table = self.server.url is not None or self.server.launch is not None
+        return in_table or any(self.trainer.get(name) for name in (*named, "vllm_server_port"))
 
     def with_servers(self, urls: Sequence[str]) -> RunFile:
         """Return this run with rollouts from other servers, which are running."""

@@ -27,7 +27,7 @@ def parser() -> CommandParser:
     command = CommandParser(
         "vf-serve",
         "Serve a frozen causal language model for rollouts, over OpenAI's chat completions.",
-        examples=("vf-serve --model runs/demo/start", "vf-serve --model OWNER/NAME --port 0 --port-file port.txt"),
+        examples=("vf-serve --model runs/demo-tiny/start", "vf-serve --model OWNER/NAME --port 0 --port-file port.txt"),
         version=__version__,
     )
     add = command.group("model")

@@ -1,7 +1,6 @@
 """A server inside the caller's process: new weights are copied from tensor to tensor, with no file between.
 
-For a trainer with a second device. On one CPU a process of its own is better: the trainer's threads and the
-server's would take turns.
+For a trainer with a second device, or one that takes turns with the server on one CPU.
 """
 
 from __future__ import annotations

@@ -8,11 +8,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from verifiers.errors import ConfigError, WeightSyncError
+from verifiers.train.config import GRPOConfig
 from verifiers.train.processes.launch import launched_server, share_cores
 
 SERVER = """
@@ -133,28 +135,24 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-def test_the_trainer_leaves_cores_to_a_server_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    said = share_cores("http://127.0.0.1:8000/v1", torch.device("cpu"))
-    assert said is not None
-    assert "4 of 8 cores" in said
-    assert torch.get_num_threads() == 4
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    ("url", "device", "chosen"),
+    ("settings", "chosen", "threads"),
     [
-        ("http://127.0.0.1:8000/v1", "cpu", "3"),
-        ("http://127.0.0.1:8000/v1", "cuda", None),
-        ("http://gpu-7:8000/v1", "cpu", None),
+        ({"num_batches_ahead": 1}, None, 4),
+        ({"num_batches_ahead": 0}, None, 2),
+        ({"num_batches_ahead": 1, "server_url": "http://gpu-7:8000/v1"}, None, 2),
+        ({"num_batches_ahead": 1}, "3", 2),
     ],
+    ids=["both at one time", "in turns", "another machine", "OMP_NUM_THREADS"],
 )
-def test_threads_are_left_alone(monkeypatch: pytest.MonkeyPatch, url: str, device: str, chosen: str | None) -> None:
+def test_the_trainer_takes_half_of_the_cores_where_its_server_works_on_them_at_one_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], chosen: str | None, threads: int
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if chosen is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     torch.set_num_threads(2)
-    assert share_cores(url, torch.device(device)) is None
-    assert torch.get_num_threads() == 2
+    said = share_cores(GRPOConfig(str(tmp_path), use_cpu=True, **settings))
+    assert torch.get_num_threads() == threads
+    assert (said is not None) == (threads == 4)

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.installation import SERVERS, install_hint
 
 if TYPE_CHECKING:
-    import torch
+    from verifiers.train.config import GRPOConfig
 
 __all__ = ["installed_servers", "launched_server", "share_cores"]
 
@@ -45,23 +44,19 @@ def installed_servers() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group="verifiers.servers")}
 
 
-def share_cores(server_url: str, device: torch.device) -> str | None:
-    """Compute with half of the CPU's cores, where the trainer and its rollout server share a machine without a GPU.
+def share_cores(args: GRPOConfig) -> str | None:
+    """Compute with half of the CPU's cores, where the rollout server has work on the same machine meanwhile.
 
-    Two teams of threads that each take every core make a small model's steps several times slower.
-
-    Args:
-        server_url: of the rollout server; one on another machine leaves all cores to the trainer.
-        device: that the trainer computes on.
+    Two teams of threads that each take every core make a small model's steps several times slower. A trainer and a
+    server that take turns have all cores each.
 
     Returns:
         A line for the user, or None where nothing was set: OMP_NUM_THREADS is set, which torchrun does for several
-        ranks, the trainer computes on a GPU, or the server is on another machine.
+        ranks, or the two do not share cores at one time.
     """
     import torch
 
-    host = urlsplit(server_url).hostname
-    if "OMP_NUM_THREADS" in os.environ or device.type != "cpu" or host not in ("localhost", "127.0.0.1", "::1"):
+    if "OMP_NUM_THREADS" in os.environ or not args.shares_cores or args.num_batches_ahead == 0:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // 2)

@@ -94,7 +94,7 @@ def refuse_bad_settings(args: GRPOConfig) -> None:
             "them; leave it out."
         )
     refuse_bad_loss(args)
-    if args.num_batches_ahead < 0:
+    if args.num_batches_ahead is not None and args.num_batches_ahead < 0:
         raise ConfigError(f"num_batches_ahead is {args.num_batches_ahead}; give 0 (on policy) or more.")
     _refuse_bad_asynchrony(args)
     if args.weight_sync not in WEIGHT_SYNCS:

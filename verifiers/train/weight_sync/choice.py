@@ -12,7 +12,7 @@ from verifiers.train.weight_sync.nccl import NcclSync
 from verifiers.train.weight_sync.protocol import ServerSync
 from verifiers.train.weight_sync.shared_directory import DirectorySync
 
-__all__ = ["SYNC_TYPES", "WEIGHT_SYNCS", "choose_sync"]
+__all__ = ["SYNC_TYPES", "WEIGHT_SYNCS", "choose_sync", "is_local"]
 
 SYNC_TYPES: dict[str, type[ServerSync]] = {sync.kind: sync for sync in (DirectorySync, NcclSync, LoraSync)}
 """The kinds that a run can name."""
@@ -36,12 +36,13 @@ def choose_sync(
         raise ConfigError(f"weight_sync is {kind!r}; choose one of {', '.join(WEIGHT_SYNCS)}.")
     if kind == "lora":
         return LoraSync(urls, directory, timeout_s, api_key)
-    if kind == "nccl" or (kind == "auto" and directory is None and not all(map(_is_local, urls))):
+    if kind == "nccl" or (kind == "auto" and directory is None and not all(map(is_local, urls))):
         return NcclSync(urls, timeout_s, api_key)
     return DirectorySync(urls, directory, timeout_s, api_key)
 
 
-def _is_local(url: str) -> bool:
+def is_local(url: str) -> bool:
+    """Return whether a URL names this host by its loopback address."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -1,11 +1,9 @@
-"""Weights copied into a frozen policy in this process, on another device: no file, no serialization."""
+"""Weights copied into a frozen policy in this process: no file, no serialization."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
 
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.server_pool import ServerPool
@@ -16,7 +14,7 @@ __all__ = ["InProcessSync"]
 
 
 class InProcessSync(WeightSync):
-    """The embedded server in the trainer's process, with a frozen copy of the policy on a device of its own.
+    """The embedded server in the trainer's process, with a frozen copy of the policy.
 
     The copy is made from the policy's config and tensors at `connect`, and takes new weights parameter by
     parameter; between pushes its logits do not move.
@@ -24,8 +22,9 @@ class InProcessSync(WeightSync):
     Args:
         policy: gives the trained model, unwrapped.
         tokenizer: the policy's.
-        device: where the copy lives, such as "cuda:1"; best not the trainer's.
+        device: where the copy lives, such as "cuda:1" or "cpu".
         slots: most sequences generated at once.
+        threads: CPU threads of torch that generate; None leaves torch's choice.
         timeout_s: deadline for one push, in seconds.
         cuda_graphs: replay passes of one token a sequence as CUDA graphs.
     """
@@ -37,12 +36,13 @@ class InProcessSync(WeightSync):
         device: str,
         *,
         slots: int = 64,
+        threads: int | None = None,
         timeout_s: float = 120.0,
         cuda_graphs: bool = False,
     ) -> None:
         self._policy, self._tokenizer = policy, tokenizer
         self._device, self._slots, self._timeout_s = device, slots, timeout_s
-        self._cuda_graphs = cuda_graphs
+        self._threads, self._cuda_graphs = threads, cuda_graphs
         self._running: Any = None
 
     def connect(self, deadline_s: float) -> None:
@@ -56,7 +56,6 @@ class InProcessSync(WeightSync):
                 f"{install_hint('embedded')}."
             ) from error
         policy = self._policy()
-        threads = 1 if torch.device(self._device).type == "cpu" else None
         try:
             with policy_tensors(policy) as tensors:
                 self._running = InProcessServer.of_policy(
@@ -65,7 +64,7 @@ class InProcessSync(WeightSync):
                     self._tokenizer,
                     device=self._device,
                     slots=self._slots,
-                    threads=threads,
+                    threads=self._threads,
                     record=cuda_graph if self._cuda_graphs else None,
                 ).start(deadline_s)
         except (EmbeddedError, RuntimeError) as error:

