@@ -261,7 +261,7 @@ async def test_an_error_of_one_rollout_is_kept_in_its_state_and_the_others_have_
 ) -> None:
     env = Breaks(dataset=rows, rubric=vf.Rubric([lambda completion: float(len(completion))]))
     results = await env.evaluate(client, "m", interleave_scoring=interleaved)
-    assert results.reward == [1.0, 0.0, 1.0]
+    assert results.reward == [1.0, None, 1.0]
     assert [type(state["error"]) for state in results.state] == [type(None), vf.SandboxError, type(None)]
     assert [output["error"] is None for output in results.outputs] == [True, False, True]
     assert results.metadata.avg_error == pytest.approx(1 / 3)

@@ -374,3 +374,20 @@ async def test_a_parallel_call_that_failed_is_the_providers_failure_also_where_a
     async with FakeOpenAIServer("42", faults=[Fault(400)]) as server:
         rollout = await played(env_of(run), server)
     assert (rollout.outcome, rollout.reward) == (Outcome.PROVIDER_ERROR, None)
+
+
+def test_an_agent_that_fails_has_no_reward_in_an_evaluation_from_python() -> None:
+    def run(row: Any, *, base_url: str, api_key: str, model: str) -> str:
+        openai.OpenAI(base_url=base_url, api_key=api_key).chat.completions.create(model=model, messages=row["prompt"])
+        if row["answer"] == "b":
+            raise RuntimeError("the agent broke")
+        return "x"
+
+    rows = [{"question": "good", "answer": "a"}, {"question": "bad", "answer": "b"}]
+    env = vf.AgentEnv(run, eval_dataset=rows, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
+    with FakeOpenAIServer("hi") as server:
+        results = env.evaluate_sync(server.url, "fake")
+    assert results.reward == [1.0, None]
+    assert [output["outcome"] for output in results.outputs] == ["completed", "environment_error"]
+    assert "the agent broke" in str(results.state[1]["error"])
+    assert results.metadata.avg_reward == 1.0

@@ -28,6 +28,7 @@ ROWS = [{"question": "6 times 7?", "answer": "42"}]
         ({"command": ["agent", "{prompt}"], "system_prompt": "Be brief."}, "by {messages} alone"),
         ({"command": ["agent"], "files": {"a": Path("/nowhere/a")}}, "'/nowhere/a': No such file"),
         ({"command": ["agent"], "sandbox": "jail"}, "no isolation level 'jail'"),
+        ({"command": ["agent"], "failed_program": "half"}, "give 'zero' or 'unscored'"),
         ({"command": ["agent"], "resutl": "reward.json"}, "did you mean 'result'"),
     ],
 )
@@ -120,3 +121,13 @@ def test_files_are_read_once_and_keep_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "tool").write_bytes(b"\x00tool")
     env = vf.ProgramEnv(["agent"], files={"a": tmp_path / "tool", "b": "é", "c": b"\xff"}, dataset=ROWS)
     assert env.files == {"a": b"\x00tool", "b": "é".encode(), "c": b"\xff"}
+
+
+async def test_a_failed_program_is_zero_whatever_rubrics_say_of_it() -> None:
+    env = vf.ProgramEnv(["agent"], result="r", failed_program="zero", dataset=ROWS)
+    env.add_rubric(vf.Rubric(funcs=[lambda completion: 1.0]))
+    ended = vf.State(result={"reward": 0.5}, completion=[], answer="")
+    failed = vf.State(result={"reward": 0.0, "failed_program": "exit code 3"}, completion=[], answer="")
+    scores = await env.rubric.score_group([failed, ended, failed])
+    assert [score.reward for score in scores] == [0.0, 1.5, 0.0]
+    assert [score.metrics["failed_program"] for score in scores] == [1.0, 0.0, 1.0]

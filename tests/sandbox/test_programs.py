@@ -307,3 +307,100 @@ async def test_a_score_command_that_fails_is_no_reward(score: str, text: str) ->
         rollout = await played(env, server)
     assert (rollout.outcome, rollout.reward) == (Outcome.ENVIRONMENT_ERROR, None)
     assert text in rollout.failure.text
+
+
+STANDS = """
+import socket
+ask("hi")
+os.mkdir("tests")
+"""
+IN_THE_WAY = {
+    "folder": "os.makedirs('out/r/full'); os.makedirs('tests/grade.py/full')",
+    "file": "open('out', 'w').close(); os.rmdir('tests'); open('tests', 'w').close()",
+    "link": "os.symlink('/usr', 'out'); os.rmdir('tests'); os.symlink('/usr/lib', 'tests')",
+    "dangling": "os.mkdir('out'); os.symlink('/nowhere/r', 'out/r'); os.symlink('/nowhere/g', 'tests/grade.py')",
+    "pipe": "os.mkdir('out'); os.mkfifo('out/r'); os.mkfifo('tests/grade.py')",
+    "socket": "os.mkdir('out'); socket.socket(socket.AF_UNIX).bind('out/r'); os.mkfifo('answer')",
+    "mode": "os.mkdir('out'); open('out/r', 'w').close(); [os.chmod(at, 0) for at in ('out/r', 'out', 'tests', '.')]",
+    "disk": """
+os.mkdir("out")
+try:
+    for number in range(9): open(str(number), "wb").write(bytes(60 << 20))
+except OSError: pass
+""",
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+async def test_nothing_that_a_program_leaves_keeps_it_from_being_scored(isolation: IsolationLevel, what: str) -> None:
+    if (what, isolation) == ("disk", "process"):
+        pytest.skip("the process level does not hold the disk")
+    grade = "import json; json.dump({'reward': 0.25}, open('out/r', 'w'))"
+    env = env_of(
+        STANDS + IN_THE_WAY[what], isolation,
+        result="out/r", score=["python3", "-I", "tests/grade.py"], score_files={"tests/grade.py": grade},
+    )  # fmt: skip
+    async with FakeOpenAIServer("42") as server:
+        rollout = await played(env, server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.25), rollout.failure
+
+
+ENDS = {
+    "exit": ("ask('hi'); sys.exit(3)", "exit code 3"),
+    "signal": ("ask('hi'); os.kill(os.getpid(), 9)", "signal 9"),
+    "no-result": ("ask('hi')", "left no file"),
+    "bad-result": ("ask('hi'); open('r', 'w').write('NaN')", "not a finite number"),
+    "folder": ("ask('hi'); os.mkdir('r')", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_program_that_fails_by_itself_is_zero_where_the_environment_says_so(
+    isolation: IsolationLevel, end: str
+) -> None:
+    program, text = ENDS[end]
+    async with FakeOpenAIServer("42") as server:
+        rollout = await played(env_of(program, isolation, result="r", failed_program="zero"), server)
+        unscored = await played(env_of(program, isolation, result="r"), server)
+    assert (rollout.outcome, rollout.reward, rollout.metrics) == (Outcome.COMPLETED, 0.0, {"failed_program": 1.0})
+    assert text in rollout.state["result"]["failed_program"]
+    assert len(rollout.rows) == 1
+    assert (unscored.outcome, unscored.reward) == (FAILED, None)
+    assert text in unscored.failure.text
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "outcome"),
+    [
+        ("sys.exit(3)", {}, FAILED),
+        ("print(1)", {}, FAILED),
+        ("ask('hi'); ask('there')", {"faults": [None, Fault(400)]}, Outcome.PROVIDER_ERROR),
+        ("ask('hi')", {"score": ["sh", "-c", "exit 1"]}, FAILED),
+    ],
+    ids=["exit-without-a-call", "silent", "provider", "score"],
+)
+async def test_a_failure_of_anything_else_is_never_zero(
+    program: str, options: dict[str, Any], outcome: Outcome
+) -> None:
+    options = dict(options)
+    faults = options.pop("faults", None)
+    env = env_of(program, "auto", result="r", failed_program="zero", **options)
+    async with FakeOpenAIServer("42", faults=faults) as server:
+        rollout = await played(env, server)
+    assert (rollout.outcome, rollout.reward) == (outcome, None)
+
+
+LOG = """
+print("=" * 60 + "\\n" * 3 + "collected 1 item " * 20, flush=True)
+print("FAILED test_answer", open("answer.txt").read())
+"""
+
+
+async def test_a_limit_that_a_program_sets_does_not_cut_the_graders_log(contained: str) -> None:
+    program = "import resource; ask('hi'); open('answer.txt', 'w').write('wrong')\n"
+    program += "try: resource.prlimit(1, resource.RLIMIT_FSIZE, (250, 250))\nexcept OSError: pass"
+    score = "python3 -I hidden.py > log.txt 2>&1; grep -q FAILED log.txt && echo 0 > r || echo 1 > r"
+    env = env_of(program, contained, result="r", score=["bash", "-c", score], score_files={"hidden.py": LOG})
+    async with FakeOpenAIServer("42") as server:
+        rollout = await played(env, server)
+    assert (rollout.outcome, rollout.reward) == (Outcome.COMPLETED, 0.0), rollout.failure

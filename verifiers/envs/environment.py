@@ -180,8 +180,8 @@ class Environment:
         """Add a rubric's rewards to those of the rubric that is there."""
         from verifiers.rubrics.rubric_group import RubricGroup
 
-        present = self.rubric.rubrics if isinstance(self.rubric, RubricGroup) else [self.rubric]
-        self.rubric = RubricGroup([*present, rubric])
+        present = self.rubric if isinstance(self.rubric, RubricGroup) else RubricGroup([self.rubric])
+        self.rubric = present.with_rubric(rubric)
 
     # -- one rollout ----------------------------------------------------------------------------------------
 

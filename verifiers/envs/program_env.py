@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from verifiers.envs.agent_env import AgentOptions, GatewayEnv
 from verifiers.errors import AgentError, ConfigError, SandboxError
@@ -17,8 +17,9 @@ from verifiers.gateway.session import Session
 from verifiers.keywords import nearest_name
 from verifiers.parsers.messages import cleanup_messages, message_field, message_text
 from verifiers.rubrics.rubric import Rubric
+from verifiers.rubrics.rubric_group import RubricGroup
 from verifiers.rubrics.scoring import ScoringInput, is_finite_number
-from verifiers.sandbox import open_sandbox
+from verifiers.sandbox import open_sandbox, renewed
 from verifiers.sandbox.spec import IsolationLevel, RunResult, Sandbox, SandboxSpec
 from verifiers.types import Messages, RolloutInput, RolloutScore
 
@@ -26,9 +27,15 @@ __all__ = ["ProgramEnv"]
 
 Files = Mapping[str, str | bytes | Path]
 
+FAILED = "failed_program"
 NO_LIMIT_S = 7 * 24 * 3600.0
 RESULT_BYTES = 1 << 20
 STDERR_CHARS = 500
+# folders first, each made one where it is something else; then what is in the place of files is removed
+_REPLACE = """
+while [ "$1" != -- ]; do [ -d "$1" ] && [ ! -L "$1" ] || { rm -rf -- "$1" && mkdir -- "$1"; } || exit; shift; done
+exec rm -rf "$@"
+"""
 PLACEHOLDERS = ("prompt", "messages", "model", "base_url", "task", "example_id", "answer")
 # "${model}" is a variable of a shell
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([\w.-]+)\}")
@@ -53,9 +60,14 @@ class ProgramEnv(GatewayEnv):
             copy; or a function of the row that returns such a mapping.
         result: file in the working directory that has the reward after the program's end: a number, or a JSON object
             with "reward", whose other numbers become metrics. The object is in `state["result"]`.
-        score: command that writes `result`, run after the program and everything it started have ended; it may
-            have `{answer}` too. A `result` that is there before is removed.
-        score_files: as `files`, written before `score` runs.
+        score: command that writes `result`, run after the program and everything it started have ended, in a sandbox
+            that `sandbox.renewed` gives: the working directory is the program's, and limits and all else the spec's.
+            It may have `{answer}` too. What is in the place of `result` before is removed.
+        score_files: as `files`, written before `score` runs, in the place of whatever is there.
+        failed_program: "unscored": a program that fails by itself has no reward (`environment_error`); "zero": it has
+            the reward 0.0 and is trained on, with the reason in `state["result"]["failed_program"]`, and the metric
+            `failed_program` is the share of such programs. By itself means after an answer of the policy, by exit
+            code, signal, a `result` of its own that is none, or files that cannot be handed to `score`.
         **kwargs: as `AgentEnv`. A `rubric` scores by the state, in place of `result`.
 
     Raises:
@@ -72,10 +84,16 @@ class ProgramEnv(GatewayEnv):
         result: str | None = None,
         score: Sequence[str] | None = None,
         score_files: Files | Callable[[RolloutInput], Files] | None = None,
+        failed_program: Literal["zero", "unscored"] = "unscored",
         **kwargs: Unpack[AgentOptions],
     ) -> None:
         if result is not None and kwargs.get("rubric") is None:
             kwargs["rubric"] = _ResultRubric(parser=kwargs.get("parser"))
+        if failed_program not in ("zero", "unscored"):
+            raise ConfigError(f"failed_program is {failed_program!r}; give 'zero' or 'unscored'.")
+        if failed_program == "zero":
+            kwargs["rubric"] = _FailedIsZero([kwargs.get("rubric") or Rubric(parser=kwargs.get("parser"))])
+        self.failed_program = failed_program
         super().__init__(**kwargs)
         self.command = _words("command", command)
         self.sandbox = SandboxSpec(sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
@@ -114,46 +132,51 @@ class ProgramEnv(GatewayEnv):
             if sandbox.isolation != "process":
                 url = f"http://127.0.0.1:{await sandbox.relay(socket)}"
             values = _values(row, session.model, url)
-            await self._write_files(sandbox, self.files, row)
+            await self._write_files(sandbox, await _files_of(self.files, row))
             program = _Program(sandbox, [_filled(word, values, row) for word in self.command])
             stdin = None if self.stdin is None else _filled(self.stdin, values, row)
-            await self._within_budget(session, program.run(stdin, _variables(url, session)))
-            if not session.calls and not session.client.is_cut_off:
-                why = session.why_unanswered(
-                    "does it use OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY?"
-                )
-                raise AgentError(
-                    f"{program} ended without an answer of the policy; {why}{program.last_errors}"
-                ) from session.standing_failure
+            result, judged = None, None
+            try:
+                await self._within_budget(session, program.run(stdin, _variables(url, session)))
+                if not session.calls and not session.client.is_cut_off:
+                    why = session.why_unanswered(
+                        "does it use OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY?"
+                    )
+                    raise AgentError(
+                        f"{program} ended without an answer of the policy; {why}{program.last_errors}"
+                    ) from session.standing_failure
+                if self.score is not None:
+                    judged = await _renewed(sandbox, program)
+                elif self.result is not None:
+                    result = await _read_result(sandbox, self.result, program)
+            except AgentError as error:
+                # what has a cause is a failure of the provider or of the sandbox
+                if self.failed_program == "unscored" or not session.calls or error.__cause__ is not None:
+                    raise
+                result = {"reward": 0.0, FAILED: str(error)}
             state = program.state(is_chat=not isinstance(row["prompt"], str))
-            if self.score is not None:
-                program = await self._run_score(sandbox, self.score, values, row)
-            if self.result is not None:
-                state["result"] = await _read_result(sandbox, self.result, program)
-            return state
+            if judged is not None and self.score is not None:
+                async with judged:
+                    result = await self._run_score(judged, self.score, values, row)
+            return state if result is None else {**state, "result": result}
 
     async def _run_score(
         self, sandbox: Sandbox, score: Sequence[str], values: Mapping[str, str], row: RolloutInput
-    ) -> _Program:
-        # a command whose time runs out takes everything along that others have left behind
-        if not (await sandbox.run(["sleep", "60"], timeout_s=0.0)).timed_out:
-            raise SandboxError("what the program left behind could not be ended: there is no command `sleep`.")
+    ) -> dict[str, Any]:
         assert self.result is not None
-        removed = await sandbox.run(["rm", "-rf", "--", self.result])
-        if removed.exit_code != 0:
-            raise SandboxError(f"{self.result!r} of the program could not be removed: {removed.stderr.strip()}")
-        await self._write_files(sandbox, self.score_files, row)
+        files = await _files_of(self.score_files, row)
+        names = [f"./{name}" if not name.startswith("/") else name for name in (self.result, *files)]
+        folders = {f"./{folder}" for name in names if name[0] == "." for folder in PurePosixPath(name).parents}
+        replaced = await sandbox.run(["sh", "-c", _REPLACE, "sh", *sorted(folders - {"./."}), "--", *names])
+        if replaced.exit_code != 0:
+            raise SandboxError(f"the places of score= could not be cleared: {replaced.stderr.strip()}")
+        await self._write_files(sandbox, files)
         values = {**values, "answer": _text(row.get("answer", ""))}
         scoring = _Program(sandbox, [_filled(word, values, row) for word in score], "the score command")
         await scoring.run(None, {}, self.sandbox.wall_time_s)
-        return scoring
+        return await _read_result(sandbox, self.result, scoring)
 
-    async def _write_files(
-        self, sandbox: Sandbox, files: Mapping[str, bytes] | Callable[[RolloutInput], Files], row: RolloutInput
-    ) -> None:
-        if callable(files):
-            function = files
-            files = await asyncio.to_thread(lambda: _contents(function(row)))
+    async def _write_files(self, sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
         for name, content in files.items():
             if self.result is not None and PurePosixPath(name) == PurePosixPath(self.result):
                 raise ConfigError(f"the file {name!r} is the result, which the program or score= writes.")
@@ -161,6 +184,26 @@ class ProgramEnv(GatewayEnv):
                 await sandbox.write(name, content)
             except OSError as error:
                 raise SandboxError(f"the file {name!r} could not be written: {error.strerror}") from error
+
+
+class _FailedIsZero(RubricGroup):
+    """Another rubric's scores, with a metric of failed programs; those are 0 and not shown to the other rubric."""
+
+    async def score_inputs(
+        self,
+        inputs: Sequence[ScoringInput],
+        score_sem: Any = None,
+        *,
+        as_group: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[RolloutScore]:
+        ended = [item for item in inputs if FAILED not in (item.state.get("result") or {})]
+        scores = await super().score_inputs(ended, score_sem, as_group=as_group, extra=extra) if ended else []
+        of_state = {id(item.state): score for item, score in zip(ended, scores, strict=True)}
+        mine = [of_state.get(id(item.state)) or item.score(0.0) for item in inputs]
+        for item, score in zip(inputs, mine, strict=True):
+            score.metrics[FAILED] = float(id(item.state) not in of_state)
+        return mine
 
 
 class _ResultRubric(Rubric):
@@ -283,6 +326,15 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+async def _files_of(
+    files: Mapping[str, bytes] | Callable[[RolloutInput], Files], row: RolloutInput
+) -> Mapping[str, bytes]:
+    if not callable(files):
+        return files
+    function = files
+    return await asyncio.to_thread(lambda: _contents(function(row)))
+
+
 def _contents(files: Files) -> dict[str, bytes]:
     """Return files' contents. Raises ConfigError where one cannot be had."""
     contents = {}
@@ -293,6 +345,13 @@ def _contents(files: Files) -> dict[str, bytes]:
             raise ConfigError(f"the file {name!r} is to be {str(given)!r}: {error.strerror}.") from error
         contents[name] = content.encode() if isinstance(content, str) else content
     return contents
+
+
+async def _renewed(sandbox: Sandbox, program: _Program) -> Sandbox:
+    try:
+        return await renewed(sandbox)
+    except OSError as error:
+        raise AgentError(f"what {program} left cannot be scored: {error.strerror}") from None
 
 
 # -- the result -----------------------------------------------------------------------------------------------------
@@ -309,7 +368,7 @@ async def _read_result(sandbox: Sandbox, name: str, writer: _Program) -> dict[st
     except FileNotFoundError:
         raise AgentError(f"{writer} left no file {name!r} with a reward{writer.last_errors}") from None
     except OSError as error:
-        raise AgentError(f"the file {name!r} of {writer} cannot be read: {error.strerror}") from error
+        raise AgentError(f"the file {name!r} of {writer} cannot be read: {error.strerror}") from None
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

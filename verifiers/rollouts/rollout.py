@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, State, Timing, Usage
+from verifiers.types import Failure, Info, Messages, Outcome, RolloutKey, RolloutScore, State, Timing, Usage
 
 __all__ = [
     "STRAGGLER",
@@ -158,6 +158,16 @@ class Rollout:
     @property
     def is_truncated(self) -> bool:
         return self.outcome is Outcome.TRUNCATED
+
+    def take_score(self, score: RolloutScore) -> None:
+        """Take a score over; a failed grade makes this a `grading_error`."""
+        if score.errors:
+            failed = score.errors[0]
+            self.outcome = Outcome.GRADING_ERROR
+            self.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
+            return
+        self.reward, self.metrics = score.reward, score.metrics
+        self.advantage = self.state.get("advantage")
 
 
 @dataclass(slots=True)

@@ -237,16 +237,10 @@ class RolloutRunner:
             self.activity.change(scoring=-len(finished))
         for index, rollout in enumerate(finished):
             rollout.timing.scoring_s = time.perf_counter() - started
-            if failure is None and scores[index].errors:
-                failed = scores[index].errors[0]
-                rollout.failure = Failure("GradingError", f"{failed['func']}: {failed['error']}")
+            if failure is not None:
+                rollout.outcome, rollout.failure = outcome, failure
             else:
-                rollout.failure = failure
-            if rollout.failure is not None:
-                rollout.outcome = outcome
-                continue
-            rollout.reward, rollout.metrics = scores[index].reward, scores[index].metrics
-            rollout.advantage = rollout.state.get("advantage")
+                rollout.take_score(scores[index])
 
 
 def _own_copy(value: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from verifiers.errors import ConfigError
 from verifiers.keywords import set_extra_keywords
@@ -46,6 +47,12 @@ class RubricGroup(Rubric):
         self._prepared_calls = {}
         self._seen_failing = set()
         set_extra_keywords(self, kwargs)
+
+    def with_rubric(self, rubric: Rubric) -> Self:
+        """Return a group of the same kind with one more rubric."""
+        group = copy.copy(self)
+        group.rubrics = [*self.rubrics, rubric]
+        return group
 
     # -- the union of the rubrics -----------------------------------------------------------------------------
 

@@ -38,7 +38,8 @@ __all__ = ["Agent", "main"]
 
 _LOOK_S = 0.5
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# that a socket holds at most by the kernel's defaults; nothing tells what each does hold
+_SOCKET_BYTES = 208 << 10
 
 
 class _Run:
@@ -108,15 +109,14 @@ class Agent:
         Each process's limit is its own, and a tmpfs made by bubblewrap counts bytes but no files.
         """
         self._looked_at_use = time.monotonic()
-        held = 0
-        for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) != os.getpid():
-                try:
-                    with open(f"/proc/{name}/statm") as file:
-                        _, resident, shared, *_ = map(int, file.read().split())
-                except OSError:
-                    continue
-                held += (resident - shared) * _PAGE_BYTES
+        pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+        held = _SOCKET_BYTES * _numbers("/proc/net/sockstat", ("sockets:",), place=2)
+        resident = [_numbers(f"/proc/{pid}/status", ("RssAnon:", "RssShmem:", "HugetlbPages:")) << 10 for pid in pids]
+        if held + sum(resident) > self.limits.memory_bytes:
+            # what several share is counted once, where the kernel tells; that takes longer
+            exact = [_numbers(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) << 10 for pid in pids]
+            resident = [exactly or whole for exactly, whole in zip(exact, resident, strict=True)]
+        held += sum(resident)
         disk = os.statvfs(self.limits.directory)
         before, self._files = self._files, disk.f_files - disk.f_ffree
         most_files = max(1024, min(disk.f_blocks * disk.f_frsize // 4096, 1 << 18))
@@ -297,6 +297,15 @@ class Agent:
         for pid in self._runs:
             kill_group(pid)
         kill_trees(lambda: orphans(()), self.reap)
+
+
+def _numbers(path: str, names: tuple[str, ...], place: int = 1) -> int:
+    """Return the sum of the named lines' numbers in a file of /proc; 0 where it cannot be read."""
+    try:
+        with open(path) as file:
+            return sum(int(line.split()[place]) for line in file if line.startswith(names))
+    except OSError:
+        return 0
 
 
 def _import_module(module: str, paths: list[str]) -> str | None:

@@ -171,7 +171,12 @@ def confine(limits: Limits, cpu_time_s: float | None) -> None:
     # after the change of user, which undoes both
     set_dumpable(True)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.chdir(limits.directory)
+    try:
+        os.chdir(limits.directory)
+    except PermissionError:
+        # an earlier command closed it to its owner
+        os.chmod(limits.directory, 0o700)
+        os.chdir(limits.directory)
     # last: from here on a large allocation fails. macOS refuses this limit, so memory is not held there
     try:
         _limit(resource.RLIMIT_AS, limits.memory_bytes)

@@ -186,8 +186,14 @@ def _launch(
     agent = [sys.executable, "-I", "-S", "-W", "ignore", "-c", _BOOT, str(theirs.fileno()), SOURCE_ROOT]
     pass_fds = [theirs.fileno()]
     if recipe is not None:
-        agent = bubblewrap.command(recipe, visible_paths(spec.readable), spec.disk_bytes, user_map) + agent
-        pass_fds += user_map.pass_fds if user_map is not None else ()
+        filter_fd, writing = os.pipe()
+        os.write(writing, bubblewrap.call_filter())
+        os.close(writing)
+        agent = bubblewrap.command(recipe, visible_paths(spec.readable), spec.disk_bytes, user_map, filter_fd) + agent
+        pass_fds += [filter_fd, *(user_map.pass_fds if user_map is not None else ())]
+        if os.access(recipe.executable, os.X_OK):
+            # files are memory, too
+            agent = bubblewrap.in_cgroup(spec.memory_bytes + spec.disk_bytes, agent)
     try:
         process = subprocess.Popen(
             agent,
@@ -204,6 +210,8 @@ def _launch(
         raise
     finally:
         theirs.close()
+        if recipe is not None:
+            os.close(filter_fd)
     ours.setblocking(False)
     return process, ours
 

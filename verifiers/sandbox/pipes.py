@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from verifiers.errors import SandboxError
 
-__all__ = ["Drain", "Feed", "LineReader", "PipedProcess", "Pipes", "close_all", "ended"]
+__all__ = ["Drain", "Feed", "LineReader", "PipedProcess", "Pipes", "close_all", "ended", "joined"]
 
 _CHUNK = 1 << 18
 # bytes that a process may write while nobody reads them, before it is killed: its reader has other work too
@@ -266,6 +266,15 @@ class Pipes:
     def close(self) -> None:
         """Close what was not taken; for a process that could not be asked for."""
         close_all([*self.take_theirs(), self.stdin, self.stdout, self.stderr])
+
+
+def joined() -> tuple[Pipes, Pipes]:
+    """Return the pipes of two commands of which the second reads what the first writes, and nobody else anything."""
+    first, second = Pipes.none(), Pipes.none()
+    reading, writing = os.pipe()
+    nulls = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) for _ in range(4)]
+    first._theirs, second._theirs = [nulls[0], writing, nulls[1]], [reading, *nulls[2:]]
+    return first, second
 
 
 def close_all(fds: Iterable[int]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox.commands import remove_tree
 from verifiers.sandbox.frames import FrameError, Frames, pack
-from verifiers.sandbox.pipes import Drain, Feed, LineReader, PipedProcess, Pipes, close_all, ended
+from verifiers.sandbox.pipes import Drain, Feed, LineReader, PipedProcess, Pipes, close_all, ended, joined
 from verifiers.sandbox.spec import READ_BYTES, RunResult, SandboxBase, SandboxProcess, SandboxSpec
 
 __all__ = ["AgentSandbox", "DiedEarlyError"]
@@ -283,6 +283,18 @@ class AgentSandbox(SandboxBase):
             "write", stdin=content, keep_bytes=0, timeout_s=_FILE_S, path=os.fspath(path)
         )
         _raise_for(message, err, path)
+
+    async def send_files(self, other: AgentSandbox) -> None:
+        """Copy the working directory into that of another sandbox. Raises OSError where that is impossible."""
+        # sparse files stay so, as they may be longer than the disk is large
+        commands = ((self, ["tar", "-cSf", "-", "."]), (other, ["tar", "-xpf", "-"]))
+        ends = [
+            sandbox._request({"op": "spawn", "kind": "exec", "timeout_s": _FILE_S, "command": command}, pipes)
+            for (sandbox, command), pipes in zip(commands, joined(), strict=True)
+        ]
+        for (sandbox, _), (number, answer) in zip(commands, ends, strict=True):
+            if (await sandbox._answer(number, answer, _FILE_S))["exit"] != 0:
+                raise OSError(errno.EIO, "its files cannot be copied")
 
     async def _close(self) -> None:
         try:

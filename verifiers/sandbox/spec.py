@@ -42,7 +42,8 @@ class SandboxSpec:
         cpu_time_s: processor time of each process, in seconds. None: a `run` gets its wall time and one second
             more, a started process has no limit of its own.
         memory_bytes: address space of each process. Bubblewrap also kills everything when its processes together
-            hold more (it looks twice a second); with docker and podman it is the whole container's memory.
+            hold more, shared memory and sockets included (it looks twice a second), and makes a cgroup where it can;
+            with docker and podman it is the whole container's memory.
         file_bytes: the longest file that a process may write.
         disk_bytes: all files of the sandbox together. The process level cannot hold this.
         processes: how many processes and threads may exist at once.

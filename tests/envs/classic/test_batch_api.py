@@ -246,3 +246,51 @@ def test_a_dataset_has_infos_where_there_are_any_and_rewards_where_there_was_sco
     assert table[0]["info"] == {"level": 1}
     with pytest.raises(ConfigError, match="push_to_hf_hub needs hub_name"):
         env.make_dataset({}, push_to_hf_hub=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("all_fail", [True, False])
+async def test_a_reward_function_that_raises_gives_no_reward(
+    rows: Rows, client: FakeClient, interleaved: bool, all_fail: bool
+) -> None:
+    def breaks(answer: str) -> float:
+        if all_fail or answer == "a1":
+            raise ValueError("the grader broke")
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([breaks, length], [1.0, 0.5]))
+    outputs = await env.evaluate(client, "m", interleave_scoring=interleaved)
+    failed = [all_fail, True, all_fail]
+    assert outputs.reward == [None if fails else 4.0 for fails in failed]
+    assert outputs.metrics["num_turns"] == [1.0] * 3
+    assert [output["outcome"] for output in outputs.outputs] == [
+        "grading_error" if fails else "completed" for fails in failed
+    ]
+    for output, state, fails in zip(outputs.outputs, outputs.state, failed, strict=True):
+        assert (state["reward"] is None, state["error"] is not None) == (fails, fails)
+        assert not fails or output["error"]["error_chain_str"] == "breaks: ValueError: the grader broke"
+    assert outputs.metadata.avg_reward == (None if all_fail else 4.0)
+
+
+async def test_the_average_of_a_prompt_is_over_its_scored_rollouts(rows: Rows) -> None:
+    def number(completion: Any) -> float:
+        return float(completion[-1]["content"])
+
+    env = vf.SingleTurnEnv(dataset=rows[:2], rubric=vf.Rubric([number]))
+    outputs = await env.evaluate(FakeClient(["1", "x", "y", "z"]), "m", rollouts_per_example=2, max_concurrent=1)
+    dataset = env.make_dataset(outputs)
+    assert (dataset["reward"], dataset["average_reward"]) == ([1.0, None, None, None], [1.0, None, 1.0, None])
+
+
+def test_a_provider_that_fails_is_no_answer_to_score(rows: Rows) -> None:
+    def answered(completion: Any) -> float:
+        assert completion, "a failed rollout was scored"
+        return 1.0
+
+    env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([answered]))
+    with FakeOpenAIServer(lambda body: Fault(400) if body["messages"][-1]["content"] == "q1" else "x") as server:
+        outputs = env.evaluate_sync(server.url, "m")
+    assert (outputs.reward, outputs.metrics["answered"]) == ([1.0, None, 1.0], [1.0, None, 1.0])
+    assert [output["outcome"] for output in outputs.outputs] == ["completed", "provider_error", "completed"]
+    assert isinstance(outputs.state[1]["error"], ProviderError)
+    assert "grading_errors" not in outputs.state[1]

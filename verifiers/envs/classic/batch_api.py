@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mappi
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.concurrency import gather_owned
-from verifiers.envs.classic.outputs import generate_outputs, raise_unless_kept
+from verifiers.envs.classic.outputs import generate_outputs, mean_of_scored, raise_unless_kept
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.lifecycle import teardown_at_exit
 from verifiers.errors import ConfigError, Error
@@ -21,9 +21,9 @@ from verifiers.parsers.messages import plain, sanitize_tool_calls
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, requests_by_prompt
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
-from verifiers.rubrics.overrides import call_score_rollout
-from verifiers.rubrics.scoring import ScoringInput, call_score_group
-from verifiers.types import GenerateOutputs, RolloutKey, RolloutScore, SamplingArgs
+from verifiers.rubrics.overrides import call_score_rollouts
+from verifiers.rubrics.scoring import ScoringInput
+from verifiers.types import GenerateOutputs, RolloutKey, SamplingArgs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -117,7 +117,8 @@ async def generate(
     """Run the rollouts of `Environment.a_generate` and score them.
 
     `run_rollouts` is asked for what is scored together: each row, each prompt's rows where the rubric compares them,
-    or all rows where they are scored at the end or not at all.
+    or all rows where they are scored at the end or not at all. Outcomes and rewards are those of `vf-eval`: a rollout
+    that failed, or whose grade failed, has no reward.
 
     Raises:
         Exception: the first failure that is no `vf.Error`; the other rollouts are cancelled. A `vf.Error` is kept in
@@ -137,15 +138,13 @@ async def generate(
     requests = requests_of([{name: values[row] for name, values in columns.items()} for row in range(count)])
     in_groups = score and getattr(rubric, "has_group_funcs", False) is True
     interleaved = in_groups or (score and interleave_scoring)
-    scores: dict[RolloutKey, RolloutScore] = {}
 
     async def run(unit: Sequence[RolloutRequest]) -> list[Rollout]:
         rollouts = await runner.run_batch(unit, on_end=raise_other_failures)
         raise_unless_kept(rollouts)
         if interleaved:
             async with limiter.slot():
-                of_unit = await (_score_group if in_groups else _score_single)(rubric, rollouts)
-            scores.update(zip([rollout.key for rollout in rollouts], of_unit, strict=True))
+                await runner.score(rollouts)
         return rollouts
 
     async with runner_of(env, client, model, sampling_args, max_concurrent) as runner:
@@ -153,20 +152,14 @@ async def generate(
         done = await gather_owned([run(unit) for unit in (units if interleaved else [requests] if requests else [])])
         finished = {rollout.key: rollout for rollouts in done for rollout in rollouts}
         rollouts = [finished[request.key] for request in requests]
-        reward: list[float] = []
-        metrics: dict[str, list[float]] = {}
-        if interleaved:
-            in_order = [scores[rollout.key] for rollout in rollouts]
-            reward = [item.reward for item in in_order]
-            metric_names = dict.fromkeys(name for item in in_order for name in item.metrics)
-            metrics = {name: [item.metrics.get(name, 0.0) for item in in_order] for name in metric_names}
-        elif score:
-            names = ("prompt", "completion", "answer", "state", "task", "info")
-            results = {f"{name}s": [getattr(rollout, name) for rollout in rollouts] for name in names}
-            every = await rubric.score_rollouts(**results, max_concurrent=max_concurrent_scoring)
-            reward, metrics = every.reward, every.metrics
+        if score and not interleaved:
+            played = [rollout for rollout in rollouts if rollout.failure is None]
+            inputs_to_score = [ScoringInput.from_state(rollout.state) for rollout in played]
+            scores = await call_score_rollouts(rubric, inputs_to_score, {"max_concurrent": max_concurrent_scoring})
+            for rollout, of_rollout in zip(played, scores, strict=True):
+                rollout.take_score(of_rollout)
     return generate_outputs(
-        env, rollouts, reward, metrics, model=model, client=client, sampling_args=sampling_args, started=started
+        env, rollouts, scored=score, model=model, client=client, sampling_args=sampling_args, started=started
     )
 
 
@@ -174,23 +167,6 @@ def raise_other_failures(record: RolloutRecord) -> None:
     """Raise a rollout's failure as soon as it ends, unless it is a `vf.Error`, so that the others are cancelled."""
     if record.failure is not None and not isinstance(record.failure.exception, Error):
         raise record.failure.exception or TimeoutError(record.failure.text)
-
-
-async def _score_single(rubric: Any, rollouts: Sequence[Rollout]) -> list[RolloutScore]:
-    scores = []
-    for rollout in rollouts:
-        item = ScoringInput(
-            rollout.prompt, rollout.completion, rollout.answer, rollout.state, rollout.task, rollout.info
-        )
-        score = await call_score_rollout(rubric, item)
-        rollout.state["reward"], rollout.state["metrics"] = score.reward, dict(score.metrics)
-        scores.append(score)
-    return scores
-
-
-async def _score_group(rubric: Any, rollouts: Sequence[Rollout]) -> list[RolloutScore]:
-    """Score by functions that compare the rollouts of one prompt."""
-    return await call_score_group(rubric, [rollout.state for rollout in rollouts])
 
 
 def complete_or_awaitable(work: Callable[[], Coroutine[Any, Any, GenerateOutputs]]) -> GenerateOutputs:
@@ -295,11 +271,11 @@ def to_dataset(results: Mapping[str, Any], state_columns: Sequence[str] | None =
     }
     if results["reward"]:
         prompts = [json.dumps(prompt, sort_keys=True, default=str) for prompt in results["prompt"]]
-        rewards: dict[str, list[float]] = {}
+        rewards: dict[str, list[float | None]] = {}
         for prompt, reward in zip(prompts, results["reward"], strict=True):
             rewards.setdefault(prompt, []).append(reward)
         columns["reward"] = list(results["reward"])
-        columns["average_reward"] = [sum(rewards[prompt]) / len(rewards[prompt]) for prompt in prompts]
+        columns["average_reward"] = [mean_of_scored(rewards[prompt]) for prompt in prompts]
     if any(results.get("info") or []):
         columns["info"] = list(results["info"])
     columns.update(results["metrics"])

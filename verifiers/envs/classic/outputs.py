@@ -7,11 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.errors import Error
+from verifiers.errors import Error, GradingError
 from verifiers.rollouts.rollout import Rollout
-from verifiers.types import GenerateOutputs, Record, SamplingArgs
+from verifiers.types import GenerateOutputs, Outcome, Record, SamplingArgs
 
-__all__ = ["generate_outputs", "raise_unless_kept"]
+__all__ = ["generate_outputs", "mean_of_scored", "raise_unless_kept"]
+
+Column = Sequence[float | None]
 
 _COLUMNS = ("prompt", "completion", "answer", "state", "task", "info")
 
@@ -30,9 +32,8 @@ def raise_unless_kept(rollouts: Sequence[Rollout]) -> None:
 def generate_outputs(
     env: Any,
     rollouts: Sequence[Rollout],
-    reward: list[float],
-    metrics: dict[str, list[float]],
     *,
+    scored: bool,
     model: str,
     client: Any,
     sampling_args: SamplingArgs | None,
@@ -43,33 +44,39 @@ def generate_outputs(
     Args:
         env: the environment that played them.
         rollouts: in the order of the inputs.
-        reward: one a rollout, or [].
-        metrics: name -> one value a rollout.
+        scored: they have been scored; one without a reward, whose `reward` and metrics are None, has failed.
         model: the policy's name.
         client: where it was called.
         sampling_args: of the call.
         started: when the call began, by `time.time`.
 
     Raises:
-        Exception: every rollout failed; the first one's failure.
+        Exception: no rollout came to its end; the first one's failure.
     """
-    if rollouts and all(rollout.failure is not None for rollout in rollouts):
+    if rollouts and all(rollout.failure and rollout.outcome is not Outcome.GRADING_ERROR for rollout in rollouts):
         raise_first(rollouts)
     columns: dict[str, list[Any]] = {name: [getattr(rollout, name) for rollout in rollouts] for name in _COLUMNS}
-    if reward:
-        metrics = {**metrics, "num_turns": [float(_turns(rollout.state)) for rollout in rollouts]}
+    reward: Column = []
+    metrics: dict[str, Column] = {}
+    if scored and rollouts:
+        reward = [rollout.reward for rollout in rollouts]
+        names = dict.fromkeys(name for rollout in rollouts for name in rollout.metrics)
+        for name in names:
+            metrics[name] = [one.metrics.get(name, 0.0) if one.is_scored else None for one in rollouts]
+        metrics["num_turns"] = [float(_turns(rollout.state)) for rollout in rollouts]
     outputs = []
     for place, rollout in enumerate(rollouts):
         # results are stored and copied, and connections are neither
         rollout.state.pop("client", None)
         if rollout.failure is not None and rollout.state.get("error") is None:
-            rollout.state["error"] = rollout.failure.exception
+            rollout.state["error"] = rollout.failure.exception or GradingError(rollout.failure.text)
         rollout.state.setdefault("stop_condition", None)
         rollout.state["is_truncated"] = rollout.is_truncated or bool(rollout.state.get("is_truncated"))
         of_rollout = {name: values[place] for name, values in metrics.items()}
         if reward:
-            rollout.state["metrics"] = {**(rollout.state.get("metrics") or {}), "num_turns": of_rollout["num_turns"]}
-        outputs.append(_output(rollout, reward[place] if reward else None, of_rollout))
+            rollout.state["reward"] = rollout.reward
+            rollout.state["metrics"] = {**rollout.metrics, "num_turns": of_rollout["num_turns"]}
+        outputs.append(_output(rollout, of_rollout))
     metadata = _metadata(env, outputs, reward, metrics)
     metadata.update(
         model=model,
@@ -102,7 +109,7 @@ def _turns(state: Mapping[str, Any]) -> int:
     return len(state.get("trajectory") or state.get("responses") or ())
 
 
-def _output(rollout: Rollout, reward: float | None, metrics: Mapping[str, float]) -> Record:
+def _output(rollout: Rollout, metrics: Mapping[str, float | None]) -> Record:
     state = rollout.state
     error = state.get("error")
     return Record(
@@ -114,7 +121,8 @@ def _output(rollout: Rollout, reward: float | None, metrics: Mapping[str, float]
             "answer": rollout.answer,
             "task": rollout.task,
             "info": rollout.info,
-            "reward": reward,
+            "reward": rollout.reward,
+            "outcome": str(rollout.outcome),
             "metrics": dict(metrics),
             "timing": state.get("timing"),
             "is_completed": bool(state.get("is_completed", True)),
@@ -126,7 +134,7 @@ def _output(rollout: Rollout, reward: float | None, metrics: Mapping[str, float]
 
 
 def _metadata(
-    env: Any, outputs: Sequence[Mapping[str, Any]], reward: Sequence[float], metrics: Mapping[str, Sequence[float]]
+    env: Any, outputs: Sequence[Mapping[str, Any]], reward: Column, metrics: Mapping[str, Column]
 ) -> Record:
     examples = {output["example_id"] for output in outputs}
     return Record(
@@ -134,13 +142,15 @@ def _metadata(
         env_args=getattr(env, "env_args", None) or {},
         num_examples=len(examples),
         rollouts_per_example=len(outputs) // max(1, len(examples)),
-        avg_reward=_mean(reward),
-        avg_metrics={name: _mean(values) for name, values in metrics.items()},
-        avg_error=_mean([float(output["error"] is not None) for output in outputs]),
+        avg_reward=mean_of_scored(reward),
+        avg_metrics={name: mean_of_scored(values) for name, values in metrics.items()},
+        avg_error=mean_of_scored([float(output["error"] is not None) for output in outputs]),
         state_columns=[],
         path_to_save=None,
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def mean_of_scored(values: Column) -> float | None:
+    """Return the mean of what is not None; None where all are, 0.0 where there is nothing."""
+    scored = [value for value in values if value is not None]
+    return sum(scored) / len(scored) if scored else None if values else 0.0
