@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from verifiers.http_requests import has_key, read_body
 from verifiers_embedded.errors import (
     ApiError,
     BrokenLogits,
@@ -34,20 +34,17 @@ async def read_json(request: web.Request) -> Any:
         ApiError: it is not JSON.
     """
     try:
-        return json.loads(await request.read())
+        return json.loads(await read_body(request))
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the request body is not valid JSON: {error}") from error
 
 
 def key_required(key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
     """Return a middleware that lets in only requests with the header ``Authorization: Bearer KEY``."""
-    expected = f"Bearer {key}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        # in constant time: how long a refusal takes tells nothing about the key
-        if request.path not in OPEN_PATHS and not hmac.compare_digest(given, expected):
+        if request.path not in OPEN_PATHS and not has_key(request, key):
             raise ApiError(
                 "the API key is missing or wrong; send the one the server was started with as "
                 "'Authorization: Bearer KEY'",
@@ -57,6 +54,17 @@ def key_required(key: str) -> Callable[[web.Request, Handler], Awaitable[web.Str
         return await handler(request)
 
     return check
+
+
+def json_only(handler: Handler) -> Handler:
+    """Return a handler that takes no form and no text: web pages may send those to any server without asking."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if request.content_type != "application/json" and ("Content-Type" in request.headers or request.body_exists):
+            raise ApiError(f"{request.path} takes the header 'Content-Type: application/json' alone", status=415)
+        return await handler(request)
+
+    return handle
 
 
 def as_api_error(error: Exception) -> ApiError | None:
