@@ -1,8 +1,8 @@
 """Checks of requests that all servers share: strangers' web pages, keys, and packed bodies.
 
-A web page can have its visitor's browser send requests to servers on the visitor's machine. The browser names the page in
-`Origin` and `Sec-Fetch-Site`. A page whose own host name is made to mean a loopback address (DNS rebinding) is known by
-the `Host` header.
+A web page can have its visitor's browser send requests to servers on the visitor's machine. The browser names the
+page in `Origin` and `Sec-Fetch-Site`. A page whose own host name is made to mean a loopback address (DNS rebinding)
+is known by the `Host` header.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _WINDOW_BITS = {"identity": 0, "gzip": 31, "x-gzip": 31, "deflate": 15}
 logger = logging.getLogger("verifiers.http")
 
 
-def app_runner(
-    app: web.Application, is_own_host: Callable[[str], bool] | None, **options: Any
-) -> web.AppRunner:
+def app_runner(app: web.Application, is_own_host: Callable[[str], bool] | None, **options: Any) -> web.AppRunner:
     """Return a runner of an application that answers no web page of another origin.
 
     Refusals are raised as aiohttp's exceptions, with a sentence as reason, inside of the application's middlewares.
@@ -92,8 +90,8 @@ async def read_body(request: web.Request) -> bytes:
     """Return a request's body, unpacked.
 
     Raises:
-        web.HTTPException: 400 where it breaks off or is not what its Content-Encoding says, 413 where it has more than
-            the application's `client_max_size`, packed or unpacked.
+        web.HTTPException: 400 where it breaks off or is not what its Content-Encoding says, 413 where it has more
+            than the application's `client_max_size`, packed or unpacked.
     """
     from aiohttp import web
 
@@ -132,7 +130,7 @@ def _without_bytes(record: logging.LogRecord) -> bool:
     from aiohttp.http_exceptions import HttpProcessingError
 
     if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-        record.exc_info = None
+        record.exc_info = record.exc_text = None
     return True
 
 

@@ -194,7 +194,7 @@ class SessionRoutes:
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             if not has_key(request, self._key):
-                text = "this needs the gateway's own key, as `Authorization: Bearer KEY`; a session's key is not enough."
+                text = "send the gateway's own key as `Authorization: Bearer KEY`; a session's key is not enough."
                 raise RefusedCallError(text, status=401, code="invalid_api_key")
             raw = await read_body(request)
             return json_response(await answer(request, json_object(raw) if raw.strip() else {}))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[2] / "end_to_end")])
+sys.path.append(str(Path(__file__).parent))
 
 # Read once, when torch is imported: one thread a test process, and no spinning beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
