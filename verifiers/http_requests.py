@@ -49,16 +49,13 @@ def app_runner(app: web.Application, is_own_host: Callable[[str], bool] | None, 
         host, origin = (request.headers.get(name, "").lower() for name in ("Host", "Origin"))
         if is_own_host is not None and not is_own_host(host):
             raise web.HTTPForbidden(
-                reason="the Host header names another server; use a loopback address such as 127.0.0.1 or localhost, "
-                "or start the server with a key"
+                reason="the Host header names another server; use localhost, or start it with a key"
             )
         is_foreign = "Origin" in request.headers and origin.partition("://")[2] != host
         if is_foreign or request.headers.get("Sec-Fetch-Site") == "cross-site":
             raise web.HTTPForbidden(reason="this server answers no web page of another origin")
         if _encoding(request) not in _WINDOW_BITS:
-            raise web.HTTPUnsupportedMediaType(
-                reason=f"the Content-Encoding is not one of {', '.join(_WINDOW_BITS)}; send the body as it is"
-            )
+            raise web.HTTPUnsupportedMediaType(reason=f"the Content-Encoding is not in {', '.join(_WINDOW_BITS)}")
         return await handler(request)
 
     app.middlewares.append(refuse_strangers)
@@ -99,11 +96,15 @@ async def read_body(request: web.Request) -> bytes:
     try:
         body = await request.read()
         if _WINDOW_BITS[encoding]:
-            body = await asyncio.to_thread(_unpacked, body, encoding, limit)
+            unpacking = zlib.decompressobj(_WINDOW_BITS[encoding])
+            body = await asyncio.to_thread(unpacking.decompress, body, limit + 1)
+            if len(body) > limit:
+                raise web.HTTPRequestEntityTooLarge(limit, len(body))
+            if not unpacking.eof or unpacking.unused_data:
+                raise zlib.error
     except web.HTTPRequestEntityTooLarge:
-        raise web.HTTPRequestEntityTooLarge(
-            limit, limit + 1, reason=f"the body is longer than {limit / 2**20:g} MiB"
-        ) from None
+        text = f"the body is longer than {limit / 2**20:g} MiB"
+        raise web.HTTPRequestEntityTooLarge(limit, limit + 1, reason=text) from None
     except (web.RequestPayloadError, zlib.error):
         raise web.HTTPBadRequest(reason=f"the body cannot be read: it breaks off or is not {encoding}") from None
     return body
@@ -111,18 +112,6 @@ async def read_body(request: web.Request) -> bytes:
 
 def _encoding(request: web.Request) -> str:
     return request.headers.get("Content-Encoding", "identity").strip().lower()
-
-
-def _unpacked(packed: bytes, encoding: str, limit: int) -> bytes:
-    from aiohttp import web
-
-    unpacking = zlib.decompressobj(_WINDOW_BITS[encoding])
-    body = unpacking.decompress(packed, limit + 1)
-    if len(body) > limit:
-        raise web.HTTPRequestEntityTooLarge(limit, len(body))
-    if not unpacking.eof or unpacking.unused_data:
-        raise zlib.error
-    return body
 
 
 def _without_bytes(record: logging.LogRecord) -> bool:
