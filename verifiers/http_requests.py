@@ -20,6 +20,8 @@ from verifiers.server_process import is_loopback_address
 if TYPE_CHECKING:
     from aiohttp import web
 
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 __all__ = ["app_runner", "bearer_token", "has_key", "is_loopback_host", "read_body"]
 
 _HOST = re.compile(r"(?:\[([\da-f:.]+)\]|([\w.-]+))(?::\d+)?")
@@ -30,22 +32,15 @@ logger = logging.getLogger("verifiers.http")
 
 
 def app_runner(app: web.Application, is_own_host: Callable[[str], bool] | None, **options: Any) -> web.AppRunner:
-    """Return a runner of an application that answers no web page of another origin.
+    """Return a runner of an application that answers no web page of another origin; handlers call `read_body`.
 
-    Refusals are raised as aiohttp's exceptions, with a sentence as reason, inside of the application's middlewares.
-
-    Args:
-        app: its handlers read bodies by `read_body`.
-        is_own_host: whether a Host header names this server; None takes all, where a key is asked for or other
-            machines reach the server.
-        options: those of `web.AppRunner`.
+    Refusals are aiohttp's exceptions, raised inside of the application's middlewares. `is_own_host` says if a Host
+    header names this server; None takes all, where a key is asked for or other machines reach the server.
     """
     from aiohttp import web
 
     @web.middleware
-    async def refuse_strangers(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def refuse_strangers(request: web.Request, handler: Handler) -> web.StreamResponse:
         host, origin = (request.headers.get(name, "").lower() for name in ("Host", "Origin"))
         if is_own_host is not None and not is_own_host(host):
             raise web.HTTPForbidden(

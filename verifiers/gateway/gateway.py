@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from verifiers.gateway.wire_format import WireFormat
+    from verifiers.http_requests import Handler
 
 __all__ = ["Gateway", "gateway_of_loop"]
 
@@ -134,9 +135,7 @@ class Gateway:
         from aiohttp import web
 
         @web.middleware
-        async def answer_errors(
-            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-        ) -> web.StreamResponse:
+        async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             try:
                 return await handler(request)
             except RefusedCallError as error:

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
@@ -16,7 +15,7 @@ from verifiers.http_requests import app_runner
 if TYPE_CHECKING:
     from aiohttp import web
 
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    from verifiers.http_requests import Handler
 
 __all__ = ["MAX_BODY", "MAX_HEADERS", "Listener"]
 

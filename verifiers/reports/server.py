@@ -10,7 +10,7 @@ import asyncio
 import html
 import json
 import urllib.parse
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ from verifiers.reports.training_run import run_version, started_at, training_dat
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from verifiers.http_requests import Handler
+
 __all__ = ["HOST", "RunServer"]
 
 HOST = "127.0.0.1"
@@ -42,8 +44,6 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-
-_Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 class RunServer:
@@ -82,7 +82,7 @@ class RunServer:
         from aiohttp import web
 
         @web.middleware
-        async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             return await self._guarded(request, handler)
 
         app = web.Application(middlewares=[guard])
@@ -111,7 +111,7 @@ class RunServer:
     def _is_own_host(self, host: str) -> bool:
         return host in (f"{HOST}:{self.port}", f"localhost:{self.port}")
 
-    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         from aiohttp import web
 
         try:

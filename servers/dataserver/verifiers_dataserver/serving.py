@@ -61,8 +61,8 @@ async def running(loaded: Loaded, listener: socket.socket, token: str | None = N
     """
     routes = Routes(loaded.configuration, loaded.datasets, loaded.rewards, token)
     is_open = token is None and is_loopback_address(listener.getsockname()[0])
-    is_own_host = is_loopback_host if is_open else None
-    runner = app_runner(routes.app(), is_own_host, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
+    names = is_loopback_host if is_open else None
+    runner = app_runner(routes.app(), names, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     site = web.SockSite(runner, listener, backlog=_BACKLOG)
     try:

@@ -99,8 +99,8 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
         max_body_bytes=settings.max_body_bytes,
     )
     is_open = settings.api_key is None and is_loopback_address(listener.getsockname()[0])
-    is_own_host = is_loopback_host if is_open else None
-    runner = app_runner(routes.app(), is_own_host, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
+    names = is_loopback_host if is_open else None
+    runner = app_runner(routes.app(), names, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     engine.start()
     try:
