@@ -26,7 +26,7 @@ __all__ = ["app_runner", "bearer_token", "has_key", "is_loopback_host", "read_bo
 
 _HOST = re.compile(r"(?:\[([\da-f:.]+)\]|([\w.-]+))(?::\d+)?")
 _WINDOW_BITS = {"identity": 0, "gzip": 31, "x-gzip": 31, "deflate": 15}
-"""What zlib needs for each Content-Encoding that is taken."""
+"""The zlib window of each supported Content-Encoding."""
 
 logger = logging.getLogger("verifiers.http")
 

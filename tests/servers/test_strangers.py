@@ -1,4 +1,4 @@
-"""What every server does with requests of strangers: foreign web pages, foreign names, bad keys, bad bodies."""
+"""The requests of strangers, refused on all servers: foreign web pages, foreign names, bad keys, bad bodies."""
 
 from __future__ import annotations
 
