@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "end_to_end"))
 
 Main = Callable[[list[str]], int]
 

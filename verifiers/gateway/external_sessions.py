@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import logging
 import os
 import secrets
 import time
@@ -18,17 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from verifiers.errors import AgentError, ConfigError
 from verifiers.gateway.calls import RefusedCallError
-from verifiers.gateway.http_json import json_object, json_response, openai_error
+from verifiers.gateway.http_json import json_object, json_response
 from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import validated
+from verifiers.http_requests import has_key, read_body
+from verifiers.server_process import url_of
 from verifiers.types import Messages
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 __all__ = ["KEY_VARIABLE", "EndedSession", "ExternalSession", "SessionRoutes", "admin_key"]
-
-logger = logging.getLogger("verifiers.gateway")
 
 KEY_VARIABLE = "VF_GATEWAY_KEY"
 SHORTEST_KEY = 16
@@ -195,26 +193,13 @@ class SessionRoutes:
         self, answer: Callable[[web.Request, dict[str, Any]], Awaitable[dict[str, Any]]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            try:
-                self._check_key(request)
-                raw = await request.read()
-                return json_response(await answer(request, json_object(raw) if raw.strip() else {}))
-            except RefusedCallError as error:
-                refusal = error
-            except Exception as error:
-                logger.exception("%s %s failed", request.method, request.path)
-                refusal = RefusedCallError(f"the gateway failed: {type(error).__name__}: {error}", status=500)
-            return json_response(openai_error(refusal), refusal.status)
+            if not has_key(request, self._key):
+                text = "send the gateway's own key as `Authorization: Bearer KEY`; a session's key is not enough."
+                raise RefusedCallError(text, status=401, code="invalid_api_key")
+            raw = await read_body(request)
+            return json_response(await answer(request, json_object(raw) if raw.strip() else {}))
 
         return handle
-
-    def _check_key(self, request: web.Request) -> None:
-        scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        # aiohttp keeps bytes that are not UTF-8 as halves of surrogate pairs
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._key.encode()):
-            text = "this needs the gateway's own key, as `Authorization: Bearer KEY`; a session's key is not enough."
-            raise RefusedCallError(text, status=401, code="invalid_api_key")
 
     def _of(self, request: web.Request) -> tuple[ExternalSession | EndedSession, ExternalSession | None]:
         """Return the session that a request names, and again where it takes what is posted."""
@@ -236,8 +221,8 @@ class SessionRoutes:
         return {
             "id": external.id,
             "key": session.key,
-            # the address by which this caller reaches the gateway
-            "base_url": f"{request.scheme}://{request.host}/v1",
+            # of the addresses that the gateway listens on, the one that this caller has reached
+            "base_url": f"{url_of(request.transport.get_extra_info('socket'))}/v1",
             "model": session.model,
             **{name: row[name] for name in ("example_id", "prompt", "answer", "task", "info")},
         }

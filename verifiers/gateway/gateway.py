@@ -15,6 +15,7 @@ from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.http_json import json_object, json_response
 from verifiers.gateway.listener import MAX_BODY, MAX_HEADERS, Listener
 from verifiers.gateway.session import OVER, Exchange, Session
+from verifiers.http_requests import bearer_token, read_body
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
 from verifiers.installation import install_hint
 from verifiers.log import text_without_credentials
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from verifiers.gateway.wire_format import WireFormat
+    from verifiers.http_requests import Handler
 
 __all__ = ["Gateway", "gateway_of_loop"]
 
@@ -132,7 +134,23 @@ class Gateway:
     def _application(self) -> web.Application:
         from aiohttp import web
 
-        app = web.Application(client_max_size=MAX_BODY)
+        @web.middleware
+        async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except RefusedCallError as error:
+                refusal = error
+            except web.HTTPException as error:
+                code = "request_too_large" if error.status == 413 else None
+                refusal = RefusedCallError(error.reason, status=error.status, code=code)
+            except Exception as error:
+                logger.exception("%s %s failed", request.method, request.path)
+                text = text_without_credentials(f"the gateway failed: {type(error).__name__}: {error}")
+                refusal = RefusedCallError(text, status=500, code="gateway_error")
+            path = "/" + request.path.rpartition("/v1/")[2]
+            return _refused(self._formats.get(path, self._formats[CHAT]), refusal)
+
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[answer_errors])
         # Anthropic's SDK adds the version itself: with either base URL its calls arrive
         for root in ("/v1", "/v1/v1"):
             for path, wire in self._formats.items():
@@ -150,9 +168,8 @@ class Gateway:
         if sum(len(name) + len(value) for name, value in request.raw_headers) > MAX_HEADERS:
             text = f"the headers have more than {MAX_HEADERS // 2**20} MiB."
             raise RefusedCallError(text, status=431, code="headers_too_large")
-        scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
         # a client may have a key of its own for the one, and the session's for the other
-        keys = [request.headers.get("x-api-key") or "", token.strip() if scheme.lower() == "bearer" else ""]
+        keys = [request.headers.get("x-api-key") or "", bearer_token(request)]
         for key in keys:
             session = self._sessions.get(key)
             if session is not None:
@@ -165,33 +182,22 @@ class Gateway:
     async def _serve(self, wire: WireFormat, path: str, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
+        session = self._session_of(request)
         try:
-            session = self._session_of(request)
             with session.counted_request():
                 return await self._answer(wire, path, request, session)
-        except RefusedCallError as refusal:
-            return _refused(wire, refusal)
         except ConnectionError:
             # the agent hung up while it was answered; the answer stays unread
             return web.Response()
-        except Exception as error:
-            logger.exception("%s %s failed", request.method, request.path)
-            text = text_without_credentials(f"the gateway failed: {type(error).__name__}: {error}")
-            return _refused(wire, RefusedCallError(text, status=500, code="gateway_error"))
 
     async def _answer(
         self, wire: WireFormat, path: str, request: web.Request, session: Session
     ) -> web.StreamResponse:
-        from aiohttp import web
-
         try:
             async with asyncio.timeout(STALLED_S):
-                raw = await request.read()
+                raw = await read_body(request)
         except TimeoutError:
             raise RefusedCallError(f"the body did not arrive within {STALLED_S:g} s.", status=408) from None
-        except web.HTTPRequestEntityTooLarge as error:
-            text = f"the body has more than {MAX_BODY // 2**20} MiB."
-            raise RefusedCallError(text, status=413, code="request_too_large") from error
         call = wire.read(json_object(raw), session)
         if path.endswith("/count_tokens"):
             return json_response({"input_tokens": await session.count_tokens(call)})
@@ -271,7 +277,7 @@ class Gateway:
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         routes = ", ".join(f"/v1{path}" for path in (*self._formats, "/models"))
         text = f"there is no {request.method} {request.path} here; the gateway has {routes}."
-        return _refused(self._formats[CHAT], RefusedCallError(text, status=404, code="not_found"))
+        raise RefusedCallError(text, status=404, code="not_found")
 
 
 _of_loops: dict[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = {}

@@ -7,15 +7,15 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
+from verifiers.http_requests import app_runner
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    from verifiers.http_requests import Handler
 
 __all__ = ["MAX_BODY", "MAX_HEADERS", "Listener"]
 
@@ -93,9 +93,9 @@ class Listener:
         app.middlewares.append(note)
         # the parser refuses a longer line without the wire format's error shape; the application counts all lines
         lines: dict[str, Any] = {"max_line_size": 2 * MAX_HEADERS, "max_field_size": 2 * MAX_HEADERS}
-        options: dict[str, Any] = {"access_log": None, "shutdown_timeout": 2.0, "keepalive_timeout": 75.0, **lines}
+        options: dict[str, Any] = {"shutdown_timeout": 2.0, "keepalive_timeout": 75.0, **lines}
         # a handler whose connection is gone is cancelled, so that a repeated call finds its answer unread
-        self._runner = web.AppRunner(app, handler_cancellation=True, **options)
+        self._runner = app_runner(app, None, handler_cancellation=True, **options)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:

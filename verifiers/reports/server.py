@@ -1,8 +1,7 @@
 """A folder of runs over HTTP on loopback: a list, each run's page, two evaluations side by side; all of it read-only.
 
 The page of a run asks for what was added since, so a run can be watched while it is in progress. Runs are for the
-person at this machine: the server listens on a loopback address alone and refuses a request whose Host header names
-another server, which keeps foreign web pages from reading runs through DNS rebinding.
+person at this machine: the server listens on a loopback address alone and answers no foreign web page.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ import asyncio
 import html
 import json
 import urllib.parse
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
 from verifiers.evals.store import RESULTS
+from verifiers.http_requests import app_runner
 from verifiers.monitoring.history import eval_set_label, is_trained_on
 from verifiers.monitoring.number_text import rounded
 from verifiers.monitoring.run_log import is_training_run, read_run
@@ -28,6 +28,8 @@ from verifiers.reports.training_run import run_version, started_at, training_dat
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from verifiers.http_requests import Handler
 
 __all__ = ["HOST", "RunServer"]
 
@@ -42,8 +44,6 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-
-_Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 class RunServer:
@@ -82,7 +82,7 @@ class RunServer:
         from aiohttp import web
 
         @web.middleware
-        async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             return await self._guarded(request, handler)
 
         app = web.Application(middlewares=[guard])
@@ -92,7 +92,7 @@ class RunServer:
         app.router.add_get(r"/run/{run:.+}/block/{number:\d{1,9}}", self._block)
         app.router.add_get("/run/{run:.+}/training", self._training)
         app.router.add_get("/run/{run:.+}/", self._page)
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_CLOSING_S)
+        runner = app_runner(app, self._is_own_host, handle_signals=False, shutdown_timeout=_CLOSING_S)
         await runner.setup()
         try:
             await web.TCPSite(runner, HOST, self.port).start()
@@ -108,11 +108,12 @@ class RunServer:
         if runner is not None:
             await runner.cleanup()
 
-    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    def _is_own_host(self, host: str) -> bool:
+        return host in (f"{HOST}:{self.port}", f"localhost:{self.port}")
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         from aiohttp import web
 
-        if request.headers.get("Host", "") not in (f"{HOST}:{self.port}", f"localhost:{self.port}"):
-            return web.Response(status=403, text=f"This server answers for {HOST}:{self.port} alone.\n")
         try:
             response = await handler(request)
         except web.HTTPException as error:

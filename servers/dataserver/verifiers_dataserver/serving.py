@@ -13,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from verifiers.errors import ConfigError
+from verifiers.http_requests import app_runner, is_loopback_host
 from verifiers.server_process import end_by_signals, is_loopback_address, url_of, write_port_file
 from verifiers_dataserver.app import Routes
 from verifiers_dataserver.config import Configuration
@@ -59,7 +60,9 @@ async def running(loaded: Loaded, listener: socket.socket, token: str | None = N
     At its end no new request is taken, those under way get a few seconds, and all processes end.
     """
     routes = Routes(loaded.configuration, loaded.datasets, loaded.rewards, token)
-    runner = web.AppRunner(routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    is_open = token is None and is_loopback_address(listener.getsockname()[0])
+    names = is_loopback_host if is_open else None
+    runner = app_runner(routes.app(), names, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     site = web.SockSite(runner, listener, backlog=_BACKLOG)
     try:

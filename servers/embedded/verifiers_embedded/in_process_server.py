@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from aiohttp import web
 
+from verifiers.http_requests import app_runner, is_loopback_host
 from verifiers_embedded.engine.decoding import Record
 from verifiers_embedded.engine.engine import Engine
 from verifiers_embedded.engine.loading import LoadedModel, prepared
@@ -183,7 +184,7 @@ class InProcessServer:
 
     async def _listen(self) -> web.AppRunner:
         routes = Routes(self.engine, self.loaded, self.text, model_name=self.name, seed=self._seed)
-        runner = web.AppRunner(routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = app_runner(routes.app(), is_loopback_host, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         self.engine.start()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
+from verifiers.http_requests import app_runner, is_loopback_host
 from verifiers.server_process import cannot_listen, end_by_signals, is_loopback_address, url_of, write_port_file
 from verifiers_embedded.engine.decoding import cuda_graph
 from verifiers_embedded.engine.engine import Engine
@@ -97,7 +98,9 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
         api_key=settings.api_key,
         max_body_bytes=settings.max_body_bytes,
     )
-    runner = web.AppRunner(routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    is_open = settings.api_key is None and is_loopback_address(listener.getsockname()[0])
+    names = is_loopback_host if is_open else None
+    runner = app_runner(routes.app(), names, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     engine.start()
     try:

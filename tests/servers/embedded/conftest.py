@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # test modules are imported without a package (import mode importlib), so what they share is found by path
-sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[2] / "end_to_end")])
+sys.path.append(str(Path(__file__).parent))
 
 # Read once, when torch is imported: one thread a test process, and no spinning beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +30,8 @@ from verifiers_embedded.engine.engine import Engine
 from verifiers_embedded.engine.loading import LoadedModel, load_model
 from verifiers_embedded.routes.app import Routes
 from verifiers_embedded.text.prompts import ChatText
+
+from verifiers.http_requests import app_runner, is_loopback_host
 
 torch.set_num_threads(1)
 
@@ -253,7 +255,8 @@ async def start(model_dir: Path, load: Callable[[Path, int | None], LoadedModel]
             prefix_bytes=prefix_bytes,
         )
         app = Routes(engine, loaded, text, model_name="m", seed=seed, **options).app()
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        is_own_host = None if "api_key" in options else is_loopback_host
+        runner = app_runner(app, is_own_host, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         engine.start()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -48,7 +50,8 @@ def spawn() -> Iterator[Any]:
 
 def call(url: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=100) as response:
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=100) as response:
         return json.load(response)
 
 
@@ -74,6 +77,33 @@ def test_the_process_says_where_it_listens_serves_and_ends_on_sigterm(
     assert process.wait(timeout=30) == 0
     assert time.monotonic() - begun < 20
     assert process.stderr.read() == ""
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETLEASE"), reason="only Linux has leases, which stand for a hanging mount")
+def test_a_reload_that_hangs_stops_neither_answers_nor_the_end(
+    spawn: Any, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = spawn("--model", str(model_dir), "--served-model-name", "policy")
+    url = process.stdout.readline().split()[-1]
+    shutil.copy(model_dir / "model.safetensors", tmp_path)
+    # every open of the file waits for its lease to end, as on a mount whose server is gone; the holder gets a signal
+    opened = threading.Event()
+    before = signal.signal(signal.SIGIO, lambda *_: opened.set())
+    leased = os.open(tmp_path / "model.safetensors", os.O_RDWR)
+    try:
+        fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        body = json.dumps({"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}})
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as asking:
+            head = "POST /collective_rpc HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            asking.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert opened.wait(60)
+            answer = call(url + "/v1/completions", {"model": "policy", "prompt": "hi"})
+            assert answer["usage"]["completion_tokens"] > 0
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+    finally:
+        os.close(leased)
+        signal.signal(signal.SIGIO, before)
 
 
 def test_ctrl_c_ends_the_command_with_130(run_command: Any, model_dir: Path) -> None:

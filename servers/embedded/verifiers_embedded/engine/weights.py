@@ -29,6 +29,11 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in _weight_files(directory):
         try:
+            if not path.is_file():
+                raise WeightsError(f"{path} is not a regular file; write the weights there, then reload")
+            with path.open("rb") as file:
+                # what hangs must hang here: `safe_open` stops every other thread while it waits
+                file.read(1)
             with safe_open(path, framework="pt", device="cpu") as opened:
                 for name in opened.keys():  # noqa: SIM118 - the handle is not a mapping
                     if name in tensors:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
+from verifiers.concurrency import threads_for
 from verifiers_embedded.engine.engine import PAUSE_MODES, Engine
 from verifiers_embedded.engine.loading import LoadedModel
 from verifiers_embedded.engine.weights import match_weights, read_weights
 from verifiers_embedded.errors import ApiError
 from verifiers_embedded.routes.bodies import parse
-from verifiers_embedded.routes.http import read_json
+from verifiers_embedded.routes.http import json_only, read_json
 from verifiers_embedded.routes.requests import ReloadRequest, VersionRequest
 
 log = logging.getLogger("verifiers_embedded")
@@ -38,11 +40,11 @@ class ControlRoutes:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes, for an application."""
         return [
-            web.post("/pause", self.pause),
-            web.post("/resume", self.resume),
+            web.post("/pause", json_only(self.pause)),
+            web.post("/resume", json_only(self.resume)),
             web.get("/is_paused", self.is_paused),
-            web.post("/collective_rpc", self.collective_rpc),
-            web.post("/update_weight_version", self.update_weight_version),
+            web.post("/collective_rpc", json_only(self.collective_rpc)),
+            web.post("/update_weight_version", json_only(self.update_weight_version)),
             web.get("/weight_info", self.weight_info),
         ]
 
@@ -70,7 +72,8 @@ class ControlRoutes:
         async with self._reloading:
             started = time.monotonic()
             directory = Path(asked.kwargs.weights_path)
-            tensors = await asyncio.to_thread(read_weights, directory)
+            # a daemon thread: one that waits for a mount for ever does not hold up the end of the process
+            tensors = await threads_for("reload", 1).run(partial(read_weights, directory))
             copies = await asyncio.to_thread(match_weights, self._loaded.model, tensors)
             await asyncio.wrap_future(self._engine.reload(copies))
         log.info("loaded %d tensors from %s in %.3f s", len(copies), directory, time.monotonic() - started)

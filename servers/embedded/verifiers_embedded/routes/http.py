@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from verifiers.http_requests import has_key, read_body
 from verifiers_embedded.errors import (
     ApiError,
     BrokenLogits,
@@ -31,23 +31,24 @@ async def read_json(request: web.Request) -> Any:
     """Return the request's body.
 
     Raises:
-        ApiError: it is not JSON.
+        ApiError: it is not JSON, or has half of a surrogate pair, which no tokenizer takes.
     """
     try:
-        return json.loads(await request.read())
+        text = (await read_body(request)).decode("utf-8-sig")
+        body = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(body, ensure_ascii=False).encode()
+        return body
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the request body is not valid JSON: {error}") from error
 
 
 def key_required(key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
     """Return a middleware that lets in only requests with the header ``Authorization: Bearer KEY``."""
-    expected = f"Bearer {key}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        # in constant time: how long a refusal takes tells nothing about the key
-        if request.path not in OPEN_PATHS and not hmac.compare_digest(given, expected):
+        if request.path not in OPEN_PATHS and not has_key(request, key):
             raise ApiError(
                 "the API key is missing or wrong; send the one the server was started with as "
                 "'Authorization: Bearer KEY'",
@@ -57,6 +58,19 @@ def key_required(key: str) -> Callable[[web.Request, Handler], Awaitable[web.Str
         return await handler(request)
 
     return check
+
+
+def json_only(handler: Handler) -> Handler:
+    """Return a handler that takes no form and no text: web pages may send those to any server without asking."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        # without a header it is octet-stream, which some clients send with an empty body
+        taken = ("application/json",) if request.body_exists else ("application/json", "application/octet-stream")
+        if request.content_type not in taken:
+            raise ApiError(f"{request.path} needs the header 'Content-Type: application/json'", status=415)
+        return await handler(request)
+
+    return handle
 
 
 def as_api_error(error: Exception) -> ApiError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,25 @@ async def test_weight_routes_refuse_what_they_do_not_know(start: Any, model_dir:
         status, answer = await server.post(route, body)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), route
     assert (await server.get("/is_paused"))[1] == {"is_paused": False}
+
+
+@pytest.mark.parametrize("layout", ["single", "shard", "glob", "index", "device", "directory"])
+async def test_what_is_no_regular_file_is_refused_and_requests_are_answered(
+    start: Any, tmp_path: Path, layout: str
+) -> None:
+    server = await start()
+    fifo = tmp_path / {"single": "model.safetensors", "index": "model.safetensors.index.json"}.get(
+        layout, "a.safetensors"
+    )
+    if layout == "device":
+        fifo.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(fifo)
+    if layout == "shard":
+        index = {"weight_map": {"lm_head.weight": fifo.name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    async with asyncio.timeout(30):
+        status, answer = await server.push(fifo if layout == "directory" else tmp_path)
+    assert (status, answer["error"]["param"]) == (400, "weights_path")
+    assert str(tmp_path) in answer["error"]["message"]
+    assert (await server.get("/health"))[0] == 200
