@@ -235,7 +235,8 @@ class DataLoop:
         self._not_applied.add(optimizer_step)
         if self._logged is not None:
             self._log_again()
-        block = self._logged[0] if self._logged is not None else self._stream and self._stream.block
+        stream = self._stream
+        block = self._logged[0] if self._logged is not None else stream.block if stream is not None else None
         assert block is not None
         rollouts = block.rollouts
         keys = [rollouts[place].key for place in places]

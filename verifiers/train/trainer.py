@@ -291,10 +291,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.data_loop.reset()
         self.corrected_loss.reset()
         self.updates.reset()
-        self.last_block = None
-        # a run that was stopped inside an update left another value
-        self._step = 0
-        for values in (*self._metrics.values(), *self._logs.values()):
+        # a run that was stopped inside an update left other values
+        self.last_block, self._step = None, 0
+        kept: list[Any] = [*self._metrics.values(), *self._logs.values()]
+        for values in kept:
             values.clear()
 
     def open(self) -> RolloutPrefetcher:

@@ -64,7 +64,7 @@ async def ask_server(
         temperature: of the sampling.
         version: of the weights, which makes the seed.
         timeout_s: deadline in seconds; the server's own when left out.
-        try_s: deadline of one try, which is a third of the whole at most.
+        try_s: deadline of the first try, doubled with each; a third of the whole at most.
     """
     chat = not isinstance(prompt, str)
     body: dict[str, Any] = {
@@ -81,7 +81,10 @@ async def ask_server(
     limit_s = timeout_s or server.timeout_s
 
     async def attempt() -> dict[str, Any]:
-        answer: dict[str, Any] = await server.request("POST", path, body, timeout_s=min(try_s, limit_s / 3))
+        nonlocal try_s
+        # behind a long queue, the next try may take longer
+        one_s, try_s = min(try_s, limit_s / 3), 2 * try_s
+        answer: dict[str, Any] = await server.request("POST", path, body, timeout_s=one_s)
         if not all(map(math.isfinite, sampled_tokens(answer).logprobs or ())):
             raise RetryableError(f"{server.root} answered with log-probs that are not finite")
         return answer
