@@ -28,6 +28,7 @@ Error:
     ├── WeightSyncError (RuntimeError)        new weights did not reach the rollout server
     │   └── WeightProbeError                  they were acknowledged, but the server samples from other weights
     ├── CheckpointError (RuntimeError)        a checkpoint is missing, incomplete or of another plan
+    ├── NotFiniteError (FloatingPointError)   the policy's updates or weights are infinite or not a number
     └── RankError (RuntimeError)              another process of the run failed, was stopped or disappeared
 
 Each class also inherits the standard exception that a caller would expect, so `except ValueError` works where
@@ -51,6 +52,7 @@ __all__ = [
     "InvalidModelResponseError",
     "MissingTokenIdsError",
     "ModelError",
+    "NotFiniteError",
     "NothingScoredError",
     "OverlongPromptError",
     "ProviderError",
@@ -208,6 +210,10 @@ class WeightProbeError(WeightSyncError):
 
 class CheckpointError(Error, RuntimeError):
     """A checkpoint is missing, incomplete, or was written under another batch plan."""
+
+
+class NotFiniteError(Error, FloatingPointError):
+    """Updates in a row, or the policy's weights, hold infinite values or nan. Nothing of it is saved or pushed."""
 
 
 class RankError(Error, RuntimeError):

@@ -58,6 +58,24 @@ class BreaksInTheSecondBlock(tiny_world.Dialogue):
         return await super().rollout(*args, **kwargs)
 
 
+class OverflowsInTheSecondBlock(vf.SingleTurnEnv):
+    """Its ninth rollout gets an advantage by which the loss overflows, on the rank that trains it."""
+
+    _begun = 0
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        self._begun += 1
+        is_ninth = self._begun == 9
+        completion, state = await super().rollout(*args, **kwargs)
+        if is_ninth:
+            state["advantage"] = 3e38
+        return completion, state
+
+
+def overflowing() -> OverflowsInTheSecondBlock:
+    return OverflowsInTheSecondBlock(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
+
+
 def leveled() -> vf.SingleTurnEnv:
     """Three datasets of eight prompts, for levels and pools."""
     rows = [{**row, "task": f"d{place % 3}"} for place, row in enumerate(tiny_world.rows(24))]
@@ -76,6 +94,7 @@ def run(given: dict[str, Any]) -> None:
         "multi": tiny_world.Dialogue,
         "forking": tiny_world.Rewriting,
         "leveled": leveled,
+        "overflowing": overflowing,
         "breaking": lambda: BreaksInTheSecondBlock(output_dir / "broke"),
     }
     args = tiny_world.config(output_dir, given["url"], **given["settings"])

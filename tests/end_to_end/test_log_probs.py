@@ -18,7 +18,7 @@ from verifiers.errors import WeightProbeError
 from verifiers.inference.rollout_server import NoAnswerError, RefusedError, ServerClient
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.weight_sync import DirectorySync
-from verifiers.train.weight_sync.publisher import BeforeOptimizerStep
+from verifiers.train.weight_sync.publisher import WeightChecks
 
 TOLERANCE = 1e-4
 
@@ -173,8 +173,8 @@ def watched_probes(trainer: Any) -> list[str]:
 
     trainer.publisher.push, trainer.training_step = pushing, training
     for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, BeforeOptimizerStep):
-            callback._work = finishing
+        if isinstance(callback, WeightChecks):
+            callback._finish_check = finishing
     return seen
 
 

@@ -16,6 +16,8 @@ import torch
 from fault_cells import crowding
 from forks import Forks
 
+from verifiers.train.checkpoint.block_log import read_block_log
+
 SCRIPT = Path(__file__).parent / "run_training.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -119,6 +121,20 @@ def test_a_failure_of_rank_0s_generator_is_the_root_cause_and_ends_all_ranks(lau
     broke_at = float((output_dir / "broke").read_text())
     assert zero["time"] - broke_at < 2.0 * crowding()
     assert ended_at - broke_at < 5.0 * crowding()
+
+
+def test_an_update_that_is_not_finite_on_one_rank_is_applied_on_none(launch: Launch) -> None:
+    code, output_dir, printed = launch("overflowing", max_steps=3)
+    assert code == 0, printed
+    ranks = [torch.load(output_dir / f"final-{rank}.pt") for rank in range(2)]
+    for name, tensor in ranks[0]["weights"].items():
+        assert torch.isfinite(tensor).all(), name
+        assert torch.equal(tensor, ranks[1]["weights"][name]), name
+    assert [entry["updates/not_finite"] for entry in ranks[0]["log"] if "loss" in entry] == [0.0, 1.0, 0.0]
+    assert "the update of step 2 is not finite" in printed
+    dropped = [record["dropped"] for record in read_block_log(output_dir)]
+    assert [len(items) for items in dropped] == [0, 8, 0]
+    assert {item["reason"] for item in dropped[1]} == {"not_finite"}
 
 
 def test_a_server_that_is_down_is_the_root_cause(launch: Launch) -> None:

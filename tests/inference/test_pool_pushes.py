@@ -70,7 +70,19 @@ def test_an_error_that_passes_does_not_end_the_push(path: str) -> None:
         assert sum(call.path == "/pause" for call in server.weight_calls) == (3 if path == "/pause" else 1)
 
 
-@pytest.mark.parametrize(("status", "times"), [(500, 4), (400, 1), (501, 1)])
+ROUTES = ["/pause", "/weight_info", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_request_that_hangs_is_made_again_within_the_deadline(path: str) -> None:
+    with pool_of(1, route_faults={path: [Fault.hang()]}) as (pool, (server,)):
+        pool.timeout_s = 6.0
+        pool.push(update(1))
+        assert server.weight_version == 1
+        assert not server.paused
+
+
+@pytest.mark.parametrize(("status", "times"), [(500, 4), (400, 1), (422, 1)])
 def test_an_error_that_stays_or_cannot_pass_ends_the_push(status: int, times: int) -> None:
     faults = {"/collective_rpc": [Fault(status, times=times, body="out of order")]}
     with pool_of(1, route_faults=faults) as (pool, (server,)):
@@ -185,7 +197,7 @@ def test_a_push_to_a_server_that_hangs_is_bounded_in_time(monkeypatch: pytest.Mo
         pool.stop()
 
 
-def test_a_slow_answer_to_the_question_of_the_version_has_the_whole_deadline() -> None:
+def test_a_slow_answer_to_the_question_of_the_version_has_a_third_of_the_deadline() -> None:
     with pool_of(1) as (pool, _):
         server, given = pool.replicas[0].server, [0.0]
 
@@ -196,7 +208,7 @@ def test_a_slow_answer_to_the_question_of_the_version_has_the_whole_deadline() -
         pool.timeout_s, server.weight_version = 60.0, noting
         pool.push(update(2))
         # the watch may ask beside it, with a shorter one
-        assert max(given) > 50.0
+        assert 15.0 < max(given) <= 20.0
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -102,6 +102,7 @@ def run_ranks(block: ScoredBlock, **settings: Any) -> tuple[list[list[MicroBatch
             skip_zero_advantage=False,
             prefetcher=lambda: prefetcher,
             record=lambda block, trained, step: block_metrics(block, trained, PLAN, optimizer_step=step),
+            log_block=lambda *_: None,
             log=logged[rank].update,
         )
         return loop.micro_batches(0, 0)

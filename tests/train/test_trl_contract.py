@@ -29,6 +29,7 @@ PRIVATE_NAMES = {
     "_compute_loss",
     "_determine_best_metric",
     "_evaluate",
+    "_get_grad_norm",
     "_get_per_token_logps_and_entropies",
     "_logs",
     "_metrics",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.concurrency import gather_owned
-from verifiers.errors import WeightSyncError
+from verifiers.errors import ProviderError, WeightSyncError
 from verifiers.inference.endpoint import Backend
+from verifiers.inference.limits import call_with_retries
+from verifiers.inference.retries import RetryableError, RetryPolicy, is_retryable_status
 
 if TYPE_CHECKING:
     import aiohttp
@@ -36,6 +40,13 @@ logger = logging.getLogger("verifiers.train")
 _POLL_S = 0.25
 # without a limit of its own, connecting to a host that is down takes minutes
 _CONNECT_S = 5.0
+
+# more tries than a rollout has: what fails here for good ends the run
+_RETRIES = RetryPolicy(max_attempts=9, cap_s=4.0)
+# one that hangs leaves time for the others
+_TRIES_IN_TIME = 3
+
+T = TypeVar("T")
 
 
 class NoAnswerError(WeightSyncError):
@@ -123,6 +134,46 @@ class ServerClient:
         except ValueError:
             return content.decode(errors="replace")
 
+    async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """Return what `request` gives, tried again where that failed and may pass; for what may be asked twice."""
+        return await self.retried(lambda: self.request(method, path, body, timeout_s))
+
+    async def retried(
+        self, work: Callable[[], Awaitable[T]], deadline: float = math.inf, *, is_repeatable: bool = True
+    ) -> T:
+        """Return what `work` gives, tried again after an error that may pass, no answer in time, or RetryableError.
+
+        With a deadline (of time.monotonic), a server that cannot be reached is the caller's matter.
+
+        Raises:
+            WeightSyncError: the last failure; NoAnswerError too where the engine behind an error is gone.
+        """
+        tries = itertools.count(1)
+        failure: WeightSyncError | None = None
+
+        async def attempt() -> T:
+            nonlocal failure
+            wait_s = _RETRIES.wait_s(next(tries), None, 1.0)
+            try:
+                return await work()
+            except (RefusedError, NoAnswerError) as error:
+                failure = error
+                if isinstance(error, RefusedError):
+                    if not is_retryable_status(error.status):
+                        raise
+                    if not await self.is_healthy(min(HEALTH_S, time_left(deadline))):
+                        raise NoAnswerError(f"{error}; and {self.root}/health does not answer 200") from error
+                elif not error.timed_out and deadline < math.inf:
+                    raise
+                if not is_repeatable or time.monotonic() + wait_s >= deadline:
+                    raise
+                raise RetryableError(str(error)) from error
+
+        try:
+            return await call_with_retries(attempt, _RETRIES, lambda error: logger.warning("%s; asking again", error))
+        except ProviderError as error:
+            raise failure or NoAnswerError(str(error), timed_out=True) from error
+
     async def wait_until_healthy(self, deadline_s: float) -> None:
         """Poll /health until it is answered 200.
 
@@ -164,7 +215,7 @@ class ServerClient:
 
     async def model_name(self) -> str:
         """Return the first model that the server lists."""
-        answer = await self.request("GET", "/v1/models")
+        answer = await self.ask("GET", "/v1/models")
         models = (answer.get("data") if isinstance(answer, dict) else None) or []
         if not models:
             raise WeightSyncError(f"{self.root}/v1/models lists no model.")
@@ -183,8 +234,6 @@ async def _error_text(response: aiohttp.ClientResponse) -> str:
 
 # -- a server of a pool ------------------------------------------------------------------------------------------
 
-T = TypeVar("T")
-
 HEALTH_S = 5.0
 """Seconds for a question that a healthy server answers at once."""
 
@@ -193,10 +242,6 @@ SHUTDOWN_S = 1.0
 
 PARTIALLY_LOADED = "partially-loaded"
 """Name of weights whose load failed; the next push, of whatever process, must load twice."""
-
-# statuses that a server, or a proxy before it, may not answer with a second time
-_TRANSIENT = frozenset({500, 502, 503, 504})
-_RETRY_WAITS_S = (0.25, 1.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +321,7 @@ class Replica:
     async def load(self, update: WeightUpdate, deadline: float) -> None:
         """Load weights, drop keys and values of the old ones, and name the version; the server is paused."""
         name, server = str(update.version), self.server
-        found = await self._retry(lambda: server.weight_version(time_left(deadline)), deadline)
+        found = await server.retried(lambda: server.weight_version(time_left(deadline) / _TRIES_IN_TIME), deadline)
         if found == PARTIALLY_LOADED:
             self.is_partially_loaded = True
         elif self.versions and found not in self.versions:
@@ -296,7 +341,7 @@ class Replica:
                 self.repeated_loads += 1
             self.is_partially_loaded = False
 
-        await self._retry(apply, deadline, is_repeatable=update.is_repeatable)
+        await server.retried(apply, deadline, is_repeatable=update.is_repeatable)
         if self.resets_cache:
             await self._reset_cache(deadline)
         await self._post("/update_weight_version", deadline, {"new_version": name})
@@ -330,32 +375,9 @@ class Replica:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise NoAnswerError(f"no time was left for POST {self.server.root}{path}", timed_out=True)
-            return await self.server.request("POST", path, {} if body is None else body, timeout_s=left)
+            return await self.server.request("POST", path, body or {}, timeout_s=left / _TRIES_IN_TIME)
 
-        return await self._retry(post, deadline)
-
-    async def _retry(self, work: Callable[[], Awaitable[T]], deadline: float, *, is_repeatable: bool = True) -> T:
-        """Return what `work` gives, repeating it with growing waits after an error that may pass.
-
-        Raises:
-            NoAnswerError: the server answered with such an error, and its engine is gone.
-            WeightSyncError: what `work` raised.
-        """
-        waits = iter(_RETRY_WAITS_S if is_repeatable else ())
-        while True:
-            try:
-                return await work()
-            except RefusedError as error:
-                if error.status not in _TRANSIENT:
-                    raise
-                if not await self.server.is_healthy(min(HEALTH_S, time_left(deadline))):
-                    text = f"{error}; and {self.server.root}/health does not answer 200"
-                    raise NoAnswerError(text) from error
-                wait_s = next(waits, None)
-                if wait_s is None or time.monotonic() + wait_s >= deadline:
-                    raise
-                logger.warning("%s; asking again in %g s", error, wait_s)
-                await asyncio.sleep(wait_s)
+        return await self.server.retried(post, deadline)
 
 
 async def apply_update(

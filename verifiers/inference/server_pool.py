@@ -272,7 +272,7 @@ class ServerPool(LoadBalancer):
         for server in (replica.server for replica in self.replicas):
             await server.wait_until_healthy(max(0.0, deadline - time.monotonic()))
             try:
-                await server.weight_version()
+                await server.retried(server.weight_version)
             except WeightSyncError as error:
                 raise WeightSyncError(
                     f"the server at {server.root} has no weight routes, so it cannot be trained against "
@@ -423,8 +423,8 @@ class ServerPool(LoadBalancer):
     async def _is_verified(self, url: str) -> bool:
         replica, began = self._replica(url), self._clock()
         restarts = replica.restarts
-        # a check that runs may have begun before
-        for _ in range(2):
+        # a check that runs may have begun before, and one may fail
+        for _ in range(4):
             await asyncio.shield(self._check(replica))
             if replica.restarts > restarts or replica.verified_at >= began:
                 break

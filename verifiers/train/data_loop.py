@@ -7,7 +7,7 @@ micro-step of which block is next follows from the optimizer step alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from verifiers.train.batching.packing import MicroBatch, MicroSteps, all_micro_b
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import BlockStream
 from verifiers.train.batching.training_block import TrainingBlock, build_training_block, rows_to_score
+from verifiers.train.checkpoint.block_log import ranges_by_example
 from verifiers.train.config import GRPOConfig
 from verifiers.train.loss.kl_penalty import RewardPenalty
 from verifiers.train.loss.logprobs import PolicyLogprobs
@@ -63,6 +64,7 @@ class DataLoop:
         skip_zero_advantage: leave out rows whose advantage is 0.
         prefetcher: gives rank 0's prefetcher, whose generator runs.
         record: called on rank 0 with each block, what is trained of it, and the optimizer step before; gives metrics.
+        log_block: called on rank 0 with a block, the step before and what is dropped, again where that becomes more.
         log: called on every rank with the metrics of a block.
 
     Attributes:
@@ -82,12 +84,13 @@ class DataLoop:
         skip_zero_advantage: bool,
         prefetcher: Callable[[], RolloutPrefetcher],
         record: Callable[[ScoredBlock, TrainingBlock, int], dict[str, float]],
+        log_block: Callable[[ScoredBlock, int, Sequence[Dropped]], None],
         log: Callable[[Mapping[str, float]], None],
     ) -> None:
         self._plan, self._args, self._ranks, self._logprobs, self._beta = plan, args, ranks, logprobs, beta
         self.timer = timer
         self._pad_token_id, self._skip_zero_advantage = pad_token_id, skip_zero_advantage
-        self._prefetcher, self._record, self._log = prefetcher, record, log
+        self._prefetcher, self._record, self._log_block, self._log = prefetcher, record, log_block, log
         self._penalty = RewardPenalty(args.beta, ranks, logprobs, timer) if args.kl_in_reward else None
         self.reset()
 
@@ -99,6 +102,10 @@ class DataLoop:
         self._stream: BlockStream | None = None
         self._waiting: ScoredBlock | None = None
         self._update_loss: Tensor | float = 0.0
+        self._not_applied: set[int] = set()
+        # of the block in training: what was logged of it, and the places that each update of a pass trains
+        self._logged: tuple[ScoredBlock, int, list[Dropped]] | None = None
+        self._places: list[set[int]] = []
         self.rescale: float | None = None
         self._warned_over_budget = False
 
@@ -120,7 +127,7 @@ class DataLoop:
         return self._micro_steps[position.micro_step]
 
     def _begin_block(self, block_id: int, step: int) -> None:
-        self._micro_steps, self._rescales = [], {}
+        self._micro_steps, self._rescales, self._logged = [], {}, None
         if self._args.streaming:
             self._ranks.on_rank_0(lambda: self._begin_stream(block_id, step))
         else:
@@ -192,6 +199,11 @@ class DataLoop:
 
     def _finish_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
         trained.dropped += self._not_reached(block, trained, step)
+        each = self._plan.gradient_accumulation_steps
+        starts = range(0, len(trained.micro_steps), each)
+        self._places = [_places(trained.micro_steps[start : start + each]) for start in starts]
+        self._logged = block, step, trained.dropped
+        self._log_again()
         self._warn_over_budget(packing_metrics(trained.micro_steps)["rows/largest_micro_batch_tokens"])
         return self._record(block, trained, step)
 
@@ -207,12 +219,41 @@ class DataLoop:
         if self._args.streaming:
             beyond = set(range(reached * self._plan.completions_per_micro_step, len(rollouts)))
         else:
-            rest = [batch["rollout_index"].tolist() for batch in all_micro_batches(trained.micro_steps[reached:])]
-            beyond = {index for indices in rest for index in indices if index >= 0}
-        return [
-            Dropped(rollouts[index].key, "run_ended", tokens=rollout_tokens(rollouts[index]))
-            for index in sorted(beyond)
-        ]
+            beyond = _places(trained.micro_steps[reached:])
+        return _dropped(block, beyond, "run_ended")
+
+    def drop_update(self, optimizer_step: int, places: Sequence[int]) -> str:
+        """Record the rollouts of an update that is not applied as dropped, unless another pass trains them.
+
+        Args:
+            optimizer_step: steps before the update.
+            places: in the block, of rollouts that are to be named.
+
+        Returns:
+            The block and these rollouts, for a message.
+        """
+        self._not_applied.add(optimizer_step)
+        if self._logged is not None:
+            self._log_again()
+        stream = self._stream
+        block = self._logged[0] if self._logged is not None else stream.block if stream is not None else None
+        assert block is not None
+        rollouts = block.rollouts
+        keys = [rollouts[place].key for place in places]
+        ranges = ranges_by_example([(key.example_id, key.generation) for key in keys])
+        named = [f"example {example} (generations {spans})" for example, spans in ranges.items()]
+        return f"block {block.block_id}: {', '.join(named) or 'all of the update together'}"
+
+    def _log_again(self) -> None:
+        """Log the block with the rollouts that no update trains: none that was applied, and none to come."""
+        assert self._logged is not None
+        block, first, dropped = self._logged
+        known, end = {item.key for item in dropped}, min(first + self._plan.updates_per_block, self._plan.max_steps)
+        for number, places in enumerate(self._places):
+            passes = range(first + number, end, len(self._places))
+            if passes and self._not_applied.issuperset(passes):
+                dropped += [item for item in _dropped(block, places, "not_finite") if item.key not in known]
+        self._log_block(block, first, dropped)
 
     def _warn_over_budget(self, largest: float) -> None:
         budget = self._args.max_tokens_per_micro_batch
@@ -261,6 +302,17 @@ class DataLoop:
                 parameter.grad.mul_(self.rescale)
         total, self._update_loss = self._update_loss, 0.0
         return loss + total * (self.rescale - 1.0)
+
+
+def _places(micro_steps: MicroSteps) -> set[int]:
+    """Return the places in the block of the rollouts that are trained in some micro-steps."""
+    batches = all_micro_batches(micro_steps)
+    return {index for batch in batches for index in batch["rollout_index"].tolist() if index >= 0}
+
+
+def _dropped(block: ScoredBlock, places: set[int], reason: str) -> list[Dropped]:
+    named = [rollout for place, rollout in enumerate(block.rollouts) if place in places]
+    return [Dropped(rollout.key, reason, tokens=rollout_tokens(rollout)) for rollout in named]
 
 
 def _by_rank(micro_steps: MicroSteps) -> list[list[list[MicroBatch]]]:

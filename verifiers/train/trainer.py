@@ -19,7 +19,6 @@ from transformers import PrinterCallback, ProgressCallback
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
-from verifiers.errors import ConfigError
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
@@ -34,6 +33,7 @@ from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
+from verifiers.train.loss.finite_updates import FiniteUpdates
 from verifiers.train.loss.grpo_loss import CorrectedLoss, micro_step_loss, only_advantages_matter
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
 from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
@@ -46,7 +46,7 @@ from verifiers.train.validation.host_settings import check_output_dir
 from verifiers.train.validation.process_settings import check_processes
 from verifiers.train.validation.sampling_args import training_sampling_args
 from verifiers.train.weight_sync.protocol import WeightSync
-from verifiers.train.weight_sync.publisher import BeforeOptimizerStep, PolicyWeights, WeightPublisher
+from verifiers.train.weight_sync.publisher import PolicyWeights, WeightChecks, WeightPublisher
 from verifiers.train.weight_sync.verification import LogprobCheck
 
 __all__ = ["GRPOTrainer"]
@@ -221,15 +221,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             skip_zero_advantage=only_advantages_matter(args, self.beta, self.aux_loss_enabled),
             prefetcher=self.session.open,
             record=self._record_block,
+            log_block=self.directory.log_block,
             log=self._log_values,
         )
+        self.updates = FiniteUpdates(self.accelerator, self.ranks, self.data_loop.drop_update)
 
     def _set_callbacks(self, given: Sequence[Any]) -> None:
         # lines of our own replace the bar and the raw dicts of transformers
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.add_callback(MonitorCallback(self.monitor, self.accelerator.device))
-        self.add_callback(BeforeOptimizerStep(self.publisher.finish_check))
+        self.add_callback(WeightChecks(self.publisher.finish_check, self.weights))
         if not any(isinstance(callback, ProgressLines) for callback in given):
             self.add_callback(ProgressLines(self.plan))
         self._last_callbacks: list[Any] = [StopsBetweenBlocks(self.plan.updates_per_block)]
@@ -261,8 +263,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             resume_from_checkpoint: a checkpoint's path, or True for the newest complete one in `output_dir`
                 (step 0 where there is none). Left out, the run begins at step 0; what an earlier one left in
                 `output_dir` is moved into `earlier-N` there.
-            trial: as in transformers.
-            ignore_keys_for_eval: as in transformers.
+            trial, ignore_keys_for_eval: as in transformers.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, of another plan, or not seen by every process; or another
@@ -289,9 +290,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _forget_earlier_run(self) -> None:
         self.data_loop.reset()
         self.corrected_loss.reset()
-        self.last_block = None
-        # a run that was stopped inside an update left another value
-        self._step = 0
+        self.updates.reset()
+        # a run that was stopped inside an update left other values
+        self.last_block, self._step = None, 0
         kept: list[Any] = [*self._metrics.values(), *self._logs.values()]
         for values in kept:
             values.clear()
@@ -318,7 +319,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _record_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
         """Write down what became of a block, on rank 0; return its metrics."""
         self.last_block = block
-        self.directory.log_block(block, step, trained.dropped)
         if self.log_completions:
             fill_completions_table(self._logs, block, trained)
         self.state.num_input_tokens_seen += block_tokens(block)
@@ -334,7 +334,13 @@ class GRPOTrainer(trl.GRPOTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take a micro-step as TRL does; at the end of a streamed update its gradient gets the right denominator."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return self.data_loop.rescale_update(model, loss) if self.args.streaming else loss
+        loss = self.data_loop.rescale_update(model, loss) if self.args.streaming else loss
+        return self.updates.end_micro_step(loss)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.updates.end_update(model, self.optimizer, self.state.global_step, norm)
+        return norm
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -347,6 +353,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         with self.corrected_loss.call(self, inputs, self._metrics) as prepared:
             loss: Tensor = super()._compute_loss(model, prepared)
+        self.updates.note_call(loss, inputs["rollout_index"], self.corrected_loss.is_finite_R)
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -361,6 +368,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             # the log of a run's end has the steps since the last one
             if "loss" in logs or "train_runtime" in logs:
                 logs.update(self.monitor.interval(self.state.global_step))
+            self.updates.correct(logs)
         super().log(logs, start_time)
 
     # -- evaluation ---------------------------------------------------------------------------------------
@@ -376,9 +384,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             metric_key_prefix: what the metrics' names begin with.
 
         Returns:
-            `eval_reward`, its clustered standard error `eval_reward_stderr`, the same for each reward function, for
-            each task of a mixture, and for pass@k where there are several rollouts a prompt; counts of prompts,
-            failures and outcomes; `eval_seconds` and `eval_wait_seconds`. See docs/reference/metrics.md.
+            `eval_reward`, its standard error `eval_reward_stderr`, and the others of docs/reference/metrics.md.
 
         Raises:
             NothingScoredError: no rollout of a set got a reward, or it ran out of time. While a run trains, that is a
@@ -416,15 +422,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        try:
-            return bool(super()._determine_best_metric(metrics, trial))
-        except KeyError:
-            if self.evaluator.nothing_scored:
-                return False
-            raise ConfigError(
-                f"metric_for_best_model is {self.args.metric_for_best_model!r}, which this evaluation does not have; "
-                f"choose one of {', '.join(sorted(metrics))}."
-            ) from None
+        return self.evaluator.is_best(
+            lambda: super(GRPOTrainer, self)._determine_best_metric(metrics, trial), metrics
+        )
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
@@ -435,6 +435,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as transformers does; a sharded policy is saved whole, and a disk that refuses is one sentence."""
+        self.weights.require_finite("saved")
         run_dir = Path(str(self.args.output_dir))
         with raises_checkpoint_error(Path(output_dir or run_dir), run_dir):
             if _internal_call or not self.weights.is_sharded:

@@ -14,7 +14,7 @@ import pytest
 
 from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.rollout_server import ServerClient
-from verifiers.testing import FakeOpenAIServer
+from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import (
     WEIGHT_SYNCS,
     DirectorySync,
@@ -196,6 +196,11 @@ async def test_a_vllm_is_read(vllm: ServerClient) -> None:
         transfer_backend="nccl",
         loads_adapters=True,
     )
+
+
+async def test_a_server_that_fails_or_hangs_once_is_asked_again() -> None:
+    with FakeOpenAIServer(route_faults={"/v1/models": [Fault(500), Fault.hang(), Fault.disconnect()]}) as server:
+        assert (await read_capabilities(ServerClient(server.url, timeout_s=2.0))).models == ("fake",)
 
 
 async def test_a_server_that_lacks_the_routes_is_told_its_age(

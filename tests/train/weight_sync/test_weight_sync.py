@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verifiers.errors import WeightProbeError, WeightSyncError
-from verifiers.inference.rollout_server import ServerClient
+from verifiers.errors import NotFiniteError, WeightProbeError, WeightSyncError
+from verifiers.inference.rollout_server import NoAnswerError, ServerClient
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.config import lora_defaults
 from verifiers.train.weight_sync import (
@@ -27,6 +27,7 @@ from verifiers.train.weight_sync import (
     has_tied_tensors,
     policy_tensors,
 )
+from verifiers.train.weight_sync.protocol import require_finite
 from verifiers.train.weight_sync.verification import ask_server, compare_answer
 
 SOME = {"model.weight": torch.arange(4.0)}
@@ -251,3 +252,37 @@ def test_tied_weights_are_sent_once_or_under_each_name(tmp_path: Path) -> None:
                 assert torch.equal(file.get_tensor("head.weight"), model.embed.weight)
                 assert torch.equal(file.get_tensor("embed.weight"), model.embed.weight)
             sync.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_found_and_large_ones_are_not_taken_for_it(
+    dtype: torch.dtype, value: float
+) -> None:
+    tensors = {"ids": torch.ones(3, dtype=torch.int64), "none": torch.empty(0, dtype=dtype)}
+    tensors |= {"large": torch.full((9,), torch.finfo(dtype).max, dtype=dtype), "last": torch.ones(9, dtype=dtype)}
+    require_finite(tensors, "saved")
+    tensors["last"][8] = value
+    with pytest.raises(NotFiniteError, match=r"last has values .* so the weights are not saved"):
+        require_finite(tensors, "saved")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(500), Fault(429), Fault.hang(), Fault(200, body='{"choices": [{"logprobs": {"token_logprobs": [NaN]}}]}')],
+    ids=["500", "429", "hang", "nan"],
+)
+def test_the_probe_is_asked_again_after_an_answer_that_may_pass(fault: Fault) -> None:
+    with FakeOpenAIServer("abc", faults=[fault, None]) as server:
+        ask = ask_server(
+            ServerClient(server.url), "fake", "hello", temperature=1.0, version=0, timeout_s=20, try_s=0.5
+        )
+        assert asyncio.run(ask)["choices"][0]["token_ids"]
+
+
+def test_a_probe_that_never_gets_an_answer_ends_in_time_with_its_cause() -> None:
+    with FakeOpenAIServer("abc", faults=Fault.hang(times=100)) as server:
+        ask = ask_server(ServerClient(server.url), "fake", "hello", temperature=1.0, version=0, timeout_s=1.5)
+        with pytest.raises(NoAnswerError, match="timed out") as raised:
+            asyncio.run(ask)
+    assert raised.value.timed_out

@@ -35,6 +35,8 @@ ScaleRewards = Literal["group", "batch", "none"]
 ROUNDING = 1e-12
 """Relative spread of rewards below which they count as equal: a weighted sum taken in another order differs so."""
 
+_LARGEST = 3.4e38  # of float32
+
 
 @dataclass(frozen=True, slots=True)
 class AdvantageResult:
@@ -268,9 +270,10 @@ def _given_advantage(rollout: Rollout) -> float | list[float]:
     """Return the environment's advantage of a rollout, checked against its sampled tokens."""
     given = plain_advantage(rollout.advantage)
     values = given if isinstance(given, list) else [given or 0.0]
-    if not all(math.isfinite(value) for value in values):
+    if not all(abs(value) <= _LARGEST for value in values):
         raise ConfigError(
-            f"the environment gave {rollout.key} an advantage that is not finite: {given!r}; give finite numbers"
+            f"the environment gave {rollout.key} an advantage that is not finite in float32: {given!r}; give finite "
+            "numbers"
         )
     if not isinstance(given, list):
         return values[0]
@@ -301,10 +304,10 @@ def has_zero_variance(group: Group, *, zero_truncated_completions: bool = False)
 def _floats(group: Sequence[float | None]) -> list[float | None]:
     values = [None if reward is None else float(reward) for reward in group]
     for value in values:
-        if value is not None and not math.isfinite(value):
+        if value is not None and not abs(value) <= _LARGEST:
             raise ConfigError(
-                f"a reward of {value!r} in the group {values!r} is not finite; a reward function that cannot "
-                "score must raise, so that the rollout is kept out"
+                f"a reward of {value!r} in the group {values!r} is not finite in float32; a reward function that "
+                "cannot score must raise, so that the rollout is kept out"
             )
     return values
 

@@ -66,7 +66,7 @@ class Dropped:
     Attributes:
         key: the rollout.
         reason: why it got no advantage (see `BlockAdvantages.left_out`), "no_sampled_tokens", "stale",
-            "longer_than_max_seq_len", "empty_prompt", "zero_advantage", "zero_variance" or "run_ended".
+            "longer_than_max_seq_len", "empty_prompt", "zero_advantage", "zero_variance", "not_finite" or "run_ended".
         row: place of the row in `Rollout.rows`; None where the whole rollout is meant.
         tokens: prompt and completion tokens of what is dropped.
     """

@@ -50,6 +50,7 @@ class BlockStream:
     Attributes:
         optimizer_step: at which the block's first update begins.
         skip_zero_advantage: as in `build_training_block`.
+        block: its groups that are scored.
     """
 
     prefetcher: RolloutPrefetcher
@@ -59,6 +60,7 @@ class BlockStream:
     block_id: int
     optimizer_step: int
     skip_zero_advantage: bool = False
+    block: ScoredBlock | None = None
     _micro_steps: MicroSteps = field(default_factory=list)
     _dropped: list[Dropped] = field(default_factory=list)
     _rollouts: int = 0
@@ -69,11 +71,10 @@ class BlockStream:
         plan, number = self.plan, len(self._micro_steps)
         size, group = plan.completions_per_micro_step, plan.num_generations
         first, last = number * size, (number + 1) * size
-        start, stop = first // group, -(-last // group)
-        block = ScoredBlock(self.block_id, self.prefetcher.groups(self.block_id, start, stop, self.optimizer_step))
-        here = {
-            rollout.key for index, rollout in enumerate(block.rollouts, start=start * group) if first <= index < last
-        }
+        # from the first group on, so that places in it are those in the block
+        groups = self.prefetcher.groups(self.block_id, 0, -(-last // group), self.optimizer_step)
+        self.block = block = ScoredBlock(self.block_id, groups)
+        here = {rollout.key for rollout in block.rollouts[first:last]}
         samples, dropped = block_samples(
             block,
             block_advantages(block, self.args),

@@ -7,10 +7,10 @@
 `trained` and `routine` have ranges of generations by example id; `routine` has what is left out by a rule of the run,
 `dropped` the exceptions. `read_block_log` gives one entry a rollout.
 
-A line is written when a block is taken for training, and a run that resumes from a checkpoint removes the lines of
-blocks that it will train again. So after a run has ended well or was resumed, the file has the lineage of the
-weights, each block once and in order; where the checkpoint is in another directory, from there on. The file of an
-interrupted run also has blocks that will be trained again.
+A line is written when a block is taken for training, and again where an update of it is not applied; a run that
+resumes from a checkpoint removes the lines of blocks that it will train again. So after a run has ended well or was
+resumed, the file has the lineage of the weights, each block once and in order; where the checkpoint is in another
+directory, from there on. The file of an interrupted run also has blocks that will be trained again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.collate import Dropped
 from verifiers.train.checkpoint.checkpoint import sync_to_disk
 
-__all__ = ["BLOCK_LOG", "BlockLog", "block_record", "read_block_log"]
+__all__ = ["BLOCK_LOG", "BlockLog", "block_record", "ranges_by_example", "read_block_log"]
 
 BLOCK_LOG = "blocks.jsonl"
 
@@ -75,8 +75,11 @@ def _line(record: dict[str, Any]) -> str:
             routine.setdefault(item["reason"], []).append([item["example_id"], item["generation"]])
         else:
             dropped.append(item)
-    short = {reason: _ranges(rollouts) for reason, rollouts in routine.items()}
-    return json.dumps({**record, "trained": _ranges(record["trained"]), "routine": short, "dropped": dropped}) + "\n"
+    short = {reason: ranges_by_example(rollouts) for reason, rollouts in routine.items()}
+    return (
+        json.dumps({**record, "trained": ranges_by_example(record["trained"]), "routine": short, "dropped": dropped})
+        + "\n"
+    )
 
 
 def _record(line: str) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def _record(line: str) -> dict[str, Any]:
     return {**record, "dropped": record["dropped"] + routine}
 
 
-def _ranges(rollouts: Sequence[Sequence[int]]) -> dict[str, str]:
+def ranges_by_example(rollouts: Sequence[Sequence[int]]) -> dict[str, str]:
     """Return (example id, generation) pairs as ranges of generations by example id: {"17": "0-2,5"}."""
     spans: dict[str, list[list[int]]] = {}
     for example, generation in sorted((pair[0], pair[1]) for pair in rollouts):
@@ -147,6 +150,7 @@ class BlockLog:
 
     def __init__(self, directory: str | Path, first_block: int) -> None:
         self.path = Path(directory) / BLOCK_LOG
+        self._last: tuple[int, int] | None = None
         kept = [record for record in read_block_log(directory) if record["block_id"] < first_block]
         partial = self.path.with_name(f".{BLOCK_LOG}.partial")
         try:
@@ -162,12 +166,15 @@ class BlockLog:
             ) from error
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one block's line.
+        """Append one block's line, in place of the last one where that is of the same block.
 
         Raises:
             CheckpointError: it cannot be written, so the block's fate would not be recorded.
         """
         try:
+            if self._last is not None and self._last[0] == record["block_id"]:
+                os.truncate(self.path, self._last[1])
+            self._last = record["block_id"], self.path.stat().st_size
             with open(self.path, "a") as file:
                 file.write(_line(record))
         except OSError as error:

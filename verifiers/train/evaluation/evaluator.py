@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
@@ -177,6 +177,22 @@ class Evaluator:
         evaluation = PolicyEvaluation(generator, parts, self._deadline_s())
         evaluation.begin()
         self.running = evaluation
+
+    def is_best(self, decide: Callable[[], Any], metrics: Mapping[str, float]) -> bool:
+        """Return what transformers decides about the last evaluation, which is not the best where it gave no reward.
+
+        Raises:
+            ConfigError: metric_for_best_model is not among the metrics.
+        """
+        try:
+            return bool(decide())
+        except KeyError:
+            if self.nothing_scored:
+                return False
+            raise ConfigError(
+                f"metric_for_best_model is {self._args.metric_for_best_model!r}, which this evaluation lacks; "
+                f"choose one of {', '.join(sorted(metrics))}."
+            ) from None
 
     @in_stage("eval")
     def finish(self, *, required: bool) -> tuple[EvaluationInFlight, dict[str, float]]:

@@ -45,6 +45,10 @@ class CorrectedLoss:
 
     Args:
         args: mode and bounds of the importance sampling, level of the ratio, and estimator of the KL term.
+
+    Attributes:
+        metrics: what TRL measured.
+        is_finite_R: False where a row's log-probs or weighted advantages of the newest call are not finite.
     """
 
     def __init__(self, args: GRPOConfig) -> None:
@@ -56,6 +60,7 @@ class CorrectedLoss:
         self._inputs: dict[str, Any] | None = None
         self._beta: WeightedBeta | None = None
         self._mismatches: list[Mismatch] = []
+        self.is_finite_R = torch.ones(0, dtype=torch.bool)
         self.metrics = LossMetrics()
 
     @contextlib.contextmanager
@@ -116,6 +121,8 @@ class CorrectedLoss:
                 corrected=self._args.use_bias_correction_kl,
             )
         mismatch = self._weight_advantages(inputs, logps_RC.detach())
+        advantages = inputs["advantages"].reshape(len(logps_RC), -1)
+        self.is_finite_R = (logps_RC.detach() + advantages).isfinite().all(dim=1)
         if self._args.importance_sampling_level == "sequence_token" and old_RC is not None:
             inputs["old_per_token_logps"] = sequence_token_reference(logps_RC.detach(), old_RC, inputs["tool_mask"])
         if mismatch is not None and training:

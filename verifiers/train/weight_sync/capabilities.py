@@ -215,6 +215,6 @@ def _transfer_backend(config: dict[str, Any] | None) -> str | None:
 async def _asked(server: ServerClient, method: str, path: str, body: Any = None) -> Any:
     """Return the answer, or None where the server has no such route or refuses the request."""
     try:
-        return await server.request(method, path, body)
+        return await server.ask(method, path, body)
     except RefusedError:
         return None

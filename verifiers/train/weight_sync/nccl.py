@@ -179,12 +179,12 @@ class NcclSync(ServerSync):
     async def _group_with(self, server: ServerClient, deadline: float) -> NcclGroup:
         group = self._groups.get(server.root)
         if group is not None:
-            name = await server.weight_version(time_left(deadline))
+            name = await server.retried(lambda: server.weight_version(time_left(deadline)), deadline)
             # a server that was restarted has no group, and its weights have neither name; the second of two
             # loads in a row finds the name from before the first
             if name.isdecimal() or name == PARTIALLY_LOADED:
                 return group
-        answer = await server.request("GET", "/get_world_size", timeout_s=time_left(deadline))
+        answer = await server.ask("GET", "/get_world_size", timeout_s=time_left(deadline))
         workers = int(answer["world_size"])
         assert self._make_group is not None
         group = self._make_group()

