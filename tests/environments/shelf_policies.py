@@ -269,6 +269,20 @@ JUDGED_REWRITE: dict[str, Policy] = {
     "echo": lambda turn: turn.question,
 }
 
+# -- structured_output --------------------------------------------------------------------------------------------
+
+
+def keys_only(value: Any) -> Any:
+    return {key: keys_only(inner) for key, inner in value.items()} if isinstance(value, dict) else ""
+
+
+STRUCTURED_OUTPUT: dict[str, Policy] = {
+    "oracle": lambda turn: turn.answer,
+    "example_again": lambda turn: turn.messages[-2]["content"],
+    "keys_only": lambda turn: json.dumps(keys_only(json.loads(turn.answer))),
+    "chatty": lambda turn: f"Here is the object: {turn.answer}",
+}
+
 # -- mixed_text ---------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +306,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "reverse_text": REVERSE_TEXT,
     "sentence_repeater": SENTENCE_REPEATER,
     "spell_backward": SPELL_BACKWARD,
+    "structured_output": STRUCTURED_OUTPUT,
     "wordle": WORDLE,
     "xml_tools": XML_TOOLS,
 }
