@@ -269,6 +269,32 @@ JUDGED_REWRITE: dict[str, Policy] = {
     "echo": lambda turn: turn.question,
 }
 
+# -- instructions -------------------------------------------------------------------------------------------------
+
+
+def obedient(turn: Turn) -> str:
+    """Write four words on the subject, and around them what the constraints ask for."""
+    info = turn.row["info"]
+    asked = json.loads(info["constraints"])
+    core = ["see", "our", info["subject"], "now"]
+    pieces = asked.get("sentences") or asked.get("bullets") or 1
+    between = "\n- " if "bullets" in asked else ". "
+    text = between.join([*core[: pieces - 1], " ".join(core[pieces - 1 :])])
+    text += f" {asked.get('word', '')}" + f" {asked.get('twice', '')}" * 2 + " very" * asked.get("at_least", 0)
+    text = f"{'- ' if 'bullets' in asked else asked.get('begin', '')} {text} {asked.get('end', '')}".strip()
+    text = text.upper() if "upper" in asked else text.lower()
+    if "quotes" in asked:
+        return f'"{text}"'
+    return json.dumps({asked["json"]: text}) if "json" in asked else f"{asked.get('repeat', '')} {text}"
+
+
+INSTRUCTIONS: dict[str, Policy] = {
+    "oracle": obedient,
+    "plain_sentence": lambda turn: f"I really like this {turn.row['info']['subject']} very much.",
+    "off_subject": lambda turn: "this is a short text without any trouble at all",
+    "echo": lambda turn: turn.question,
+}
+
 # -- structured_output --------------------------------------------------------------------------------------------
 
 
@@ -300,6 +326,7 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "arithmetic_tools": ARITHMETIC_TOOLS,
     "complete_sequence": COMPLETE_SEQUENCE,
     "doublecheck": DOUBLECHECK,
+    "instructions": INSTRUCTIONS,
     "judged_rewrite": JUDGED_REWRITE,
     "mixed_text": MIXED_TEXT,
     "python_math": PYTHON_MATH,
