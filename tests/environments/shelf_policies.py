@@ -269,6 +269,46 @@ JUDGED_REWRITE: dict[str, Policy] = {
     "echo": lambda turn: turn.question,
 }
 
+# -- instructions -------------------------------------------------------------------------------------------------
+
+
+def obedient(turn: Turn) -> str:
+    """Write four words on the subject, and around them what the constraints ask for."""
+    info = turn.row["info"]
+    asked = json.loads(info["constraints"])
+    core = ["see", "our", info["subject"], "now"]
+    pieces = asked.get("sentences") or asked.get("bullets") or 1
+    between = "\n- " if "bullets" in asked else ". "
+    text = between.join([*core[: pieces - 1], " ".join(core[pieces - 1 :])])
+    text += f" {asked.get('word', '')}" + f" {asked.get('twice', '')}" * 2 + " very" * asked.get("at_least", 0)
+    text = f"{'- ' if 'bullets' in asked else asked.get('begin', '')} {text} {asked.get('end', '')}".strip()
+    text = text.upper() if "upper" in asked else text.lower()
+    if "quotes" in asked:
+        return f'"{text}"'
+    return json.dumps({asked["json"]: text}) if "json" in asked else f"{asked.get('repeat', '')} {text}"
+
+
+INSTRUCTIONS: dict[str, Policy] = {
+    "oracle": obedient,
+    "plain_sentence": lambda turn: f"I really like this {turn.row['info']['subject']} very much.",
+    "off_subject": lambda turn: "this is a short text without any trouble at all",
+    "echo": lambda turn: turn.question,
+}
+
+# -- structured_output --------------------------------------------------------------------------------------------
+
+
+def keys_only(value: Any) -> Any:
+    return {key: keys_only(inner) for key, inner in value.items()} if isinstance(value, dict) else ""
+
+
+STRUCTURED_OUTPUT: dict[str, Policy] = {
+    "oracle": lambda turn: turn.answer,
+    "example_again": lambda turn: turn.messages[-2]["content"],
+    "keys_only": lambda turn: json.dumps(keys_only(json.loads(turn.answer))),
+    "chatty": lambda turn: f"Here is the object: {turn.answer}",
+}
+
 # -- mixed_text ---------------------------------------------------------------------------------------------------
 
 
@@ -286,12 +326,14 @@ POLICIES: dict[str, dict[str, Policy]] = {
     "arithmetic_tools": ARITHMETIC_TOOLS,
     "complete_sequence": COMPLETE_SEQUENCE,
     "doublecheck": DOUBLECHECK,
+    "instructions": INSTRUCTIONS,
     "judged_rewrite": JUDGED_REWRITE,
     "mixed_text": MIXED_TEXT,
     "python_math": PYTHON_MATH,
     "reverse_text": REVERSE_TEXT,
     "sentence_repeater": SENTENCE_REPEATER,
     "spell_backward": SPELL_BACKWARD,
+    "structured_output": STRUCTURED_OUTPUT,
     "wordle": WORDLE,
     "xml_tools": XML_TOOLS,
 }
