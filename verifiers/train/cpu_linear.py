@@ -1,0 +1,63 @@
+"""Linear layers in float32 on the CPU by oneDNN; torch's own, by MKL, take twice as long on AMD's processors.
+
+torch sends float32 products to MKL and has no setting for it (`torch.backends.mkldnn.matmul.fp32_precision` only allows
+fewer bits). The op below is what its inductor puts for such a layer. The weights stay as they are, neither packed nor
+copied, so that an optimizer's step or a push changes nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["use_onednn"]
+
+
+def use_onednn(model: Any) -> None:
+    """Give a model's float32 linear layers on the CPU oneDNN's products, forward and backward, where torch has them."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module.weight.is_cpu and module.weight.dtype == torch.float32:
+            module.__class__ = _Linear
+
+
+class _Linear(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        # a shard of FSDP is no plain parameter; autocast chooses a product of its own
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or type(self.weight) is not torch.nn.Parameter
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return super().forward(input)
+        if torch.is_grad_enabled():
+            return _Product.apply(input, self.weight, self.bias)
+        return _product(input, self.weight, self.bias)
+
+
+class _Product(torch.autograd.Function):
+    """input @ weight.T + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            _product(grad, weight.t()) if needs_x else None,
+            _product(rows.t(), x.flatten(0, -2).t()) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return found
