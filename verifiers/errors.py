@@ -209,7 +209,7 @@ class WeightProbeError(WeightSyncError):
 
 
 class CheckpointError(Error, RuntimeError):
-    """A checkpoint is missing, incomplete, or was written under another batch plan."""
+    """A checkpoint is missing, incomplete, of another batch plan, or does not give its weights back."""
 
 
 class NotFiniteError(Error, FloatingPointError):

@@ -15,6 +15,9 @@ import tiny_world
 import torch
 from transformers import AutoModelForCausalLM
 
+from verifiers.train.checkpoint.checkpoint import TENSORS, extra_state
+from verifiers.train.checkpoint.weights import checksum
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 SCRIPT = Path(__file__).parent / "run_sharded.py"
@@ -133,6 +136,9 @@ def test_two_ranks_under_fsdp_train_push_and_resume_as_one_process(
     assert_same_training(streamed, one_process("one"))
     assert_same_training(passes, one_process("one-twice", settings=two_updates))
     assert_exactly_resumed(whole, resumed)
+    # shards are gathered for the checksums that the resumed run was compared with
+    checksums = {name: checksum(tensor) for name, tensor in whole[0]["weights"].items()}
+    assert extra_state(tmp_path / "whole" / "checkpoint-3")[TENSORS] == checksums
     loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
     assert_same_tensors(dict(loaded), whole[0]["weights"], 0.0)
 

@@ -31,6 +31,8 @@ PRIVATE_NAMES = {
     "_evaluate",
     "_get_grad_norm",
     "_get_per_token_logps_and_entropies",
+    "_load_best_model",
+    "_load_from_checkpoint",
     "_logs",
     "_metrics",
     "_prepare_inputs",

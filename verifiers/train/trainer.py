@@ -7,6 +7,7 @@ evaluator, checkpoints and the monitor. tests/train/test_trl_contract.py guards 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from verifiers.train.batching.streaming import refuse_unstreamable
 from verifiers.train.batching.training_block import TrainingBlock
 from verifiers.train.checkpoint.checkpoint import model_name
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
+from verifiers.train.checkpoint.weights import CheckpointWeights
 from verifiers.train.config import GRPOConfig
 from verifiers.train.console import ProgressLines
-from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch
+from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
 from verifiers.train.evaluation.schedule import EvaluationSchedule
@@ -120,7 +122,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         with raises_load_error(model, (OSError,), exact=True):
             super().__init__(
                 model=model,
-                reward_funcs=_rewards_come_from_the_environment,
+                reward_funcs=reward_of_the_environment,
                 args=args,
                 train_dataset=self._rows,
                 # never read: transformers requires one where evaluations are asked for
@@ -197,12 +199,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             # DeepSpeed takes its optimizer step with the last backward pass, before a check could be judged
             checks_meanwhile=not self.is_deepspeed_enabled,
         )
+        in_shards = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self.checkpoint_weights = CheckpointWeights(self.ranks, lambda: self.weights.model, in_shards=in_shards)
         self.directory = RunDirectory(
             args,
             plan,
             self.ranks,
             self._rows,
             self._model_name,
+            checksums=self.checkpoint_weights.checksums,
             state=lambda: self.lifecycle.state(),
             blocks=self.session.finished_blocks,
         )
@@ -252,10 +257,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # -- a run --------------------------------------------------------------------------------------------
 
     def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         """Train to `max_steps`.
 
@@ -266,8 +268,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             trial, ignore_keys_for_eval: as in transformers.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete, of another plan, or not seen by every process; or another
-                run writes to `output_dir`.
+            CheckpointError: the checkpoint is incomplete, of another plan, not seen by every process, or does not
+                give its weights back; or another run writes to `output_dir`.
             GenerationError, WeightSyncError: with the cause; nothing is left running.
             RankError: another process of the run failed, was stopped or disappeared.
         """
@@ -412,14 +414,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return self.control
 
-    def _evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         if skip_scheduler and self.state.global_step > 0:
             # eval_on_start: a run that resumes was evaluated where it started
             return {}
-        metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        return metrics
+        return dict(super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler))
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         return self.evaluator.is_best(
@@ -433,6 +432,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self.directory.saving(self.state):
             super()._save_checkpoint(model, trial)
 
+    def _load_from_checkpoint(self, path: str, model: Any = None) -> None:
+        self.checkpoint_weights.load(path, functools.partial(super()._load_from_checkpoint, path, model))
+
+    def _load_best_model(self) -> None:
+        self.checkpoint_weights.load(str(self.state.best_model_checkpoint), super()._load_best_model)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as transformers does; a sharded policy is saved whole, and a disk that refuses is one sentence."""
         self.weights.require_finite("saved")
@@ -444,7 +449,3 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._save(str(output_dir or run_dir), state_dict=self.weights.gather(tied=True, adapter_only=False))
             if self.args.push_to_hub:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-
-def _rewards_come_from_the_environment(**_: Any) -> list[float | None]:
-    raise AssertionError("TRL's own generation is not used")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from verifiers_embedded.cli import main
 
 from verifiers.server_process import process_lives
@@ -142,6 +143,19 @@ def test_a_model_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture
     assert str(tmp_path / "nowhere") in message
     code, message = refuse(capsys, "--model", str(tmp_path), "--port", "0")
     assert (code, "config.json" in message, message.count("\n")) == (2, True, 1)
+
+
+def test_a_model_without_some_of_its_weights_is_not_served(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    code, message = refuse(capsys, "--model", str(tmp_path / "model"), "--device", "cpu")
+    assert code == 1
+    assert re.search(r"lacks model\.layers\.0\.mlp\.up_proj\.weight, .* saved whole", message)
 
 
 def test_a_model_is_served_by_its_name_on_the_hub(

@@ -19,7 +19,7 @@ from transformers import TrainerState
 from verifiers.data.batch_plan import make_plan
 from verifiers.errors import CheckpointError, ConfigError, GenerationError
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.checkpoint import MARKER, extra_state, mark_complete, mark_incomplete
+from verifiers.train.checkpoint.checkpoint import MARKER, TENSORS, extra_state, mark_complete, mark_incomplete
 from verifiers.train.checkpoint.finished_run import finished_steps
 from verifiers.train.checkpoint.run_directory import (
     LOCK,
@@ -42,7 +42,9 @@ def a_directory(root: Path, **settings: Any) -> RunDirectory:
     given = {"should_save": True, "save_only_model": False, "save_strategy": "steps", "save_total_limit": None}
     args: Any = SimpleNamespace(output_dir=root, **{**given, **settings})
     ranks = Ranks(SimpleNamespace(wait_for_everyone=lambda: None))
-    return RunDirectory(args, PLAN, ranks, None, "a model", state=lambda: {"more": 1}, blocks=lambda: ())
+    return RunDirectory(
+        args, PLAN, ranks, None, "a model", checksums=dict, state=lambda: {"more": 1}, blocks=lambda: ()
+    )
 
 
 def save(directory: RunDirectory, step: int, name: str = "model.safetensors") -> None:
@@ -60,7 +62,7 @@ def test_a_run_goes_from_a_lock_through_complete_checkpoints_to_the_next_run(tmp
     for _ in range(2):
         first.close()
     point = other.choose(True)
-    assert (point.checkpoint, other.begin(point, ())) == (str(tmp_path / "checkpoint-2"), {"more": 1})
+    assert (point.checkpoint, other.begin(point, ())) == (str(tmp_path / "checkpoint-2"), {"more": 1, TENSORS: {}})
     other.close()
 
 
@@ -79,7 +81,7 @@ def test_a_block_in_flight_that_failed_does_not_keep_the_weights_from_being_save
 
     directory._blocks = fails
     save(directory, 2)
-    assert extra_state(tmp_path / "checkpoint-2") == {"more": 1}
+    assert extra_state(tmp_path / "checkpoint-2") == {"more": 1, TENSORS: {}}
 
 
 def test_older_checkpoints_are_deleted_here_alone_and_once_the_newer_one_is_complete(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS
 
 __all__ = [
     "MARKER",
+    "START_NEW",
+    "TENSORS",
     "check_resumable",
     "dataset_fingerprint",
     "describe_run",
@@ -67,8 +69,11 @@ def _drawn_from(plan: BatchPlan, optimizer_step: int) -> Sequence[int]:
 
 
 MARKER = "verifiers_state.json"
+TENSORS = "tensors"
+"""The part of a checkpoint's further state that has the checksum of each tensor."""
 
-_START_NEW = "start again at step 0 (vf-train --fresh, or train() alone), or give another output_dir"
+START_NEW = "start again at step 0 (vf-train --fresh, or train() alone), or give another output_dir"
+"""The remedy for a checkpoint that cannot be resumed."""
 
 
 def mark_incomplete(directory: Path) -> None:
@@ -139,23 +144,23 @@ def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, mo
             raise CheckpointError(
                 f"{directory} was written under another curriculum than this run has up to step "
                 f"{saved['optimizer_step']} ({_difference(saved.get(name), value)}), so its rows would be others; "
-                f"change only what comes later, or {_START_NEW}."
+                f"change only what comes later, or {START_NEW}."
             )
         if saved.get(name) != value:
             raise CheckpointError(
                 f"{directory} was written with {name}={saved.get(name)!r}, and this run has {value!r}: its blocks "
-                f"would hold other prompts; use the same settings, or {_START_NEW}."
+                f"would hold other prompts; use the same settings, or {START_NEW}."
             )
     had = saved.get("rows")
     if had is not None and dataset_fingerprint(rows, plan, int(saved["optimizer_step"])) not in (None, had):
         raise CheckpointError(
             f"{directory} was written with other training rows than the environment has now (or another environment, "
-            f"or other arguments of it), so its blocks would hold other prompts; use the same rows, or {_START_NEW}."
+            f"or other arguments of it), so its blocks would hold other prompts; use the same rows, or {START_NEW}."
         )
     if not _is_same_model(saved.get("model"), model):
         raise CheckpointError(
             f"{directory} is of a run that began from the model {saved['model']!r}, and this one is to begin from "
-            f"{model!r}, whose weights it would never see; use the same model, or {_START_NEW}."
+            f"{model!r}, whose weights it would never see; use the same model, or {START_NEW}."
         )
 
 

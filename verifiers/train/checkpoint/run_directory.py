@@ -20,6 +20,7 @@ from verifiers.train.batching.collate import Dropped
 from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record
 from verifiers.train.checkpoint.checkpoint import (
     MARKER,
+    TENSORS,
     check_resumable,
     extra_state,
     mark_complete,
@@ -330,6 +331,7 @@ class RunDirectory:
         ranks: of the run.
         rows: the training rows.
         model: path or hub name of the policy at step 0; None where there is none.
+        checksums: gives those of the policy's tensors, on rank 0; every rank calls it.
         state: gives what a checkpoint keeps beside the model, as JSON, by the name of what it belongs to.
         blocks: gives the blocks in flight that are finished.
     """
@@ -342,11 +344,12 @@ class RunDirectory:
         rows: Any,
         model: str | None,
         *,
+        checksums: Callable[[], dict[str, str]],
         state: Callable[[], dict[str, Any]],
         blocks: Callable[[], Iterable[ScoredBlock]],
     ) -> None:
         self._args, self._plan, self._ranks, self._rows, self._model = args, plan, ranks, rows, model
-        self._state, self._blocks = state, blocks
+        self._checksums, self._state, self._blocks = checksums, state, blocks
         self.path = Path(str(args.output_dir))
         self._lock: Any = None
         self._block_log: BlockLog | None = None
@@ -406,10 +409,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def rotation(self) -> Iterator[None]:
-        """Leave the deletion of old checkpoints to `saving`: transformers may delete one before the next is complete.
-
-        To be open while a run trains.
-        """
+        """Leave the deletion of old checkpoints to `saving`: transformers may do it before the next is complete."""
         limit = self._limit = self._args.save_total_limit
         self._args.save_total_limit = None
         try:
@@ -436,12 +436,15 @@ class RunDirectory:
                 mark_incomplete(checkpoint)
             yield
             self._ranks.wait_for_all()
-            if writes and step % self._plan.updates_per_block == 0 and not self._args.save_only_model:
+            marks = step % self._plan.updates_per_block == 0 and not self._args.save_only_model
+            tensors = self._checksums() if marks else {}
+            if writes and marks:
                 # a block that failed ends the run when it is needed; the weights are saved all the same
                 with contextlib.suppress(Error):
                     save_pending_blocks(checkpoint, self._blocks())
                 if self._block_log is not None:
                     self._block_log.sync()
-                mark_complete(checkpoint, self._plan, step, self._state(), self._rows, self._model)
+                extra = {**self._state(), TENSORS: tensors}
+                mark_complete(checkpoint, self._plan, step, extra, self._rows, self._model)
         if writes:
             rotate_checkpoints(self.path, self._limit, state.best_model_checkpoint)

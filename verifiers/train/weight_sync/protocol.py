@@ -210,21 +210,27 @@ def is_sharded(model: Any) -> bool:
 
 
 def gathered_tensors(
-    model: Any, *, keep: bool, tied: bool = False, only: Callable[[str], bool] | None = None
-) -> dict[str, Tensor]:
+    model: Any,
+    *,
+    keep: bool,
+    tied: bool = False,
+    only: Callable[[str], bool] | None = None,
+    take: Callable[[Tensor], Any] = lambda whole: whole.detach().to("cpu", copy=True),
+) -> dict[str, Any]:
     """Gather every parameter and saved buffer of a sharded model in host memory; all ranks must call it.
 
-    Tensor after tensor is gathered and copied, so a device holds one whole tensor at a time beside its shards.
+    Tensor after tensor is gathered and taken, so a device holds one whole tensor at a time beside its shards.
 
     Args:
         model: the sharded model.
         keep: give the tensors; other ranks take part, and get an empty dict.
         tied: give tied weights under each of their names.
         only: which names are wanted; all when left out.
+        take: makes of a whole tensor what is kept of it: a copy when left out.
     """
     # what the last forward pass left gathered goes back to shards with this
     state = model.state_dict(keep_vars=True)
-    gathered: dict[str, Tensor] = {}
+    gathered: dict[str, Any] = {}
     first_names: dict[int, str] = {}
     for name, tensor in state.items():
         if only is not None and not only(name):
@@ -237,7 +243,7 @@ def gathered_tensors(
             continue
         with _whole(tensor) as whole:
             if keep:
-                gathered[_plain(name)] = whole.detach().to("cpu", copy=True)
+                gathered[_plain(name)] = take(whole)
     return gathered
 
 

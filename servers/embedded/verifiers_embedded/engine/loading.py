@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -64,13 +64,23 @@ def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int |
         attention_windows(config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         number = _dtype(dtype, place, config)
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=number)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=number, output_loading_info=True
+        )
     except StartError:
         raise
     except Exception as error:
         # transformers raises dozens of kinds here; all mean that this directory cannot be served.
         raise StartError(f"cannot load --model {str(directory)!r}: {type(error).__name__}: {error}", 1) from error
-    return prepared(cast(Any, model).to(place), tokenizer, max_model_len=max_model_len)
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise StartError(
+            f"--model {str(directory)!r} lacks {', '.join(missing[:4])}{more}, which would be random numbers; give a "
+            "directory that was saved whole",
+            1,
+        )
+    return prepared(model.to(place), tokenizer, max_model_len=max_model_len)
 
 
 def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None) -> LoadedModel:

@@ -1,0 +1,130 @@
+"""The weights of a checkpoint: loaded as `from_pretrained` loads them, then compared with what was saved.
+
+transformers' own loading in a trainer goes by names: where a checkpoint's are not the model's in memory (fused
+experts, prefixes), it leaves tensors as they are and warns (huggingface/transformers#48805, #43701).
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifiers.errors import CheckpointError, Error
+from verifiers.train.checkpoint.checkpoint import MARKER, START_NEW, TENSORS, extra_state
+from verifiers.train.processes.distributed import Ranks
+from verifiers.train.weight_sync.protocol import gathered_tensors
+
+__all__ = ["CheckpointWeights", "checksum"]
+
+
+class CheckpointWeights:
+    """The policy's tensors as checkpoints hold them; every rank has one and calls it in the same order.
+
+    Args:
+        ranks: of the run.
+        policy: gives the trained model, unwrapped.
+        in_shards: FSDP or DeepSpeed trains it; both keep files of their own, under the names in memory.
+    """
+
+    def __init__(self, ranks: Ranks, policy: Callable[[], Any], *, in_shards: bool) -> None:
+        self._ranks, self._policy, self._in_shards = ranks, policy, in_shards
+        self._checksums: dict[str, str] = {}
+        self._frozen: set[str] = set()
+
+    def load(self, checkpoint: str, load_by_name: Callable[[], None]) -> None:
+        """Load a checkpoint into the policy, and compare the checksum of each tensor with the saved one.
+
+        Args:
+            checkpoint: its directory.
+            load_by_name: transformers' own loading, for shards and adapters.
+
+        Raises:
+            CheckpointError: the files cannot be read, or the policy is not as it was saved.
+        """
+        path, model = Path(checkpoint), self._policy()
+        by_name = self._in_shards or hasattr(model, "peft_config")
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        try:
+            # transformers warns of a best checkpoint that is gone, and refuses one of FSDP
+            if by_name or not path.is_dir() or any(path.glob("pytorch_model_fsdp*")):
+                load_by_name()
+            else:
+                _load_pretrained(model, path)
+        except Exception as error:
+            # a rank of a sharded model may fail because another one has ended
+            if self._in_shards or isinstance(error, Error):
+                raise
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"the weights in {checkpoint} cannot be loaded ({first.rstrip('. ')}); resume from an earlier "
+                f"checkpoint by its path, or {START_NEW}."
+            ) from error
+        for name, parameter in model.named_parameters():
+            # PEFT turns adapters of 16 bits into float32
+            if parameter.dtype != dtypes.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(dtypes[name])
+        self._checksums, self._frozen = {}, set()
+        found = self.checksums()
+        self._ranks.on_rank_0(lambda: _compare(path, found))
+
+    def checksums(self) -> dict[str, str]:
+        """Return the checksum of each tensor by its name, on rank 0; of tied ones the first name counts.
+
+        A sharded model is gathered, tensor by tensor. Parameters that are frozen, such as those below an adapter, are
+        read once.
+        """
+        model = self._policy()
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        known = frozen & self._frozen
+        self._checksums |= gathered_tensors(
+            model, keep=self._ranks.is_main, only=lambda name: name not in known, take=checksum
+        )
+        self._frozen = frozen
+        return dict(self._checksums)
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return the CRC-32 of a tensor's bytes: it differs wherever one number of up to 32 bits does."""
+    return f"{zlib.crc32(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data):08x}"
+
+
+def _load_pretrained(model: Any, directory: Path) -> None:
+    """Fill a model, which keeps its device and dtypes, with what `from_pretrained` reads; to the last bit."""
+    dtypes = {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()}
+    loaded, info = type(model).from_pretrained(
+        directory,
+        config=model.config,
+        # in which each of them is exact
+        dtype=functools.reduce(torch.promote_types, dtypes),
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    shapes = {name: f"{tuple(saved)} in it, {tuple(own)} here" for name, saved, own in info["mismatched_keys"]}
+    _refuse(directory, info["missing_keys"], info["unexpected_keys"], shapes)
+    model.load_state_dict(loaded.state_dict())
+
+
+def _compare(directory: Path, found: Mapping[str, str]) -> None:
+    # a checkpoint inside a block has no marker
+    saved = extra_state(directory).get(TENSORS) if (directory / MARKER).is_file() else None
+    if saved:
+        others = {name: "other numbers" for name in found.keys() & saved.keys() if found[name] != saved[name]}
+        _refuse(directory, found.keys() - saved.keys(), saved.keys() - found.keys(), others)
+
+
+def _refuse(directory: Path, missing: Iterable[str], useless: Iterable[str], others: Mapping[str, str]) -> None:
+    faults = {**dict.fromkeys(missing, "not in it"), **dict.fromkeys(useless, "of no use to the model"), **others}
+    if faults:
+        shown = ", ".join(f"{name} ({faults[name]})" for name in sorted(faults)[:4])
+        more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
+        raise CheckpointError(
+            f"{directory} does not give back the model that was saved: {shown}{more}. Its files have changed, or the "
+            "model, its dtype or its adapter is another; use those of the run that wrote it, resume from an earlier "
+            f"checkpoint by its path, or {START_NEW}."
+        )
