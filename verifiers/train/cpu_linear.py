@@ -15,11 +15,11 @@ from torch import Tensor
 __all__ = ["use_onednn"]
 
 
-def use_onednn(model: Any) -> None:
-    """Give a model's float32 linear layers on the CPU oneDNN's products, forward and backward, where torch has them."""
+def use_onednn(*models: Any) -> None:
+    """Give models' float32 linear layers on the CPU oneDNN's products, forward and backward, where torch has them."""
     if not torch.backends.mkldnn.is_available():
         return
-    for module in model.modules():
+    for module in (module for model in models if model is not None for module in model.modules()):
         if type(module) is torch.nn.Linear and module.weight.is_cpu and module.weight.dtype == torch.float32:
             module.__class__ = _Linear
 

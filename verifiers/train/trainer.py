@@ -31,6 +31,7 @@ from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkp
 from verifiers.train.checkpoint.weights import CheckpointWeights
 from verifiers.train.config import GRPOConfig
 from verifiers.train.console import ProgressLines
+from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
@@ -136,6 +137,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.beta = 0.0
         disable_dropout(self.model, warns=self.is_world_process_zero())
         fuse_heads(self)
+        use_onednn(self.model, self.ref_model)
         check_processes(self.accelerator, args)
         self.last_block: ScoredBlock | None = None
         if args.streaming:
