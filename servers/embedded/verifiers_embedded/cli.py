@@ -66,6 +66,13 @@ def parser() -> CommandParser:
     add = command.group("speed")
     add("--rollout-chunk-size", type=_positive, default=64, metavar="N", help="most sequences at once; others queue")
     add(
+        "--kv-cache-mib",
+        type=_positive,
+        metavar="N",
+        help="most memory for keys and values of running sequences; further requests queue (default: half of what "
+        "is free once the model is loaded)",
+    )
+    add(
         "--prefix-cache-mib",
         type=_not_negative,
         default=256,
@@ -139,6 +146,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             slots=arguments.rollout_chunk_size,
             tool_format=arguments.tool_call_parser,
             splits_reasoning=arguments.reasoning_parser == "think",
+            cache_bytes=None if arguments.kv_cache_mib is None else arguments.kv_cache_mib * 2**20,
             prefix_bytes=arguments.prefix_cache_mib * 2**20,
             api_key=_api_key(arguments.api_key_var),
             max_body_bytes=arguments.max_body_mib * 2**20,
