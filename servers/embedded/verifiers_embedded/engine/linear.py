@@ -22,13 +22,10 @@ class OneDnnLinear(torch.nn.Linear):
         return product
 
 
-def install(model: Any) -> None:
+def use_onednn(model: Any) -> None:
     """Give a model's float32 linear layers on the CPU oneDNN's products, where torch has them."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():
-        if type(module) is torch.nn.Linear and (module.weight.device.type, module.weight.dtype) == (
-            "cpu",
-            torch.float32,
-        ):
+        if type(module) is torch.nn.Linear and module.weight.is_cpu and module.weight.dtype == torch.float32:
             module.__class__ = OneDnnLinear
