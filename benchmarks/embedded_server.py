@@ -17,7 +17,7 @@ seed, 64 in flight, none ends early. Counted are the tokens that were asked for 
 Then 16 conversations of 30 turns, with kept prefixes and without. Ends with one line of JSON: ratio_to_generate (same
 requests), ratio_to_generate_equal (the kinder workload), ratio_to_transformers_serve, ratio_of_prefix_reuse.
 
-With a checkpoint of one's own: tokens per second of the server with 1, 8, 32 and 64 in flight, the bound by the model's
+With a checkpoint of one's own: tokens per second of the server with 1, 8, 32 and 64 in flight, the bound by its
 linear layers alone (torch's own, and as the server computes them), and the ratio to the latter.
 """
 
