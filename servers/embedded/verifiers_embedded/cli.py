@@ -27,7 +27,10 @@ def parser() -> CommandParser:
     command = CommandParser(
         "vf-serve",
         "Serve a frozen causal language model for rollouts, over OpenAI's chat completions.",
-        examples=("vf-serve --model runs/demo-tiny/start", "vf-serve --model OWNER/NAME --port 0 --port-file port.txt"),
+        examples=(
+            "vf-serve --model runs/demo-tiny/start",
+            "vf-serve --model OWNER/NAME --port 0 --port-file port.txt",
+        ),
         version=__version__,
     )
     add = command.group("model")
@@ -65,6 +68,13 @@ def parser() -> CommandParser:
     add("--max-body-mib", type=_positive, default=64, metavar="N", help="longest request body")
     add = command.group("speed")
     add("--rollout-chunk-size", type=_positive, default=64, metavar="N", help="most sequences at once; others queue")
+    add(
+        "--kv-cache-mib",
+        type=_positive,
+        metavar="N",
+        help="most memory for keys and values of running sequences; further requests queue (default: half of what "
+        "is free once the model is loaded)",
+    )
     add(
         "--prefix-cache-mib",
         type=_not_negative,
@@ -139,6 +149,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             slots=arguments.rollout_chunk_size,
             tool_format=arguments.tool_call_parser,
             splits_reasoning=arguments.reasoning_parser == "think",
+            cache_bytes=None if arguments.kv_cache_mib is None else arguments.kv_cache_mib * 2**20,
             prefix_bytes=arguments.prefix_cache_mib * 2**20,
             api_key=_api_key(arguments.api_key_var),
             max_body_bytes=arguments.max_body_mib * 2**20,

@@ -96,6 +96,7 @@ class InProcessServer:
             prefix_bytes=prefix_bytes,
             backend=backend,
             record=record,
+            cache_tokens=loaded.cache_tokens,
         )
         self.name = name
         self.url = ""

@@ -43,6 +43,7 @@ class Settings:
     slots: int
     tool_format: str
     splits_reasoning: bool
+    cache_bytes: int | None
     prefix_bytes: int
     api_key: str | None
     max_body_bytes: int
@@ -70,7 +71,11 @@ def serve(settings: Settings, listener: socket.socket) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     loaded = load_model(
-        settings.model, device=settings.device, dtype=settings.dtype, max_model_len=settings.max_model_len
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        cache_bytes=settings.cache_bytes,
     )
     return asyncio.run(_serve(settings, loaded, listener))
 
@@ -87,6 +92,7 @@ async def _serve(settings: Settings, loaded: LoadedModel, listener: socket.socke
         prefix_bytes=settings.prefix_bytes,
         backend=settings.backend,
         record=cuda_graph if settings.graphs else None,
+        cache_tokens=loaded.cache_tokens,
     )
     name = settings.model_name or settings.model.resolve().name
     routes = Routes(
@@ -128,7 +134,8 @@ def announce(settings: Settings, loaded: LoadedModel, name: str, listener: socke
             flush=True,
         )
     prefix_mib = settings.prefix_bytes / 2**20
-    cache_mib = loaded.cache_bytes(settings.slots) / 2**20
+    tokens = min(settings.slots * loaded.max_model_len, loaded.cache_tokens)
+    cache_mib = tokens * loaded.cache_bytes_per_token / 2**20
     print(
         f"vf-serve: {name}, {loaded.num_parameters:,} parameters, {loaded.device.type}, "
         f"{str(loaded.dtype).removeprefix('torch.')}, context {loaded.max_model_len} tokens, "

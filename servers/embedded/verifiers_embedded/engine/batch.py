@@ -15,6 +15,7 @@ from verifiers_embedded.engine.cache import SlotCache
 from verifiers_embedded.engine.constraints import Guide, forbid
 from verifiers_embedded.engine.decoding import FixedPass, Record, upload
 from verifiers_embedded.engine.generation import Sequence
+from verifiers.train.cpu_linear import use_onednn
 from verifiers_embedded.engine.prefixes import BLOCK, PrefixStore
 from verifiers_embedded.engine.sampling import BatchSampler, Draw
 from verifiers_embedded.errors import StartError
@@ -44,6 +45,7 @@ class ActiveBatch:
         prefix_bytes: memory for keys and values of finished sequences, which later prompts may continue.
         backend: of torch.compile, for the passes of one token a sequence; None runs them as they are.
         record: `decoding.cuda_graph`, for the same passes; None runs them as they are.
+        cache_tokens: most rows times columns of the cache; None: all that the slots can need.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ActiveBatch:
         prefix_bytes: int = 0,
         backend: str | Callable[..., Any] | None = None,
         record: Record | None = None,
+        cache_tokens: int | None = None,
     ) -> None:
         self.sequences: list[Sequence] = []
         self.prefixes = PrefixStore(prefix_bytes)
@@ -67,11 +70,13 @@ class ActiveBatch:
         run = partial(self._one_token, one_token)
         self._fixed_pass = FixedPass(lambda last: run(last, self.allocated[1]), record) if fixed else None
         self._by_length = install(model) and not fixed
+        use_onednn(model)
         self._packs_prompts = self._by_length and list(self._windows.values()) == [None]
         self._block = max(ROWS_APART, -(-slots // 4)) if self._by_length else slots
         config = model.config.get_text_config()
         self._slots = slots
-        self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, fixed=fixed)
+        most = slots * max_model_len if cache_tokens is None else cache_tokens
+        self._cache = SlotCache(config.num_hidden_layers, slots, max_model_len, most, fixed=fixed)
         self._sampler: BatchSampler | None = None
         self._guides: list[tuple[int, Guide]] = []
 
@@ -84,6 +89,10 @@ class ActiveBatch:
     def bytes_per_token(self) -> int:
         """Key-value memory of one token in bytes; 0 while no sequence is held."""
         return self._cache.bytes_per_token
+
+    def fits(self, sequences: Listed[Sequence], tokens: int) -> bool:
+        """Return whether the cache may grow to hold these sequences and so many more tokens of each."""
+        return self._cache.fits(len(sequences), max(len(item.tokens) for item in sequences) + tokens)
 
     def add(self, sequences: Listed[Sequence]) -> None:
         """Give each sequence a row and compute the cache of all its tokens but the last."""

@@ -152,6 +152,7 @@ class SlotCache(Cache):
         layers: the model's number of layers.
         max_rows: the number of slots; rows are allocated up to it.
         max_columns: the longest sequence in tokens; columns are allocated up to it.
+        max_cells: most rows times columns, unless a reservation that does not fit asks for more.
         fixed: allocate all rows, and columns in few sizes, for passes that read all that is allocated: what
             is compiled or recorded for these shapes then fits every step. Such memory is held while idle, too.
 
@@ -159,12 +160,13 @@ class SlotCache(Cache):
         place: changes where the tensors move in memory.
     """
 
-    def __init__(self, layers: int, max_rows: int, max_columns: int, *, fixed: bool = False) -> None:
+    def __init__(self, layers: int, max_rows: int, max_columns: int, max_cells: int, *, fixed: bool = False) -> None:
         self._writes = _Writes()
         self._fixed = fixed
         self.place = 0
         self._max_rows = max_rows
         self._max_columns = max_columns
+        self._max_cells = max_cells
         self._slot_layers = [_SlotLayer(self._writes) for _ in range(layers)]
         super().__init__(layers=list(self._slot_layers))
 
@@ -178,6 +180,13 @@ class SlotCache(Cache):
         """Memory of one column of one row in all layers; 0 before the first pass."""
         stored = [tensor for layer in self._slot_layers for tensor in (layer.keys, layer.values)]
         return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in stored if tensor is not None)
+
+    def fits(self, rows: int, columns: int) -> bool:
+        """Return whether so many sequences of so many tokens stay within `max_cells`."""
+        columns = min(columns, self._max_columns)
+        if self._fixed:
+            rows, columns = self._max_rows, self._fixed_columns(columns)
+        return rows * columns <= self._max_cells
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` sequences of up to `columns` tokens, and gives back what is far too much."""
@@ -195,6 +204,8 @@ class SlotCache(Cache):
         if columns > have_columns or 4 * columns + 4 * _COLUMN_STEP < have_columns:
             room = columns + max(_COLUMN_STEP, columns // 4)
             want_columns = min(self._max_columns, -(-room // _COLUMN_STEP) * _COLUMN_STEP)
+        if want_rows * want_columns > self._max_cells:
+            want_rows, want_columns = rows, max(columns, min(self._max_columns, self._max_cells // rows))
         if (want_rows, want_columns) != (have_rows, have_columns):
             self._resize(want_rows, want_columns)
 

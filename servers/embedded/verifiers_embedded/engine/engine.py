@@ -28,6 +28,9 @@ PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "wait", "abort")
 INITIAL_VERSION = "default"
 """vLLM's name for weights that were never updated."""
 
+_ADMIT_WITH_ROOM = 64
+"""Tokens that all sequences can grow by when one is admitted, so that it need not give up its slot at once."""
+
 _GATHER_S = 0.001
 _GATHER_MOST_S = 0.02
 
@@ -49,6 +52,8 @@ class Engine:
             is computed from there on. A reload empties it.
         backend: of torch.compile, such as "inductor"; None compiles nothing.
         record: `decoding.cuda_graph`, or None to record no passes.
+        cache_tokens: slots times longest sequence that the key-value cache may hold; further requests wait, and
+            where sequences outgrow it, the shortest waits too and is computed again. None: all that may be needed.
     """
 
     def __init__(
@@ -62,12 +67,13 @@ class Engine:
         prefix_bytes: int = 0,
         backend: str | Callable[..., Any] | None = None,
         record: Record | None = None,
+        cache_tokens: int | None = None,
     ) -> None:
         self._model = model
         self._decode = decode
         self._slots = slots
         self._threads = threads
-        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, backend, record)
+        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, backend, record, cache_tokens)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -251,6 +257,7 @@ class Engine:
             if not self._draining:
                 self._admit()
             if self._batch.sequences:
+                self._fit()
                 self._step()
             if self._draining and not self._batch.sequences:
                 self._become_paused()
@@ -284,11 +291,22 @@ class Engine:
         free = self._slots - len(self._batch.sequences)
         admitted: list[Sequence] = []
         while self._waiting and len(admitted) < free:
+            held = [*self._batch.sequences, *admitted]
+            if held and not self._batch.fits([*held, self._waiting[0]], _ADMIT_WITH_ROOM):
+                break
             sequence = self._waiting.popleft()
             if not sequence.future.cancelled():
                 admitted.append(sequence)
         if admitted:
             self._batch.add(admitted)
+
+    def _fit(self) -> None:
+        """Send the shortest sequences back to the queue until the others have room for a token each."""
+        while (count := len(self._batch.sequences)) > 1 and not self._batch.fits(self._batch.sequences, 0):
+            sequences = self._batch.sequences
+            shortest = min(range(count), key=lambda row: len(sequences[row].tokens))
+            self._waiting.appendleft(sequences[shortest])
+            self._batch.keep_only([row != shortest for row in range(count)])
 
     def _step(self) -> None:
         keep: list[bool] = []

@@ -11,6 +11,7 @@ import torch
 
 from verifiers_embedded.engine.batch import ActiveBatch, attention_windows
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
+from verifiers_embedded.engine.memory import available_bytes
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.errors import StartError
 
@@ -32,13 +33,12 @@ class LoadedModel:
     eos_ids: frozenset[int]
     num_parameters: int
     cache_bytes_per_token: int
-
-    def cache_bytes(self, slots: int) -> int:
-        """Return the most memory the key-value cache can take, were every slot as long as the context."""
-        return slots * self.max_model_len * self.cache_bytes_per_token
+    cache_tokens: int
 
 
-def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> LoadedModel:
+def load_model(
+    directory: Path, *, device: str, dtype: str, max_model_len: int | None, cache_bytes: int | None = None
+) -> LoadedModel:
     """Load a Hugging Face model directory, freeze it and check the cached against the plain forward pass.
 
     Args:
@@ -46,7 +46,8 @@ def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int |
         device: ``cpu``, ``cuda`` or ``auto`` (cuda where there is one).
         dtype: ``float32``, ``bfloat16`` or ``auto``: bfloat16 on cuda for a checkpoint in 16 bits, else
             float32.
-        max_model_len: context in tokens; None takes the model's own.
+        max_model_len: context in tokens; None takes the model's own, as far as its keys and values have room.
+        cache_bytes: most memory of the key-value cache; None takes half of what is free once the model is loaded.
 
     Raises:
         StartError: something about the directory or the choices does not fit.
@@ -80,11 +81,13 @@ def load_model(directory: Path, *, device: str, dtype: str, max_model_len: int |
             "directory that was saved whole",
             1,
         )
-    return prepared(model.to(place), tokenizer, max_model_len=max_model_len)
+    return prepared(model.to(place), tokenizer, max_model_len=max_model_len, cache_bytes=cache_bytes)
 
 
-def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None) -> LoadedModel:
+def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None, cache_bytes: int | None = None) -> LoadedModel:
     """Freeze a model that is on its device, and check the cached against the plain forward pass.
+
+    The arguments are those of `load_model`.
 
     Raises:
         StartError: the model or the context length cannot be served.
@@ -92,16 +95,28 @@ def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None) -> Loaded
     attention_windows(model.config)
     model = model.eval().requires_grad_(False)
     context = _context(model.config.get_text_config(), max_model_len)
+    token_bytes = _checked_cache(model, context)
+    room = available_bytes(model.device) // 2 if cache_bytes is None else cache_bytes
+    if room < token_bytes * (max_model_len or 1):
+        raise StartError(
+            f"the keys and values of one sequence of {max_model_len or 1} tokens take "
+            f"{token_bytes * (max_model_len or 1) / 2**20:,.1f} MiB, and the key-value cache may take "
+            f"{room / 2**20:,.1f} MiB (--kv-cache-mib, or half of the free memory); give a shorter "
+            "--max-model-len or a larger --kv-cache-mib",
+            1,
+        )
+    cache_tokens = room // token_bytes
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         device=model.device,
         dtype=model.dtype,
-        max_model_len=context,
+        max_model_len=min(context, cache_tokens),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         eos_ids=_eos_ids(model, tokenizer),
         num_parameters=model.num_parameters(),
-        cache_bytes_per_token=_checked_cache(model, context),
+        cache_bytes_per_token=token_bytes,
+        cache_tokens=cache_tokens,
     )
 
 

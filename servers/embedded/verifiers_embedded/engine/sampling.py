@@ -222,7 +222,8 @@ class BatchSampler:
             self._noise = torch.ones_like(log_probs_NV, dtype=torch.float64)
         for row in self._drawn_rows:
             noise[row].fill(self._noise[row])
-        return (log_probs_NV.exp() / self._noise).argmax(dim=-1)
+        # over the noise, as a new tensor of this size costs as much as the division
+        return torch.div(log_probs_NV.exp(), self._noise, out=self._noise).argmax(dim=-1)
 
 
 def truncate(log_probs_NV: torch.Tensor, limits_N3: torch.Tensor) -> torch.Tensor:

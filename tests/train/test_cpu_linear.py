@@ -1,0 +1,52 @@
+"""Linear layers on the CPU are torch's, forward and backward, to float32's rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verifiers.train.cpu_linear import use_onednn
+
+
+@pytest.mark.parametrize("shape", [(1, 48), (3, 1, 48), (2, 70, 48)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_and_gradients_are_torchs_and_follow_new_weights(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, plain = torch.nn.Linear(48, 33, bias=bias), torch.nn.Linear(48, 33, bias=bias)
+    use_onednn(torch.nn.Sequential(layer), None)
+    assert type(layer) is not torch.nn.Linear
+    for _ in range(2):
+        with torch.no_grad():
+            for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+                ours.copy_(theirs.normal_())
+        states = torch.randn(shape)
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(states), plain(states), rtol=1e-5, atol=1e-5)
+        gradients = []
+        for one in (layer, plain):
+            one.zero_grad()
+            given = states.clone().requires_grad_()
+            one(given).square().sum().backward()
+            gradients.append([given.grad, *(parameter.grad for parameter in one.parameters())])
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_is_frozen_or_under_autocast_stays_usable() -> None:
+    layer = torch.nn.Linear(8, 4).requires_grad_(False)
+    use_onednn(layer)
+    given = torch.ones(2, 8, requires_grad=True)
+    layer(given).sum().backward()
+    assert given.grad is not None
+    assert layer.weight.grad is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(given).dtype == torch.bfloat16
+
+
+def test_other_layers_stay_as_they_are() -> None:
+    class Own(torch.nn.Linear):
+        pass
+
+    others = [Own(8, 4), torch.nn.Linear(8, 4, dtype=torch.bfloat16), torch.nn.Linear(8, 4, dtype=torch.float64)]
+    kinds = [type(layer) for layer in others]
+    use_onednn(torch.nn.ModuleList(others))
+    assert [type(layer) for layer in others] == kinds
