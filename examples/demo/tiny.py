@@ -7,8 +7,8 @@ reasoning-gym's `spell_backward`, until it solves about a third of eval words; a
 started with it as a process of its own; GRPO trains it on words it has not been shown the answers of; and both
 models are compared on eval words, greedily, prompt by prompt.
 
-Writes `runs/demo-tiny/summary.json`, and `runs/demo-tiny/report.html` with curves, where the time went, and what the model
-says to the same eval words over time. Measured on two cores without a GPU, on 400 eval
+Writes `summary.json` and `report.html` into `runs/demo-tiny`: curves, where the time went, and what the model says to
+the same eval words over time. Measured on two cores without a GPU, on 400 eval
 words: exact match from 0.365 to 0.925 (seed 0) and from 0.325 to 0.993 (seed 1), in four minutes of training each.
 Not promised: that this small model learns anything but this task.
 """

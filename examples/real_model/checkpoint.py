@@ -36,7 +36,12 @@ def make_checkpoint(target: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         weights = download(Path(scratch))
         convert(weights, Path(scratch) / "model")
-        (Path(scratch) / "model").rename(target)
+        try:
+            (Path(scratch) / "model").rename(target)
+        except OSError:
+            # another process was first
+            if not (target / "config.json").exists():
+                raise
     return target
 
 

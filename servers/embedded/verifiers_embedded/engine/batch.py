@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from verifiers.train.cpu_linear import use_onednn
 from verifiers_embedded.engine.attention import Prompts, filled_up, install, laid_out, row_groups
 from verifiers_embedded.engine.cache import SlotCache
 from verifiers_embedded.engine.constraints import Guide, forbid
 from verifiers_embedded.engine.decoding import FixedPass, Record, upload
 from verifiers_embedded.engine.generation import Sequence
-from verifiers.train.cpu_linear import use_onednn
 from verifiers_embedded.engine.prefixes import BLOCK, PrefixStore
 from verifiers_embedded.engine.sampling import BatchSampler, Draw
 from verifiers_embedded.errors import StartError
