@@ -282,9 +282,8 @@ async def chats(row: Any, *, base_url: str, api_key: str, model: str) -> str:
 
 async def responds(row: Any, *, base_url: str, api_key: str, model: str) -> str:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        first = await client.responses.create(
-            model=model, input="2+2?", tools=[{"type": "function", **TOOLS[0]["function"]}]
-        )
+        tools: Any = [{"type": "function", **TOOLS[0]["function"]}]
+        first = await client.responses.create(model=model, input="2+2?", tools=tools)
         outputs = [
             {"type": "function_call_output", "call_id": item.call_id, "output": "none"}
             for item in first.output

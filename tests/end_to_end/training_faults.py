@@ -66,6 +66,7 @@ def _without(place: str, named: str | None) -> AnswerFault:
 
 LOGPROB, IDS, SPANS = "logprobs.content.0.logprob", "token_ids.0", "weight_versions"
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_NO_CHOICES: tuple[Any, ...] = ([], None, {}, "x")
 
 FAULTS = [
     # log-probs
@@ -94,7 +95,7 @@ FAULTS = [
     _set("/usage.completion_tokens", math.nan, None),
     _set("/usage.completion_tokens", 1.5, None),
     # what was said
-    *(_set("/choices", value, "without a choice") for value in ([], None, {}, "x")),
+    *(_set("/choices", value, "without a choice") for value in _NO_CHOICES),
     _set("/choices", [None], "no completion"),
     *(_set("message", value, "no completion") for value in ("hi", 3, [1])),
     _set("message", None, "without a choice"),

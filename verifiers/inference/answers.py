@@ -172,11 +172,11 @@ def _problems(given: Mapping[str, Any], spans: Sequence[Any], vocab_size: int, o
         yield f"{ids} token ids but {logprobs} log-probs, which must belong to the same tokens"
     after = 0
     for span in spans:
-        version, start, end = [span.get(name) if isinstance(span, Mapping) else None for name in _SPAN]
-        number = version_number(version) if isinstance(version, str) else version
+        version, start, last = [span.get(name) if isinstance(span, Mapping) else None for name in _SPAN]
+        number: Any = version_number(version) if isinstance(version, str) else version
         is_name = isinstance(version, str) and number is None
         is_known = is_name or (type(number) is int and oldest <= number < _LARGEST)
-        if not is_known or type(start) is not int or type(end) is not int or not after <= start <= end:
+        if not is_known or type(start) is not int or type(last) is not int or not after <= start <= last:
             right = f"spans of tokens, in order, with a version of {oldest} or more"
             yield f"{reprlib.repr(span)} among its weight_versions, which are {right}"
-        after = end
+        after = last

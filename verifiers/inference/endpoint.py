@@ -387,7 +387,8 @@ async def read_body(response: aiohttp.ClientResponse, max_mb: float) -> bytes:
     Raises:
         RetryableError: it is longer.
     """
-    pieces, left = [], int(max_mb * 2**20)
+    pieces: list[bytes] = []
+    left = int(max_mb * 2**20)
     async for piece in response.content.iter_any():
         left -= len(piece)
         if left < 0:
