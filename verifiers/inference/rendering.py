@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from verifiers.errors import Error, ModelError, ProviderError
+from verifiers.errors import Error, InvalidModelResponseError, ModelError, ProviderError
 from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, Backend
 from verifiers.inference.limits import call_with_retries
 from verifiers.inference.retries import RetryPolicy
@@ -264,7 +264,7 @@ class TokenRoutes:
             return str(error)
         except (ModelError, KeyError, IndexError, TypeError) as error:
             status = getattr(error, "status", None)
-            if isinstance(error, ProviderError) and (status is None or status >= 500):
+            if isinstance(error, (ProviderError, InvalidModelResponseError)) and (status is None or status >= 500):
                 raise
             return _ABSENT[path] if status in (403, 404, 405, 501) else f"{path} cannot be used: {error}"
         return None
