@@ -8,7 +8,7 @@ Error:
     │   ├── InvalidModelResponseError         a response that cannot be read
     │   │   └── EmptyModelResponseError       it has no choice
     │   ├── OverlongPromptError               the prompt does not fit the context; the rollout is truncated
-    │   ├── MissingTokenIdsError              training was asked for, the server sent no token ids or log-probs
+    │   ├── MissingTokenIdsError              token lists were asked for of an answer without token ids or log-probs
     │   └── ProviderError (ConnectionError)   the endpoint refused, failed or could not be reached
     ├── ToolError
     │   ├── ToolParseError (ValueError)       arguments of a tool call that are not the JSON asked for
@@ -108,10 +108,7 @@ class OverlongPromptError(ModelError):
 
 
 class MissingTokenIdsError(ModelError):
-    """Training needs the sampled token ids and log-probs, and the server's answer lacks them.
-
-    It ends the run at once: text is never re-tokenized for training.
-    """
+    """Token lists were asked for of an answer that lacks token ids or log-probs; text is never re-tokenized."""
 
 
 class ProviderError(ModelError, ConnectionError):

@@ -246,10 +246,10 @@ class Timing:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens as the server counted them, summed over the calls of the trained policy."""
+    """Tokens as the server counted them, summed over the calls of the trained policy; None where it left one out."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = 0
+    completion_tokens: int | None = 0
 
 
 @dataclass(slots=True)

@@ -145,7 +145,7 @@ async def test_a_response_that_is_continued_without_input_adds_no_message(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_half_a_surrogate_pair_that_the_policy_wrote_reaches_the_agent(
+async def test_half_a_surrogate_pair_that_the_policy_wrote_reaches_the_agent_as_a_whole_character(
     opened: Any, closing: AsyncExitStack, stream: bool
 ) -> None:
     made = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud83d"}'}}
@@ -154,7 +154,7 @@ async def test_half_a_surrogate_pair_that_the_policy_wrote_reaches_the_agent(
     body = {"model": "fake", "max_tokens": 900, "stream": stream, "messages": [{"role": "user", "content": "hi"}]}
     async with http.post(f"{url}/messages", json=body) as response:
         assert response.status == 200
-        assert "\\ud83d" in await response.text()
+        assert "\ufffd" in await response.text()
 
 
 @pytest.mark.parametrize("stream", [False, True])

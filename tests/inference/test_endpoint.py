@@ -358,10 +358,9 @@ async def test_an_answer_with_nothing_in_it_is_a_failure(body: dict[str, Any]) -
         message_of(None, usage=1),
         message_of(None, finish_reason="length"),
         message_of(None, finish_reason="content_filter"),
-        message_of(None, tool_calls=[{"id": "1"}]),
+        message_of(None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}]),
         message_of(None, refusal="no"),
         message_of(None, reasoning="hm"),
-        {"choices": [{"index": 0, "text": ""}]},
     ],
 )
 async def test_an_answer_that_is_only_short_is_the_models(body: dict[str, Any]) -> None:

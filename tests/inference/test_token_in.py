@@ -220,7 +220,7 @@ async def test_a_server_that_stops_answering_is_a_provider_error_and_never_a_rew
 async def test_tokens_are_stamped_with_the_versions_that_the_server_reports() -> None:
     async with TokenServer(digest) as server:
         server.versions = [{"version": "4", "start": 0, "end": 3}, {"version": "5", "start": 3, "end": 9}]
-        (rollout,) = await play(server, "tokens", Dialogue(2), policy_version=lambda: 5)
+        (rollout,) = await play(server, "tokens", Dialogue(2), policy_version=lambda: 4)
     (row,) = rollout.rows
     assert [version for version in row.versions if version >= 0] == [4, 4, 4, 5, 5, 5, 5, 5, 5] * 2
     assert (row.oldest_version, row.newest_version) == (4, 5)

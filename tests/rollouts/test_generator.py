@@ -16,7 +16,6 @@ from verifiers.errors import (
     DeadlineError,
     GenerationError,
     GeneratorClosedError,
-    MissingTokenIdsError,
     NothingScoredError,
 )
 from verifiers.inference.retries import RetryPolicy
@@ -105,7 +104,7 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseExcep
 
 
 def test_a_block_is_submitted_and_taken_scored_in_the_plans_order() -> None:
-    with FakeOpenAIServer("four") as server, generator(server) as blocks:
+    with FakeOpenAIServer("four", weight_version=3) as server, generator(server) as blocks:
         blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0), policy_version=3))
         block = blocks.get_batch(0)
         assert [rollout.key for rollout in block.rollouts] == [request.key for request in requests(0)]
@@ -199,9 +198,8 @@ def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
 def test_a_server_that_cannot_train_ends_the_run_with_the_reason() -> None:
     with FakeOpenAIServer("4", token_ids=False) as server, generator(server) as blocks:
         blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
-        with pytest.raises(GenerationError, match="answered without prompt_token_ids") as caught:
+        with pytest.raises(NothingScoredError, match="answered without prompt_token_ids"):
             blocks.get_batch(0)
-        assert isinstance(caught.value.__cause__, MissingTokenIdsError)
 
 
 def test_a_block_without_a_score_names_the_commonest_cause_and_the_counts() -> None:
@@ -313,7 +311,7 @@ def test_other_work_runs_on_the_loop_under_the_same_limit_and_a_deadline() -> No
 
 
 def test_columns_are_submitted_and_taken() -> None:
-    with FakeOpenAIServer("four") as server, generator(server) as blocks:
+    with FakeOpenAIServer("four", weight_version=6) as server, generator(server) as blocks:
         prompt = [{"role": "user", "content": "0"}]
         blocks.submit_batch(BatchRequest(9, {"prompt": [prompt] * 4}, num_generations=2, policy_version=6))
         block = blocks.get_batch(9)

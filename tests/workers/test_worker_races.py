@@ -14,9 +14,8 @@ import pytest
 import worker_world as world
 
 import verifiers as vf
-from verifiers.errors import ConfigError, MissingTokenIdsError, OverlongPromptError, RolloutWorkerError
+from verifiers.errors import ConfigError, OverlongPromptError, RolloutWorkerError
 from verifiers.inference.limits import NoMoreSlotsError
-from verifiers.inference.wire import WireObject
 from verifiers.types import Outcome
 from verifiers.workers.link import WorkerLink
 
@@ -271,12 +270,11 @@ async def test_what_one_agent_in_a_worker_asks_does_not_end_the_run(what: str) -
     assert [one.turns for one in group.rollouts] == [1, 1]
 
 
-class WithoutTokenIds(world.Model):
-    """A model whose answers have no token ids."""
+class Refusing(world.Model):
+    """A model that no call of this environment suits."""
 
     async def call(self, path: str, arguments: Any) -> Any:
-        message = {"role": "assistant", "content": "a"}
-        return WireObject({"id": "1", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]})
+        raise ConfigError("this model takes no such call")
 
 
 async def test_what_every_rollout_in_a_worker_would_meet_ends_the_run(begin_with: Any) -> None:
@@ -286,8 +284,8 @@ async def test_what_every_rollout_in_a_worker_would_meet_ends_the_run(begin_with
 
     begin_with(swallow)
     played, _ = world.workers_of(world.Scripted)
-    runner = world.runner_of(played, WithoutTokenIds(), require_tokens=True)
-    with pytest.raises(MissingTokenIdsError):
+    runner = world.runner_of(played, Refusing(), require_tokens=True)
+    with pytest.raises(ConfigError, match="no such call"):
         await runner.run_group(world.requests_of(played, [0])[0])
 
 

@@ -26,7 +26,7 @@ from verifiers.envs.signatures import (
     gives_rollout_input,
     takes_rollout_input,
 )
-from verifiers.errors import ConfigError, Error, MissingTokenIdsError, OverlongPromptError
+from verifiers.errors import ConfigError, Error, OverlongPromptError
 from verifiers.keywords import EnvironmentOptions
 from verifiers.types import Info, Messages, ModelResponse, RolloutInput, SamplingArgs, State, TrajectoryStep
 
@@ -39,7 +39,7 @@ def note_error(state: State, error: Error) -> None:
     Raises:
         Error: a mistake of the user's that every rollout would repeat is raised instead.
     """
-    if isinstance(error, (ConfigError, MissingTokenIdsError)):
+    if isinstance(error, ConfigError):
         raise error
     if isinstance(error, OverlongPromptError):
         state["prompt_too_long"] = state["is_truncated"] = True

@@ -18,6 +18,7 @@ from typing import Any
 from verifiers.concurrency import OverdueError, is_async_function, threads_for
 from verifiers.envs.tool_schema import function_schema, tool_name
 from verifiers.errors import ConfigError, InfraError, ModelError, ToolCallError, ToolParseError
+from verifiers.inference.wire import whole_characters
 from verifiers.types import ChatMessage
 
 __all__ = [
@@ -212,9 +213,9 @@ def parse_arguments(call: RequestedCall) -> dict[str, Any]:
 
 
 def tool_message(result: Any, call_id: str) -> ChatMessage:
-    """Return a tool's answer as a message: text and lists of content parts as they are, all else as `str` of it."""
+    """Return a tool's answer as a message: lists of content parts as they are, all else as `str` of it."""
     is_parts = isinstance(result, list) and bool(result) and all(_is_part(item) for item in result)
-    content = result if isinstance(result, str) or is_parts else str(result)
+    content = result if is_parts else whole_characters(str(result))
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 

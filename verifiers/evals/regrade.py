@@ -160,7 +160,7 @@ def _restored(row: Mapping[str, Any]) -> Rollout:
         failure=failure,
         attempts=row.get("attempts") or 1,
         timing=Timing(generation_s=(row.get("generation_ms") or 0.0) / 1000),
-        usage=Usage(row.get("prompt_tokens") or 0, row.get("completion_tokens") or 0),
+        usage=Usage(row.get("prompt_tokens"), row.get("completion_tokens")),
         state=state,
     )
 

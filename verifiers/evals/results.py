@@ -51,11 +51,12 @@ class RolloutResults:
 
     Attributes:
         prompt_tokens, completion_tokens: of all rows.
+        without_usage: rows of which the tokens are not known.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.prompt_tokens = 0
-        self.completion_tokens = 0
+        self.completion_tokens = self.without_usage = 0
         self._places: dict[Any, dict[Any, int]] = {}
         self._tasks: dict[Any, str] = {}
         self._outcomes: list[str] = []
@@ -117,6 +118,7 @@ class RolloutResults:
         self.prompt_tokens += int(row.get("prompt_tokens") or 0)
         self._lengths[place] = int(row.get("completion_tokens") or 0)
         self.completion_tokens += self._lengths[place]
+        self.without_usage += "completion_tokens" in row and row["completion_tokens"] is None
         reward = row.get("reward")
         if outcome not in _SCORED or not isinstance(reward, int | float) or not math.isfinite(reward):
             return

@@ -90,7 +90,7 @@ class EvaluationRun:
                 store.append(rollout)
             self.progress.add(rollout)
             self.ran += 1
-            self.tokens += rollout.usage.completion_tokens
+            self.tokens += rollout.usage.completion_tokens or 0
 
         shard = Shard.of_run(self.metadata)
         requests = iter_requests(dataset, self.metadata["rollouts_per_example"], self.metadata["seed"], shard)

@@ -221,7 +221,8 @@ class RunSummary:
         variance: of the reward, between prompts and within.
         tasks: reward and counts of each task, where there are several.
         prompt_tokens, completion_tokens: spent on all rollouts, also on failed ones.
-        cost: by the price table; None without one, or where it does not have the model.
+        without_usage: rollouts of which the tokens are not known; `completion_tokens` is that of the others.
+        cost: by the price table; None without one, or where it does not have the model or tokens are not known.
         currency: of `cost`.
     """
 
@@ -233,6 +234,7 @@ class RunSummary:
     tasks: Mapping[str, tuple[Measure, Counts]]
     prompt_tokens: int
     completion_tokens: int
+    without_usage: int
     cost: float | None
     currency: str | None
 
@@ -261,6 +263,7 @@ class RunSummary:
             },
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
+            "without_usage": self.without_usage,
             "cost": self.cost,
             "currency": self.currency,
         }
@@ -303,7 +306,10 @@ def summarize(
         },
         prompt_tokens=results.prompt_tokens,
         completion_tokens=results.completion_tokens,
-        cost=None if price is None else price.cost(results.prompt_tokens, results.completion_tokens),
+        without_usage=results.without_usage,
+        cost=None
+        if price is None or results.without_usage
+        else price.cost(results.prompt_tokens, results.completion_tokens),
         currency=None if price is None or prices is None else prices.currency,
     )
 

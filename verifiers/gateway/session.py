@@ -15,7 +15,7 @@ from typing import Any
 from verifiers.errors import ConfigError, ModelError, OverlongPromptError, ProviderError
 from verifiers.gateway.calls import AgentCall, RefusedCallError
 from verifiers.inference.endpoint import CHAT, TOKENIZE
-from verifiers.inference.wire import plain_data
+from verifiers.inference.wire import plain_data, whole_characters
 from verifiers.log import text_without_credentials
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, refuse_non_text
 
@@ -308,12 +308,10 @@ class Session:
         if self.budget.completion_tokens is None:
             return None
         promised = sum(exchange.max_tokens for exchange in self._order if not exchange.task.done())
-        return max(self.budget.completion_tokens - self.client.usage.completion_tokens - promised, 0)
+        return max(self.budget.completion_tokens - (self.client.usage.completion_tokens or 0) - promised, 0)
 
     def _begin(self, call: AgentCall) -> Exchange:
         max_tokens = 0
-        if not all(_is_unicode(text) for text in _texts_in(call.arguments)):
-            raise RefusedCallError("a text of the call has half of a surrogate pair; send whole characters.")
         if call.max_tokens is not None and call.max_tokens < 1:
             raise RefusedCallError(f"max_tokens is {call.max_tokens}; give 1 or more.")
         if self.is_policy(call):
@@ -408,7 +406,9 @@ def read_arguments(text: str) -> Any:
     """Return a tool call's arguments as an object; what is not a JSON object is put under the name "arguments"."""
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+        # an agent's SDK cannot send half of a surrogate pair back
+        value = json.loads(whole_characters(json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
 
@@ -419,26 +419,6 @@ def _is_refused(client: RolloutClient, arguments: Mapping[str, Any]) -> bool:
     except ConfigError:
         return True
     return False
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, Mapping):
-            left += [*item, *item.values()]
-        elif isinstance(item, list):
-            left += item
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _listed(stop: Any) -> list[str]:

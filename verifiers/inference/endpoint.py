@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verifiers.concurrency import at_loop_end
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
+from verifiers.inference.answers import read_completion
 from verifiers.inference.retries import (
     RetryableError,
     broke,
@@ -27,7 +28,7 @@ from verifiers.inference.retries import (
     retry_after_s,
     status_error,
 )
-from verifiers.inference.wire import WireObject, request_body
+from verifiers.inference.wire import WireObject, request_body, whole_characters
 
 if TYPE_CHECKING:
     import aiohttp
@@ -91,8 +92,9 @@ DERENDER = "/chat/completions/derender"
 _TOKEN_ROUTES = frozenset({TOKENIZE, GENERATE, DERENDER})
 _SENT_AT_ONCE = 2**20
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
-# what a message may hold instead of content
-_OTHER_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
+# a longer answer is parsed in a thread
+_PARSED_AT_ONCE = 2**20
+MAX_ANSWER_MB = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Endpoint:
         headers: further HTTP headers.
         timeout_s: deadline of one try of one call, in seconds.
         connect_timeout_s: deadline for the connection alone, in seconds.
+        max_answer_mb: longest answer that is read, unpacked, in MiB; a longer one is a failed try.
     """
 
     base_url: str
@@ -112,6 +115,7 @@ class Endpoint:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
+    max_answer_mb: float = MAX_ANSWER_MB
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.base_url):
@@ -204,16 +208,15 @@ class HttpBackend:
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
         if path in _TOKEN_ROUTES:
-            return await self.post(path, arguments)
+            data, field = await self.post(path, arguments), "message" if path == DERENDER else None
+            return data if path == TOKENIZE else read_completion(data, self.base_url + path, field, may_be_empty=True)
         body = request_body(arguments)
         if body.get("stream"):
             raise ConfigError(
                 "stream=True was asked of a rollout's client, which records whole answers; leave it out."
             )
         data = await self.post(path, body, arguments.get("extra_headers"), arguments.get("timeout"))
-        if _is_empty(data):
-            raise RetryableError(f"{self.base_url + path} answered without a choice: {data!r:.300}", empty=True)
-        return WireObject(data)
+        return WireObject(read_completion(data, self.base_url + path, "message" if path == CHAT else "text"))
 
     async def post(
         self,
@@ -242,7 +245,7 @@ class HttpBackend:
         try:
             async with session.post(url, data=sent, **options) as response:
                 status = response.status
-                content = await response.read()
+                content = await read_body(response, self.endpoint.max_answer_mb)
                 retry_after = None if status == 200 else retry_after_s(response.headers)
         except aiohttp.ConnectionTimeoutError as error:
             raise RetryableError(
@@ -250,13 +253,15 @@ class HttpBackend:
             ) from error
         except TimeoutError as error:
             raise RetryableError(f"no answer from {url} within {limit_s:g} s") from error
+        except RetryableError:
+            raise
         except (aiohttp.ClientError, OSError) as error:
             text = f"{self.base_url} could not be reached: {reason(error)}"
             refused = isinstance(error, aiohttp.ClientConnectorError)
             lost, unresolved = not refused and broke(error), isinstance(error, aiohttp.ClientConnectorDNSError)
             raise RetryableError(text, unreachable=True, broke=lost, unresolved=unresolved) from error
         if status == 200:
-            return _decode(content, url)
+            return await _decode(content, url)
         text = self._without_key(content)
         refusal = status_error(url, status, text, retry_after)
         if status == 404 and re.search(r"/v\d", self.base_url) is None:
@@ -376,38 +381,42 @@ def sdk_name(client: Any) -> str:
     return names[0] if names else ""
 
 
+async def read_body(response: aiohttp.ClientResponse, max_mb: float) -> bytes:
+    """Return an answer's body, unpacked, reading no more than the limit.
+
+    Raises:
+        RetryableError: it is longer.
+    """
+    pieces: list[bytes] = []
+    left = int(max_mb * 2**20)
+    async for piece in response.content.iter_any():
+        left -= len(piece)
+        if left < 0:
+            text = (
+                f"{response.url} answered with more than {max_mb:g} MiB; raise the endpoint's max_answer_mb for such"
+            )
+            raise RetryableError(text)
+        if pieces:
+            # unpacked pieces follow one another without a wait
+            await asyncio.sleep(0)
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
 def _encode(body: Mapping[str, Any]) -> bytes:
     try:
-        return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
-    except (TypeError, UnicodeEncodeError) as error:
+        text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    except TypeError as error:
         raise ConfigError(f"a request body cannot be written as JSON: {error}") from error
+    return whole_characters(text).encode()
 
 
-def _decode(content: bytes, url: str) -> dict[str, Any]:
+async def _decode(content: bytes, url: str) -> dict[str, Any]:
     try:
-        data = json.loads(content)
-    except ValueError as error:
+        at_once = len(content) <= _PARSED_AT_ONCE
+        data = json.loads(content) if at_once else await asyncio.to_thread(json.loads, content)
+    except (ValueError, RecursionError) as error:
         raise RetryableError(f"{url} answered 200 with a body that is not JSON: {content[:200]!r}") from error
     if not isinstance(data, dict):
         raise RetryableError(f"{url} answered 200 with {type(data).__name__} instead of an object")
     return data
-
-
-def _is_empty(data: dict[str, Any]) -> bool:
-    """Return whether an answer has no choice, or a message of which nothing was sampled.
-
-    A model may well end its turn at once, but then it has sampled a token, or its content is "" and not null.
-    """
-    choices = data.get("choices")
-    if not choices:
-        return True
-    choice = choices[0]
-    if choice.get("text") is not None:
-        return False
-    message = choice.get("message")
-    if not message:
-        return True
-    if message.get("content") is not None or any(message.get(name) for name in _OTHER_CONTENT):
-        return False
-    sampled = (data.get("usage") or {}).get("completion_tokens") or choice.get("token_ids")
-    return not sampled and choice.get("finish_reason") not in ("length", "content_filter")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verifiers.errors import ConfigError
-from verifiers.inference.endpoint import Backend, Endpoint, HttpBackend
+from verifiers.inference.endpoint import MAX_ANSWER_MB, Backend, Endpoint, HttpBackend
 from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.responses_api import ResponsesBackend
 
@@ -50,6 +50,7 @@ class EndpointEntry:
         requests_per_second: requests begun per second.
         attempt_timeout_s: deadline of one HTTP attempt, in seconds.
         api: "chat" for chat completions and completions, "responses" for OpenAI's Responses API.
+        max_answer_mb: longest answer that is read, in MiB; see `Endpoint`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class EndpointEntry:
     requests_per_second: float | None = None
     attempt_timeout_s: float | None = None
     api: Api = "chat"
+    max_answer_mb: float | None = None
 
 
 def load_endpoints(path: str | Path) -> dict[str, EndpointEntry]:
@@ -139,7 +141,8 @@ def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None
     key = os.environ.get(entry.key_var, "").strip() or "EMPTY"
     timeout_s = attempt_timeout_s or entry.attempt_timeout_s or 600.0
     kind = ResponsesBackend if entry.api == "responses" else HttpBackend
-    backends = [kind(Endpoint(url, key, headers, timeout_s=timeout_s)) for url in entry.urls]
+    limit_mb = entry.max_answer_mb or MAX_ANSWER_MB
+    backends = [kind(Endpoint(url, key, headers, timeout_s=timeout_s, max_answer_mb=limit_mb)) for url in entry.urls]
     return backends[0] if len(backends) == 1 else LoadBalancer(backends, seed=seed)
 
 
@@ -208,7 +211,7 @@ def _entry(path: Path, name: str, settings: Mapping[str, Any]) -> EndpointEntry:
     for header in chosen["headers"]:
         if header.lower() in ("authorization", "api-key", "x-api-key"):
             raise ConfigError(f"{place} has the header {header!r}, which is a secret; give it in header_vars.")
-    for number in ("max_concurrent", "requests_per_second", "attempt_timeout_s"):
+    for number in ("max_concurrent", "requests_per_second", "attempt_timeout_s", "max_answer_mb"):
         value = chosen.get(number)
         whole = number == "max_concurrent"
         right = isinstance(value, int) or (isinstance(value, float) and not whole)

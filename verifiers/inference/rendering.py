@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from verifiers.errors import Error, OverlongPromptError, ProviderError
+from verifiers.errors import Error, InvalidModelResponseError, ModelError, ProviderError
 from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, Backend
 from verifiers.inference.limits import call_with_retries
 from verifiers.inference.retries import RetryPolicy
@@ -262,9 +262,9 @@ class TokenRoutes:
             await self._ask(DERENDER, derender_body(self.model, ids, choice, {}))
         except CannotRenderTurnError as error:
             return str(error)
-        except (ProviderError, OverlongPromptError, KeyError, IndexError, TypeError) as error:
+        except (ModelError, KeyError, IndexError, TypeError) as error:
             status = getattr(error, "status", None)
-            if isinstance(error, ProviderError) and (status is None or status >= 500):
+            if isinstance(error, (ProviderError, InvalidModelResponseError)) and (status is None or status >= 500):
                 raise
             return _ABSENT[path] if status in (403, 404, 405, 501) else f"{path} cannot be used: {error}"
         return None
@@ -287,7 +287,9 @@ class TokenRoutes:
                 # a template is a program, and may refuse the stand-ins
                 raise CannotRenderTurnError(f"the template refuses to render a turn by itself: {error}") from error
             raise
-        ids: list[int] = answer["tokens"]
+        ids = answer.get("tokens")
+        if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+            raise ProviderError(f"{TOKENIZE} answered with tokens={ids!r:.200}, which are no token ids")
         return ids
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verifiers.errors import ConfigError, ProviderError
+from verifiers.inference.answers import read_completion
 from verifiers.inference.endpoint import CHAT, HttpBackend
 from verifiers.inference.retries import RetryableError
 from verifiers.inference.wire import WireObject, request_body
@@ -39,7 +40,7 @@ class ResponsesBackend(HttpBackend):
             raise ConfigError("the Responses API has no text completions; use message_type='chat', or api = 'chat'.")
         body = responses_body(request_body(arguments))
         data = await self.post(RESPONSES, body, arguments.get("extra_headers"), arguments.get("timeout"))
-        return WireObject(chat_completion(data, self.base_url + RESPONSES))
+        return WireObject(read_completion(data, self.base_url + RESPONSES, "message", convert=chat_completion))
 
 
 def responses_body(chat: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def chat_completion(response: Mapping[str, Any], url: str) -> dict[str, Any]:
     finish = "tool_calls" if calls else "stop"
     if cut:
         finish = "content_filter" if reason == "content_filter" else "length"
-    usage = response.get("usage") or {}
+    usage = response["usage"] if isinstance(response.get("usage"), Mapping) else {}
     return {
         "id": response.get("id"),
         "object": "chat.completion",
@@ -177,8 +178,8 @@ def chat_completion(response: Mapping[str, Any], url: str) -> dict[str, Any]:
         "model": response.get("model"),
         "choices": [{"index": 0, "finish_reason": finish, "logprobs": None, "message": message}],
         "usage": {
-            "prompt_tokens": usage.get("input_tokens") or 0,
-            "completion_tokens": usage.get("output_tokens") or 0,
-            "total_tokens": usage.get("total_tokens") or 0,
+            "prompt_tokens": usage.get("input_tokens"),
+            "completion_tokens": usage.get("output_tokens"),
+            "total_tokens": usage.get("total_tokens"),
         },
     }

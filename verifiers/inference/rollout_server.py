@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ProviderError, WeightSyncError
-from verifiers.inference.endpoint import Backend
+from verifiers.inference.endpoint import MAX_ANSWER_MB, Backend, read_body
 from verifiers.inference.limits import call_with_retries
 from verifiers.inference.retries import RetryableError, RetryPolicy, is_retryable_status
 
@@ -122,7 +122,7 @@ class ServerClient:
                 if response.status >= 300:
                     text = await _error_text(response)
                     raise RefusedError(f"{asked} was answered {response.status}: {text}", response.status)
-                content = await response.read()
+                content = await read_body(response, MAX_ANSWER_MB)
         except aiohttp.ConnectionTimeoutError as error:
             raise NoAnswerError(f"{asked} got no answer: no connection within {connect_s:.3g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:

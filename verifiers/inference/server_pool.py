@@ -201,7 +201,8 @@ class ServerPool(LoadBalancer):
         """
         answer = plain_data(answer)
         spans = sampled_tokens(answer).versions if answer.get("choices") else ()
-        foreign = {str(span["version"]).removesuffix("+reload") for span in spans} - self._pushed
+        names = [span.get("version") for span in spans if isinstance(span, Mapping)]
+        foreign = {str(name).removesuffix("+reload") for name in names if isinstance(name, (str, int))} - self._pushed
         if foreign:
             reason = f"it answered from weights {', '.join(map(repr, foreign))}, which were never pushed"
             self.mark_down(replica.url, reason)

@@ -28,6 +28,7 @@ __all__ = [
     "request_body",
     "sampled_tokens",
     "unless_neutral",
+    "whole_characters",
 ]
 
 # Fields that OpenAI's objects always have, if only as None: environments read them without asking first.
@@ -251,13 +252,27 @@ def sampled_tokens(answer: Mapping[str, Any]) -> SampledTokens:
     """Return the tokens of a chat or text completion that has a choice, given as plain data."""
     choice = answer["choices"][0]
     shown = choice.get("logprobs") or {}
-    content = shown.get("content")
+    try:
+        content = shown.get("content")
+        logprobs = shown.get("token_logprobs") if content is None else [entry["logprob"] for entry in content]
+    except (AttributeError, KeyError, TypeError):
+        # as it came, for `check_tokens` to name
+        logprobs = shown
     return SampledTokens(
         prompt_ids=answer.get("prompt_token_ids") or choice.get("prompt_token_ids"),
         completion_ids=choice.get("token_ids"),
-        logprobs=shown.get("token_logprobs") if content is None else [entry["logprob"] for entry in content],
-        versions=choice.get("weight_versions") or (),
+        logprobs=logprobs,
+        versions=spans if isinstance(spans := choice.get("weight_versions") or (), (list, tuple)) else [spans],
     )
+
+
+def whole_characters(text: str) -> str:
+    """Return a text in which each half of a surrogate pair, which models do write, is U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _plain_field(value: Any) -> Any:

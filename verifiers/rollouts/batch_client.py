@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from verifiers.concurrency import gather_owned
-from verifiers.errors import ConfigError, MissingTokenIdsError, ModelError, OverlongPromptError
+from verifiers.errors import ConfigError, ModelError, OverlongPromptError
 from verifiers.inference.limits import Limiter, NoMoreSlotsError, RolloutActivity, counted_slot
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from, straggler, timed_out
@@ -31,7 +31,7 @@ logger = logging.getLogger("verifiers.rollouts")
 PlaysRow = Callable[[RolloutInput, str, SamplingArgs, RolloutClient], Awaitable[Any]]
 """A rollout by row, model, sampling arguments and client; it gives (completion, state), or the state."""
 
-FATAL_ERRORS = (ConfigError, MissingTokenIdsError, NoMoreSlotsError)
+FATAL_ERRORS = (ConfigError, NoMoreSlotsError)
 """Errors that every other rollout would repeat: they end the run instead of one rollout."""
 
 
@@ -134,7 +134,7 @@ class RolloutRecord:
         """Run one rollout under the limits; a failure is recorded, and its result has the error in the state.
 
         Raises:
-            ConfigError, MissingTokenIdsError, NoMoreSlotsError: an error that every other rollout would repeat.
+            ConfigError, NoMoreSlotsError: an error that every other rollout would repeat.
             Exception: the failure, where the limits say so.
         """
         submitted = started = time.perf_counter()
@@ -178,7 +178,7 @@ class RolloutRecord:
         """Judge the rollout by what its client recorded and by the state that it left, once.
 
         Raises:
-            ConfigError, MissingTokenIdsError, NoMoreSlotsError: the environment swallowed it.
+            ConfigError, NoMoreSlotsError: the environment swallowed it.
             Exception: the failure, where the limits say so.
         """
         if self.failure is None and state is not None:

@@ -192,7 +192,7 @@ class BlockRun:
         """Generate the block. `begun` is set as soon as every planned group is begun.
 
         Raises:
-            ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
+            ConfigError: a mistake that every other rollout would repeat.
             NothingScoredError: no rollout got a reward; the message has the commonest cause.
         """
         started = time.perf_counter()

@@ -58,6 +58,7 @@ class AsyncBatchGenerator:
             token ids always, "messages" never.
         check_call: of each trained call, given the fields of the sampling arguments that rollouts are given (one
             mapping, of a group of environments one for each) and those of the call; see `RolloutClient`.
+        vocab_size: number of token ids that the policy has: an answer with another is a failed try.
         group_policy: the handling of rollouts that fail and of groups without variance.
         drop_stragglers_after_s: how long a block is waited for before its rollouts that are still running are given
             up, in seconds; None waits for all of them. Nothing is given up before half of the block has ended.
@@ -82,6 +83,7 @@ class AsyncBatchGenerator:
         require_tokens: bool = True,
         generation: str = "auto",
         check_call: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], None] | None = None,
+        vocab_size: int | None = None,
         group_policy: GroupPolicy | None = None,
         drop_stragglers_after_s: float | None = None,
     ) -> None:
@@ -100,6 +102,7 @@ class AsyncBatchGenerator:
             "grading_timeout_s": grading_timeout_s,
             "require_tokens": require_tokens,
             "check_call": check_call and functools.partial(check_call, _fields_given(env, sampling_args or {})),
+            "vocab_size": vocab_size,
             "token_in": token_in_for(generation, self._backend, model, require_tokens=require_tokens, retry=retry),
         }
         self._group_policy = group_policy

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers.errors import ConfigError, EmptyModelResponseError, MissingTokenIdsError, OverlongPromptError
-from verifiers.inference.endpoint import CHAT, COMPLETIONS, DERENDER, Backend
+from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
+from verifiers.inference.answers import check_tokens, counted_tokens, version_number
+from verifiers.inference.endpoint import CHAT, COMPLETIONS, DERENDER, GENERATE, Backend
 from verifiers.inference.limits import Limiter, call_with_retries
 from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
@@ -99,6 +100,7 @@ class RolloutClient:
         token_in: how turns are sent as token ids; None sends messages.
         check_call: given the body fields of each trained call before anything is sent, where tokens are required;
             raises ConfigError where the trainer assumes another distribution.
+        vocab_size: number of token ids that the policy has; None where that is not known.
         group: the same for rollouts whose prompts begin alike; of several servers, they prefer the same one.
 
     Attributes:
@@ -126,6 +128,7 @@ class RolloutClient:
         policy_version: Callable[[], int] | None = None,
         token_in: TokenIn | None = None,
         check_call: Callable[[Mapping[str, Any]], None] | None = None,
+        vocab_size: int | None = None,
         group: Hashable = None,
     ) -> None:
         # the turns of one rollout share a prefix, which one of several servers then holds
@@ -138,6 +141,7 @@ class RolloutClient:
         self._policy_version = policy_version
         self._tokens = TokenTurns(token_in) if token_in is not None else None
         self._check_call = check_call
+        self._vocab_size = vocab_size
         self._begun = 0
         self._trained = True
         self.answers: list[RecordedAnswer] = []
@@ -183,7 +187,8 @@ class RolloutClient:
     def usage(self) -> Usage:
         """Tokens of all trained calls."""
         used = [answer.usage for answer in self.answers]
-        return Usage(sum(each.prompt_tokens for each in used), sum(each.completion_tokens for each in used))
+        numbers = zip(*((each.prompt_tokens, each.completion_tokens) for each in used), strict=True)
+        return Usage(*(None if None in each else sum(each) for each in numbers))
 
     @property
     def finish_reason(self) -> str | None:
@@ -215,7 +220,7 @@ class RolloutClient:
             The response, and what was recorded of it; None for a call that is not trained.
         """
         if not self._trained or (self._model is not None and arguments.get("model") != self._model):
-            return await self._send(path, arguments, [0]), None
+            return await self._send(path, arguments), None
         async with nullcontext() if self.has_slot or self.call_slot is None else self.call_slot():
             return await self._call_policy(path, arguments)
 
@@ -255,19 +260,34 @@ class RolloutClient:
             raise
         except Exception as error:
             self.last_error = error
-            if isinstance(error, (ConfigError, MissingTokenIdsError)):
+            if isinstance(error, ConfigError):
                 self.fatal_error = error
             raise
 
-    async def _send(self, path: str, arguments: Mapping[str, Any], began: list[int]) -> Any:
-        """Send a call, with retries; `began` gets the policy version at the start of the newest try that samples."""
+    async def _send(self, path: str, arguments: Mapping[str, Any], began: list[int] | None = None) -> Any:
+        """Send a call, with retries.
+
+        Args:
+            began: gets the policy version at the start of the newest try that samples; None for a call that is not
+                trained.
+        """
         samples = path != DERENDER
 
         # each try sends the same: where they are token ids, the same ids and seed
-        def attempt() -> Awaitable[Any]:
-            if samples:
-                began[0] = self._version_now()
-            return self._backend.call(path, arguments)
+        async def attempt() -> Any:
+            if began is None or not samples:
+                return await self._backend.call(path, arguments)
+            began[0] = self._version_now()
+            answer = await self._backend.call(path, arguments)
+            check_tokens(
+                plain_data(answer),
+                self.base_url,
+                needed=self._require_tokens,
+                vocab_size=self._vocab_size,
+                has_prompt=path != GENERATE,
+                oldest_version=began[0],
+            )
+            return answer
 
         return await call_with_retries(attempt, self._retry, self._count_retry, self._limiter, throttled=samples)
 
@@ -311,15 +331,15 @@ class RolloutClient:
         if not choices:
             return None
         choice = choices[0]
-        used = answer.get("usage") or {}
         sampled = sampled_tokens(answer)
-        sampled_count = used.get("completion_tokens") or len(sampled.completion_ids or ())
-        usage = Usage(used.get("prompt_tokens") or 0, sampled_count)
+        counted = counted_tokens(answer)
+        used = [
+            counted.get(name, None if ids is None else len(ids))
+            for name, ids in (("prompt_tokens", sampled.prompt_ids), ("completion_tokens", sampled.completion_ids))
+        ]
         if self._tokens is not None and call is not None:
             self._tokens.hold(call, choice.get("message") or {}, sampled)
         prompt_ids, completion_ids, logprobs = sampled.prompt_ids, sampled.completion_ids, sampled.logprobs
-        if self._require_tokens:
-            _require(self.base_url, prompt_ids, completion_ids, logprobs)
         reason = choice.get("finish_reason")
         turn = None
         if prompt_ids is not None and completion_ids is not None and logprobs is not None:
@@ -328,26 +348,9 @@ class RolloutClient:
             # it is unknown before which token a push in between came, so both versions stand for all of them
             newest = version_after if version_after != version_before else None
             turn = Turn(prompt_ids, completion_ids, logprobs, versions, reason, newest)
-        recorded = RecordedAnswer(reason, usage, turn)
+        recorded = RecordedAnswer(reason, Usage(*used), turn)
         self.answers.append(recorded)
         return recorded
-
-
-def _require(base_url: str, prompt_ids: Any, completion_ids: list[int] | None, logprobs: list[float] | None) -> None:
-    needed = {"prompt_token_ids": prompt_ids, "token_ids": completion_ids, "logprobs": logprobs}
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
-        raise MissingTokenIdsError(
-            f"{base_url} answered without {' and '.join(missing)}, which training needs; use a server that honours "
-            "return_token_ids and logprobs, such as vf-serve or vf-vllm, with no proxy before it that drops fields."
-        )
-    assert completion_ids is not None
-    assert logprobs is not None
-    if len(completion_ids) != len(logprobs):
-        raise MissingTokenIdsError(
-            f"{base_url} sent {len(completion_ids)} token ids but {len(logprobs)} log-probs for one answer; "
-            "they must belong to the same tokens."
-        )
 
 
 def _versions(spans: Sequence[Mapping[str, Any]], length: int, default: int) -> tuple[list[int], bool]:
@@ -359,20 +362,12 @@ def _versions(spans: Sequence[Mapping[str, Any]], length: int, default: int) -> 
     versions = [default] * length
     reported = 0
     for span in spans:
-        version = _as_version(span["version"])
+        version = version_number(span["version"])
         if version is not None:
             start, end = int(span["start"]), min(int(span["end"]), length)
             versions[start:end] = [version] * (end - start)
             reported += end - start
     return versions, reported >= length
-
-
-def _as_version(value: Any) -> int | None:
-    # a server that was never pushed to may report a name such as "default"
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:

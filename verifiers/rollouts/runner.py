@@ -70,6 +70,7 @@ class RolloutRunner:
         policy_version: policy version now on the server.
         token_in: how turns are sent as token ids; None sends messages.
         check_call: of each trained call where tokens are required; see `RolloutClient`.
+        vocab_size: number of token ids that the policy has, where that is known.
         on_rollout: called with every finished, scored rollout, on the event loop.
         activity: counts what waits, runs and is scored.
     """
@@ -86,6 +87,7 @@ class RolloutRunner:
     policy_version: Callable[[], int] | None = None
     token_in: TokenIn | None = None
     check_call: Callable[[Mapping[str, Any]], None] | None = None
+    vocab_size: int | None = None
     on_rollout: Callable[[Rollout], None] | None = None
     activity: RolloutActivity = field(default_factory=RolloutActivity)
 
@@ -93,7 +95,7 @@ class RolloutRunner:
         """Run the rollouts of one prompt concurrently, then score them together.
 
         Raises:
-            ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
+            ConfigError: a mistake that every other rollout would repeat.
         """
         return await self.finish_group(await self.run_batch(requests), score=score)
 
@@ -114,7 +116,7 @@ class RolloutRunner:
         """Run and score groups, in order; a group is begun when the ones before it have their slots.
 
         Raises:
-            ConfigError, MissingTokenIdsError: as `run_group`; the other groups are cancelled.
+            ConfigError: as `run_group`; the other groups are cancelled.
         """
         try:
             with relaxed_gc():
@@ -142,7 +144,7 @@ class RolloutRunner:
             on_end: given each rollout's record when the rollout has ended.
 
         Raises:
-            ConfigError, MissingTokenIdsError: a mistake that every other rollout would repeat.
+            ConfigError: a mistake that every other rollout would repeat.
             NoMoreSlotsError: the limiter was closed before all of them had begun.
         """
         # the rollouts of a group share a request, and environments write into what they are given
@@ -203,6 +205,7 @@ class RolloutRunner:
             policy_version=self.policy_version,
             token_in=self.token_in,
             check_call=self.check_call,
+            vocab_size=self.vocab_size,
             group=(request.key.block_id, request.key.example_id),
         )
 

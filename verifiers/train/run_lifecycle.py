@@ -113,6 +113,7 @@ class RolloutSession:
             grading_timeout_s=args.grading_timeout,
             generation=args.generation,
             check_call=functools.partial(refuse_biased_call, args.temperature),
+            vocab_size=publisher.vocab_size,
             group_policy=_group_policy(args),
             drop_stragglers_after_s=args.drop_stragglers_after,
         ).start()

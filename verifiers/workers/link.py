@@ -83,7 +83,7 @@ class WorkerLink:
 
         Raises:
             RolloutWorkerError: the worker died meanwhile.
-            ConfigError, MissingTokenIdsError, NoMoreSlotsError: an error that every other rollout would repeat.
+            ConfigError, NoMoreSlotsError: an error that every other rollout would repeat.
         """
         number, size = next(self._numbers), len(rows)
         played = self._batches[number] = PlayedBatch(self, number, batch)

@@ -193,9 +193,12 @@ def _lines(run: EvaluationRun, summary: Mapping[str, Any]) -> Iterator[str]:
     outcomes = ", ".join(f"{count} {name}" for name, count in summary["outcomes"].items())
     missing = f"; {summary['missing']} missing" if summary["missing"] else ""
     cost = "" if summary["cost"] is None else f"; {summary['cost']:.4f} {summary['currency']}"
+    tokens = f"{summary['completion_tokens']:,} completion tokens{cost}"
+    if summary["without_usage"]:
+        tokens = f"tokens and cost are not known, as {summary['without_usage']} rollouts came without usage"
     yield (
         f"{summary['rollouts']} rollouts of {summary['prompts']} prompts in {summary['seconds']:.1f} s: {outcomes}"
-        f"{missing}; {summary['retries']} retries; {summary['completion_tokens']:,} completion tokens{cost}"
+        f"{missing}; {summary['retries']} retries; {tokens}"
     )
     if trained_on := summary.get("prompts_trained_on"):
         asked = run.metadata["num_examples"]

@@ -275,7 +275,8 @@ def curriculum_metrics(plan: BatchPlan, block: ScoredBlock) -> dict[str, float]:
 
 def block_tokens(block: ScoredBlock) -> int:
     """Return the prompt and completion tokens of every call of a block's rollouts."""
-    return sum(rollout.usage.prompt_tokens + rollout.usage.completion_tokens for rollout in block.launched)
+    used = [rollout.usage for rollout in block.launched]
+    return sum((each.prompt_tokens or 0) + (each.completion_tokens or 0) for each in used)
 
 
 def fill_completions_table(table: Any, block: ScoredBlock, trained: TrainingBlock) -> None:

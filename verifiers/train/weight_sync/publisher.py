@@ -155,6 +155,11 @@ class WeightPublisher:
         if args.drain_before_sync is False:
             self.drains()
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids that the trained model has, where its config says so."""
+        return getattr(self._weights.model.config.get_text_config(), "vocab_size", None)
+
     # -- before the first push ------------------------------------------------------------------------------------
 
     def connect(self, on_version: Callable[[int], None]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import DeadlineError, Error, WeightProbeError
-from verifiers.inference.retries import RetryableError
+from verifiers.inference.answers import check_tokens, read_completion
 from verifiers.inference.rollout_server import NoAnswerError, ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
@@ -55,7 +55,7 @@ async def ask_server(
 ) -> dict[str, Any]:
     """Sample a few tokens from a server at the training temperature; return its answer.
 
-    An answer that fails, is late or holds no numbers is asked for again.
+    An answer that fails, is late or is broken is asked for again.
 
     Args:
         server: which one.
@@ -84,9 +84,8 @@ async def ask_server(
         nonlocal try_s
         # behind a long queue, the next try may take longer
         one_s, try_s = min(try_s, limit_s / 3), 2 * try_s
-        answer: dict[str, Any] = await server.request("POST", path, body, timeout_s=one_s)
-        if not all(map(math.isfinite, sampled_tokens(answer).logprobs or ())):
-            raise RetryableError(f"{server.root} answered with log-probs that are not finite")
+        answer = read_completion(await server.request("POST", path, body, timeout_s=one_s), server.root, None)
+        check_tokens(answer, server.root, needed=False, vocab_size=None, has_prompt=True, oldest_version=0)
         return answer
 
     return await server.retried(attempt, time.monotonic() + limit_s)

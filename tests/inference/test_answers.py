@@ -1,0 +1,123 @@
+"""Answers as they are read: mended where that is possible, bounded in size, never parsed on the loop where long."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from verifiers.inference.endpoint import Endpoint, HttpBackend
+from verifiers.inference.endpoint_registry import load_endpoints
+from verifiers.inference.retries import RetryableError
+from verifiers.testing import FakeOpenAIServer, Fault
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}
+MB = 2**20
+
+
+def completion(message: dict[str, Any]) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **message}}]}
+
+
+async def read(message: dict[str, Any]) -> Any:
+    async with FakeOpenAIServer(faults=Fault(200, body=completion(message))) as server:
+        backend = HttpBackend(Endpoint(server.url))
+        answer = await backend.call("/chat/completions", ASK)
+        await backend.close()
+    return answer.choices[0].message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"zone": "CET"}, '{"zone": "CET"}'),
+        (None, "{}"),
+        ('{"a": 1}', '{"a": 1}'),
+        ("\ud83d", "\ufffd"),
+        ([1], "[1]"),
+    ],
+)
+async def test_arguments_of_tool_calls_are_text(arguments: Any, text: str) -> None:
+    message = await read({"tool_calls": [{"id": None, "function": {"name": "now", "arguments": arguments}}]})
+    assert message.tool_calls[0].function.arguments == text
+    assert message.tool_calls[0].id
+
+
+async def test_content_in_parts_and_thoughts_by_another_name_are_read() -> None:
+    message = await read({"content": [{"type": "text", "text": "4"}, "2"], "reasoning": "hm"})
+    assert (message.content, message.reasoning_content) == ("42", "hm")
+
+
+async def test_half_a_character_can_be_sent_back() -> None:
+    async with FakeOpenAIServer("4") as server:
+        backend = HttpBackend(Endpoint(server.url))
+        content = 'say "\ud83d", \ud83d\ude00'
+        await backend.call("/chat/completions", {"model": "m", "messages": [{"role": "user", "content": content}]})
+        await backend.close()
+        assert server.requests[0].messages[0]["content"] == 'say "\ufffd", \U0001f600'
+
+
+@pytest.fixture
+async def long_answers() -> AsyncIterator[str]:
+    """Return the URL of a server whose answers have as many characters as their path says, packed or not."""
+
+    async def answer(request: web.Request) -> web.Response:
+        body = json.dumps(completion({"content": "x" * int(request.match_info["size"])})).encode()
+        if request.match_info["form"] == "packed":
+            return web.Response(body=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+        return web.Response(body=body)
+
+    app = web.Application()
+    app.router.add_post("/{form}/{size}/v1/chat/completions", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("form", ["plain", "packed"])
+async def test_an_answer_above_the_limit_is_a_failed_try_that_names_the_setting(long_answers: str, form: str) -> None:
+    backend = HttpBackend(Endpoint(f"{long_answers}/{form}/{3 * MB}/v1", max_answer_mb=2))
+    with pytest.raises(RetryableError, match=r"more than 2 MiB.*max_answer_mb"):
+        await backend.call("/chat/completions", ASK)
+    await backend.close()
+    backend = HttpBackend(Endpoint(f"{long_answers}/{form}/{33 * MB}/v1"))
+    with pytest.raises(RetryableError, match="more than 32 MiB"):
+        await backend.call("/chat/completions", ASK)
+    await backend.close()
+    backend = HttpBackend(Endpoint(f"{long_answers}/{form}/{3 * MB}/v1"))
+    answer = await backend.call("/chat/completions", ASK)
+    assert len(answer.choices[0].message.content) == 3 * MB
+    await backend.close()
+
+
+async def test_a_long_answer_is_parsed_off_the_loop(long_answers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, parsed = asyncio.get_running_loop(), []
+    loads = json.loads
+
+    def note(content: Any) -> Any:
+        parsed.append(asyncio._get_running_loop() is loop)
+        return loads(content)
+
+    monkeypatch.setattr("json.loads", note)
+    for size in (1, 2 * MB):
+        backend = HttpBackend(Endpoint(f"{long_answers}/plain/{size}/v1"))
+        await backend.call("/chat/completions", ASK)
+        await backend.close()
+    assert parsed == [True, False]
+
+
+def test_the_limit_of_a_registered_endpoint_is_a_number_above_0(tmp_path: Any) -> None:
+    path = tmp_path / "endpoints.toml"
+    entry = '[endpoints.small]\nmodel = "m"\nurl = "http://h/v1"\nmax_answer_mb = '
+    path.write_text(f"{entry}64")
+    assert load_endpoints(path)["small"].max_answer_mb == 64
+    path.write_text(f"{entry}0")
+    with pytest.raises(ValueError, match="max_answer_mb = 0; give a number above 0"):
+        load_endpoints(path)
