@@ -96,7 +96,7 @@ def make_row(rng: random.Random, count: int, held_out: bool) -> dict[str, Any]:
 
 
 def make_rows(count: int, seed: str, constraints: int, held_out: bool) -> list[dict[str, Any]]:
-    rng, rows = random.Random(seed), {}
+    rng, rows = random.Random(seed), dict[str, dict[str, Any]]()
     while len(rows) < count:
         row = make_row(rng, constraints, held_out)
         rows[row["question"]] = row

@@ -196,7 +196,7 @@ def make_row(rng: random.Random, level: int, examples: int, held_out: bool) -> d
 
 def make_rows(count: int, seed: str, level: int, examples: int, held_out: bool) -> list[dict[str, Any]]:
     """Return rows that differ in the form or in the text that is asked."""
-    rng, rows = random.Random(seed), {}
+    rng, rows = random.Random(seed), dict[tuple[str, str], dict[str, Any]]()
     while len(rows) < count:
         row = make_row(rng, level, examples, held_out)
         rows[row["prompt"][0]["content"], row["prompt"][-1]["content"]] = row

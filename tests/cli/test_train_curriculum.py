@@ -89,7 +89,7 @@ def test_a_rule_that_adapts_is_shown_with_its_settings(
     run_file.write_text(RUN[:begin] + table + "\n\n" + RUN[end:])
     assert main([str(run_file), "--dry-run"]) == 0
     assert re.search(
-        r"\ncurriculum +(levels short < long|datasets ).*; decides by blocks up to 2 before\n",
+        r"\ncurriculum +(levels short < long|datasets ).*; decides by the block before\n",
         capsys.readouterr().out,
     )
 

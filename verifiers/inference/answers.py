@@ -129,7 +129,6 @@ def check_tokens(
     needed: bool,
     vocab_size: int | None,
     has_prompt: bool,
-    oldest_version: int,
 ) -> None:
     """Check the token ids, log-probs and versions of an answer's first choice, of which a turn is recorded.
 
@@ -139,7 +138,6 @@ def check_tokens(
         needed: the answer must have them (training).
         vocab_size: number of token ids that the model has; None where that is not known.
         has_prompt: the route gives the prompt's ids, too.
-        oldest_version: of the weights, when the call began.
 
     Raises:
         RetryableError: with what is wrong.
@@ -155,12 +153,12 @@ def check_tokens(
             f"{url} answered without {' and '.join(missing)}, which training needs; use a server that honours "
             "return_token_ids and logprobs, such as vf-serve or vf-vllm, with no proxy before it that drops fields."
         )
-    problems = () if missing else _problems(given, sampled.versions, vocab_size or _LARGEST, oldest_version)
+    problems = () if missing else _problems(given, sampled.versions, vocab_size or _LARGEST)
     for problem in problems:
         raise RetryableError(f"{url} answered with {problem}.")
 
 
-def _problems(given: Mapping[str, Any], spans: Sequence[Any], vocab_size: int, oldest: int) -> Iterator[str]:
+def _problems(given: Mapping[str, Any], spans: Sequence[Any], vocab_size: int) -> Iterator[str]:
     for name, values in given.items():
         types, least, most = ((int, float), _LEAST, _MOST) if name == "logprobs" else ((int,), 0, vocab_size - 1)
         values = values if isinstance(values, list) else [[values]]
@@ -170,13 +168,12 @@ def _problems(given: Mapping[str, Any], spans: Sequence[Any], vocab_size: int, o
     ids, logprobs = len(given["token_ids"]), len(given["logprobs"])
     if ids != logprobs:
         yield f"{ids} token ids but {logprobs} log-probs, which must belong to the same tokens"
-    after = 0
+    after: Any = 0
     for span in spans:
         version, start, last = [span.get(name) if isinstance(span, Mapping) else None for name in _SPAN]
         number: Any = version_number(version) if isinstance(version, str) else version
         is_name = isinstance(version, str) and number is None
-        is_known = is_name or (type(number) is int and oldest <= number < _LARGEST)
+        is_known = is_name or (type(number) is int and 0 <= number < _LARGEST)
         if not is_known or type(start) is not int or type(last) is not int or not after <= start <= last:
-            right = f"spans of tokens, in order, with a version of {oldest} or more"
-            yield f"{reprlib.repr(span)} among its weight_versions, which are {right}"
+            yield f"{reprlib.repr(span)} among its weight_versions, which are spans of tokens with a version"
         after = last

@@ -285,7 +285,6 @@ class RolloutClient:
                 needed=self._require_tokens,
                 vocab_size=self._vocab_size,
                 has_prompt=path != GENERATE,
-                oldest_version=began[0],
             )
             return answer
 

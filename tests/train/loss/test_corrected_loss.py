@@ -108,6 +108,7 @@ def plane(kind: type[Any], case: dict[str, Any]) -> Any:
     vars(made).update({**settings, **given})
     if kind is GRPOTrainer:
         made.corrected_loss = CorrectedLoss(made.args)
+        made.updates = SimpleNamespace(note_call=lambda *_: None)
     return made
 
 
@@ -121,6 +122,7 @@ def a_batch() -> dict[str, Tensor]:
     old, ref = (current + 0.3 * torch.randn(shape, generator=draw) for _ in range(2))
     sampled = old + 0.2 * torch.randn(shape, generator=draw)
     return {
+        "rollout_index": torch.arange(ROWS),
         "prompt_ids": torch.ones(ROWS, 1).long(),
         "prompt_mask": torch.ones(ROWS, 1).long(),
         "completion_ids": torch.ones(shape).long(),
@@ -230,6 +232,7 @@ def test_gspo_token_is_gspo_where_every_token_of_a_row_has_its_advantage(
 def test_gspo_token_gives_the_worked_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     # ratios 2 and 0.5 x 1.1^2, so that their geometric mean is 1.1; advantages 1 and -3
     batch = {
+        "rollout_index": torch.arange(1),
         "current": torch.zeros(1, 2),
         "old_per_token_logps": -torch.tensor([[2.0, 0.605]]).log(),
         "entropies": torch.zeros(1, 2),

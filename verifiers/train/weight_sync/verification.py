@@ -84,8 +84,9 @@ async def ask_server(
         nonlocal try_s
         # behind a long queue, the next try may take longer
         one_s, try_s = min(try_s, limit_s / 3), 2 * try_s
-        answer = read_completion(await server.request("POST", path, body, timeout_s=one_s), server.root, None)
-        check_tokens(answer, server.root, needed=False, vocab_size=None, has_prompt=True, oldest_version=0)
+        asked = await server.request("POST", path, body, timeout_s=one_s)
+        answer = read_completion(asked, server.root, "message" if chat else "text")
+        check_tokens(answer, server.root, needed=False, vocab_size=None, has_prompt=True)
         return answer
 
     return await server.retried(attempt, time.monotonic() + limit_s)
