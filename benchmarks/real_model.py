@@ -74,7 +74,7 @@ Side = Callable[[list[Any]], Awaitable[int]]
 def prompts(count: int) -> list[Any]:
     import verifiers as vf
 
-    return vf.load_environment("structured-output", level=2, examples=1, num_train=count).get_dataset()["prompt"]
+    return vf.load_environment("structured-output", num_train=count).get_dataset()["prompt"]
 
 
 def chat_side(url: str, model: str, fields: dict[str, Any]) -> Side:

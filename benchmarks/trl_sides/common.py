@@ -92,7 +92,7 @@ def environment(asked: dict[str, Any]) -> Any:
     import verifiers as vf
 
     if asked.get("real"):
-        return vf.load_environment("structured-output", level=2, examples=1, num_eval=64)
+        return vf.load_environment("structured-output", num_eval=64)
     return vf.load_environment(
         "reasoning-gym-env",
         task="spell_backward",

@@ -94,19 +94,6 @@ DOMAINS = [
          "contents": "It contains {contents}. / Inside: {contents}. / We packed {contents}."},
     ),
     Domain(
-        {"dish": ["name", "origin", "vegan"], "kitchen": ["tool", "minutes", "ingredients"]},
-        {"name": "bread cake curry fish noodles pancakes pasta pie pizza rice salad soup stew tacos",
-         "origin": CITIES, "minutes": range(10, 90, 5), "vegan": bool,
-         "tool": "bowl grill kettle knife mixer pan pot spoon stove tray wok",
-         "ingredients": ("butter", "garlic", "onions", "pepper", "salt", "tomatoes")},
-        "The {name} from {origin} is made with a {tool}. / For the {name} of {origin} you need a {tool}. / "
-        "Take a {tool} and make {name} as in {origin}. / People in {origin} make {name} with a {tool}. / "
-        "With a {tool}, anyone can make the {name} of {origin}. / A {tool} is all that {name} takes in {origin}.",
-        {"minutes": "It takes {minutes} minutes. / Cook for {minutes} minutes. / It is done in {minutes} minutes.",
-         "vegan": "It is vegan.|It is not vegan. / Vegan: yes.|Vegan: no. / This dish is vegan.|No vegan dish.",
-         "ingredients": "Use {ingredients}. / Ingredients: {ingredients}. / Then add {ingredients}."},
-    ),
-    Domain(
         {"report": ["reporter", "day"], "bug": ["page", "users", "solved", "browsers"]},
         {"reporter": NAMES, "day": DAYS, "users": range(2, 100), "solved": bool,
          "page": "account billing calendar cart chat contact help home login map news profile search",
