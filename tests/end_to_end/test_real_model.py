@@ -16,11 +16,12 @@ RUN = """
 environment.id = "structured-output"
 environment.args = {{ level = 1, num_train = 64, num_eval = 4 }}
 model.path = "{model}"
+lora.r = 8
 
 [trainer]
 output_dir = "{directory}"
 max_steps = 3
-learning_rate = 1e-5
+learning_rate = 1e-4
 per_device_train_batch_size = 4
 num_generations = 4
 max_completion_length = 24
@@ -65,7 +66,9 @@ def test_a_run_killed_between_steps_resumes_to_the_same_losses(smollm2: Path, tm
     run.send_signal(signal.SIGKILL)
     run.wait()
     assert started(killed, smollm2).wait() == 0, (killed / "log").read_text()
-    assert losses(killed) == losses(whole)
+    # to float32's rounding: MKL splits a product over fewer threads where the machine is busy
+    for step, values in losses(whole).items():
+        assert losses(killed)[step] == pytest.approx(values, rel=1e-3, abs=1e-5)
 
     # pushes were checked by log-probs, and the end was evaluated
     checked = [line["sampling/probe_difference"] for line in lines(whole) if "sampling/probe_difference" in line]

@@ -20,7 +20,7 @@ def test_the_easiest_level_starts_between_a_tenth_and_six_tenths(name: str, smol
 
     env = vf.load_environment(name, num_eval=PROMPTS)
     loaded = load_model(smollm2, device="cpu", dtype="float32", max_model_len=1024)
-    with InProcessServer(loaded, slots=32, threads=2, prefix_bytes=2**26, seed=5) as server:
+    with InProcessServer(loaded, name="smollm2", slots=32, threads=2, prefix_bytes=2**26, seed=5) as server:
         sampling = {"temperature": 1.0, "max_tokens": MAX_TOKENS}
         rewards = env.evaluate_sync(server.url, "smollm2", sampling_args=sampling)["reward"]
     assert len(rewards) == PROMPTS
