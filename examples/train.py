@@ -23,6 +23,7 @@ args = vf.GRPOConfig(
     learning_rate=3e-4,
     per_device_train_batch_size=128,
     gradient_accumulation_steps=2,
+    num_batches_ahead=1,
     num_generations=16,
     max_completion_length=12,
     logging_steps=10,
