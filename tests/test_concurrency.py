@@ -6,12 +6,14 @@ import asyncio
 import contextvars
 import functools
 import gc
+import threading
+from typing import Any
 
 import pytest
 
 from verifiers.concurrency import at_loop_end
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.loop_thread import run_blocking
+from verifiers.loop_thread import LoopThread, run_blocking
 from verifiers.testing import FakeOpenAIServer
 
 
@@ -100,3 +102,35 @@ def test_a_synchronous_call_keeps_the_context_of_its_caller() -> None:
 
     setting.set("the caller's")
     assert run_blocking(read) == "the caller's"
+
+
+@pytest.mark.parametrize("begins_first", [True, False])
+def test_work_on_a_loop_ends_where_its_caller_is_interrupted_while_it_hands_it_over(
+    begins_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+    submit = asyncio.run_coroutine_threadsafe
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    async def nothing() -> None:
+        pass
+
+    def interrupted(coroutine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        submit(coroutine, loop)
+        if begins_first:
+            began.wait(30)
+        raise KeyboardInterrupt
+
+    thread = LoopThread(close_last=nothing, failed=lambda error: None)
+    thread.start()
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(work(), 60.0, ending_s=30.0)
+    assert ended.is_set() == began.is_set()
+    thread.close()

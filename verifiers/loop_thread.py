@@ -116,18 +116,30 @@ class LoopThread:
             concurrent.futures.CancelledError: the loop was closed meanwhile.
             GenerationError: the loop ended meanwhile though nobody closed it.
         """
-        ended = threading.Event()
+        ended, given_up = threading.Event(), threading.Event()
+        task: asyncio.Task[Any] | None = None
+        submitted: concurrent.futures.Future[T] | None = None
         began = time.monotonic()
 
         async def noted() -> T:
+            nonlocal task
+            task = asyncio.current_task()
             try:
+                if given_up.is_set():
+                    work.close()
+                    raise asyncio.CancelledError
                 return await work
             finally:
                 ended.set()
 
-        future = asyncio.run_coroutine_threadsafe(noted(), self.loop)
-        pulse = LoopPulse(self.loop)
+        def cancel() -> None:
+            if task is not None:
+                task.cancel()
+
         try:
+            # an interrupt may come before this call has returned, while the loop runs the work already
+            submitted = future = asyncio.run_coroutine_threadsafe(noted(), self.loop)
+            pulse = LoopPulse(self.loop)
             while not future.done():
                 # an interrupt that comes just before a wait does not end that wait, only the next one
                 left_s = max(0.0, began + timeout_s - time.monotonic())
@@ -146,8 +158,10 @@ class LoopThread:
                 raise self.failure from None
             raise
         finally:
-            if not future.done():
-                future.cancel()
+            if not (ended.is_set() or (submitted is not None and submitted.done())):
+                given_up.set()
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self.loop.call_soon_threadsafe(cancel)
                 ended.wait(ending_s)
 
     def close(self) -> None:
