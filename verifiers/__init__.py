@@ -330,9 +330,9 @@ def __getattr__(name: str) -> Any:
 
         value = importlib.import_module(f"{__name__}.{name}")
     else:
-        from verifiers.deprecated import former_name
+        from verifiers.envs.classic.import_paths import classic_name
 
-        value = former_name(__name__, name)
+        value = classic_name(__name__, name)
     globals()[name] = value
     return value
 
@@ -369,16 +369,16 @@ def _version() -> str:
         return "1.0.0.dev0"
 
 
-class _MovedPaths:
-    """A finder of modules of the last release and of the classic package that have no file here; it is asked last."""
+class _ClassicPaths:
+    """A finder of modules of the classic package that have no file here; it is asked last."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith("verifiers."):
             return None
-        from verifiers.deprecated import moved_spec
+        from verifiers.envs.classic.import_paths import classic_spec
 
-        return moved_spec(name)
+        return classic_spec(name)
 
 
-sys.meta_path.append(_MovedPaths)
+sys.meta_path.append(_ClassicPaths)

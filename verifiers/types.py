@@ -6,6 +6,7 @@ Nothing here imports more than the standard library, so that `import verifiers` 
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -265,6 +266,5 @@ class Failure:
 
 
 def __getattr__(name: str) -> Any:
-    from verifiers.deprecated import former_name
-
-    return former_name(__name__, name)
+    # by name: an import would run upwards
+    return importlib.import_module("verifiers.envs.classic.import_paths").classic_name(__name__, name)

@@ -12,7 +12,6 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -117,36 +116,6 @@ def test_a_short_flag_means_one_thing_in_all_commands() -> None:
     seeds = {c: a.help or "" for c in ALL for a in flags_of(c) if "--seed" in a.option_strings}
     assert set(seeds) == {"vf-eval", "vf-serve"}
     assert all("sampling seed" in text for text in seeds.values())
-
-
-@pytest.mark.parametrize(
-    ("command", "given", "present", "value"),
-    [
-        ("vf-init", ["x", "--path", "d"], "--env-dir-path", "d"),
-        ("vf-install", ["x", "--path", "d"], "--env-dir-path", "d"),
-        ("vf-install", ["x", "-e"], "--editable", True),
-        ("vf-play", ["x", "--seed", "3"], "--example-seed", 3),
-        ("vf-compare", ["x", "y", "--seed", "3"], "--permutation-seed", 3),
-        ("vf-report", ["x", "--out", "f"], "--output", "f"),
-    ],
-)
-def test_a_flag_by_its_former_name_works_and_logs_the_present_one(
-    command: str,
-    given: list[str],
-    present: str,
-    value: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    seen: list[argparse.Namespace] = []
-    module = importlib.import_module(ALL[command])
-    monkeypatch.setattr(module, command.removeprefix("vf-"), lambda args: seen.append(args) or 0)
-    assert module.main(given) == 0
-    assert vars(seen[0])[present.strip("-").replace("-", "_")] == value
-    (line,) = caplog.messages
-    former = next(word for word in given if word.startswith("-"))
-    assert line == f"{command} {former} is deprecated and will be removed in the next release; use {present}."
-    assert former not in re.findall(r"(?<![\w-])-[\w-]+", parser_of(command).format_help())
 
 
 @pytest.mark.parametrize("command", [name for name in ALL if name.startswith("vf")])

@@ -69,14 +69,6 @@ def test_a_line_comes_before_torch_is_loaded(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["vf-train: run.toml; loading torch takes some seconds", "torch is loaded"]
 
 
-def test_a_former_key_of_the_run_file_is_a_line_of_the_log(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_file.write_text(RUN + "max_tokens_per_pass = 512\n")
-    assert main([str(run_file), "--dry-run"]) == 0
-    assert [line for line in caplog.messages if "deprecated" in line] == [
-        "max_tokens_per_pass is deprecated and will be removed in the next release; use max_tokens_per_micro_batch."
-    ]
-
-
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [

@@ -1,4 +1,4 @@
-"""Command lines: groups of flags with their defaults, examples, `--version`, and flags by their former names."""
+"""Command lines: groups of flags with their defaults, examples, and `--version`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError
 
 __all__ = ["AddFlag", "CommandParser", "json_object"]
@@ -80,31 +79,6 @@ class CommandParser(argparse.ArgumentParser):
             help="directory of environment packages (default: ./environments)",
         )
         return add
-
-    def add_former_flag(self, former: str, present: argparse.Action) -> None:
-        """Take a flag by the name that it had, too, with a DeprecationWarning; it is not in the help."""
-        prog = self.prog
-
-        class Former(argparse.Action):
-            def __call__(
-                self,
-                parser: argparse.ArgumentParser,
-                namespace: argparse.Namespace,
-                values: Any,
-                option_string: str | None = None,
-            ) -> None:
-                warn_renamed(f"{prog} {former}", present.option_strings[-1])
-                present(parser, namespace, values, option_string)
-
-        self.add_argument(
-            former,
-            action=Former,
-            dest=present.dest,
-            nargs=present.nargs,
-            type=present.type or str,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
 
 
 class _PrintVersion(argparse.Action):

@@ -58,8 +58,7 @@ def parser() -> CommandParser:
     )
     add("--right-from", type=float, default=1.0, metavar="REWARD", help="reward from which a rollout is right")
     add("--confidence", type=float, default=0.95, metavar="P", help="coverage of the intervals")
-    seed = add("--permutation-seed", type=int, default=0, metavar="N", help="seed of the permutation test")
-    parser.add_former_flag("--seed", seed)
+    add("--permutation-seed", type=int, default=0, metavar="N", help="seed of the permutation test")
     add = parser.group("output")
     add("--json", action="store_true", help="print the comparison as one line of JSON")
     return parser

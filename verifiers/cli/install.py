@@ -50,17 +50,15 @@ def parser() -> CommandParser:
         metavar="ENV",
         help="a name in DIR, a directory or wheel, or a git URL: git+https://...[@REV][#subdirectory=DIR]",
     )
-    path = add(
+    add(
         "-p",
         "--env-dir-path",
         default=ENVIRONMENTS_DIRECTORY,
         metavar="DIR",
         help="directory of environment packages",
     )
-    parser.add_former_flag("--path", path)
     add = parser.group("installation")
-    editable = add("--editable", action="store_true", help="use the directory in place, so that edits take effect")
-    parser.add_former_flag("-e", editable)
+    add("--editable", action="store_true", help="use the directory in place, so that edits take effect")
     add("--no-deps", action="store_true", help="install the package alone, without what it requires")
     add("--ignore-pin", action="store_true", help="install the package even if it excludes the installed verifiers")
     add("--dry-run", action="store_true", help="let the installer print what it would do, and change nothing")

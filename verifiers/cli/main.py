@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import importlib
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verifiers.cli.arguments import CommandParser
-from verifiers.deprecated import FormerNameWarning
 from verifiers.errors import ConfigError, Error
 
 if TYPE_CHECKING:
@@ -113,13 +110,9 @@ class BlockedLoopError(KeyboardInterrupt):
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
-    """Run a command's body and turn what it raises into an exit code and one sentence.
-
-    Uses of former names inside are logged, since Python shows warnings of this kind nowhere else than in `__main__`.
-    """
+    """Run a command's body and turn what it raises into an exit code and one sentence."""
     try:
-        with _former_names_logged():
-            return command()
+        return command()
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return USAGE
@@ -145,25 +138,6 @@ def run_command(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-@contextlib.contextmanager
-def _former_names_logged() -> Iterator[None]:
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def log(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-            if issubclass(category, FormerNameWarning):
-                import logging
-
-                logging.getLogger("verifiers").warning("%s", message)
-            else:
-                show(message, category, *args, **kwargs)
-
-        if not sys.warnoptions:
-            warnings.simplefilter("default", FormerNameWarning)
-        warnings.showwarning = log
-        yield
 
 
 def _sentence_of(error: OSError) -> str:

@@ -53,8 +53,7 @@ def parser() -> CommandParser:
     parser.environment_group()
     add = parser.group("prompt")
     add("-i", "--example", type=int, metavar="N", help="row of the dataset, from 0 (default: 0)")
-    seed = add("--example-seed", type=int, metavar="N", help="choose the row at random, by this number")
-    parser.add_former_flag("--seed", seed)
+    add("--example-seed", type=int, metavar="N", help="choose the row at random, by this number")
     add("--split", choices=("train", "eval"), default="eval", help="which dataset")
     return parser
 

@@ -32,8 +32,7 @@ def parser() -> CommandParser:
     add = parser.group("run")
     add("directory", metavar="RUN", help="output_dir of a training run, or directory of an evaluation")
     add = parser.group("output")
-    output = add("-o", "--output", metavar="FILE", help="file to write (default: report.html in the directory)")
-    parser.add_former_flag("--out", output)
+    add("-o", "--output", metavar="FILE", help="file to write (default: report.html in the directory)")
     return parser
 
 

@@ -23,16 +23,11 @@ from verifiers.data.weighted_sampling import (
     shares,
     whole_weights,
 )
-from verifiers.deprecated import former_name
 from verifiers.errors import ConfigError
 
 __all__ = ["Curriculum", "Stage", "WeightedDataset", "staged_curriculum_from"]
 
 logger = logging.getLogger("verifiers.data")
-
-
-def __getattr__(name: str) -> Any:
-    return former_name(__name__, name)
 
 
 @dataclass(frozen=True, slots=True)

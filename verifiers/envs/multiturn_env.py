@@ -238,6 +238,6 @@ class MultiTurnEnv(Environment):
 
 
 def __getattr__(name: str) -> Any:
-    from verifiers.deprecated import former_name
+    from verifiers.envs.classic.import_paths import classic_name
 
-    return former_name(__name__, name)
+    return classic_name(__name__, name)

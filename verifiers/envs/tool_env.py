@@ -321,6 +321,6 @@ def result_text(result: RunResult, max_chars: int, timeout_s: float) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    from verifiers.deprecated import former_name
+    from verifiers.envs.classic.import_paths import classic_name
 
-    return former_name(__name__, name)
+    return classic_name(__name__, name)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError, DeadlineError, GenerationError, GeneratorClosedError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limits import Limiter, RolloutActivity
@@ -196,20 +195,6 @@ class AsyncBatchGenerator:
             future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
         future.add_done_callback(self._notice_crash)
 
-    def submit(
-        self,
-        block_id: int,
-        requests: Sequence[RolloutRequest],
-        *,
-        policy_version: int | None = None,
-        spares: Sequence[RolloutRequest] = (),
-    ) -> None:
-        """Submit a block as a list of rollouts. Deprecated: use `submit_batch`."""
-        warn_renamed("AsyncBatchGenerator.submit", "submit_batch(BatchRequest(...))")
-        self.submit_batch(
-            BatchRequest.of_rollouts(block_id, requests, policy_version=policy_version, replacements=spares)
-        )
-
     def get_batch(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
         """Wait for a submitted block and take it.
 
@@ -226,11 +211,6 @@ class AsyncBatchGenerator:
             del self._done[block_id]
             self._final_groups.pop(block_id, None)
             return block
-
-    def get(self, block_id: int, timeout_s: float | None = None) -> ScoredBlock:
-        """Take a submitted block. Deprecated: use `get_batch`."""
-        warn_renamed("AsyncBatchGenerator.get", "get_batch")
-        return self.get_batch(block_id, timeout_s)
 
     def groups(self, block_id: int, count: int, timeout_s: float | None = None) -> list[Group]:
         """Wait until a block's first `count` groups are scored, and look at them; the block stays to be taken.

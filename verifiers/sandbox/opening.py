@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers.deprecated import former_name
 from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox import bubblewrap
 from verifiers.sandbox.process import AgentSandbox, DiedEarlyError
@@ -45,10 +44,6 @@ _NOBODY = 65534
 _recipes: list[bubblewrap.Recipe] = []
 _unavailable = ""
 _announced: set[str] = set()
-
-
-def __getattr__(name: str) -> Any:
-    return former_name(__name__, name)
 
 
 async def open_agent_sandbox(spec: SandboxSpec) -> AgentSandbox:

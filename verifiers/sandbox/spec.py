@@ -5,11 +5,10 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self, get_args
 
-from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError, SandboxError
 
 __all__ = ["READ_BYTES", "IsolationLevel", "RunResult", "Sandbox", "SandboxBase", "SandboxProcess", "SandboxSpec"]
@@ -19,17 +18,6 @@ IsolationLevel = Literal["auto", "process", "bubblewrap", "docker", "podman"]
 READ_BYTES = 64 << 20
 RELAY_START_S = 30.0
 _LEVELS: tuple[str, ...] = get_args(IsolationLevel)
-
-
-def renamed_level(isolation: str, tier: str | None = None) -> str:
-    """Return an isolation level by its present name, with a warning where it is a former one or given as `tier`."""
-    if tier is not None:
-        warn_renamed("tier", "isolation", stacklevel=3)
-        isolation = tier
-    if isolation == "namespaces":
-        warn_renamed('the isolation level "namespaces"', '"bubblewrap"', stacklevel=3)
-        isolation = "bubblewrap"
-    return isolation
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +40,6 @@ class SandboxSpec:
         env: variables to set beside the few that every sandbox has; nothing of the caller's own is passed on.
         readable: host files and directories that can be read inside, under the same path.
         image: the image of docker and podman; it needs `sh`, `cat` and `mkdir`.
-        tier: the former name of `isolation`, deprecated.
     """
 
     isolation: IsolationLevel = "auto"
@@ -67,10 +54,8 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     readable: tuple[str, ...] = ()
     image: str = "python:3.11-slim"
-    tier: InitVar[str | None] = None
 
-    def __post_init__(self, tier: str | None) -> None:
-        object.__setattr__(self, "isolation", renamed_level(self.isolation, tier))
+    def __post_init__(self) -> None:
         if self.isolation not in _LEVELS:
             raise ConfigError(f"There is no isolation level {self.isolation!r}; take one of {', '.join(_LEVELS)}.")
         for name in (
@@ -221,12 +206,6 @@ class SandboxBase(abc.ABC):
     isolation: str
 
     _closing: asyncio.Task[None] | None = None
-
-    @property
-    def tier(self) -> str:
-        """The former name of `isolation`, deprecated."""
-        warn_renamed("Sandbox.tier", "Sandbox.isolation")
-        return self.isolation
 
     @abc.abstractmethod
     async def _close(self) -> None: ...

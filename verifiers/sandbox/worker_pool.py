@@ -18,7 +18,7 @@ from verifiers.errors import ConfigError, SandboxError, WorkerCallError, WorkerE
 from verifiers.sandbox.commands import MAX_RESULT_BYTES
 from verifiers.sandbox.opening import installed_paths, module_places, open_agent_sandbox
 from verifiers.sandbox.process import AgentSandbox
-from verifiers.sandbox.spec import IsolationLevel, SandboxSpec, renamed_level
+from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
 
 __all__ = ["WorkerPool"]
 
@@ -54,7 +54,6 @@ class WorkerPool:
         isolation: "bubblewrap", "process" or "auto".
         paths: directories of modules that are not installed; they become readable inside.
         name: the pool's name in errors.
-        tier: the former name of `isolation`, deprecated.
     """
 
     def __init__(
@@ -67,14 +66,12 @@ class WorkerPool:
         isolation: IsolationLevel = "auto",
         paths: Sequence[str] = (),
         name: str = "workers",
-        tier: str | None = None,
     ) -> None:
         if workers is not None and workers < 1:
             raise ConfigError(f"A worker pool needs at least one worker, not {workers!r}.")
-        level = renamed_level(isolation, tier)
-        if level not in ("auto", "process", "bubblewrap"):
+        if isolation not in ("auto", "process", "bubblewrap"):
             raise ConfigError(
-                f"A worker pool runs in the isolation levels 'auto', 'bubblewrap' or 'process', not {level!r}."
+                f"A worker pool runs in the isolation levels 'auto', 'bubblewrap' or 'process', not {isolation!r}."
             )
         self.timeout_s = _checked_timeout(timeout_s)
         self.name = name
@@ -82,7 +79,7 @@ class WorkerPool:
             workers or os.cpu_count() or 1,
             memory_bytes,
             tuple(preload),
-            level,  # type: ignore[arg-type]
+            isolation,
             tuple(path for path in map(os.path.abspath, paths) if os.path.exists(path)),
             name,
         )

@@ -14,7 +14,6 @@ import torch
 import trl
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
-from verifiers.deprecated import warn_renamed
 from verifiers.errors import ConfigError
 from verifiers.train.validation.eval_settings import adjust_evaluation
 from verifiers.train.validation.process_settings import adjust_ddp_timeout
@@ -68,7 +67,6 @@ class GRPOConfig(trl.GRPOConfig):
             loss_type "bnpo". What TRL measures in the loss (entropy, clipping) is then over the rest.
         vllm_importance_sampling_correction: weight tokens by min(pi_old / sampler, cap), as TRL does, whatever the
             server; `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min` give mode and bounds.
-        importance_correction: the former name of `vllm_importance_sampling_correction`, deprecated.
         geometric_mask_min, geometric_mask_max: rows whose geometric mean of proximal / sampler is outside are not
             trained; with any `vllm_importance_sampling_mode`. None for no bound.
         advantage_estimator: "group" (GRPO, scaled as `scale_rewards` says), "rloo" (leave-one-out),
@@ -83,7 +81,6 @@ class GRPOConfig(trl.GRPOConfig):
             that is longer has a micro-batch of its own, and a log line says so. Left out, there are as many
             micro-batches as rows make at `per_device_train_batch_size` each, and none is larger than so many of the
             longest.
-        max_tokens_per_pass: the former name of `max_tokens_per_micro_batch`, deprecated.
         old_logprobs_batch_size: rows in one forward pass for old and reference log-probs; those of a micro-batch
             when left out.
         rollout_device: hold the embedded server in this process, a frozen copy of the policy on this device, e.g.
@@ -143,7 +140,6 @@ class GRPOConfig(trl.GRPOConfig):
     dynamic_sampling: bool = False
     dynamic_sampling_max_groups: int | None = None
     skip_zero_advantage_rows: bool = True
-    importance_correction: bool | None = None
     vllm_importance_sampling_mode: str = "token_truncate"
     geometric_mask_min: float | None = None
     geometric_mask_max: float | None = None
@@ -151,7 +147,6 @@ class GRPOConfig(trl.GRPOConfig):
     kl_estimator: str | None = None
     kl_in_reward: bool = False
     max_tokens_per_micro_batch: int | None = None
-    max_tokens_per_pass: int | None = None
     old_logprobs_batch_size: int | None = None
     rollout_device: str | None = None
     rollout_chunk_size: int = 64
@@ -181,12 +176,6 @@ class GRPOConfig(trl.GRPOConfig):
     disable_dropout: bool | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.max_tokens_per_pass is not None:
-            warn_renamed("max_tokens_per_pass", "max_tokens_per_micro_batch", stacklevel=2)
-            self.max_tokens_per_micro_batch, self.max_tokens_per_pass = self.max_tokens_per_pass, None
-        if self.importance_correction is not None:
-            warn_renamed("importance_correction", "vllm_importance_sampling_correction", stacklevel=2)
-            self.vllm_importance_sampling_correction, self.importance_correction = self.importance_correction, None
         refuse_bad_settings(self)
         # TRL would start an engine or a client of its own; ours is the rollout server's
         self.use_vllm = False

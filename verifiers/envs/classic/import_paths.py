@@ -1,15 +1,18 @@
 """Names of the classic package that are elsewhere here, and those that are not here at all.
 
-`verifiers.deprecated` looks in this table for a submodule of `verifiers` that has no file, and `verifiers` and
-`verifiers.types` for a name that they do not have.
+`verifiers` looks here for a submodule that has no file, and it and the modules that still have classic names for a
+name that they do not have.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
-__all__ = ["CLASSIC_NAMES", "HOSTED_PARENTS", "classic_name", "refuse_hosted"]
+__all__ = ["CLASSIC_NAMES", "classic_name", "classic_spec"]
 
 
 def _moved(module: str, home: str, names: str) -> dict[str, str]:
@@ -113,10 +116,6 @@ _HOSTED = frozenset(
     )
     for path in paths.split()
 )
-HOSTED_PARENTS = frozenset(path.rpartition(".")[0] for path in _HOSTED)
-"""Modules with a name that is refused: `from MODULE import NAME` shows the reason where they are packages."""
-
-_SERVED = {name.partition(":")[0] for name in CLASSIC_NAMES}
 
 
 def classic_name(module: str, name: str) -> Any:
@@ -133,19 +132,44 @@ def classic_name(module: str, name: str) -> Any:
     raise AttributeError(_refusal(path) if path in _HOSTED else f"module {module!r} has no attribute {name!r}")
 
 
-def refuse_hosted(path: str) -> None:
-    """Refuse to import a part of the classic package that is not provided here.
+def classic_spec(path: str) -> ModuleSpec | None:
+    """Return how to import a module of the classic package that has no file; None for one that was never there.
 
     Args:
         path: of a module, or of a name that `from verifiers import NAME` did not find.
 
     Raises:
-        ImportError: it is such a part.
+        ImportError: it is a part of the classic package that is not provided here.
     """
-    if any(served == path or served.startswith(f"{path}.") for served in _SERVED):
-        return
-    if any(path == hosted or path.startswith(f"{hosted}.") for hosted in _HOSTED):
-        raise ImportError(_refusal(path), name=path)
+    holds_modules = any(module.startswith(f"{path}.") for module in _classic_modules())
+    if not holds_modules and path not in _classic_modules():
+        if any(path == hosted or path.startswith(f"{hosted}.") for hosted in _HOSTED):
+            raise ImportError(_refusal(path), name=path)
+        return None
+    # `from MODULE import NAME` shows why a name is refused where the module is a package
+    holds_refused = any(path == hosted.rpartition(".")[0] for hosted in _HOSTED)
+    return ModuleSpec(path, _ClassicModule(), is_package=holds_modules or holds_refused)  # type: ignore[arg-type]
+
+
+class _ClassicModule:
+    """The loader of a module whose names are elsewhere."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__all__"] = _classic_modules().get(module.__name__, [])
+        module.__getattr__ = functools.partial(classic_name, module.__name__)  # type: ignore[method-assign]
+
+
+@functools.cache
+def _classic_modules() -> dict[str, list[str]]:
+    """Return the names of each module of the table."""
+    modules: dict[str, list[str]] = {}
+    for path in CLASSIC_NAMES:
+        module, _, name = path.partition(":")
+        modules.setdefault(module, []).append(name)
+    return modules
 
 
 def _refusal(path: str) -> str:

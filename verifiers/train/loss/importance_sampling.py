@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from verifiers.deprecated import former_name
 
 __all__ = [
     "Mismatch",
@@ -27,10 +24,6 @@ __all__ = [
     "measure_mismatch",
     "mismatch_metrics",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return former_name(__name__, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,5 @@
 """Kinds of weight sync; what they have in common is `verifiers.train.weight_sync.protocol.WeightSync`."""
 
-from typing import Any
-
-from verifiers.deprecated import former_name
 from verifiers.train.weight_sync.choice import WEIGHT_SYNCS, choose_sync
 from verifiers.train.weight_sync.in_process import InProcessSync
 from verifiers.train.weight_sync.lora import LoraSync
@@ -23,7 +20,3 @@ __all__ = [
     "has_tied_tensors",
     "policy_tensors",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return former_name(__name__, name)
