@@ -7,8 +7,6 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import verifiers
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verifiers"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
@@ -44,10 +42,12 @@ def test_every_public_name_is_used_by_the_package_an_environment_an_example_or_a
     kept = [path for path in [*files, ROOT / "README.md"] if not others.intersection(path.parts)]
     words = {relative(path): set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in kept}
     unused = []
-    for name, place in verifiers._LAZY_IMPORTS.items():
-        home = place.partition(":")[0].replace(".", "/") + ".py"
-        if not any(name in found for path, found in words.items() if path != home):
-            unused.append(name)
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
+    for statement in (node for node in stub.body if isinstance(node, ast.ImportFrom)):
+        home = f"verifiers/{(statement.module or '').replace('.', '/')}.py"
+        for name in (alias.name for alias in statement.names):
+            if not any(name in found for path, found in words.items() if path != home):
+                unused.append(name)
     assert unused == []
 
 
