@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from chromium import Page
 
-import verifiers
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SETTINGS = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]

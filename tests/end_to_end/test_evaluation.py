@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_world
 from evaluation_world import NeverEnds, logged_evaluations, stored
+from transformers import TrainerCallback
 
 import verifiers as vf
 from verifiers.errors import ConfigError, NothingScoredError
@@ -28,7 +30,6 @@ def test_an_evaluation_is_stored_as_vf_eval_stores_one(
         max_steps=4,
         eval_strategy="steps",
         eval_steps=2,
-        eval_overlap=True,
         eval_temperature=0.7,
         num_generations_eval=2,
     )
@@ -91,9 +92,8 @@ def unscorable() -> vf.SingleTurnEnv:
     return vf.SingleTurnEnv(eval_dataset=tiny_world.rows(3), rubric=vf.Rubric(funcs=[fails]))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 def test_an_evaluation_in_which_nothing_was_scored_is_no_reward_of_0_and_training_continues(
-    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, overlap: bool
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(
         tiny_world.single_turn(),
@@ -101,7 +101,6 @@ def test_an_evaluation_in_which_nothing_was_scored_is_no_reward_of_0_and_trainin
         max_steps=2,
         eval_strategy="steps",
         eval_steps=1,
-        eval_overlap=overlap,
         metric_for_best_model="eval_reward",
     )
     trainer.train()
@@ -129,15 +128,12 @@ def test_an_evaluation_that_does_not_end_is_given_up_at_its_deadline(
         max_steps=2,
         eval_strategy="steps",
         eval_steps=1,
-        eval_overlap=True,
         eval_timeout=0.4,
     )
     trainer.train()
     assert trainer.state.global_step == 2
-    for entry in logged_evaluations(trainer):
-        assert set(entry) == {"eval_wait_seconds", "step", "epoch"}
-        assert entry["eval_wait_seconds"] < 30
-        assert read_run(stored(trainer, entry["step"])).metadata["status"] == "stopped"
+    assert logged_evaluations(trainer) == []
+    assert [read_run(stored(trainer, step)).metadata["status"] for step in (1, 2)] == ["stopped", "stopped"]
     assert "it did not end within 0.4 s (eval_timeout)" in caplog.text
 
 
@@ -277,3 +273,81 @@ def test_an_evaluated_block_that_does_not_end_is_given_up_too(make_trainer: Call
     trainer = make_trainer(tiny_world.single_turn(), eval_env=NeverEnds(), eval_timeout=0.3)
     with tiny_world.closing(trainer), pytest.raises(NothingScoredError, match=r"within 0\.3 s \(eval_timeout\)"):
         trainer.evaluate_block()
+
+
+class Counts(tiny_world.Dialogue):
+    """Knows how many of its rollouts run at once, and how many of all that share its count."""
+
+    def __init__(self, together: list[int], **options: Any) -> None:
+        super().__init__(**options)
+        self.together, self.running, self.most, self.most_together = together, 0, 0, 0
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        self.running += 1
+        self.together[0] += 1
+        self.most = max(self.most, self.running)
+        self.most_together = max(self.most_together, self.together[0])
+        try:
+            return await super().rollout(*args, **kwargs)
+        finally:
+            self.running -= 1
+            self.together[0] -= 1
+
+
+def test_an_evaluation_keeps_to_its_share_and_all_rollouts_to_the_one_limit(
+    make_trainer: Callable[..., Any],
+) -> None:
+    together = [0]
+    training, evaluated = Counts(together), Counts(together, eval_dataset=tiny_world.rows(12))
+    trainer = make_trainer(
+        training,
+        eval_env=evaluated,
+        max_steps=2,
+        max_concurrent=6,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_max_concurrent=3,
+    )
+    seen = []
+
+    class Notes(TrainerCallback):
+        def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(evaluated.most)
+            evaluated.most = 0
+
+    trainer.add_callback(Notes())
+    trainer.train()
+    assert seen == [3, 3]
+    assert training.most == 6
+    assert max(training.most_together, evaluated.most_together) == 6
+    assert [entry["eval_prompts"] for entry in logged_evaluations(trainer)] == [12, 12]
+
+
+class BreaksLater(tiny_world.Dialogue):
+    """A mistake that shows in the second block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = 0
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        self._begun += 1
+        if self._begun > 8:
+            raise vf.ConfigError("the second block shows the mistake")
+        return await super().rollout(*args, **kwargs)
+
+
+def test_a_failure_of_training_is_not_kept_waiting_by_an_evaluation(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        BreaksLater(),
+        eval_env=NeverEnds(),
+        num_batches_ahead=1,
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_timeout=60.0,
+    )
+    started = time.monotonic()
+    with pytest.raises(vf.ConfigError, match="the second block shows the mistake"):
+        trainer.train()
+    assert time.monotonic() - started < 40

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_world
 import torch
-from evaluation_world import logged_evaluations, scripted, steps_of, stored
+from evaluation_world import logged_evaluations, scripted, steps_of
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -34,7 +31,6 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(make_trainer: Callabl
         tiny_world.single_turn(),
         eval_env=by_weights(server, {1: 0.2, 2: 0.9, 3: 0.4, 4: 0.1}),
         **EVERY_STEP,
-        eval_overlap=True,
         save_strategy="steps",
         save_steps=1,
         save_total_limit=2,
@@ -72,16 +68,13 @@ def test_early_stopping_by_an_overlapped_evaluation_stops_at_the_next_block(
         tiny_world.single_turn(),
         eval_env=by_weights(server, {1: 0.9, 2: 0.5, 3: 0.4, 4: 0.1}),
         **EVERY_STEP,
-        eval_overlap=True,
         save_strategy="steps",
         save_steps=1,
         load_best_model_at_end=True,
     )
     trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
     trainer.train()
-    # the second is known when the third step is trained, and that one is evaluated before the run ends
-    assert trainer.state.global_step == 3
-    assert [entry["step"] for entry in logged_evaluations(trainer)] == [1, 2, 3]
+    assert [entry["step"] for entry in logged_evaluations(trainer)] == [1, 2]
     assert trainer.state.best_global_step == 1
 
 
@@ -96,14 +89,13 @@ def test_a_run_that_stops_when_its_evaluation_is_good_enough_ends_with_the_weigh
         tiny_world.single_turn(),
         eval_env=by_weights(server, {2: 0.9, 4: 0.95}),
         **{**EVERY_STEP, "eval_steps": 2},
-        eval_overlap=True,
         save_strategy="steps",
         save_steps=2,
         load_best_model_at_end=True,
     )
     trainer.add_callback(Solved())
     trainer.train()
-    assert trainer.state.global_step == 3
+    assert trainer.state.global_step == 2
     best = Path(trainer.args.output_dir) / "checkpoint-2"
     assert Path(trainer.state.best_model_checkpoint) == best
     state = trainer.model.state_dict()
@@ -123,7 +115,7 @@ def test_the_newest_complete_checkpoint_is_there_until_the_next_one_is_complete(
         return {}
 
     # the last thing that is asked for before a checkpoint is marked
-    monkeypatch.setattr(trainer.evaluator, "state", look)
+    monkeypatch.setattr(trainer.lifecycle, "state", look)
     trainer.train()
     output_dir = Path(trainer.args.output_dir)
     assert seen == [None, output_dir / "checkpoint-1", output_dir / "checkpoint-2"]
@@ -138,91 +130,21 @@ class Cut(Exception):
 
 
 class Ends(TrainerCallback):
-    """Ends the run at the end of a step, after something has happened."""
+    """Ends the run at the end of a step."""
 
-    def __init__(self, at_step: int, when: Callable[[], bool] = lambda: True) -> None:
-        self._at_step, self._when = at_step, when
+    def __init__(self, at_step: int) -> None:
+        self._at_step = at_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._at_step:
-            until = time.monotonic() + 15
-            while not self._when():
-                assert time.monotonic() < until
-                time.sleep(0.005)
             raise Cut
 
 
 @contextmanager
-def cut(trainer: Any, at_step: int, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    trainer.add_callback(Ends(at_step, when))
+def cut(trainer: Any, at_step: int) -> Iterator[None]:
+    trainer.add_callback(Ends(at_step))
     with pytest.raises(Cut):
         yield
-
-
-class HalfHangs(tiny_world.Dialogue):
-    """Held-out dialogues of which the first two end, and the others do not until `hangs` is False."""
-
-    def __init__(self) -> None:
-        super().__init__(eval_dataset=tiny_world.rows(4))
-        self.hangs = True
-        self.begun: list[int] = []
-
-    async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        number = int(prompt[-1]["content"][-1])
-        self.begun.append(number)
-        if self.hangs and number > 1:
-            await asyncio.sleep(60)
-        return await super().rollout(client, model, prompt, *args, **kwargs)
-
-
-def test_a_run_that_was_cut_redoes_of_an_evaluation_what_is_missing_and_logs_it_once(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    evaluated = HalfHangs()
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "eval_overlap": True}
-    settings |= {"save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path / "run"}
-    first = make_trainer(tiny_world.single_turn(), eval_env=evaluated, **settings)
-    results = stored(first, 2) / "results.jsonl"
-    with cut(first, 3, lambda: results.is_file() and len(results.read_text().splitlines()) == 2):
-        first.train()
-    assert sorted(evaluated.begun) == [0, 1, 2, 3]
-    assert logged_evaluations(first) == []
-    assert read_run(stored(first, 2)).metadata["status"] == "stopped"
-    evaluated.hangs, evaluated.begun = False, []
-    second = make_trainer(tiny_world.single_turn(), eval_env=evaluated, **settings)
-    second.train(resume_from_checkpoint=True)
-    assert sorted(evaluated.begun) == [0, 1, 2, 2, 3, 3]
-    entries = logged_evaluations(second)
-    assert [entry["step"] for entry in entries] == [2, 4]
-    assert [entry["eval_prompts"] for entry in entries] == [4, 4]
-    assert read_run(stored(second, 2)).metadata["status"] == "finished"
-    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "eval_reward" in entry] == [2, 4]
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_was_logged_after_the_checkpoint_is_logged_again_from_what_is_stored(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    evaluated = HalfHangs()
-    evaluated.hangs = False
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "eval_overlap": True}
-    settings |= {"save_strategy": "steps", "save_steps": 2, "output_dir": tmp_path}
-    first = make_trainer(tiny_world.single_turn(), eval_env=evaluated, **settings)
-    with cut(first, 4):
-        first.train()
-    (before,) = logged_evaluations(first)
-    evaluated.begun.clear()
-    second = make_trainer(tiny_world.single_turn(), eval_env=evaluated, **settings)
-    second.train(resume_from_checkpoint=True)
-    assert sorted(evaluated.begun) == [0, 1, 2, 3]
-    entries = logged_evaluations(second)
-    assert [entry["step"] for entry in entries] == [2, 4]
-    assert {name: entries[0][name] for name in before if "seconds" not in name} == {
-        name: value for name, value in before.items() if "seconds" not in name
-    }
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "eval_reward" in line] == [2, 4]
 
 
 def test_stored_evaluations_are_those_of_the_runs_lineage(make_trainer: Callable[..., Any], tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ num_generations = 4
 max_completion_length = 8
 eval_strategy = "steps"
 eval_steps = 1
-eval_overlap = true
 eval_max_concurrent = 2
 eval_temperature = 0.9
 num_generations_eval = 2

@@ -211,14 +211,6 @@ def test_the_plan_knows_the_budget_of_a_pass(tmp_path: Path) -> None:
         ({"num_generations_eval": 4}, "num_generations_eval is 4 with eval_temperature=0: greedy answers"),
         ({"eval_max_concurrent": 0}, "eval_max_concurrent is 0; give a number above 0"),
         ({"eval_timeout": -1.0}, "eval_timeout is -1; give a number above 0"),
-        (
-            {"eval_overlap": True, "eval_strategy": "steps", "save_strategy": "best"},
-            "save_strategy='best' with eval_overlap=True: .* use save_strategy='steps'",
-        ),
-        (
-            {"eval_overlap": True, "eval_strategy": "steps", "lr_scheduler_type": "reduce_lr_on_plateau"},
-            "lr_scheduler_type='reduce_lr_on_plateau' with eval_overlap=True",
-        ),
     ],
     ids=str,
 )

@@ -16,7 +16,6 @@ from verifiers.train.processes.distributed import Ranks
 from verifiers.train.run_lifecycle import RunLifecycle
 
 PLAN = make_plan(per_device_train_batch_size=4, num_generations=4, max_steps=4, num_prompts=12)
-EVALUATION = {"evaluation_in_flight": 2}
 
 
 class Parts:
@@ -24,13 +23,12 @@ class Parts:
 
     def __init__(self, root: Path, *, servers: bool = True) -> None:
         self.events: list[str] = []
-        self.began: dict[str, Any] = {}
+        self.began_at: int | None = None
         ranks = Ranks(SimpleNamespace(num_processes=1, process_index=0, is_main_process=True))
         args: Any = SimpleNamespace(output_dir=root, save_only_model=False, save_strategy="steps")
         directory = RunDirectory(args, PLAN, ranks, None, None, checksums=dict, state=dict, blocks=tuple)
-        self.schedule = SimpleNamespace(owed=None)
         self._servers = servers
-        parts: Any = (PLAN, ranks, directory, self, self, self.schedule, self)
+        parts: Any = (PLAN, ranks, directory, self, self, self)
         self.lifecycle = RunLifecycle(*parts)
 
     # the rollout session
@@ -53,33 +51,24 @@ class Parts:
     # the evaluator
     stored = SimpleNamespace(own=set())
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def owed(self, further: dict[str, Any]) -> int | None:
-        return further.get("evaluation_in_flight")
-
-    def give_up(self) -> None:
-        self.events.append("given up")
-
     # the monitor
     def begin(self, resume_step: int | None, **rest: Any) -> None:
         self.events.append("record")
-        self.began = {"at": resume_step, "owes": rest["owes_evaluation"]}
+        self.began_at = resume_step
 
 
 def test_a_resumed_run_starts_where_its_checkpoint_stands_and_a_new_one_at_step_0(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
-    mark_complete(tmp_path / "checkpoint-2", PLAN, 2, EVALUATION)
+    mark_complete(tmp_path / "checkpoint-2", PLAN, 2, {})
     parts = Parts(tmp_path)
     assert parts.lifecycle.open(True) == str(tmp_path / "checkpoint-2")
-    assert (parts.lifecycle.first_step, parts.schedule.owed) == (2, 2)
-    assert (parts.events, parts.began) == (["servers", "blocks", "record"], {"at": 2, "owes": True})
+    assert parts.lifecycle.first_step == 2
+    assert (parts.events, parts.began_at) == (["servers", "blocks", "record"], 2)
     parts.lifecycle.close()
-    assert (parts.events[3:], parts.schedule.owed) == (["given up", "closed"], None)
+    assert parts.events[3:] == ["closed"]
     again = Parts(tmp_path)
     assert again.lifecycle.open(None) is None
-    assert (again.lifecycle.first_step, again.began) == (0, {"at": None, "owes": False})
+    assert (again.lifecycle.first_step, again.began_at) == (0, None)
     assert (tmp_path / "earlier-1" / "checkpoint-2").is_dir()
     again.lifecycle.close()
 

@@ -47,10 +47,3 @@ def test_a_run_may_end_inside_its_last_block_and_a_new_one_knows_nothing_of_it(a
     after(at, "on_step_end", 9, should_training_stop=True)
     at.on_train_begin(None, TrainerState(), None)
     assert after(at, "on_step_end", 4) == (False, False)
-
-
-def test_a_stop_of_an_overlapped_evaluation_counts_at_the_step_that_is_now(at: StopsBetweenBlocks) -> None:
-    after(at, "on_step_end", 6)
-    # the state says the evaluation's own step, which was between blocks
-    assert after(at, "on_evaluate", 4, should_training_stop=True) == (False, False)
-    assert after(at, "on_step_end", 8) == (True, False)

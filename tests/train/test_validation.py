@@ -76,7 +76,6 @@ def test_deadlines_that_outlast_the_other_ranks_wait_are_refused_with_their_sum(
         ({"drain_before_sync": True}, 2640),
         ({"weight_sync": "lora"}, 2640),
         ({"rollout_timeout": 900.0}, 2340),
-        ({"eval_strategy": "steps", "eval_steps": 1, "eval_overlap": True, "eval_timeout": 50.0}, 2090),
     ],
 )
 def test_the_wait_for_rank_0_is_as_long_as_all_that_it_may_wait_for_unless_it_is_set(

@@ -175,7 +175,7 @@ _OVERHEADS = {
     ),
     "eval": (
         "evaluation-bound",
-        "fewer evaluations (eval_steps), of fewer prompts (num_eval_prompts), or eval_overlap=True",
+        "fewer evaluations (eval_steps), or of fewer prompts (num_eval_prompts)",
     ),
     "save": ("checkpoint-bound", "fewer checkpoints (save_steps)"),
 }

@@ -98,7 +98,6 @@ class RunRecord:
         directory: of the run.
         resume_step: the optimizer step that the run is resumed from; None for a new run, which removes what an
             earlier run left there.
-        owes_evaluation: that step's evaluation is repeated or resumed, and will be logged then.
         redact: takes secrets out of every text.
 
     Attributes:
@@ -110,7 +109,6 @@ class RunRecord:
         directory: str | Path,
         *,
         resume_step: int | None,
-        owes_evaluation: bool = False,
         redact: Redactor | None = None,
     ) -> None:
         self.directory = Path(directory)
@@ -120,7 +118,7 @@ class RunRecord:
         with self._warning():
             self.directory.mkdir(parents=True, exist_ok=True)
             for name in (METRICS, SAMPLES):
-                self._keep_until(self.directory / name, resume_step, owes_evaluation)
+                self._keep_until(self.directory / name, resume_step)
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -158,17 +156,11 @@ class RunRecord:
         with self._warning(), (self.directory / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(self.redact(json_line(row)) + "\n" for row in rows))
 
-    def _keep_until(self, path: Path, step: int | None, owes_evaluation: bool) -> None:
+    def _keep_until(self, path: Path, step: int | None) -> None:
         if not path.exists():
             return
-
-        def stays(row: Mapping[str, Any]) -> bool:
-            if step is None or row["step"] > step:
-                return False
-            owed = owes_evaluation and row["step"] == step
-            return not (owed and any(name.startswith("eval_") for name in row))
-
-        kept = [json_line(row) + "\n" for row in read_lines(path) if stays(row)]
+        rows = [] if step is None else [row for row in read_lines(path) if row["step"] <= step]
+        kept = [json_line(row) + "\n" for row in rows]
         replace_file(path, "".join(kept))
 
     @contextlib.contextmanager

@@ -101,9 +101,7 @@ class GRPOConfig(trl.GRPOConfig):
         eval_temperature: 0 evaluates greedily.
         num_eval_prompts: prompts of the eval set in an evaluation during training; -1 for all. With several sets, of
             each.
-        eval_overlap: training continues while an evaluation runs; the next push of weights waits for its end.
-        eval_max_concurrent: most of an evaluation's rollouts in flight, inside `max_concurrent`; left out, all of it,
-            or with `eval_overlap` as many as a block has completions, at most half.
+        eval_max_concurrent: most of an evaluation's rollouts in flight, inside `max_concurrent`; all when left out.
         eval_timeout: deadline for one evaluation, in seconds; `async_generation_timeout` when left out.
         eval_right_from: reward from which a rollout counts as right in pass@k.
         save_evaluations: keep each evaluation under `output_dir/evals/step-N`, as `vf-eval` writes it.
@@ -160,7 +158,6 @@ class GRPOConfig(trl.GRPOConfig):
     num_generations_eval: int | None = 1
     eval_temperature: float = 0.0
     num_eval_prompts: int = -1
-    eval_overlap: bool = False
     eval_max_concurrent: int | None = None
     eval_timeout: float | None = None
     eval_right_from: float = 1.0

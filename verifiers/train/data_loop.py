@@ -372,39 +372,24 @@ class StopsBetweenBlocks(TrainerCallback):
     def __init__(self, updates_per_block: int) -> None:
         self._updates = updates_per_block
         self._stops = self._saves = False
-        # during an overlapped evaluation the state has the evaluation's step
-        self._step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stops = self._saves = False
-        self._step = state.global_step
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step = state.global_step
         self._hold_back(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step = state.global_step
-        self._release(state, control)
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._release(state, control)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._release(state, control)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._release(state, control)
-
-    def _release(self, state: Any, control: Any) -> None:
-        if self._step >= state.max_steps:
+        if state.global_step >= state.max_steps:
             return
-        if self._step % self._updates:
+        if state.global_step % self._updates:
             self._hold_back(state, control)
         elif self._stops:
             control.should_training_stop = True
             control.should_save = control.should_save or self._saves
             self._stops = self._saves = False
+
+    on_log = on_evaluate = on_save = on_step_end
 
     def _hold_back(self, state: Any, control: Any) -> None:
         if not control.should_training_stop:
@@ -412,7 +397,7 @@ class StopsBetweenBlocks(TrainerCallback):
         if not self._stops and state.is_world_process_zero:
             logger.warning(
                 "a callback stops the run inside a block: it ends at step %d, when the block has been trained.",
-                (self._step // self._updates + 1) * self._updates,
+                (state.global_step // self._updates + 1) * self._updates,
             )
         self._saves = self._saves or control.should_save
         self._stops, control.should_training_stop, control.should_save = True, False, False

@@ -139,7 +139,6 @@ class RunMonitor:
         servers: Backend,
         activity: RolloutActivity | None,
         drains: bool,
-        owes_evaluation: bool = False,
     ) -> None:
         """Open the record of a run.
 
@@ -148,7 +147,6 @@ class RunMonitor:
             servers: what rollouts are sent to; its credentials are redacted.
             activity: of the generator.
             drains: rollouts in flight end before each push.
-            owes_evaluation: the evaluation of `resume_step` had not ended.
         """
         args = self._args
         settings = args.to_dict()
@@ -157,9 +155,7 @@ class RunMonitor:
         key, headers = credentials(servers)
         secrets = [s for url in urls for s in secrets_of_run(url, key, headers, {"env": env_args, **settings})]
         directory = Path(str(args.output_dir))
-        self.record = RunRecord(
-            directory, resume_step=resume_step, owes_evaluation=owes_evaluation, redact=Redactor(secrets)
-        )
+        self.record = RunRecord(directory, resume_step=resume_step, redact=Redactor(secrets))
         self.timer.memory = peak_memory(self._device)
         self.timer.activity = activity
         self.total = RunTime()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
@@ -24,8 +24,6 @@ from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
 from verifiers.train.checkpoint.run_directory import ResumePoint, RunDirectory, visible_checkpoint
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.evaluator import Evaluator
-from verifiers.train.evaluation.policy_evaluation import PolicyEvaluation
-from verifiers.train.evaluation.schedule import EvaluationSchedule
 from verifiers.train.monitor import RunMonitor
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync.protocol import WeightSync
@@ -52,7 +50,6 @@ class RolloutSession:
         sampling_args: of training rollouts.
         publisher: keeps the servers on the trained weights.
         timer: the trainer's time by stage.
-        evaluation: gives the rollouts of an evaluation in flight, which each push waits for.
         checks_meanwhile: a push may be checked while the trainer computes.
 
     Attributes:
@@ -71,12 +68,11 @@ class RolloutSession:
         publisher: WeightPublisher,
         timer: StageTimer,
         *,
-        evaluation: Callable[[], PolicyEvaluation | None],
         checks_meanwhile: bool,
     ) -> None:
         self._args, self._env, self._eval_envs, self._rows = args, env, eval_envs, rows
         self._plan, self._sampling_args, self._publisher, self._timer = plan, sampling_args, publisher, timer
-        self._evaluation, self._checks_meanwhile = evaluation, checks_meanwhile
+        self._checks_meanwhile = checks_meanwhile
         self.generator: AsyncBatchGenerator | None = None
         self.prefetcher: RolloutPrefetcher | None = None
 
@@ -144,23 +140,19 @@ class RolloutSession:
 
     def push(self, version: int) -> None:
         """Push the present weights, stamped with a version."""
-        if (evaluation := self._evaluation()) is not None:
-            with self._timer.stage("eval"):
-                evaluation.wait()
         # pushes that drain are for runs that can be repeated: nothing then runs beside a check
         drains = self.prefetcher is None or self.prefetcher.drains
         self._publisher.push(version, may_check_meanwhile=self._checks_meanwhile and not drains)
 
-    def publish(self, version: int, *, finish_check: bool) -> AsyncBatchGenerator:
+    def publish(self, version: int) -> AsyncBatchGenerator:
         """Bring the servers to the present weights, where they have others, and return the generator.
 
         Args:
             version: of the present weights.
-            finish_check: wait for the answers of a check that is on its way.
         """
         self.open().sync(version)
-        if finish_check:
-            self._publisher.finish_check()
+        # after the last step nothing more would check these weights
+        self._publisher.finish_check()
         assert self.generator is not None
         return self.generator
 
@@ -196,7 +188,6 @@ class RunLifecycle:
         directory: where the run writes.
         session: connects the servers and starts the generator.
         evaluator: of the run.
-        schedule: of its evaluations.
         monitor: of the run.
 
     Attributes:
@@ -210,11 +201,10 @@ class RunLifecycle:
         directory: RunDirectory,
         session: RolloutSession,
         evaluator: Evaluator,
-        schedule: EvaluationSchedule,
         monitor: RunMonitor,
     ) -> None:
         self._plan, self._ranks, self._directory = plan, ranks, directory
-        self._session, self._evaluator, self._schedule, self._monitor = session, evaluator, schedule, monitor
+        self._session, self._evaluator, self._monitor = session, evaluator, monitor
         self.first_step = 0
         # for a second run of the same trainer
         self._state_at_0 = self.state()
@@ -222,8 +212,7 @@ class RunLifecycle:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the model, as JSON, by the name of what it belongs to."""
         source = self._plan.source
-        curriculum = {"curriculum": source.state()} if isinstance(source, ObservesBlocks) else {}
-        return {**curriculum, **self._evaluator.state()}
+        return {"curriculum": source.state()} if isinstance(source, ObservesBlocks) else {}
 
     def open(self, asked: str | bool | None) -> str | None:
         """Start the run and return the checkpoint's path on this rank, None for step 0; every rank calls it.
@@ -238,36 +227,31 @@ class RunLifecycle:
         point = self._ranks.on_rank_0(lambda: self._directory.choose(asked))
         checkpoint = visible_checkpoint(point, str(self._directory.path), self._ranks.index)
         self.first_step = resume_step(checkpoint) if checkpoint else 0
-        self._schedule.owed = self._ranks.on_rank_0(lambda: self._open_on_rank_0(point))
+        self._ranks.on_rank_0(lambda: self._open_on_rank_0(point))
         return checkpoint
 
-    def _open_on_rank_0(self, point: ResumePoint) -> int | None:
+    def _open_on_rank_0(self, point: ResumePoint) -> None:
         # servers come first: nothing is archived for a run that finds none
         prefetcher, generator = self._session.open(), self._session.generator
         assert generator is not None
         further = self._directory.begin(point, self._evaluator.stored.own)
         if self._plan.source is not None:
             restore_curriculum(self._plan, further if point.checkpoint else self._state_at_0)
-        owed = None
         if point.checkpoint:
             prefetcher.restore(still_planned(self._plan, load_pending_blocks(point.checkpoint)))
-            owed = self._evaluator.owed(further)
         self._monitor.begin(
             self.first_step if point.checkpoint else None,
             servers=self._session.servers,
             activity=generator.activity,
             drains=prefetcher.drains,
-            owes_evaluation=owed is not None,
         )
-        return owed
 
     def close(self) -> None:
         """End the generator's thread, give back what weight pushes used, and release the directory.
 
         May be called twice.
         """
-        self._evaluator.give_up()
-        self._schedule.owed = None
+        self._evaluator.stored.own.clear()
         # whatever one of them raises, the other is closed
         with contextlib.ExitStack() as stack:
             stack.callback(self._directory.close)

@@ -35,7 +35,6 @@ from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
-from verifiers.train.evaluation.schedule import EvaluationSchedule
 from verifiers.train.loss.finite_updates import FiniteUpdates
 from verifiers.train.loss.grpo_loss import CorrectedLoss, micro_step_loss, only_advantages_matter
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
@@ -44,7 +43,7 @@ from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.planned_run import planned_run
 from verifiers.train.processes.distributed import Ranks, end_together
 from verifiers.train.run_lifecycle import RolloutSession, RunLifecycle
-from verifiers.train.validation.eval_settings import check_eval_sets
+from verifiers.train.validation.eval_settings import check_eval_sets, needs_the_metric
 from verifiers.train.validation.host_settings import check_output_dir
 from verifiers.train.validation.process_settings import check_processes
 from verifiers.train.validation.sampling_args import training_sampling_args
@@ -77,7 +76,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         session: the generator and the prefetcher, on rank 0 while a run is in progress.
         publisher: keeps the rollout servers on the trained weights.
         evaluator: evaluates the policy.
-        eval_schedule: says when.
         lifecycle: opens a run, at step 0 or from a checkpoint, and closes it.
         directory: the run's output directory: its checkpoints and its block log.
         monitor: measures and records the run.
@@ -179,14 +177,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             eval_sets,
             self.sampling_args,
             servers=lambda: self.publisher.servers,
-            publish=lambda finish_check: self.session.publish(self.state.global_step, finish_check=finish_check),
-        )
-        self.eval_schedule = EvaluationSchedule(
-            self.evaluator,
-            args,
-            plan.updates_per_block,
-            report=self._report_evaluation,
-            is_best=lambda metrics: self._determine_best_metric(metrics, None),
+            publish=lambda: self.session.publish(self.state.global_step),
         )
         self.session = RolloutSession(
             args,
@@ -197,7 +188,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.sampling_args,
             self.publisher,
             self.timer,
-            evaluation=lambda: self.evaluator.running,
             # DeepSpeed takes its optimizer step with the last backward pass, before a check could be judged
             checks_meanwhile=not self.is_deepspeed_enabled,
         )
@@ -213,9 +203,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             state=lambda: self.lifecycle.state(),
             blocks=self.session.finished_blocks,
         )
-        self.lifecycle = RunLifecycle(
-            plan, self.ranks, self.directory, self.session, self.evaluator, self.eval_schedule, self.monitor
-        )
+        self.lifecycle = RunLifecycle(plan, self.ranks, self.directory, self.session, self.evaluator, self.monitor)
         self.corrected_loss = CorrectedLoss(args)
         self.data_loop = DataLoop(
             plan,
@@ -241,15 +229,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(WeightChecks(self.publisher.finish_check, self.weights))
         if not any(isinstance(callback, ProgressLines) for callback in given):
             self.add_callback(ProgressLines(self.plan))
-        self._last_callbacks: list[Any] = [StopsBetweenBlocks(self.plan.updates_per_block)]
-        if self.args.eval_overlap or self.args.eval_strategy != "no":
-            self._last_callbacks.append(self.eval_schedule)
+        self._stops_between_blocks = StopsBetweenBlocks(self.plan.updates_per_block)
 
-    def _add_last_callbacks(self) -> None:
-        # after every callback that may ask for a stop, a save or an evaluation
-        for callback in self._last_callbacks:
-            self.pop_callback(callback)
-            self.add_callback(callback)
+    def _add_last_callback(self) -> None:
+        # after every callback that may ask for a stop or a save
+        self.pop_callback(self._stops_between_blocks)
+        self.add_callback(self._stops_between_blocks)
 
     @property
     def weight_sync(self) -> WeightSync:
@@ -279,7 +264,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         def run() -> Any:
             self._forget_earlier_run()
             checkpoint = self.lifecycle.open(resume_from_checkpoint)
-            self._add_last_callbacks()
+            self._add_last_callback()
             with self.directory.rotation():
                 return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
 
@@ -394,10 +379,19 @@ class GRPOTrainer(trl.GRPOTrainer):
             NothingScoredError: no rollout of a set got a reward, or it ran out of time. While a run trains, that is a
                 warning instead, unless the learning rate depends on the metric.
         """
-        schedule, in_train = self.eval_schedule, self.is_in_train
-        schedule.finish_in_flight(self.state, self.control)
-        schedule.begin(self.evaluator.sets_of(eval_dataset), self.state, in_train=in_train, prefix=metric_key_prefix)
-        return schedule.finish(self.state, in_train=in_train)[0]
+        state, in_train = self.state, self.is_in_train
+        # after a run its best weights are loaded
+        best = self.args.load_best_model_at_end and state.best_model_checkpoint and not in_train
+        metrics = self.evaluator.evaluate(
+            self.evaluator.sets_of(eval_dataset),
+            step=(state.best_global_step if best else None) or state.global_step,
+            prefix=metric_key_prefix,
+            required=not in_train or needs_the_metric(self.args),
+        )
+        if metrics:
+            log_evaluation(self, metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, state, self.control, metrics)
+        return metrics
 
     def evaluate_block(self, eval_dataset: Any = None) -> ScoredBlock:
         """Roll out eval prompts under the present weights and keep the rollouts; on rank 0, nothing is logged.
@@ -410,11 +404,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             NothingScoredError: no rollout got a reward, or it ran out of time.
         """
         return self.evaluator.evaluate_block(eval_dataset)
-
-    def _report_evaluation(self, metrics: dict[str, float]) -> Any:
-        log_evaluation(self, metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return self.control
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         if skip_scheduler and self.state.global_step > 0:

@@ -1,4 +1,4 @@
-"""An evaluation beside training: its deadline is its own, whenever it is waited for."""
+"""An evaluation ends at its deadline at the latest, whatever its rollouts do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import Endpoint
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.train.evaluation import policy_evaluation
-from verifiers.train.evaluation.policy_evaluation import Measured, PolicyEvaluation
+from verifiers.train.evaluation.policy_evaluation import Measured, evaluate_sets
 
 FOUND = Measured({"eval_reward": 0.7}, [])
 
@@ -44,53 +44,32 @@ def generator() -> Iterator[AsyncBatchGenerator]:
     running.close()
 
 
-def begun(generator: AsyncBatchGenerator, timeout_s: float, *sets: Plays) -> PolicyEvaluation:
-    made = PolicyEvaluation(generator, sets, timeout_s)  # type: ignore[arg-type]
-    made.begin()
-    return made
+def evaluated(generator: AsyncBatchGenerator, timeout_s: float, *sets: Plays) -> Measured:
+    return evaluate_sets(generator, sets, timeout_s)
 
 
-def let_end(generator: AsyncBatchGenerator, evaluated: PolicyEvaluation) -> None:
-    """Wait until the evaluation has ended, without asking for its result."""
-    assert evaluated._task is not None
-    generator.run(asyncio.wait([evaluated._task]), 60.0)
-
-
-def test_an_evaluation_that_ended_in_time_counts_however_late_it_is_collected(generator: AsyncBatchGenerator) -> None:
-    evaluated = begun(generator, 30.0, Plays(0.01))
-    let_end(generator, evaluated)
-    # training beside it takes longer than an evaluation may
-    evaluated._began -= 60.0
-    assert evaluated.wait() == FOUND
-
-
-def test_an_evaluation_ends_at_its_deadline_though_nobody_waits_for_it_yet(generator: AsyncBatchGenerator) -> None:
-    slow = Plays(60)
-    started = time.monotonic()
-    evaluated = begun(generator, 0.1, slow)
-    let_end(generator, evaluated)
+def test_an_evaluation_ends_at_its_deadline(generator: AsyncBatchGenerator) -> None:
+    assert evaluated(generator, 30.0, Plays(0.01)) == FOUND
+    slow, started = Plays(60), time.monotonic()
+    assert evaluated(generator, 0.1, slow).failures == ["it did not end within 0.1 s (eval_timeout)"]
     assert slow.ended_at - started >= 0.1
-    assert evaluated.wait().failures == ["it did not end within 0.1 s (eval_timeout)"]
 
 
 def test_rollouts_that_take_long_to_give_up_do_not_end_the_training(
     generator: AsyncBatchGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluated = begun(generator, 0.1, Plays(60, cleanup=lambda: 60.0))
-    # not before it began, which may take as long
-    monkeypatch.setattr(policy_evaluation, "_GRACE_S", 0.2)
+    monkeypatch.setattr(policy_evaluation, "_GRACE_S", 1.0)
     monkeypatch.setattr(policy_evaluation, "_LOOK_EVERY_S", 0.05)
-    found = evaluated.wait()
+    found = evaluated(generator, 0.1, Plays(60, cleanup=lambda: 60.0))
     assert found.metrics == {}
     assert found.failures == ["it did not end within 0.1 s (eval_timeout); its rollouts are still being given up"]
-    assert evaluated.wait() is found
 
 
 def test_what_breaks_while_an_evaluation_is_given_up_is_told_with_it(generator: AsyncBatchGenerator) -> None:
     def breaks() -> float:
         raise OSError("the disk is full")
 
-    (failure,) = begun(generator, 0.05, Plays(60, cleanup=breaks)).wait().failures
+    (failure,) = evaluated(generator, 0.05, Plays(60, cleanup=breaks)).failures
     assert failure.endswith("(eval_timeout); giving it up raised OSError: the disk is full")
 
 
@@ -102,7 +81,7 @@ def test_a_timeout_of_its_own_and_a_mistake_are_not_taken_for_the_deadline(gener
                 raise error
 
         with pytest.raises(type(error), match=str(error)):
-            begun(generator, 5.0, Raises(0)).wait()
+            evaluated(generator, 5.0, Raises(0))
 
 
 def test_a_generator_that_breaks_ends_the_wait(
@@ -114,4 +93,4 @@ def test_a_generator_that_breaks_ends_the_wait(
     monkeypatch.setattr(policy_evaluation, "_LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(generator, "check", check)
     with pytest.raises(ConfigError, match="generation broke"):
-        begun(generator, 30.0, Plays(60)).wait()
+        evaluated(generator, 30.0, Plays(60))

@@ -1,7 +1,6 @@
 """One evaluation of the policy on eval prompts, by vf-eval's own run and store.
 
-The rollouts run on the generator's event loop, through the same runner, servers and limit as those of training. The
-trainer may wait for the evaluation, or train on and take its result later.
+The rollouts run on the generator's event loop, through the same runner, servers and limit as those of training.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from verifiers.rollouts.runner import RolloutRunner
 from verifiers.train.evaluation.storage import BestEffortStore, best_effort
 from verifiers.types import Outcome
 
-__all__ = ["KeptEvaluation", "Measured", "PolicyEvaluation", "SetEvaluation", "evaluation_metrics", "sub_limiter_of"]
+__all__ = ["KeptEvaluation", "Measured", "SetEvaluation", "evaluate_sets", "evaluation_metrics", "sub_limiter_of"]
 
 _GRACE_S = 10.0
 _LOOK_EVERY_S = 0.5
@@ -132,98 +131,72 @@ class KeptEvaluation:
 
 
 class RunsOnce(Protocol):
-    """A part of a `PolicyEvaluation`: one set of prompts, run once."""
+    """The evaluation of one set of prompts, run once."""
 
     async def run(self) -> Measured: ...
 
 
-class PolicyEvaluation:
-    """The evaluation of all sets at one optimizer step, while it runs; used from the trainer's thread.
+def evaluate_sets(generator: AsyncBatchGenerator, sets: Sequence[RunsOnce], timeout_s: float) -> Measured:
+    """Run the evaluations of all sets at once and wait for them; that they ran out of time is a failure.
 
     Args:
         generator: whose event loop and connections are used.
         sets: what is evaluated.
-        timeout_s: deadline from `begin` on, in seconds.
+        timeout_s: deadline in seconds.
+
+    Raises:
+        ConfigError: a mistake that every rollout would repeat.
+        GeneratorClosedError: the generator was closed meanwhile.
     """
 
-    def __init__(self, generator: AsyncBatchGenerator, sets: Sequence[RunsOnce], timeout_s: float) -> None:
-        self._generator, self._sets, self._timeout_s = generator, sets, timeout_s
-        self._began = time.monotonic()
-        self._task: asyncio.Task[Measured] | None = None
-        self._measured: Measured | None = None
-        self._waited_s = 0.0
+    async def begin() -> asyncio.Task[Measured]:
+        return asyncio.create_task(_run_until(sets, timeout_s))
 
-    def begin(self) -> None:
-        """Submit the rollouts and return at once."""
+    async def ended() -> Measured:
+        return await asyncio.shield(task)
 
-        async def begin() -> asyncio.Task[Measured]:
-            return asyncio.create_task(self._run())
-
-        self._began = time.monotonic()
-        self._task = self._generator.run(begin(), _GRACE_S)
-
-    def wait(self) -> Measured:
-        """Wait until it has ended; one that ran out of time is a failure.
-
-        Raises:
-            ConfigError: a mistake that every rollout would repeat.
-            GeneratorClosedError: the generator was closed meanwhile.
-        """
-        if self._measured is not None:
-            return self._measured
-        assert self._task is not None
-        task, waiting = self._task, time.monotonic()
-        # rollouts that are given up may have something to put away first
-        last = max(waiting, self._began + self._timeout_s) + _GRACE_S
-
-        async def ended() -> Measured:
-            return await asyncio.shield(task)
-
+    task = generator.run(begin(), _GRACE_S)
+    # rollouts that are given up may have something to put away first
+    last = time.monotonic() + timeout_s + _GRACE_S
+    while True:
         try:
-            while self._measured is None:
-                try:
-                    self._measured = self._generator.run(ended(), _LOOK_EVERY_S)
-                except DeadlineError:
-                    # what is trained beside it may have failed for good
-                    self._generator.check()
-                    if time.monotonic() > last:
-                        self._measured = self._out_of_time("; its rollouts are still being given up")
-        finally:
-            self._waited_s += time.monotonic() - waiting
-        return self._measured
+            measured: Measured = generator.run(ended(), _LOOK_EVERY_S)
+            return measured
+        except DeadlineError:
+            # the block that is generated meanwhile may have failed for good
+            generator.check()
+            if time.monotonic() > last:
+                return _out_of_time(timeout_s, "; its rollouts are still being given up")
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds for which the trainer waited for it."""
-        return self._waited_s
 
-    async def _run(self) -> Measured:
-        """Run all sets until the deadline, also while nobody waits for the result."""
-        deadline = asyncio.timeout(self._timeout_s)
-        try:
-            async with deadline:
-                return await self._run_sets()
-        except Exception as error:
-            if not deadline.expired():
-                raise
-            if isinstance(error, TimeoutError):
-                return self._out_of_time()
-            return self._out_of_time(f"; giving it up raised {type(error).__name__}: {error}")
+async def _run_until(sets: Sequence[RunsOnce], timeout_s: float) -> Measured:
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await _run_all(sets)
+    except Exception as error:
+        if not deadline.expired():
+            raise
+        if isinstance(error, TimeoutError):
+            return _out_of_time(timeout_s)
+        return _out_of_time(timeout_s, f"; giving it up raised {type(error).__name__}: {error}")
 
-    async def _run_sets(self) -> Measured:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(one.run()) for one in self._sets]
-        except BaseExceptionGroup as failed:
-            first = failed.exceptions[0]
-        else:
-            measured = [task.result() for task in running]
-            metrics = {name: value for one in measured for name, value in one.metrics.items()}
-            return Measured(metrics, [failure for one in measured for failure in one.failures])
-        raise first
 
-    def _out_of_time(self, further: str = "") -> Measured:
-        return Measured({}, [f"it did not end within {self._timeout_s:g} s (eval_timeout){further}"])
+async def _run_all(sets: Sequence[RunsOnce]) -> Measured:
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one.run()) for one in sets]
+    except BaseExceptionGroup as failed:
+        first = failed.exceptions[0]
+    else:
+        measured = [task.result() for task in running]
+        metrics = {name: value for one in measured for name, value in one.metrics.items()}
+        return Measured(metrics, [failure for one in measured for failure in one.failures])
+    raise first
+
+
+def _out_of_time(timeout_s: float, further: str = "") -> Measured:
+    return Measured({}, [f"it did not end within {timeout_s:g} s (eval_timeout){further}"])
 
 
 def evaluation_metrics(summary: RunSummary, prefix: str, mean_length: float) -> dict[str, float]:

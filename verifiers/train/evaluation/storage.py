@@ -63,10 +63,8 @@ class StoredEvaluations:
         self.own: set[Path] = set()
         self._redact = redact
 
-    def run(
-        self, step: int, prefix: str, name: str, metadata: Mapping[str, Any], rubric: Any, *, resumes: bool
-    ) -> EvaluationRun:
-        """Return the evaluation of one set, continued where its directory holds the very same evaluation.
+    def run(self, step: int, prefix: str, name: str, metadata: Mapping[str, Any], rubric: Any) -> EvaluationRun:
+        """Return the evaluation of one set, in a directory of its own.
 
         Args:
             step: the optimizer step whose weights are evaluated.
@@ -74,25 +72,14 @@ class StoredEvaluations:
             name: of the set.
             metadata: of the evaluation, with every entry of `verifiers.evals.run.IDENTITY`.
             rubric: of the environment.
-            resumes: continue a stored evaluation of the same weights; else one that is there keeps its directory.
         """
         directory = self.root / (f"step-{step}" if prefix == "eval" else f"step-{step}-{prefix}")
         if name:
             directory /= name
-        if directory.exists() and not resumes:
+        if directory.exists():
             directory = _fresh(directory)
         self.own.add(self.root / directory.relative_to(self.root).parts[0])
-        redact = self._redact()
-        if self.writes and directory.is_dir():
-            try:
-                found = run_in(directory, metadata, rubric, redact=redact)
-                if found.finished.count:
-                    return found
-            except (OSError, ConfigError) as error:
-                logger.warning("cannot resume %s (%s); running it again.", directory, error)
-            with best_effort(f"{directory} is written over"):
-                shutil.rmtree(directory)
-        return run_in(directory, metadata, rubric, fresh=True, redact=redact)
+        return run_in(directory, metadata, rubric, fresh=True, redact=self._redact())
 
 
 def remove_later_evaluations(output_dir: str | Path, step: int) -> None:

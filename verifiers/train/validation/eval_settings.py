@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["adjust_evaluation", "check_eval_sets", "needs_the_metric"]
 
 _SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-_MEASURES = ("reward", "reward_stderr", "prompts", "failed", "seconds", "wait_seconds")
+_MEASURES = ("reward", "reward_stderr", "prompts", "failed", "seconds")
 _FAMILIES = ("rewards/", "tasks/", "outcomes/", "completions/", "pass_at_", "pass_hat_", "best_at_")
 
 
@@ -43,18 +43,6 @@ def adjust_evaluation(args: GRPOConfig) -> None:
     best = args.load_best_model_at_end or _name(args.save_strategy) == "best"
     if args.metric_for_best_model is None and (best or needs_the_metric(args)):
         args.metric_for_best_model = "eval_reward"
-    if not args.eval_overlap:
-        return
-    if _name(args.save_strategy) == "best":
-        raise ConfigError(
-            "save_strategy='best' with eval_overlap=True: whether to save is known only when the weights have moved "
-            "on; use save_strategy='steps' (the best checkpoint is always kept), or eval_overlap=False."
-        )
-    if needs_the_metric(args):
-        raise ConfigError(
-            f"lr_scheduler_type={_name(args.lr_scheduler_type)!r} with eval_overlap=True: the learning rate of the "
-            "next step is made of the evaluation; set eval_overlap=False."
-        )
 
 
 def check_eval_sets(args: GRPOConfig, sets: Sequence[EvalSet]) -> None:
@@ -82,7 +70,7 @@ def check_eval_sets(args: GRPOConfig, sets: Sequence[EvalSet]) -> None:
         return
     full = metric if metric.startswith("eval_") else f"eval_{metric}"
     prefixes = [eval_set.metric_prefix("eval") + "_" for eval_set in sets]
-    if full == "eval_wait_seconds" or any(_is_measure(full, prefix) for prefix in prefixes):
+    if any(_is_measure(full, prefix) for prefix in prefixes):
         return
     known = [prefix + measure for prefix in prefixes for measure in _MEASURES]
     nearest = difflib.get_close_matches(full, known, n=1, cutoff=0.4) or known[:1]

@@ -48,8 +48,8 @@ def refuse_short_ddp_timeout(args: GRPOConfig, processes: int) -> None:
 def _waits_of_rank_0(args: GRPOConfig) -> list[list[tuple[str, float]]]:
     """Return the deadlines of rank 0's waits while the other ranks wait in one collective: settings and seconds.
 
-    A block is the longest: the server, rollouts that end before the push, an evaluation that ends before it, the
-    update of another server, servers that are away, the push, its probe, and the block itself.
+    A block is the longest: the server, rollouts that end before the push, the update of another server, servers that
+    are away, the push, its probe, and the block itself.
     """
     block = ["server_wait"]
     sync = SYNC_TYPES.get(args.weight_sync)
@@ -57,8 +57,6 @@ def _waits_of_rank_0(args: GRPOConfig) -> list[list[tuple[str, float]]]:
         block.append("async_generation_timeout")
     evaluation = "async_generation_timeout" if args.eval_timeout is None else "eval_timeout"
     evaluates = getattr(args.eval_strategy, "value", args.eval_strategy) != "no"
-    if evaluates and args.eval_overlap:
-        block.append(evaluation)
     probe = max(
         ("async_generation_timeout", "rollout_timeout", "weight_sync_timeout"), key=lambda name: getattr(args, name)
     )
