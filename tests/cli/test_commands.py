@@ -156,30 +156,9 @@ def test_vf_lists_the_installed_commands_and_names_the_nearest(capsys: pytest.Ca
         *COMMANDS,
         "serve",
         "dataserver",
-        "completion",
     }
     assert umbrella(["evla"]) == 2
     assert capsys.readouterr().err == "vf: there is no command 'evla'; did you mean 'eval'?\n"
-
-
-def test_bash_completes_flags_commands_and_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("shtab")
-    assert umbrella(["completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-
-    def completed(*words: str) -> list[str]:
-        line = shlex.join(words)
-        code = f"""source {tmp_path}/script; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}
-        function=$(complete -p {words[0]} | sed 's/.*-F \\([^ ]*\\).*/\\1/')
-        $function {words[0]} {shlex.quote(words[-1])} {words[-2]}; echo "${{COMPREPLY[@]}}" """
-        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
-
-    assert completed("vf", "ev") == ["eval"]
-    assert completed("vf", "eval", "--rollo") == ["--rollouts-per-example", "--rollout-timeout"]
-    assert completed("vf-eval", "--tempe") == ["--temperature"]
-    assert completed("vf-init", "--kind", "m") == ["multi-turn"]
-    # former names work, and nobody is led to them
-    assert completed("vf-init", "--pa") == []
 
 
 def test_every_command_of_the_project_is_on_the_page_and_can_be_called() -> None:

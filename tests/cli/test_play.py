@@ -97,22 +97,21 @@ def test_the_environment_answers_every_turn_and_the_score_has_each_reward(
     assert main(["zz-game", "-i", "2"]) == 0
     shown = capsys.readouterr().out
     order = [
-        "row 2 of 3 (eval)",
         "[user]\nquestion 2\n",
         "[you]",
         "[user]\nyou said 'hello\\nworld'",
         "[you]",
         "[score]",
     ]
-    places = [shown.find(text) for text in order[:3]] + [shown.find(order[3])] + [shown.rfind(t) for t in order[4:]]
+    places = [shown.find(text) for text in order[:3]] + [shown.rfind(text) for text in order[3:]]
     assert -1 not in places
     assert places == sorted(places)
     assert shown.count("question 2") == 1, "what was shown is not shown again"
     assert "outcome  completed (max_turns_reached)" in shown
     assert "answer   2" in shown
     assert "reward   1" in shown
-    assert "  right  1  (weight 1)" in shown
-    assert "  said  3  (weight 0)" in shown
+    assert "  right  1\n" in shown
+    assert "  said  3\n" in shown
 
 
 def test_the_end_of_the_input_sends_what_was_typed(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,29 +128,15 @@ def test_an_input_that_ends_too_early_has_no_score(typed: Type, capsys: pytest.C
     assert shown.err == "vf-play: the input ended before the rollout did, so there is no score.\n"
 
 
-def test_giving_up_is_no_failure_and_no_score(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    typed("half an ans\n/quit\n")
-    assert main(["zz-game"]) == 0
-    shown = capsys.readouterr().out
-    assert "given up; there is no score" in shown
-    assert "reward" not in shown
-
-
-def test_tools_are_shown_and_called_and_mistakes_are_told_before_anything_is_sent(
+def test_tools_are_shown_and_called_and_mistakes_are_answered_as_a_models_are(
     typed: Type, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed(
-        '/tool subtract {}\n/tool add {1}\n/tool add [1]\n/tool add {"a": 1, "b": 2}\n/tool add {"a": 3, "b": 1}\n'
-        "/done\n4\n/done\n"
-    )
+    typed('/tool add {"a": 1, "b": 2}\n/tool add {"a": 3, "b": 1}\n/done\n/tool add {1}\n/done\n4\n/done\n')
     assert main(["zz-game", "-a", '{"kind": "tools"}', "-i", "4"]) == 0
     shown = capsys.readouterr().out
-    assert "[tools]\nadd(a, b): Add two numbers." in shown
-    assert "  a (integer): the first." in shown
-    assert "there is no tool 'subtract'; there are add" in shown
-    assert "'{1}' cannot be its arguments" in shown
-    assert "'[1]' cannot be its arguments (it is not an object)" in shown
+    assert '[tools]\n{"name": "add", "description": "Add two numbers."' in shown
     assert "[tool]\n3\n\n[tool]\n4\n" in shown, "both calls of the one turn were answered"
+    assert "JSON" in shown[shown.rindex("[tool]") :]
     assert "reward   1" in shown
 
 
@@ -163,12 +148,6 @@ def test_what_the_environment_says_after_the_last_answer_is_shown_too(
     shown = capsys.readouterr().out
     assert shown.count("[user]\nfarewell") == 1
     assert "[assistant]" not in shown, "the person's own words are on the screen already"
-
-
-def test_lines_that_look_like_commands_can_be_sent(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    typed("//done\n/etc/hosts\n/done it\n// note\n/done\n1\n/done\n")
-    assert main(["zz-game"]) == 0
-    assert r"you said '/done\n/etc/hosts\n/done it\n// note'" in capsys.readouterr().out
 
 
 def test_text_is_continued_in_completion_mode(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,27 +168,12 @@ def test_a_grading_error_is_shown_as_such_and_is_no_zero(typed: Type, capsys: py
     assert "reward   0" not in shown
 
 
-def test_a_seed_chooses_the_row_and_the_same_seed_the_same(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    typed("/quit\n")
-    heads = []
-    for seed in ("1", "1", *map(str, range(2, 12))):
-        main(["zz-game", "--example-seed", seed, "--split", "train"])
-        heads.append(capsys.readouterr().out.splitlines()[0])
-    assert heads[0] == heads[1]
-    assert len(set(heads)) > 1
-    assert all(head.endswith("of 5 (train)") for head in heads)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["zz-gone"], "There is no environment 'zz-gone'"),
-        (["zz-game", "-i", "3"], "--example is 3, but the eval dataset has the rows 0 to 2"),
+        (["zz-game", "-i", "3"], "--example is 3, but the eval dataset has 3 rows"),
         (["zz-game", "-i", "-1"], "--example is -1"),
-        (
-            ["zz-game", "-i", "1", "--example-seed", "1"],
-            "--example-seed chooses the row at random and --example names it",
-        ),
         (["zz-game", "-a", "[1]"], "--env-args is '[1]'; give a JSON object"),
         (["zz-game", "-a", '{"kind": "tools"}', "--split", "train"], "has no training dataset"),
     ],
@@ -234,7 +198,7 @@ def test_ctrl_c_while_waiting_for_a_line_ends_at_once_with_130(typed: Type) -> N
     try:
         assert process.stdout is not None
         # the thread reads from the first line that it waits for
-        while "Type your answer" not in process.stdout.readline():
+        while "/done on a line" not in process.stdout.readline():
             pass
         process.send_signal(signal.SIGINT)
         # the input stays open: the thread that waits for it must not keep the process

@@ -25,9 +25,6 @@ class CommandParser(argparse.ArgumentParser):
         examples: command lines that work, at least two.
         epilog: printed after the flags.
         version: of the command; None for that of verifiers.
-
-    Attributes:
-        arguments: what the groups hold, in order.
     """
 
     def __init__(
@@ -41,7 +38,6 @@ class CommandParser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(prog=prog, description=description, epilog=epilog)
         self.examples = tuple(examples)
-        self.arguments: list[argparse.Action] = []
         self.add_argument("--version", action=_PrintVersion, const=version, help="show the version and exit")
 
     def format_help(self) -> str:
@@ -58,8 +54,7 @@ class CommandParser(argparse.ArgumentParser):
                 settings["help"] += (
                     f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
                 )
-            self.arguments.append(group.add_argument(*names, **settings))
-            return self.arguments[-1]
+            return group.add_argument(*names, **settings)
 
         return add
 

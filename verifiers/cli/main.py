@@ -10,7 +10,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -177,8 +177,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = given
     if name in COMMANDS:
         code = importlib.import_module(COMMANDS[name][0]).main(rest)
-    elif name == "completion":
-        code = run_command("vf", lambda: completion(_completion_parser().parse_args(rest)))
     elif name in (others := _commands_of_other_packages()):
         # the convention of console scripts: no arguments, and sys.argv has those of the command line
         sys.argv = [f"vf-{name}", *rest]
@@ -193,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code or DONE)
 
 
-def parser(parsers: Mapping[str, argparse.ArgumentParser] | None = None) -> CommandParser:
-    """Return the parser of `vf`, for its help and, with the commands' own parsers, for shell completion."""
+def parser() -> CommandParser:
+    """Return the parser of `vf`, for its help."""
     vf = CommandParser(
         "vf",
         "Environments, evaluations and training: `vf eval` is `vf-eval`, and so on.",
@@ -204,11 +202,8 @@ def parser(parsers: Mapping[str, argparse.ArgumentParser] | None = None) -> Comm
     others = {
         name: point.dist.metadata["Summary"] for name, point in _commands_of_other_packages().items() if point.dist
     }
-    summaries = {name: summary for name, (_, summary) in COMMANDS.items()} | others
-    summaries["completion"] = "print the completion script of a shell"
-    for name, summary in summaries.items():
-        known = [parsers[name]] if parsers and name in parsers else []
-        commands.add_parser(name, help=summary, parents=known, add_help=False)
+    for name, summary in ({name: summary for name, (_, summary) in COMMANDS.items()} | others).items():
+        commands.add_parser(name, help=summary, add_help=False)
     return vf
 
 
@@ -218,33 +213,6 @@ def _commands_of_other_packages() -> dict[str, EntryPoint]:
     scripts = {point.name: point for point in entry_points(group="console_scripts") if point.name.startswith("vf-")}
     found = {name.removeprefix("vf-"): point for name, point in scripts.items()}
     return {name: point for name, point in sorted(found.items()) if name not in COMMANDS}
-
-
-def _completion_parser() -> CommandParser:
-    parser = CommandParser(
-        "vf completion",
-        "Print the script by which a shell completes `vf` and every `vf-...` command.",
-        examples=('eval "$(vf completion bash)"', "vf completion fish > ~/.config/fish/conf.d/vf.fish"),
-    )
-    parser.group("shell")("shell", choices=("bash", "zsh", "fish", "tcsh", "powershell"), help="name of the shell")
-    return parser
-
-
-def completion(args: argparse.Namespace) -> int:
-    """Print the script that completes all commands; it starts no Python process when a key is pressed."""
-    import shtab
-
-    modules = {name: importlib.import_module(module) for name, (module, _) in COMMANDS.items()}
-    for name, point in _commands_of_other_packages().items():
-        modules[name] = importlib.import_module(point.module)
-    parsers = {name: module.parser() for name, module in modules.items() if hasattr(module, "parser")}
-    places = {"DIR": shtab.DIRECTORY, "RUN": shtab.DIRECTORY, "FILE": shtab.FILE, "ENV": shtab.FILE}
-    for action in (action for one in parsers.values() for action in getattr(one, "arguments", ())):
-        if action.metavar in places:
-            action.complete = places[action.metavar]
-    for one in (*parsers.values(), parser({**parsers, "completion": _completion_parser()})):
-        print(shtab.complete(one, args.shell))
-    return DONE
 
 
 if __name__ == "__main__":
