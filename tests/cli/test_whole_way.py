@@ -74,8 +74,7 @@ def test_init_install_eval_works_from_an_empty_directory_as_the_page_says(
     init, install = start.splitlines()
     assert "environments/foo/" in run(python, init)
     shown = run(python, install)
-    assert "installed foo 0.1.0" in shown
-    assert "environment foo (entry point foo:load_environment" in shown
+    assert "installed foo 0.1.0: environment foo (entry point foo:load_environment" in shown
     assert "\nfoo " in run(python, "vf-list")
     # what is installed is what runs: not the files it came from
     shutil.rmtree("environments")

@@ -66,6 +66,7 @@ class InstalledEnvironment:
         distribution, version, summary: of the package that contains it.
         entry_point: "module:attribute"; None for a classic package, whose module is found by its name.
         where: file of the module; None where the metadata names a module that is not there.
+        origin: URL that the package was installed from (PEP 610); None where that was an index.
     """
 
     name: str
@@ -74,6 +75,7 @@ class InstalledEnvironment:
     summary: str
     entry_point: str | None
     where: str | None
+    origin: str | None
 
 
 def installed_environments() -> list[InstalledEnvironment]:
@@ -110,7 +112,8 @@ def _environment(
 ) -> InstalledEnvironment:
     metadata = distribution.metadata
     summary = " ".join((metadata["Summary"] or "").split())
-    return InstalledEnvironment(name, metadata["Name"], distribution.version, summary, entry_point, where)
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url")
+    return InstalledEnvironment(name, metadata["Name"], distribution.version, summary, entry_point, where, origin)
 
 
 def _module_file(module: str) -> str | None:
