@@ -64,6 +64,7 @@ def test_entry_points_are_listed_without_importing_them(
         "summary": "About zz-toys.",
         "entry_point": "zz_pack",
         "where": str(site / "zz_pack/__init__.py"),
+        "origin": None,
     }
     assert found["zz-two"]["where"] == str(site / "zz_pack/inner.py")
     assert {name for name in found if name.startswith("zz")} == {"zz-one", "zz-two"}
