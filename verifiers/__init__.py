@@ -6,9 +6,8 @@ Everything here is loaded when it is first used, so `import verifiers` is quick 
 
 from __future__ import annotations
 
+import functools
 import sys
-
-import lazy_loader
 
 _NEED_AN_EXTRA = {
     "GRPOConfig",
@@ -39,20 +38,34 @@ _SUBMODULES = {
     "utils",
 }
 
-_public_value, _, _public_names = lazy_loader.attach_stub(__name__, __file__)
-__all__ = [name for name in _public_names if name not in _NEED_AN_EXTRA]
+
+@functools.cache
+def _public_names() -> dict[str, tuple[str, str]]:
+    """Return the module of each public name, and its name there, as the stub for type checkers has them."""
+    import ast
+    from pathlib import Path
+
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    return {
+        alias.asname or alias.name: (f"{__name__}.{node.module}", alias.name)
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
 
 
 def __getattr__(name: str) -> object:
     value: object
-    if name in _public_names:
-        return _value_or_hint(name)
     if name == "__version__":
         value = _version()
+    elif name == "__all__":
+        value = sorted(_public_names().keys() - _NEED_AN_EXTRA)
     elif name in _SUBMODULES:
         import importlib
 
         value = importlib.import_module(f"{__name__}.{name}")
+    elif name in _public_names():
+        value = _imported(name)
     else:
         from verifiers.envs.classic.import_paths import classic_name
 
@@ -62,12 +75,16 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_public_names, *_SUBMODULES, "__version__"} - {"annotations", "lazy_loader", "sys"})
+    given = {*globals(), *_public_names(), *_SUBMODULES, "__all__", "__version__"}
+    return sorted(given - {"annotations", "functools", "sys"})
 
 
-def _value_or_hint(name: str) -> object:
+def _imported(name: str) -> object:
+    import importlib
+
+    module, attribute = _public_names()[name]
     try:
-        return _public_value(name)
+        return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         from verifiers.installation import EXTRAS, install_hint
 

@@ -1,12 +1,13 @@
 # The public names and where each is defined: type checkers and `verifiers/__init__.py` read this file.
 
-import typing
+from typing import Any
 
 from .data.curriculum import Curriculum as Curriculum
 from .data.curriculum_policies import curriculum_from as curriculum_from
 from .data.sampler import RepeatSampler as RepeatSampler
 from .envs.agent_env import AgentEnv as AgentEnv
 from .envs.classic.example_datasets import load_example_dataset as load_example_dataset
+from .envs.classic.tool_defs import ToolDef as Tool
 from .envs.env_group import EnvGroup as EnvGroup
 from .envs.environment import Environment as Environment
 from .envs.external_env import ExternalEnv as ExternalEnv
@@ -101,4 +102,4 @@ from .types import (
 __version__: str
 
 # submodules, and names of 0.1.x that are elsewhere now
-def __getattr__(name: str) -> typing.Any: ...
+def __getattr__(name: str) -> Any: ...

@@ -32,7 +32,6 @@ CLASSIC_NAMES = {
     **_moved("verifiers", _LATE, "MissingKeyError ensure_keys log_level quiet_verifiers"),
     **_moved("verifiers", "verifiers.errors", "InvalidModelResponseError"),
     "verifiers:Client": "openai:AsyncOpenAI",
-    "verifiers:Tool": "verifiers.envs.classic.tool_defs:ToolDef",
     **_moved("verifiers.types", "openai.types.chat", "ChatCompletion ChatCompletionToolParam"),
     "verifiers.types:Completion": "openai.types:Completion",
     "verifiers.types:Tool": "verifiers.envs.classic.tool_defs:ToolDef",
