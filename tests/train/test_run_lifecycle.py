@@ -69,7 +69,7 @@ def test_a_resumed_run_starts_where_its_checkpoint_stands_and_a_new_one_at_step_
     again = Parts(tmp_path)
     assert again.lifecycle.open(None) is None
     assert (again.lifecycle.first_step, again.began_at) == (0, None)
-    assert (tmp_path / "earlier-1" / "checkpoint-2").is_dir()
+    assert (tmp_path.with_name(f"{tmp_path.name}-earlier-1") / "checkpoint-2").is_dir()
     again.lifecycle.close()
 
 

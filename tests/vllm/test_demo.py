@@ -25,4 +25,4 @@ def test_the_demo_trains_against_vllm(tmp_path: Path) -> None:
     print(summary)
     assert 0.3 <= summary["before"]["accuracy"] <= 0.45
     assert summary["gain"]["low"] > 0.0
-    assert (tmp_path / "report.html").stat().st_size > 1000
+    assert (tmp_path / "run" / "report.html").stat().st_size > 1000

@@ -42,7 +42,7 @@ def parser() -> CommandParser:
     add("--dry-run", action="store_true", help="check everything, print the batch plan, and stop")
     add("--server-url", action="append", metavar="URL", help="rollout server in place of the file's; repeatable")
     add = parser.group("start")
-    add("--fresh", action="store_true", help="start at step 0; files of an earlier run are moved to earlier-N")
+    add("--fresh", action="store_true", help="start at step 0; the directory of an earlier run gets another name")
     add("--resume", action="store_true", help="resume from the newest complete checkpoint, as without this flag")
     return parser
 

@@ -251,7 +251,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         Args:
             resume_from_checkpoint: a checkpoint's path, or True for the newest complete one in `output_dir`
                 (step 0 where there is none). Left out, the run begins at step 0; what an earlier one left in
-                `output_dir` is moved into `earlier-N` there.
+                `output_dir` gets the name `output_dir-earlier-N`.
             trial, ignore_keys_for_eval: as in transformers.
 
         Raises:

@@ -20,13 +20,11 @@ from verifiers.data.batch_plan import make_plan
 from verifiers.errors import CheckpointError, ConfigError, GenerationError
 from verifiers.train.checkpoint.block_log import read_block_log
 from verifiers.train.checkpoint.checkpoint import MARKER, TENSORS, extra_state, mark_complete, mark_incomplete
-from verifiers.train.checkpoint.finished_run import finished_steps
 from verifiers.train.checkpoint.run_directory import (
     LOCK,
     ResumePoint,
     RunDirectory,
-    archive_later_checkpoints,
-    archive_previous_run,
+    checkpoints_in,
     lock_output_dir,
     newest_complete,
     prepare_output_dir,
@@ -190,112 +188,71 @@ def test_a_save_that_fails_is_one_sentence_and_the_checkpoint_does_not_count(tmp
 
 # -- what an earlier run left ---------------------------------------------------------------------------------
 
-LEFT = ("blocks.jsonl", "metrics.jsonl", "samples.jsonl", "run.json", "report.html")
+NEW = ResumePoint(None, resumes=False)
 
 
-def left_by_a_run(root: Path, steps: tuple[int, ...] = (2, 4)) -> set[str]:
-    for name in LEFT:
-        (root / name).write_text("{}\n")
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return the directory of a run that has ended."""
+    left_by_a_run(tmp_path / "run", 2, 4, 6)
+    return tmp_path / "run"
+
+
+def left_by_a_run(root: Path, *steps: int) -> None:
     for step in steps:
-        (root / f"checkpoint-{step}").mkdir()
-        (root / f"checkpoint-{step}" / MARKER).write_text("{}")
         (root / "evals" / f"step-{step}").mkdir(parents=True)
-    return names_in(root)
+        (root / f"checkpoint-{step}").mkdir()
+        mark_complete(root / f"checkpoint-{step}", PLAN, step)
+    (root / "metrics.jsonl").write_text("{}\n")
 
 
-def names_in(root: Path) -> set[str]:
-    names = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() or "step-" in path.name}
-    return {name for name in names if not name.startswith(("earlier-", ".earlier-"))}
+def names_in(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not any(path.glob("*")))
 
 
-def test_all_that_a_run_left_is_moved_and_what_is_a_users_stays(tmp_path: Path) -> None:
-    left = left_by_a_run(tmp_path)
-    others = {"run.toml", "model.safetensors", "checkpoint-best", "notes"}
-    for name in others:
-        (tmp_path / name).touch()
-    assert archive_previous_run(tmp_path) == tmp_path / "earlier-1"
-    assert names_in(tmp_path / "earlier-1") == left
-    assert names_in(tmp_path) == others
-    again = left_by_a_run(tmp_path) - others
-    assert archive_previous_run(tmp_path) == tmp_path / "earlier-2"
-    assert names_in(tmp_path / "earlier-2") == again
+def test_a_new_run_renames_the_directory_of_an_earlier_one_to_a_free_name(run: Path) -> None:
+    for number in (1, 2):
+        (run / "completions").mkdir()
+        left = names_in(run)
+        aside = run.with_name(f"run-earlier-{number}")
+        assert prepare_output_dir(NEW, str(run)) == aside
+        assert names_in(aside) == left
+        # TRL has made it, and writes to it
+        assert names_in(run) == ["completions"]
+        (run / "completions").rmdir()
+        left_by_a_run(run, 8)
 
 
-def test_what_this_process_measured_stays(tmp_path: Path) -> None:
-    left_by_a_run(tmp_path)
-    own = tmp_path / "evals" / "step-0"
+def test_what_this_process_measured_stays(run: Path) -> None:
+    own = run / "evals" / "step-0"
     own.mkdir()
-    archive_previous_run(tmp_path, {own})
-    assert names_in(tmp_path) == {"evals/step-0"}
+    prepare_output_dir(NEW, str(run), {own})
+    assert names_in(run) == ["evals/step-0"]
 
 
-def test_a_run_that_did_nothing_is_not_worth_a_directory(tmp_path: Path) -> None:
-    assert archive_previous_run(tmp_path / "nowhere") is None
-    (tmp_path / "run.json").write_text("{}")
-    (tmp_path / "blocks.jsonl").touch()
-    assert archive_previous_run(tmp_path) is None
-    assert not list(tmp_path.glob("*earlier*"))
+def test_a_run_that_did_nothing_keeps_its_directory(tmp_path: Path) -> None:
+    assert prepare_output_dir(NEW, str(tmp_path / "nowhere")) is None
+    for name in ("run.json", "blocks.jsonl", "run.toml"):
+        (tmp_path / name).touch()
+    assert prepare_output_dir(NEW, str(tmp_path)) is None
 
 
-def test_the_directory_that_trl_made_for_its_tables_is_there_after_the_move(tmp_path: Path) -> None:
-    left_by_a_run(tmp_path)
-    tables = tmp_path / "completions"
-    tables.mkdir()
-    archive_previous_run(tmp_path)
-    assert list(tables.iterdir()) == []
-    (tables / "step-1.parquet").touch()
-    assert archive_previous_run(tmp_path) == tmp_path / "earlier-2"
-    assert list(tables.iterdir()) == []
-    assert (tmp_path / "earlier-2" / "completions" / "step-1.parquet").is_file()
+def test_only_complete_checkpoints_after_the_step_are_renamed(run: Path) -> None:
+    (run / "checkpoint-8").mkdir()
+    for step, renamed in ((6, []), (2, ["checkpoint-4-earlier-1", "checkpoint-6-earlier-1"])):
+        assert prepare_output_dir(ResumePoint(str(run / f"checkpoint-{step}"), resumes=True), str(run)) is None
+        assert sorted(path.name for path in run.glob("*-earlier-*")) == renamed
+    assert checkpoints_in(run) == [run / "checkpoint-2", run / "checkpoint-8"]
+    assert names_in(run / "evals") == ["step-2"]
 
 
-@pytest.mark.parametrize("moves", range(1, 9))
-def test_an_archive_that_was_cut_leaves_a_run_at_an_earlier_step_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
-) -> None:
-    left, done, rename = left_by_a_run(tmp_path), [], Path.rename
-
-    def killed_after_some(path: Path, target: Path) -> Path:
-        if len(done) == moves:
-            raise KeyboardInterrupt
-        done.append(path)
-        return rename(path, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", killed_after_some)
-        with pytest.raises(KeyboardInterrupt):
-            archive_previous_run(tmp_path)
-    newest = newest_complete(tmp_path)
-    assert newest == {1: tmp_path / "checkpoint-4", 2: tmp_path / "checkpoint-2"}.get(moves)
-    # the block log stays until no checkpoint needs it
-    assert newest is None or (tmp_path / "blocks.jsonl").exists()
-    assert finished_steps(tmp_path, PLAN) is None if newest is None else not (tmp_path / "run.json").exists()
-    archive_previous_run(tmp_path)
-    archived = names_in(tmp_path / "earlier-1")
-    archived |= names_in(tmp_path / "earlier-2") if (tmp_path / "earlier-2").exists() else names_in(tmp_path)
-    assert archived == left
-
-
-def test_only_complete_checkpoints_after_the_step_are_moved(tmp_path: Path) -> None:
-    left_by_a_run(tmp_path, (2, 4, 6))
-    (tmp_path / "checkpoint-8").mkdir()
-    assert archive_later_checkpoints(tmp_path, 6) is None
-    assert archive_later_checkpoints(tmp_path, 2) == tmp_path / "earlier-1"
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
-    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["checkpoint-4", "checkpoint-6"]
-
-
-def test_files_that_cannot_be_moved_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_by_a_run(tmp_path)
-
+def test_a_directory_that_cannot_be_moved_is_one_sentence(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(
-        CheckpointError, match=r"an earlier run in .* cannot be moved .*Permission denied.*give another output_dir"
-    ):
-        archive_previous_run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot be moved .*Permission denied.*give another output_dir"):
+        prepare_output_dir(NEW, str(run))
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import CheckpointError, Error
-from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES
+from verifiers.monitoring.run_log import METRICS, SAMPLES
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.collate import Dropped
 from verifiers.train.checkpoint.block_log import BLOCK_LOG, BlockLog, block_record
@@ -37,8 +38,6 @@ __all__ = [
     "LOCK",
     "ResumePoint",
     "RunDirectory",
-    "archive_later_checkpoints",
-    "archive_previous_run",
     "checkpoints_in",
     "choose_resume_point",
     "lock_output_dir",
@@ -58,9 +57,6 @@ _VISIBLE_WITHIN_S = 2.0
 
 # the tables that TRL writes with log_completions, into a directory that it makes with the trainer
 _COMPLETIONS = "completions"
-
-# without any other of a run's files, these are not worth keeping
-_DESCRIPTIONS = (RUN, "report.html")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,97 +152,65 @@ def visible_checkpoint(point: ResumePoint, output_dir: str, rank: int) -> str | 
 # -- an earlier run in the directory ---------------------------------------------------------------------------------
 
 
-def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Path] = ()) -> None:
-    """Archive what the directory holds of other runs than the one that starts, and log it; on rank 0.
+def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Path] = ()) -> Path | None:
+    """Move aside what the directory holds of other runs than the one that starts, and log it; on rank 0.
+
+    A run that resumes one of its own checkpoints leaves the later ones, which others will have the numbers of; else
+    the whole directory gets another name.
 
     Args:
         point: where the run starts.
         output_dir: the run's directory.
         keeps: stored evaluations of this run.
 
+    Returns:
+        The directory's new name, with its lock; None where it keeps its own.
+
     Raises:
-        CheckpointError: the files cannot be moved.
+        CheckpointError: a name cannot be changed.
     """
-    if point.checkpoint and Path(point.checkpoint).resolve().parent == Path(output_dir).resolve():
-        archive = archive_later_checkpoints(output_dir, point.step)
-        if archive is not None:
-            logger.warning("the checkpoints in %s after step %d are now in %s", output_dir, point.step, archive)
+    root = Path(output_dir)
+    if point.checkpoint and Path(point.checkpoint).resolve().parent == root.resolve():
+        # the newest first: what a kill in the middle leaves is never a lineage with a gap
+        for path in reversed(checkpoints_in(root)):
+            if (path / MARKER).is_file() and int(path.name.removeprefix("checkpoint-")) > point.step:
+                logger.warning("%s is after step %d, and is now %s", path, point.step, _move_aside(path))
         remove_later_evaluations(output_dir, point.step)
-        return
-    archive = archive_previous_run(output_dir, keeps)
+        return None
+    aside = _move_aside(root.resolve()) if _holds_a_run(root, keeps) else None
+    if aside is not None:
+        root.resolve().mkdir()
+        if (aside / _COMPLETIONS).is_dir():
+            # TRL made it with the trainer, and writes to it
+            (root / _COMPLETIONS).mkdir()
+        for path in keeps:
+            path.parent.mkdir(exist_ok=True)
+            (aside / path.relative_to(root)).rename(path)
+        text = "%s held an earlier run, which is now in %s"
+        if point.resumes and point.checkpoint is None:
+            text = "no complete checkpoint in %s yet: the run starts at step 0, and the files there are now in %s"
+        logger.warning(text, output_dir, aside)
     if point.checkpoint:
         warn_if_best_is_gone(Path(point.checkpoint))
-    if archive is None:
-        return
-    if point.resumes and point.checkpoint is None:
-        text = "no complete checkpoint in %s yet: the run starts at step 0, and the files there are now in %s"
-    else:
-        text = "%s held an earlier run, which is now in %s"
-    logger.warning(text, output_dir, archive)
+    return aside
 
 
-def archive_previous_run(output_dir: str | Path, keeps: Collection[Path] = ()) -> Path | None:
-    """Move everything that an earlier run wrote into a directory earlier-N of its own; a user's files stay.
-
-    The newest checkpoints go first, so that what a kill in the middle leaves is the earlier run at an earlier step.
-
-    Args:
-        output_dir: of the run that starts.
-        keeps: stored evaluations that are this run's.
-
-    Returns:
-        The directory; None where there was nothing to move.
-
-    Raises:
-        CheckpointError: the files cannot be moved.
-    """
-    root = Path(output_dir)
-    tables = root / _COMPLETIONS
-    # without run.json, a directory is not that of a finished run
-    found = [root / RUN, *reversed(checkpoints_in(root))]
-    found += [root / name for name in (BLOCK_LOG, METRICS, SAMPLES, "report.html", _COMPLETIONS)]
-    found += (root / EVALUATIONS).glob("step-*")
-    paths = [
-        path for path in found if path.exists() and path not in keeps and (path != tables or any(path.iterdir()))
-    ]
-    if not any(path.name not in _DESCRIPTIONS and (path.is_dir() or path.stat().st_size) for path in paths):
-        return None
-    archive = _archive(root, paths)
-    if tables in paths:
-        # TRL made it with the trainer, and writes to it
-        tables.mkdir()
-    return archive
+def _holds_a_run(root: Path, keeps: Collection[Path]) -> bool:
+    folders = {*checkpoints_in(root), *(root / EVALUATIONS).glob("step-*"), *(root / _COMPLETIONS).glob("*")}
+    records = [root / name for name in (BLOCK_LOG, METRICS, SAMPLES)]
+    return bool(folders.difference(keeps)) or any(path.exists() and path.stat().st_size for path in records)
 
 
-def archive_later_checkpoints(output_dir: str | Path, step: int) -> Path | None:
-    """Move the complete checkpoints after a step: a run that resumes there makes others with their numbers.
-
-    Returns:
-        The directory; None where there were none.
-
-    Raises:
-        CheckpointError: they cannot be moved.
-    """
-    root = Path(output_dir)
-    # the newest first: what a kill in the middle leaves is never a lineage with a gap
-    complete = [path for path in reversed(checkpoints_in(root)) if (path / MARKER).is_file()]
-    later = [path for path in complete if int(path.name.removeprefix("checkpoint-")) > step]
-    return _archive(root, later) if later else None
-
-
-def _archive(root: Path, paths: list[Path]) -> Path:
-    numbers = [path.name.removeprefix("earlier-") for path in root.glob("earlier-*")]
-    archive = root / f"earlier-{1 + max((int(number) for number in numbers if number.isdigit()), default=0)}"
+def _move_aside(path: Path) -> Path:
+    """Give a directory a free name beside it, and return that."""
+    numbers = (path.with_name(f"{path.name}-earlier-{number}") for number in itertools.count(1))
+    aside = next(other for other in numbers if not other.exists())
     try:
-        for path in paths:
-            target = archive / path.relative_to(root)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(target)
+        return path.rename(aside)
     except OSError as error:
         raise CheckpointError(
-            f"the files of an earlier run in {root} cannot be moved ({error}); give another output_dir."
+            f"{path}, of an earlier run, cannot be moved ({error}); give another output_dir."
         ) from error
-    return archive
 
 
 # -- the checkpoints in the directory --------------------------------------------------------------------------------
@@ -370,7 +334,7 @@ class RunDirectory:
         return choose_resume_point(str(self.path), asked, self._plan, self._rows, self._model)
 
     def begin(self, point: ResumePoint, keeps: Collection[Path]) -> dict[str, Any]:
-        """Archive what other runs left here and open the block log; return the checkpoint's further state.
+        """Move aside what other runs left here and open the block log; return the checkpoint's further state.
 
         Args:
             point: where the run starts.
@@ -379,7 +343,10 @@ class RunDirectory:
         Raises:
             CheckpointError: files cannot be moved or written.
         """
-        prepare_output_dir(point, str(self.path), keeps)
+        if prepare_output_dir(point, str(self.path), keeps) is not None:
+            # the lock has moved too
+            self._lock.release()
+            self._lock = lock_output_dir(self.path)
         if self._args.save_only_model and self._args.save_strategy != "no":
             logger.warning("with save_only_model=True no run can resume its checkpoints: they lack the optimizer.")
         self._block_log = BlockLog(self.path, self._plan.first_block_after(point.step))
