@@ -76,8 +76,6 @@ def set_extra_keywords(owner: Any, extra: Mapping[str, Any], expected: Collectio
     """Set the keywords that no constructor of an object's class names as attributes of the object.
 
     Args:
-        owner: the object.
-        extra: the keywords and their values.
         expected: names that need no warning, beside the attributes of the class.
 
     Raises:

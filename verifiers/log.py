@@ -106,7 +106,6 @@ def secrets_of_run(
 
     Args:
         base_url: of the endpoint; user, password and secret parameters are secrets.
-        api_key: of the endpoint.
         headers: of requests; long values, and those under names of secrets, are secrets.
         arguments: of the environment and of sampling; long texts under names like api_key are secrets.
         environ: variables whose names end in KEY, TOKEN, SECRET or the like are secrets; default `os.environ`.

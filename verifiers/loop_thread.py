@@ -48,7 +48,6 @@ class LoopThread:
     Args:
         close_last: awaited on the loop once all its tasks have ended.
         failed: called in the thread with the error, where the loop ends though nobody closed it, or cannot end well.
-        name: of the thread.
 
     Attributes:
         failure: the error with which the loop ended though nobody closed it.
@@ -105,7 +104,6 @@ class LoopThread:
         """Run a coroutine on the loop and wait for its result in another thread.
 
         Args:
-            work: the coroutine.
             timeout_s: seconds that it may take.
             stall_s: seconds for which code may block the loop meanwhile.
             ending_s: seconds to wait for the coroutine's end where it is cancelled, by a deadline or because the

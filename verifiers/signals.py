@@ -217,7 +217,6 @@ def exit_if_interpreter_is_held(limit_s: float, sentence: str) -> Iterator[None]
     on the main thread.
 
     Args:
-        limit_s: seconds.
         sentence: what to print among the stacks, in ASCII and at most 500 characters.
     """
     # faulthandler prints file, line and name of functions, and no text of ours: so the sentence is the name of a file
@@ -269,10 +268,6 @@ def exit_if_signal_is_unhandled(sentence: str, numbers: Sequence[int]) -> Iterat
     writes to a pipe, whose other end `signal_watcher.py` reads as a process of its own. Use this on the main thread,
     while the handlers of these signals stay as they are. `sentence` is printed to stderr, and after it the stacks of
     all threads, as by any SIGQUIT meanwhile; that signal ends the process, or, where it is ignored, SIGKILL.
-
-    Args:
-        sentence: what to print.
-        numbers: the signals.
     """
     import subprocess
 

@@ -20,10 +20,7 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of one command: its help has named groups, every default and examples; `--version` is there.
 
     Args:
-        prog: name of the command.
-        description: one or two sentences.
         examples: command lines that work, at least two.
-        epilog: printed after the flags.
         version: of the command; None for that of verifiers.
     """
 

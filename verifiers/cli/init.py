@@ -119,8 +119,6 @@ def package_files(name: str, module: str, *, kind: str, multi_file: bool) -> Map
     """Return the text of each file of a new package, by its path in the package's directory.
 
     Args:
-        name: of the distribution and of the environment.
-        module: of the import.
         kind: directory of the templates, with hyphens for underscores.
         multi_file: keep the parts of the task in files of their own.
     """

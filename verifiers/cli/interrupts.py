@@ -48,7 +48,6 @@ def handle_interrupts(name: str, work: Interruptible, limit_s: float) -> Iterato
 
     Args:
         name: of the command, for the printed sentence.
-        work: the work to end.
         limit_s: seconds for which one function may keep the loop, or all threads, from running.
 
     Raises:

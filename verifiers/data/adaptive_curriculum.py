@@ -75,7 +75,6 @@ class AdaptiveRows:
     """The row source of a curriculum policy.
 
     Args:
-        policy: chooses prompts.
         datasets: example ids of each dataset, by name.
         lag: blocks that are generated ahead of the one being trained.
 

@@ -152,7 +152,6 @@ class Curriculum:
         """Return the prompts of a block as (dataset id, row), for a caller whose blocks all hold `count` prompts.
 
         Args:
-            sizes: rows of each dataset.
             block_id: the block, from 0.
             optimizer_step: the first step that trains the block's rows; it alone chooses the stage.
             count: prompts in a block, different from each other.
@@ -189,7 +188,6 @@ class Curriculum:
         """Compare the curriculum with the datasets and the run; a horizon shorter than the run is a warning.
 
         Args:
-            sizes: rows of each dataset there is.
             max_steps: optimizer steps in the run; None where it is not known.
 
         Raises:
@@ -219,9 +217,6 @@ class Curriculum:
         """Refuse stages without a block, and blocks that would take more rows of a dataset than it has.
 
         Args:
-            sizes: rows of each dataset.
-            blocks: blocks in the run.
-            count: prompts in each.
             updates_per_block: optimizer steps that a block serves.
 
         Raises:

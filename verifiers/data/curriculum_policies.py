@@ -158,7 +158,6 @@ class PoolsPolicy:
         pools: in order of their `up_to`, the last of which is 1.
         unseen: the pool that prompts stand in until they were observed.
         passes_at: a rollout passes when its reward is at least this.
-        seed: of the draws.
     """
 
     datasets: tuple[str, ...] = ()
@@ -296,7 +295,6 @@ def curriculum_from(mapping: Mapping[str, Any], seed: int = 0) -> Curriculum | C
         mapping: {"stages": ...} as for `staged_curriculum_from`, or {"levels": {...}} with the arguments of
             `LevelsPolicy`, or {"pools": {...}} with those of `PoolsPolicy`, whose pools are a list of
             {"name", "up_to", "weight"}.
-        seed: where the table has none.
 
     Raises:
         ConfigError: not exactly one kind, a key that is unknown or missing, or a value that cannot be.

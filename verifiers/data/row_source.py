@@ -107,7 +107,6 @@ class StagedRows:
     """The row source of a `Curriculum`.
 
     Args:
-        curriculum: the stages.
         datasets: example ids of each dataset, by its name in the curriculum.
 
     Raises:

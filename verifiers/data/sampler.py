@@ -140,7 +140,6 @@ def rollout_seed(seed: int, key: RolloutKey) -> int:
     and no two rollouts of a group share a seed.
 
     Args:
-        seed: the run's seed.
         key: block, example and generation of the rollout.
 
     Returns:

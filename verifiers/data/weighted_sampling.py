@@ -69,7 +69,6 @@ def row_without_replacement(size: int, key: str, place: int, window: int) -> int
     first epoch; a larger one has another order in each.
 
     Args:
-        size: rows of the dataset.
         key: of the random order, such as seed and name.
         place: number of the draw, from 0.
         window: draws that must differ, at most `size`.

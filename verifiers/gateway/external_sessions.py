@@ -145,7 +145,6 @@ class SessionRoutes:
     """`POST /sessions`, `/sessions/{id}/reward` and `/sessions/{id}/end`, and `GET /sessions/{id}`.
 
     Args:
-        key: the admin key.
         begin: opens a session as the body of `POST /sessions` asks.
         give_back: takes a session whose caller hung up before it was told of it.
         report: gives what is answered of a session that has ended.

@@ -42,7 +42,6 @@ class Gateway:
     """An HTTP server on which each rollout's agent has a session of its own.
 
     Args:
-        host: address to listen on.
         port: 0 for a free one.
         keep_alive_s: seconds between the lines that keep a streamed answer's connection alive while it is generated.
         max_connections: see `Listener`.
@@ -77,9 +76,6 @@ class Gateway:
 
     async def start(self, on_close: Callable[[], object] = bool) -> None:
         """Listen, on the running event loop, until `close` or the loop's end.
-
-        Args:
-            on_close: called at the end.
 
         Raises:
             ConfigError: the address cannot be had.

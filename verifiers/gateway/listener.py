@@ -66,8 +66,6 @@ class Listener:
         """Listen on the running event loop.
 
         Args:
-            app: the application.
-            host: address.
             port: 0 for a free one.
 
         Returns:

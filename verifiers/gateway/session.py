@@ -96,8 +96,6 @@ class Session:
     """The calls of one agent.
 
     Args:
-        client: records what the policy answers.
-        model: the policy's name.
         sampling_args: of the run, sent with each call of the policy whatever the agent asks for.
         budget: calls and tokens after which the rollout is cut off.
         aliases: further names by which the agent may call the policy; "*" stands for every name.

@@ -112,7 +112,6 @@ class RemoteRubric(Rubric):
     a whole group where it could not be reached, are failed grades.
 
     Args:
-        grader: asks the dataserver.
         source: what knows at which optimizer step a block is trained.
     """
 
@@ -167,8 +166,6 @@ class RemoteRows(StagedRows):
     """The rows of a block as the dataserver draws them.
 
     Args:
-        server: the dataserver.
-        meta: its stages.
         rows: the environment's rows of each dataset, in the order of the environment's dataset.
         seed: in place of the curriculum's.
     """

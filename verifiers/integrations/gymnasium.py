@@ -55,9 +55,7 @@ class EpisodeThread:
         """Return the result of `work()`.
 
         Args:
-            work: called on the thread.
             timeout_s: seconds to wait, calls before this one included.
-            what: names the call in the error.
 
         Raises:
             InfraError: the call did not return in time.
@@ -140,7 +138,6 @@ class GymEpisode:
     """One environment instance, made at its first reset. Use it from one thread only.
 
     Args:
-        make: makes the environment.
         obs_to_text: text of an observation; may also name parameters `info` and `env`.
     """
 
@@ -221,7 +218,6 @@ class GymEnv(MultiTurnEnv):
 
     Args:
         env_cls: an id for `gymnasium.make`, a class, or a factory; called with `env_kwargs` for each rollout.
-        env_kwargs: keyword arguments of `env_cls`.
         action_parser: turns the parsed answer's text into an action, sync or async; raises where it cannot. Default:
             in a discrete action space the last integer of the text, else the text, stripped.
         obs_to_text: text of an observation; it may also name parameters `info` and `env`. Default: `str`.
@@ -235,7 +231,6 @@ class GymEnv(MultiTurnEnv):
         dataset, eval_dataset: rows in place of those made. Their prompts must hold what the policy needs to begin,
             as the first observation is not added to them; `info["seed"]` is optional.
         rubric: default: `EpisodicSumRubric`, with the metrics `episode_steps` and `invalid_actions`.
-        **kwargs: as for `MultiTurnEnv`.
 
     Raises:
         ConfigError: `env_cls` makes no environment, or no episode is asked for.

@@ -88,7 +88,6 @@ class MCPConnection:
     of that task, by `close` or with the loop, ends a stdio server's process.
 
     Args:
-        config: of the server.
         connect_timeout_s: for the process to start and the handshake to end.
     """
 

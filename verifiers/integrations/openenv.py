@@ -150,8 +150,6 @@ class OpenEnvEnv(MultiTurnEnv):
         max_sessions: sessions open at once in one event loop; None leaves it to the server's capacity.
         headers: sent to the server, e.g. {"Authorization": "Bearer ..."}.
         keep_server_state: ask for the server's `state` after each step, and keep it in `state["server_state"]`.
-        limits: time and size bounds of a session.
-        **kwargs: of `MultiTurnEnv`.
 
     Raises:
         ConfigError: an invalid address, a bound below 1, completion mode. At the first rollout: no OpenEnv

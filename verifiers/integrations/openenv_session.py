@@ -76,8 +76,6 @@ class OpenEnvSession:
 
     Args:
         base_url: of the server; "http" or "ws".
-        headers: sent with the request.
-        limits: time and size bounds.
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str], limits: SessionLimits) -> None:

@@ -49,7 +49,6 @@ class ReasoningGymEnv(SingleTurnEnv):
         reward: which of the metrics `score` and `exact_match` is the reward.
         scoring_timeout_s: seconds a scorer may take in a worker process; an answer that takes longer scores 0.
         num_samples, num_eval_samples: older names of `num_train_examples` and `num_eval_examples`.
-        **kwargs: as for `Environment`.
 
     Raises:
         ConfigError: an argument cannot work; the message says which and why.

@@ -58,7 +58,6 @@ def score(task: str, settings: str, entry: str, answer: str | None) -> dict[str,
     """Return the task's own score of an answer.
 
     Args:
-        task: name of a reasoning-gym task.
         settings: its settings, without seed and size, as text of `dumps`.
         entry: the task's entry (question, answer, metadata), as text of `dumps`.
         answer: the answer to score; None where a completion has none.

@@ -244,7 +244,6 @@ class TextArenaEnv(GymEnv):
         seed: chooses the games.
         word_list: words in place of NLTK's; of the length that the game asks for.
         game_kwargs: settings of the game, in place of those that TextArena registers.
-        **kwargs: as for `GymEnv`.
 
     Raises:
         ConfigError: the game is unknown, needs more than one player, or needs words that are not installed.

@@ -60,8 +60,6 @@ def find_bottleneck(
     runs and some are scored, the scoring is the bottleneck.
 
     Args:
-        time: sums over the run.
-        num_batches_ahead: blocks generated ahead.
         shares_cores: the trainer and the rollout server compute on one machine's CPU.
         drains: rollouts in flight end before each push.
         max_concurrent: rollouts that may be in flight at once.

@@ -130,7 +130,6 @@ def eval_set_label(name: str, *, trained_on: bool | None) -> str:
     """Return the label of an eval reward: "held out", "trained rows" or "not checked", and its set's name if any.
 
     Args:
-        name: of the metric.
         trained_on: prompts of the set are training rows too; None where that was not checked.
     """
     inner = name.removeprefix("eval").removesuffix("reward").strip("_")
@@ -139,12 +138,7 @@ def eval_set_label(name: str, *, trained_on: bool | None) -> str:
 
 
 def name_eval_reward(name: str, logs: Mapping[str, Any]) -> str:
-    """Return what a line of text calls an eval reward, such as "held-out reward of easy".
-
-    Args:
-        name: of the metric.
-        logs: with the other metrics of the evaluation.
-    """
+    """Return what a line of text calls an eval reward, such as "held-out reward of easy"."""
     inner = name.removeprefix("eval").removesuffix("reward").strip("_")
     trained_on = is_trained_on(name, logs)
     kind = "held-out reward" if trained_on is False else f"reward on {'trained' if trained_on else 'unchecked'} rows"

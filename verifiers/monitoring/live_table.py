@@ -39,7 +39,6 @@ class LiveTable:
 
     Args:
         content: makes what is drawn; called from another thread.
-        stream: a terminal.
     """
 
     def __init__(self, content: Callable[[], RenderableType], stream: TextIO) -> None:
@@ -114,10 +113,7 @@ def run_table(
     Args:
         bottleneck: of the run; None where nothing was measured.
         learning: why the run learns nothing; None where it may.
-        title: step, elapsed time, time left.
         now: what the trainer does at the moment, and the generator.
-        latest: the newest value of each metric.
-        total: sums over the run.
         done: share of the steps, 0 .. 1.
         reward: of the run so far.
     """

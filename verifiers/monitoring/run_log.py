@@ -95,7 +95,6 @@ class RunRecord:
     """The writer of a run's record. A file that cannot be written is warned of once, and costs the run nothing else.
 
     Args:
-        directory: of the run.
         resume_step: the optimizer step that the run is resumed from; None for a new run, which removes what an
             earlier run left there.
         redact: takes secrets out of every text.
@@ -135,8 +134,6 @@ class RunRecord:
         """Append the numbers of one log.
 
         Args:
-            step: the optimizer step of the log.
-            logs: metrics by name.
             steps: optimizer steps since the last one; 0 for an evaluation, and for failures between two logs.
             failures: rollouts that failed meanwhile, by error.
         """
@@ -270,7 +267,6 @@ class SampleChoice:
     """The choice of what is kept of each block.
 
     Args:
-        max_steps: optimizer steps of the run.
         kept: lines that are kept already, of the same run before it was resumed.
     """
 
@@ -289,7 +285,6 @@ class SampleChoice:
         """Return the lines to keep of a training block.
 
         Args:
-            block: of training rollouts, scored.
             advantages: by rollout; a list has one a token.
             step: the optimizer step that first trains on it.
             is_last: no block comes after it; it is looked at in any case.

@@ -112,7 +112,6 @@ def interval_metrics(
         uses: by stage, since the last time.
         steps: optimizer steps in the interval, at least 1.
         sampled_tokens: of the blocks that came in meanwhile.
-        trained_tokens: of the same blocks.
     """
     wall = sum(use.seconds for use in uses.values())
     whole = sum((use.generator for use in uses.values()), start=ActivityReading())

@@ -23,7 +23,6 @@ class XMLParser(Parser):
             name is the canonical one, used for writing.
         answer_field: the tag that holds the answer.
         extract_fn: kept for the signature that parsers share; fields are taken as they are.
-        **kwargs: as `Parser`.
 
     Raises:
         ConfigError (a ValueError): two fields of one name, or an empty tuple.
@@ -56,7 +55,6 @@ class XMLParser(Parser):
         """Return the fields of a text.
 
         Args:
-            text: what the policy wrote.
             strip: kept for the classic signature; white space around a field's text never belongs to it.
             last: take the last occurrence of each tag, not the first.
 

@@ -71,10 +71,8 @@ def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
     """Write one page that shows two evaluations side by side, with the differences prompt by prompt.
 
     Args:
-        before: run directory.
         after: run directory. Prompts are the same where example ids, texts, answers and tasks are; the page says
             which have the same id alone.
-        out: the file to write.
 
     Returns:
         The path written to.
@@ -109,7 +107,6 @@ def _entries(directory: Path, examples: set[str] | None, run: int = 0) -> list[E
     """Return the entries that count: of a rollout that was done again, the last.
 
     Args:
-        directory: of the run.
         examples: of these alone; None stands for all, with a hash of each prompt, for a comparison.
         run: 0, or 1 for the second of two runs.
     """

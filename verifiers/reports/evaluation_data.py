@@ -105,7 +105,6 @@ def numbers_of(rows: Iterable[Mapping[str, Any]], into: RolloutResults | None = 
     """Return the numbers of rows of any shape; example ids are those of `example_of`, and no transcript is looked at.
 
     Args:
-        rows: read once and not kept.
         into: numbers that these are added to.
     """
     numbers = RolloutResults() if into is None else into
@@ -234,7 +233,6 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
 
     Args:
         numbers: of all rollouts of the run so far.
-        metadata: of metadata.json.
         name: what the run is called where it stands beside another.
     """
     summary = metadata.get("summary")
@@ -274,8 +272,6 @@ def difference_of(
 
     Args:
         before: entries of the first run; `asked` tells prompts apart.
-        after: entries of the second run.
-        settings: metadata of both runs.
     """
     asked = {entry.example: entry.asked for entry in before}
     other = {entry.example for entry in after if asked.get(entry.example, entry.asked) != entry.asked}

@@ -60,7 +60,6 @@ def page_text(
     """Return the whole page.
 
     Args:
-        title: of the window.
         data: read by the script at the start, as plain data without NaN.
         blocks: transcripts as of `evaluation_data.json_block`; a live page has none and asks its server.
         scripts: files of the script, which see each other's names.
@@ -89,7 +88,6 @@ def plain_page(title: str, body: str) -> str:
     """Return a page of text and links without any script.
 
     Args:
-        title: of the window.
         body: HTML, escaped by the caller.
     """
     policy = f"default-src 'none'; style-src '{_hash(style_text())}'; form-action 'self'; base-uri 'none'"

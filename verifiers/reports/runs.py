@@ -78,9 +78,6 @@ class GrowingRun:
 
     Not for several threads at once. Only small values are kept; transcripts are read again from the file.
 
-    Args:
-        directory: of the run.
-
     Attributes:
         entries: one a row, in order of arrival.
         epoch: counts how often the file was replaced or cut, which makes row numbers mean something else.

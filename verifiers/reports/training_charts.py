@@ -189,12 +189,8 @@ def _chart(
     """Return a chart of those metrics that were logged.
 
     Args:
-        history: the logged numbers.
-        title: of the chart.
         metrics: metric name by label, in the order of their colours.
-        note: a few words beside the title.
         missing: value that stands for one that was not logged; None leaves the point out.
-        **options: further entries of the chart.
     """
     series: list[dict[str, Any]] = []
     for label, name in metrics.items():

@@ -65,7 +65,6 @@ def training_page(directory: Path, *, live: bool = False) -> str:
     """Return the page of a training run.
 
     Args:
-        directory: of the run.
         live: let the page ask its server for newer data.
     """
     data = training_data(directory)

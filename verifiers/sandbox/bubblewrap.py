@@ -40,7 +40,6 @@ class Recipe(NamedTuple):
     """A way to call bubblewrap that may work here.
 
     Args:
-        executable: path of `bwrap`.
         proc: mount /proc. Some containers forbid it; an empty one then tells even less.
     """
 
@@ -119,7 +118,6 @@ def command(
     """Return the command line to put before the agent's.
 
     Args:
-        recipe: the way to call bubblewrap.
         visible: host files and directories that can be read inside, beside the system's.
         disk_bytes: the size of everything that can be written.
         user_map: the users inside where root opens the sandbox; None: the caller's own user is the only one.

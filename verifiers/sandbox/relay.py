@@ -61,11 +61,7 @@ class End:
 
 
 class Relay:
-    """The listening socket and the connections that came to it.
-
-    Args:
-        target: path of the Unix socket.
-    """
+    """The listening socket and the connections that came to it."""
 
     def __init__(self, target: str) -> None:
         self._target = target

@@ -94,9 +94,7 @@ class WorkerPool:
 
         Args:
             function: "module:attribute"; what it takes and returns must be JSON.
-            *args: positional arguments of the function.
             timeout_s: wall time in seconds; None takes the pool's.
-            **kwargs: other arguments of the function.
 
         Raises:
             WorkerTimeoutError: it ran past its time, and was killed.
@@ -196,7 +194,6 @@ class _Worker:
     """A sandbox whose agent has modules imported and forks a process for each call.
 
     Args:
-        paths: directories for sys.path.
         name: the pool's name in errors.
     """
 

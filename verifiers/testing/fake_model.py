@@ -36,7 +36,6 @@ class FakeEndpoint:
     Args:
         groups: the rollouts to come; prompts and answers are taken from the first of each.
         parser_of: the parser of a task's environment; a text is looked for that it reads the right answer from.
-        seed: of the coin.
     """
 
     base_url = FAKE_URL
@@ -107,12 +106,7 @@ class FakeEndpoint:
 
 
 def play_judges(env: Any, seed: int | None = None) -> int:
-    """Answer for the judges of an environment that have no endpoint of their own; return how many there are.
-
-    Args:
-        env: whose rubrics are changed.
-        seed: of the coin.
-    """
+    """Answer for the judges of an environment that have no endpoint of their own; return how many there are."""
     # a module for tests, which a fake endpoint alone does not need
     from verifiers.testing.fake_client import FakeClient
 
@@ -130,7 +124,6 @@ def answer_as_judge(body: Mapping[str, Any], seed: int = 0) -> str:
     """Return a verdict in the form that a judge's prompt asks for: a ranking, a number of a range, or yes or no.
 
     Args:
-        body: the judge's request.
         seed: with the prompt it decides the verdict.
     """
     text = str(body["messages"][-1].get("content"))

@@ -19,7 +19,6 @@ def server_process(answer: str, *flags: str) -> Iterator[str]:
     """Run `verifiers.testing.fake_server` while the block runs, and return its base URL.
 
     Args:
-        answer: to every request.
         flags: further ones of the server's command, such as "--instant".
 
     Raises:

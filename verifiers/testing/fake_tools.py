@@ -30,7 +30,6 @@ def wanted_tool(body: Mapping[str, Any], called: int, coin: Coin) -> Mapping[str
     Args:
         body: the request; `tools` and `tool_choice` are honoured.
         called: tool messages since the prompt.
-        coin: decides.
     """
     functions = [tool["function"] for tool in body.get("tools") or () if isinstance(tool.get("function"), Mapping)]
     choice = body.get("tool_choice")
@@ -49,9 +48,7 @@ def fake_value(schema: Any, coin: Coin, root: Any = None, depth: int = 0) -> Any
 
     Args:
         schema: with the usual keywords of tools; `pattern` and the combination of `allOf` are not looked at.
-        coin: chooses.
         root: that `$ref` is looked up in; the schema itself by default.
-        depth: of the value in the whole.
     """
     if not isinstance(schema, Mapping):
         return "fake"

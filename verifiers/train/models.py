@@ -82,7 +82,6 @@ def check_model_exists(name_or_path: str, init_kwargs: Any = None) -> None:
     """Refuse a model that is neither on the disk nor on the hub; fetches no more than its config.json.
 
     Args:
-        name_or_path: the model.
         init_kwargs: what `from_pretrained` will be given; a revision counts.
 
     Raises:

@@ -43,16 +43,7 @@ _MOST_CHARACTERS = 2000
 def run_description(
     args: GRPOConfig, plan: BatchPlan, env: Any, model: Any, device: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return names, plan, settings and versions, as JSON.
-
-    Args:
-        args: settings of the run.
-        plan: of the run.
-        env: what is trained on.
-        model: the policy.
-        device: where it is.
-        settings: of the trainer, secrets redacted or not.
-    """
+    """Return names, plan, settings and versions, as JSON."""
     source = plan.source
     return {
         "env": str(getattr(env, "env_id", "") or type(env).__name__),
@@ -96,13 +87,6 @@ class RunView(TrainerCallback):
 class RunMonitor:
     """The measurements of a run: collected, logged, recorded and made into a report.
 
-    Args:
-        args: settings of the run.
-        plan: of the run.
-        env: what is trained on.
-        model: the policy.
-        device: where it is.
-
     Attributes:
         timer: the trainer's time by stage.
         total: sums over the run so far, since its first start.
@@ -145,7 +129,6 @@ class RunMonitor:
         Args:
             resume_step: the step of the checkpoint that the run resumes; None for a new run.
             servers: what rollouts are sent to; its credentials are redacted.
-            activity: of the generator.
             drains: rollouts in flight end before each push.
         """
         args = self._args
@@ -322,7 +305,6 @@ class MonitorCallback(TrainerCallback):
     """A callback that reports to the monitor the steps of transformers' loop, and what was logged.
 
     Args:
-        monitor: of the run.
         device: where the model is; an accelerator works on after its calls returned, so it is waited for once a step.
     """
 

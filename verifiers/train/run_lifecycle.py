@@ -42,14 +42,8 @@ class RolloutSession:
     """The servers, the generator and the prefetcher of a run, from `open` to `close`.
 
     Args:
-        args: settings of the run.
-        env: what is trained on.
         eval_envs: what else is played.
-        rows: the training rows.
-        plan: of the run.
-        sampling_args: of training rollouts.
         publisher: keeps the servers on the trained weights.
-        timer: the trainer's time by stage.
         checks_meanwhile: a push may be checked while the trainer computes.
 
     Attributes:
@@ -183,12 +177,8 @@ class RunLifecycle:
     """The start and end of a run: its parts, and curriculum and blocks in flight as its checkpoint has them.
 
     Args:
-        plan: of the run.
-        ranks: of the run.
         directory: where the run writes.
         session: connects the servers and starts the generator.
-        evaluator: of the run.
-        monitor: of the run.
 
     Attributes:
         first_step: the optimizer step at which the run starts.
@@ -273,7 +263,6 @@ def restore_curriculum(plan: BatchPlan, further: Mapping[str, Any]) -> None:
     """Bring an adaptive curriculum to where a checkpoint stands.
 
     Args:
-        plan: of the run.
         further: state of the checkpoint.
 
     Raises:

@@ -114,8 +114,6 @@ def open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, 
     """Return the backend of an endpoint and what may be in flight on it.
 
     Args:
-        args: flags of the command.
-        entry: the endpoint.
         dataset, env: whose rows and parsers the built-in fake endpoint knows.
 
     Raises:

@@ -57,11 +57,7 @@ _NEW_SESSION = TypeAdapter(_NewSession)
 
 
 class TokenStore:
-    """A writer of rollouts' token ids to `tokens.jsonl`, a line for each rollout that has some.
-
-    Args:
-        directory: of the run.
-    """
+    """A writer of rollouts' token ids to `tokens.jsonl`, a line for each rollout that has some."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / TOKENS
@@ -103,7 +99,6 @@ class ExternalRun:
     Args:
         backend, model: answer the sessions' calls.
         store, tokens: receive each finished session.
-        host, port: address of the gateway.
         train: further names by which programs may call the model; "*" for every name.
         drain_s: seconds that open sessions get to end once the run is to end.
         **settings: further fields of `RolloutRunner`.

@@ -42,14 +42,8 @@ def progress_text(
     """Return the progress line: rollouts done, mean reward, time left, failures, retries, tokens a second.
 
     Args:
-        env: name of the environment.
         planned: rollouts of the whole evaluation.
         finished_before: rollouts that an earlier process finished; they say nothing about today's speed.
-        ran: rollouts of this process.
-        tokens: completion tokens of this process.
-        elapsed_s: seconds of this process.
-        progress: numbers of all rollouts.
-        in_flight: rollouts that run at the moment.
         with_bar: begin with a bar of the rollouts that are done.
     """
     mean = f"{progress.mean_reward:.3f}" if progress.scored else "-"
@@ -115,10 +109,8 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
     """Print rows under columns; the first column names the row, the others hold numbers.
 
     Args:
-        console: where it is printed.
         columns: names; the first may be "".
         rows: as many cells each as there are columns.
-        title: printed above.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -142,9 +134,6 @@ def show_summary(run: EvaluationRun, summary: Mapping[str, Any], *, title: str, 
     """Print the summary of a run.
 
     Args:
-        run: of the summary.
-        summary: of `run.summary`.
-        title: of the table.
         as_json: one line for machines instead.
     """
     if as_json:

@@ -141,7 +141,6 @@ class BlockLog:
     """The block log of a run that is written to.
 
     Args:
-        directory: the run's directory.
         first_block: the block that this process trains first; lines from there on are removed.
 
     Raises:

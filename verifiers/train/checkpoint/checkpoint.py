@@ -94,8 +94,6 @@ def mark_complete(
     """Sync the files of a checkpoint to disk, then write the marker that says it is whole.
 
     Args:
-        directory: the checkpoint.
-        plan: the run's batch plan.
         optimizer_step: the step after which it was written.
         extra: further state by the name of what it belongs to, as JSON; `extra_state` gives it back.
         rows: the training rows; left out, the checkpoint does not say which they were.
@@ -124,8 +122,6 @@ def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, mo
     """Refuse a checkpoint that is incomplete, or was written under other sizes, another seed, rows or model.
 
     Args:
-        directory: the checkpoint.
-        plan: the run's batch plan.
         rows: the training rows; left out, they are not looked at, nor where the checkpoint does not know its own.
         model: path or hub name of what the policy is at step 0; likewise.
 

@@ -109,9 +109,7 @@ def choose_resume_point(
     """Return where to start; on rank 0, which holds the directory's lock.
 
     Args:
-        output_dir: the run's directory.
         asked: a checkpoint's path, True for the newest complete one of `output_dir`, else step 0.
-        plan: the run's batch plan.
         rows: the training rows, which must be those of the checkpoint.
         model: path or hub name of the policy's start, which must be that of the checkpoint.
 
@@ -157,11 +155,6 @@ def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Pa
 
     A run that resumes one of its own checkpoints leaves the later ones, which others will have the numbers of; else
     the whole directory gets another name.
-
-    Args:
-        point: where the run starts.
-        output_dir: the run's directory.
-        keeps: stored evaluations of this run.
 
     Returns:
         The directory's new name, with its lock; None where it keeps its own.
@@ -234,7 +227,6 @@ def rotate_checkpoints(output_dir: str | Path, limit: int | None, best: str | Pa
     To be called when the newest is marked complete: a process that is killed before has the one before it.
 
     Args:
-        output_dir: the run's directory.
         limit: checkpoints that stay; None or 0 for all.
         best: the directory of the best checkpoint so far, where there is one.
     """
@@ -253,7 +245,6 @@ def raises_checkpoint_error(directory: Path, output_dir: Path | None = None) -> 
     """Raise CheckpointError for what libraries raise of a full or broken disk while a model is written.
 
     Args:
-        directory: the directory that is written.
         output_dir: the run's directory; the one above `directory` when left out.
 
     Raises:
@@ -290,10 +281,6 @@ class RunDirectory:
     """The output directory of a run, which no other run writes to meanwhile; every rank has one.
 
     Args:
-        args: settings of the run.
-        plan: of the run.
-        ranks: of the run.
-        rows: the training rows.
         model: path or hub name of the policy at step 0; None where there is none.
         checksums: gives those of the policy's tensors, on rank 0; every rank calls it.
         state: gives what a checkpoint keeps beside the model, as JSON, by the name of what it belongs to.
@@ -336,10 +323,6 @@ class RunDirectory:
     def begin(self, point: ResumePoint, keeps: Collection[Path]) -> dict[str, Any]:
         """Move aside what other runs left here and open the block log; return the checkpoint's further state.
 
-        Args:
-            point: where the run starts.
-            keeps: stored evaluations of this run.
-
         Raises:
             CheckpointError: files cannot be moved or written.
         """
@@ -356,9 +339,7 @@ class RunDirectory:
         """Write down the fate of a block's rollouts.
 
         Args:
-            block: the block.
             step: optimizer steps before it.
-            dropped: what of it is not trained.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -389,9 +370,6 @@ class RunDirectory:
         """Mark the checkpoint that is written inside as complete once it is whole, then delete older ones.
 
         The last checkpoint of a run may stand inside a block: no run can resume it, and it does not count.
-
-        Args:
-            state: the trainer's.
 
         Raises:
             CheckpointError: the disk is full or broken.

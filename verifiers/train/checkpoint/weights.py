@@ -27,8 +27,6 @@ class CheckpointWeights:
     """The policy's tensors as checkpoints hold them; every rank has one and calls it in the same order.
 
     Args:
-        ranks: of the run.
-        policy: gives the trained model, unwrapped.
         in_shards: FSDP or DeepSpeed trains it; both keep files of their own, under the names in memory.
     """
 
@@ -41,7 +39,6 @@ class CheckpointWeights:
         """Load a checkpoint into the policy, and compare the checksum of each tensor with the saved one.
 
         Args:
-            checkpoint: its directory.
             load_by_name: transformers' own loading, for shards and adapters.
 
         Raises:

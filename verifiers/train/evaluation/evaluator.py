@@ -43,13 +43,6 @@ class Evaluator:
     """An evaluator of the policy on prompts of its own; rank 0 rolls out, and every rank gets the metrics.
 
     Args:
-        args: settings of the run.
-        plan: of the run.
-        ranks: of the run.
-        timer: the trainer's time by stage.
-        env: what is trained on.
-        sets: the prompts.
-        sampling_args: of training rollouts.
         servers: gives what rollouts are sent to.
         publish: brings the servers to the present weights, on rank 0, and gives the generator.
 
@@ -90,9 +83,6 @@ class Evaluator:
         """Roll out all sets under the present weights and return the metrics; every rank calls it.
 
         Args:
-            sets: the prompts.
-            step: optimizer step of the weights.
-            prefix: of the metrics.
             required: an evaluation without a reward is an error, not a warning.
 
         Raises:

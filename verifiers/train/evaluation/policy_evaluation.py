@@ -49,10 +49,7 @@ class SetEvaluation:
     """The evaluation of one set of prompts, stored as `vf-eval` stores one.
 
     Args:
-        runner: plays the set's environment.
-        dataset: the prompts.
         run: of vf-eval: what is finished, and where the rest is stored.
-        prefix: of the metrics' names.
         right_from: reward from which pass@k counts a rollout as right.
         stores: False keeps nothing on the disk.
     """
@@ -105,12 +102,6 @@ class SetEvaluation:
 class KeptEvaluation:
     """The evaluation of one set of prompts whose rollouts are kept here, and nothing is written.
 
-    Args:
-        runner: plays the set's environment.
-        dataset: the prompts.
-        num_generations: rollouts of each.
-        seed: of their sampling seeds.
-
     Attributes:
         block: the rollouts, once they are scored.
     """
@@ -140,8 +131,6 @@ def evaluate_sets(generator: AsyncBatchGenerator, sets: Sequence[RunsOnce], time
     """Run the evaluations of all sets at once and wait for them; that they ran out of time is a failure.
 
     Args:
-        generator: whose event loop and connections are used.
-        sets: what is evaluated.
         timeout_s: deadline in seconds.
 
     Raises:
@@ -203,7 +192,6 @@ def evaluation_metrics(summary: RunSummary, prefix: str, mean_length: float) -> 
     """Return the metrics of one set, by their logged names; what cannot be told is left out.
 
     Args:
-        summary: of all its rollouts.
         prefix: "eval", or "eval_<name>".
         mean_length: completion tokens of the rollouts that sampled any; NaN where none did.
     """

@@ -49,7 +49,6 @@ class StoredEvaluations:
     """The evaluations of one training run on the disk; used on rank 0.
 
     Args:
-        output_dir: of the run.
         redact: gives what takes secrets out of what is written.
         writes: False keeps nothing.
 
@@ -67,11 +66,8 @@ class StoredEvaluations:
         """Return the evaluation of one set, in a directory of its own.
 
         Args:
-            step: the optimizer step whose weights are evaluated.
             prefix: of the metrics; another than "eval" is another evaluation of the same step.
-            name: of the set.
             metadata: of the evaluation, with every entry of `verifiers.evals.run.IDENTITY`.
-            rubric: of the environment.
         """
         directory = self.root / (f"step-{step}" if prefix == "eval" else f"step-{step}-{prefix}")
         if name:
@@ -149,12 +145,7 @@ def _fresh(directory: Path) -> Path:
 
 
 def evaluation_lines(state: Any, args: Any) -> list[str]:
-    """Return lines with the last evaluation of each eval set, and with the best step where that was asked for.
-
-    Args:
-        state: the trainer's.
-        args: the run's settings.
-    """
+    """Return lines with the last evaluation of each eval set, and with the best step where that was asked for."""
     last: dict[str, dict[str, Any]] = {}
     for entry in state.log_history:
         last.update({name: entry for name in entry if EVAL_REWARD.fullmatch(name)})

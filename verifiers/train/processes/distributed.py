@@ -35,8 +35,6 @@ def on_rank_0(
     Every rank must call it; that is where an error of rank 0's generator ends the others.
 
     Args:
-        accelerator: accelerate's Accelerator or PartialState.
-        work: called on rank 0.
         together: what `work` may have all ranks do at once, by name; see `on_all_ranks`.
 
     Raises:
@@ -65,9 +63,7 @@ def scatter_from_rank_0(
     Every rank must call it. Each payload is pickled and sent to its own rank alone.
 
     Args:
-        accelerator: as in `on_rank_0`.
         work: called on rank 0; gives as many payloads as there are ranks, in their order.
-        together: as in `on_rank_0`.
 
     Raises:
         RankError: on the other ranks, where `work` failed.
@@ -91,7 +87,6 @@ def on_all_ranks(accelerator: Any, name: str, work: Callable[..., T], *args: Any
     It is for what only ranks together can do, such as a forward pass of a model that is sharded over them.
 
     Args:
-        accelerator: as in `on_rank_0`.
         name: the name under which `on_rank_0` was given `work`.
         work: the function, on rank 0.
         args: its arguments, on every rank.
@@ -204,7 +199,6 @@ def end_together(
     with the same text, and the launcher ends the rest.
 
     Args:
-        accelerator: accelerate's Accelerator or PartialState.
         work: the part of this rank.
         close: gives back what this rank holds.
         monitored: makes a context that is left after `close`, with what ended the run.

@@ -64,7 +64,6 @@ def refuse_biased_sampling(args: GRPOConfig, given: Mapping[str, Any] | None = N
     """Refuse what makes the sampler's log-probs those of another distribution, wherever they are used.
 
     Args:
-        args: the run's settings.
         given: sampling arguments of an environment; those of the trainer when left out.
 
     Raises:
