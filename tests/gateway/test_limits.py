@@ -18,9 +18,8 @@ import openai
 import pytest
 
 from verifiers.gateway import gateway as gateway_module
-from verifiers.gateway.calls import RefusedCallError
+from verifiers.gateway.calls import RefusedCallError, json_object
 from verifiers.gateway.gateway import Gateway
-from verifiers.gateway.http_json import json_object
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.wire import WireObject

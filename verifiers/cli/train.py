@@ -78,7 +78,7 @@ def train(
     if server_url:
         run = run.with_servers(server_url)
     from verifiers.train.checkpoint.checkpoint import model_name
-    from verifiers.train.checkpoint.finished_run import finished_steps, note_saved
+    from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
     from verifiers.train.config import GRPOConfig, lora_defaults
     from verifiers.train.evaluation.eval_sets import choose_eval_sets
     from verifiers.train.models import check_model_exists, check_model_path

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from verifiers.errors import AgentError, ConfigError
-from verifiers.gateway.calls import RefusedCallError
-from verifiers.gateway.http_json import json_object, json_response
+from verifiers.gateway.calls import RefusedCallError, json_object, json_response
 from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import validated
 from verifiers.http_requests import has_key, read_body

@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import at_loop_end
-from verifiers.gateway.calls import RefusedCallError
-from verifiers.gateway.http_json import json_object, json_response
+from verifiers.gateway.calls import RefusedCallError, json_object, json_response
 from verifiers.gateway.listener import MAX_BODY, MAX_HEADERS, Listener
 from verifiers.gateway.session import OVER, Exchange, Session
 from verifiers.http_requests import bearer_token, read_body

@@ -12,8 +12,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from pydantic import Field, TypeAdapter
 
-from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
-from verifiers.gateway.http_json import openai_error
+from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError, openai_error
 from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import (
     data_event,

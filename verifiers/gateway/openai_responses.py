@@ -11,8 +11,7 @@ from openai.types.responses import ResponseInputItemParam
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as Params
 from pydantic import TypeAdapter
 
-from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError
-from verifiers.gateway.http_json import openai_error
+from verifiers.gateway.calls import SAMPLING_ARGUMENTS, AgentCall, RefusedCallError, openai_error
 from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import (
     joined_text,

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from verifiers.gateway.calls import AgentCall, RefusedCallError
-from verifiers.gateway.http_json import json_bytes
+from verifiers.gateway.calls import AgentCall, RefusedCallError, json_bytes
 from verifiers.gateway.session import Session
 
 __all__ = [

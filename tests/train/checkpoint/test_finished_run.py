@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verifiers.data.batch_plan import make_plan
 from verifiers.monitoring.run_log import read_run
-from verifiers.train.checkpoint.finished_run import finished_steps, note_saved
+from verifiers.train.checkpoint.run_directory import finished_steps, note_saved
 
 SHORT = make_plan(per_device_train_batch_size=4, num_generations=4, max_steps=4, num_prompts=8)
 
