@@ -167,32 +167,6 @@ def test_rows_hold_what_they_hold_also_where_it_is_long_or_a_picture(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "metadata.json", "results.jsonl"]
 
 
-def old_run(directory: Path, texts: dict[str, str]) -> Path:
-    """Return a run of an earlier version, whose long texts are in a file beside its rows."""
-    prompt = [{"role": "user", "content": {"$content": name}} for name in texts]
-    (directory / "results.jsonl").write_text(json.dumps({"example_id": 0, "generation": 0, "prompt": prompt}) + "\n")
-    lines = [json.dumps({"id": name, "content": text}) + "\n" for name, text in texts.items()]
-    (directory / "contents.jsonl").write_text("".join(lines) + '{"id": "cut off')
-    return directory
-
-
-def test_a_run_of_an_earlier_version_is_read_whole_and_continued(tmp_path: Path) -> None:
-    run = old_run(tmp_path, {"a" * 32: "first", "b" * 32: "second"})
-    stored(run, rollout(1, info={"$content": "a" * 32, "x": 1}))
-    first, second = read_run(run).rows
-    assert [message["content"] for message in first["prompt"]] == ["first", "second"]
-    assert second["info"] == {"$content": "a" * 32, "x": 1}
-
-
-def test_a_text_that_an_earlier_version_stored_apart_and_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    run = old_run(tmp_path, {"a" * 32: "first"})
-    (run / "contents.jsonl").write_text("")
-    with pytest.raises(
-        ConfigError, match=r"contents\.jsonl' lacks the text .* that a row refers to; copy the whole run"
-    ):
-        read_run(run)
-
-
 WRITER = """
 import sys
 from pathlib import Path

@@ -9,14 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verifiers.errors import ConfigError
-
-__all__ = ["RowReader", "json_line", "plain", "repair_last_line"]
-
-ATTACHMENTS = "contents.jsonl"
-"""File of long texts beside the rows of earlier versions."""
-
-_REFERENCE = "$content"
+__all__ = ["json_line", "parse_row", "plain", "repair_last_line"]
 
 _DEEPEST = 50
 
@@ -46,52 +39,16 @@ def plain(value: Any, depth: int = 0) -> Any:
     return f"<{type(value).__name__}>" if depth >= _DEEPEST else str(value)
 
 
-class RowReader:
-    """Parser of the rows of one run.
+def parse_row(line: bytes) -> dict[str, Any]:
+    """Return the row of a line.
 
-    Earlier versions wrote long texts into contents.jsonl and `{"$content": id}` in their places; the texts are put
-    back. Reading such runs ends with the next release.
-
-    Args:
-        directory: of the run.
+    Raises:
+        ValueError: the line is not a JSON object.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / ATTACHMENTS
-        self._texts: dict[str, Any] | None = None
-
-    def parse(self, line: bytes) -> dict[str, Any]:
-        """Return the row of a line.
-
-        Raises:
-            ValueError: the line is not a JSON object.
-            ConfigError: a text that the row refers to is missing.
-        """
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise ValueError("it is not a JSON object")
-        if b'{"$content": "' in line and self._path.is_file():
-            return {name: self._whole(value) for name, value in row.items()}
-        return row
-
-    def _whole(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            if value.keys() == {_REFERENCE}:
-                return self._text(value[_REFERENCE])
-            return {name: self._whole(item) for name, item in value.items()}
-        return [self._whole(item) for item in value] if isinstance(value, list) else value
-
-    def _text(self, name: str) -> Any:
-        if self._texts is None:
-            with self._path.open(encoding="utf-8", errors="surrogatepass") as file:
-                # a last line without its end belongs to no row
-                found = [json.loads(line) for line in file if line.endswith("\n")]
-            self._texts = {entry["id"]: entry["content"] for entry in found}
-        if name not in self._texts:
-            raise ConfigError(
-                f"{str(self._path)!r} lacks the text {name!r} that a row refers to; copy the whole run."
-            )
-        return self._texts[name]
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is not a JSON object")
+    return row
 
 
 def repair_last_line(path: Path) -> None:

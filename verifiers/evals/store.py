@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import RowReader, json_line, plain, repair_last_line
+from verifiers.evals.json_lines import json_line, parse_row, plain, repair_last_line
 from verifiers.rollouts.rollout import Rollout
 
 __all__ = [
@@ -138,7 +138,6 @@ def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, di
     path = directory / name
     if not path.is_file():
         return
-    reader = RowReader(directory)
     damaged: tuple[int, Exception] | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -147,7 +146,7 @@ def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, di
                     f"line {damaged[0]} of {str(path)!r} is damaged ({damaged[1]}); repair or delete it."
                 )
             try:
-                row = reader.parse(line)
+                row = parse_row(line)
             except ConfigError:
                 raise
             except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.evals.comparison import prompt_digest
-from verifiers.evals.json_lines import RowReader
+from verifiers.evals.json_lines import parse_row
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import RESULTS, iter_rows, read_metadata
 from verifiers.reports.evaluation_data import (
@@ -112,11 +112,11 @@ def _entries(directory: Path, examples: set[str] | None, run: int = 0) -> list[E
     """
     last: dict[tuple[str, int], Entry] = {}
     asked: dict[str, str] = {}
-    reader, offset = RowReader(directory), 0
+    offset = 0
     with (directory / RESULTS).open("rb") as file:
         for line in file:
             try:
-                row = reader.parse(line)
+                row = parse_row(line)
             except ConfigError:
                 raise
             except ValueError:
@@ -167,9 +167,8 @@ class _Rows:
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._paths = [directory / RESULTS for directory in directories]
-        self._readers = [RowReader(directory) for directory in directories]
 
     def row(self, entry: Entry) -> dict[str, Any]:
         with self._paths[entry.run].open("rb") as file:
             file.seek(entry.offset)
-            return self._readers[entry.run].parse(file.readline())
+            return parse_row(file.readline())

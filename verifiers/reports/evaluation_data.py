@@ -194,11 +194,7 @@ def sampled_groups(groups: Sequence[Sequence[_Item]], most: int) -> list[list[_I
 
 
 def _outcome(row: Mapping[str, Any]) -> str:
-    outcome = row.get("outcome")
-    if outcome is None:
-        # runs of before outcomes were told
-        return "?" if _number(row.get("reward")) is None else "completed"
-    return sys.intern(str(outcome)[:40])
+    return sys.intern(str(row.get("outcome", "?"))[:40])
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:

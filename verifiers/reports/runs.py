@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import RowReader
+from verifiers.evals.json_lines import parse_row
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import RESULTS, read_metadata
 from verifiers.monitoring.run_log import METRICS, is_training_run
@@ -91,7 +91,6 @@ class GrowingRun:
         self._spans: list[tuple[int, int]] = []
         self._offset = 0
         self._file_id: tuple[int, int] | None = None
-        self._reader = RowReader(directory)
         self._summary: tuple[int, int, dict[str, Any], dict[str, Any]] | None = None
 
     def refresh(self) -> int:
@@ -141,6 +140,6 @@ class GrowingRun:
     def _row(self, line: bytes) -> dict[str, Any] | None:
         """Return a line's row; None for one that a crash cut off."""
         try:
-            return self._reader.parse(line.decode("utf-8", "replace").encode())
+            return parse_row(line.decode("utf-8", "replace").encode())
         except (ValueError, RecursionError):
             return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from verifiers.chat_messages import finite
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import RowReader
+from verifiers.evals.json_lines import parse_row
 from verifiers.evals.store import RESULTS, iter_rows
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
@@ -350,12 +350,11 @@ def _rows_of(directory: Path, examples: Sequence[Any]) -> dict[Any, list[dict[st
     """Return the rollouts of some prompts. Only their lines are parsed, since there may be thousands."""
     beginnings = {f'{{"example_id": {json.dumps(example)},'.encode(): example for example in examples}
     rows: dict[Any, list[dict[str, Any]]] = {example: [] for example in examples}
-    reader = RowReader(directory)
     with (directory / RESULTS).open("rb") as file:
         for line in file:
             for beginning, example in beginnings.items():
                 if line.startswith(beginning) and line.endswith(b"\n"):
-                    rows[example].append(reader.parse(line))
+                    rows[example].append(parse_row(line))
     return {example: found for example, found in rows.items() if found}
 
 

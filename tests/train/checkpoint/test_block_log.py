@@ -96,12 +96,6 @@ def test_a_line_holds_ranges_and_exceptions_and_is_read_as_every_rollout(tmp_pat
     )
 
 
-def test_lines_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    line = '{"block_id": 0, "optimizer_step": 0, "trained": [[4, 1]], "dropped": []}\n'
-    (tmp_path / BLOCK_LOG).write_text(line)
-    assert read_block_log(tmp_path) == [{"block_id": 0, "optimizer_step": 0, "trained": [[4, 1]], "dropped": []}]
-
-
 def test_a_fresh_run_starts_a_block_log_of_its_own(tmp_path: Path) -> None:
     BlockLog(tmp_path / "run", 0).write(block_record(a_block(0), 0, []))
     BlockLog(tmp_path / "run", 0)

@@ -90,10 +90,8 @@ def _record(line: str) -> dict[str, Any]:
         for reason, ranges in record.pop("routine", {}).items()
         for example, generation in _rollouts(ranges)
     ]
-    # a list in the files of earlier versions
-    if isinstance(record["trained"], dict):
-        record["trained"] = [list(rollout) for rollout in _rollouts(record["trained"])]
-    return {**record, "dropped": record["dropped"] + routine}
+    trained = [list(rollout) for rollout in _rollouts(record["trained"])]
+    return {**record, "trained": trained, "dropped": record["dropped"] + routine}
 
 
 def ranges_by_example(rollouts: Sequence[Sequence[int]]) -> dict[str, str]:
