@@ -60,6 +60,7 @@ CLASSIC_NAMES = {
         )
     },
     **_moved("verifiers.parsers.maybe_think_parser", "verifiers.parsers.think_parser", "MaybeThinkParser"),
+    **_moved("verifiers.scripts.eval", "verifiers.cli.evaluate", "main"),
     **_moved("verifiers.utils.async_utils", "verifiers.envs.lifecycle", "maybe_await"),
     **_moved("verifiers.utils.async_utils", _LATE, "maybe_semaphore"),
     **_moved("verifiers.utils.client_utils", "verifiers.envs.classic.clients", "setup_client"),
