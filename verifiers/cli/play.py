@@ -106,7 +106,7 @@ class Player:
             print(f"\n[{arguments.get('model')}]  {_HELP}", flush=True)
             text, calls = await self._typed()
         answer = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
-        choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "logprobs": None}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "logprobs": None}
         choice |= {"text": text} if "prompt" in arguments else {"message": answer}
         return WireObject({"id": "played", "created": 0, "model": "you", "choices": [choice], "usage": None})
 
