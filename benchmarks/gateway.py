@@ -28,7 +28,7 @@ from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.recording_client import RolloutClient
-from verifiers.rollouts.runner import relaxed_gc
+from verifiers.rollouts.run import relaxed_gc
 from verifiers.testing.fake_process import server_process
 
 SESSIONS = 64

@@ -34,7 +34,7 @@ import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limits import Limiter
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 from verifiers.types import RolloutKey
 
@@ -90,8 +90,8 @@ async def rollouts(calls: int, per_rollout: int, isolation: str) -> int:
         eval_dataset=[{"question": "0"}],
         max_turns=per_rollout + 1,  # type: ignore[arg-type]
     )
-    runner = RolloutRunner(env, ClientBackend(FakeClient(answer)), "fake", limiter=Limiter(calls))
-    finished = await runner.run_batch(
+    runner = Run(env, ClientBackend(FakeClient(answer)), "fake", limiter=Limiter(calls))
+    finished = await runner.play(
         [
             RolloutRequest(RolloutKey(0, number, 0), [{"role": "user", "content": str(number)}])
             for number in range(calls // per_rollout)

@@ -7,7 +7,7 @@ chat request with the same number in flight, alternately, several rounds; rates 
 machine whose speed drifts treats all alike. A rollout here is the whole thing: `Environment.run_rollouts` with
 recording handle, limiter, retry loop and deadline, and then its score.
 
-Rollouts run with rarer garbage collections (`relaxed_gc` in verifiers/rollouts/runner.py), which helps any client:
+Rollouts run with rarer garbage collections (`relaxed_gc` in verifiers/rollouts/run.py), which helps any client:
 the floor is measured with Python's setting, as people write it, and with ours.
 
 Ends with one line of JSON: ratio_to_raw (1.0 would be no overhead at all over aiohttp), ratio_to_raw_same_gc (the
@@ -31,7 +31,7 @@ import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.limits import Limiter
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
+from verifiers.rollouts.run import Run, relaxed_gc
 from verifiers.testing.fake_process import server_process
 from verifiers.types import RolloutKey
 
@@ -80,7 +80,7 @@ async def verifiers_rollouts(url: str, requests: int, in_flight: int) -> None:
 
     env = vf.SingleTurnEnv(eval_dataset=[{"prompt": MESSAGES, "answer": ANSWER}], rubric=vf.Rubric(funcs=[correct]))
     backend = HttpBackend(Endpoint(url))
-    runner = RolloutRunner(env, backend, "fake", {}, limiter=Limiter(in_flight))
+    runner = Run(env, backend, "fake", {}, limiter=Limiter(in_flight))
     groups = [
         [RolloutRequest(RolloutKey(0, example, g), MESSAGES, ANSWER, seed=example * 8 + g + 1) for g in range(8)]
         for example in range(requests // 8)

@@ -35,7 +35,7 @@ from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.evals.store import ResultStore
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.limits import Limiter
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 
 GROUP = 8
 SCORING_S = 1.0
@@ -122,7 +122,7 @@ async def busy(url: str, rollouts: int, in_flight: int, *, grouped: bool) -> dic
     """Run one evaluation; return the share of busy slots and the requests per second that the server counted."""
     env = environment(rollouts // GROUP, grouped=grouped)
     backend = HttpBackend(Endpoint(f"{url}/v1"))
-    runner = RolloutRunner(env, backend, "m", limiter=Limiter(in_flight))
+    runner = Run(env, backend, "m", limiter=Limiter(in_flight))
     groups = iter_requests(env.get_eval_dataset(), GROUP, 0)
     units: Any = groups if grouped else ([request] for group in groups for request in group)
     scored = 0

@@ -85,12 +85,12 @@ async def walk_rollout(walk: Walk, url: str) -> None:
     from verifiers.inference.endpoint import Endpoint, HttpBackend
     from verifiers.inference.token_in import token_in_for
     from verifiers.rollouts.rollout import RolloutRequest
-    from verifiers.rollouts.runner import RolloutRunner
+    from verifiers.rollouts.run import Run
     from verifiers.types import RolloutKey
 
     backend = HttpBackend(Endpoint(url))
     token_in = token_in_for("auto", backend, "fake", require_tokens=True)
-    runner = RolloutRunner(environment(), backend, "fake", {}, require_tokens=True, token_in=token_in)
+    runner = Run(environment(), backend, "fake", {}, require_tokens=True, token_in=token_in)
     for number in range(PLAYED_BEFORE + 1):
         request = RolloutRequest(RolloutKey(0, number, 0), QUESTION, ANSWER, seed=number + 1)
         if number == PLAYED_BEFORE:

@@ -39,7 +39,7 @@ import verifiers as vf
 from verifiers.inference.limits import Limiter
 from verifiers.inference.wire import WireObject
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.types import RolloutKey
 from verifiers.workers.settings import WorkerSettings
 
@@ -83,7 +83,7 @@ async def play(
         assert rollout.reward == 1.0, rollout
         scored.append(time.perf_counter())
 
-    runner = RolloutRunner(played, InstantModel(), "instant", {}, limiter=Limiter(in_flight), on_rollout=note)
+    runner = Run(played, InstantModel(), "instant", {}, limiter=Limiter(in_flight), on_rollout=note)
     row = worker_environments.ROW
 
     def group(example: int) -> list[RolloutRequest]:

@@ -67,7 +67,7 @@ def __getattr__(name: str) -> object:
     elif name in _public_names():
         value = _imported(name)
     else:
-        from verifiers.envs.classic.import_paths import classic_name
+        from verifiers.classic.import_paths import classic_name
 
         value = classic_name(__name__, name)
     globals()[name] = value
@@ -114,7 +114,7 @@ class _ClassicPaths:
     def find_spec(name: str, path: object = None, target: object = None) -> object:
         if not name.startswith("verifiers."):
             return None
-        from verifiers.envs.classic.import_paths import classic_spec
+        from verifiers.classic.import_paths import classic_spec
 
         return classic_spec(name)
 

@@ -90,7 +90,12 @@ class State(dict[str, Any]):
     Keys always present after a rollout: id, prompt, completion, answer, task, info, responses, turn, timing;
     and trajectory, input, is_completed, is_truncated, stop_condition, reward, metrics, error, model, sampling_args,
     oai_tools. While the rollout runs and is scored there is `client` too.
+
+    Attributes:
+        held: the worker that holds what reward functions need of it, and its number there; None without workers.
     """
+
+    held: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         # connections are shared, not copied
@@ -267,4 +272,4 @@ class Failure:
 
 def __getattr__(name: str) -> Any:
     # by name: an import would run upwards
-    return importlib.import_module("verifiers.envs.classic.import_paths").classic_name(__name__, name)
+    return importlib.import_module("verifiers.classic.import_paths").classic_name(__name__, name)

@@ -35,7 +35,7 @@ def evaluate(url: str, rollouts: int, in_flight: int, scratch: Path) -> side.Eva
     """Send all requests at once, bounded by a semaphore."""
     setting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if sys.argv[4:] == ["same-gc"]:
-        from verifiers.rollouts.runner import relaxed_gc
+        from verifiers.rollouts.run import relaxed_gc
 
         setting = relaxed_gc()
     with setting:

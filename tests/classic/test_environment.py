@@ -31,9 +31,6 @@ def test_the_signatures_are_the_classic_ones() -> None:
         "dataset", "eval_dataset", "system_prompt", "few_shot", "parser", "rubric", "sampling_args", "message_type",
         "oai_tools", "max_workers",
     ]  # fmt: skip
-    assert names(env.get_model_response)[:6] == [
-        "client", "model", "prompt", "oai_tools", "sampling_args", "message_type",
-    ]  # fmt: skip
     assert names(vf.MultiTurnEnv.rollout)[:7] == [
         "client", "model", "prompt", "answer", "task", "info", "sampling_args",
     ]  # fmt: skip

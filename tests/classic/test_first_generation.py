@@ -12,7 +12,7 @@ from datasets import Dataset
 
 import verifiers as vf
 from verifiers.envs.datasets import format_dataset
-from verifiers.evals.run import run_in
+from verifiers.evals.evaluation_run import run_in
 from verifiers.keywords import warn_once
 from verifiers.testing import FakeClient
 

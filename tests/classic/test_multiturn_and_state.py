@@ -16,7 +16,7 @@ import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.parsers.messages import as_message
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, Fault
 from verifiers.types import Outcome, RolloutKey
 
@@ -31,7 +31,7 @@ def contents(messages: Any) -> list[Any]:
 
 async def run(env: Any, client: FakeClient, **request: Any) -> Rollout:
     """One rollout by the modern runner, scored."""
-    runner = RolloutRunner(env, ClientBackend(client), "m", {"temperature": 0.5})
+    runner = Run(env, ClientBackend(client), "m", {"temperature": 0.5})
     group = await runner.run_group([RolloutRequest(RolloutKey(0, 4, 0), **{"prompt": ASK, **request})])
     return group.rollouts[0]
 
@@ -291,7 +291,7 @@ async def test_the_base_classes_answer_both_ways(client: FakeClient, rows: Rows)
     state = await env.init_state({"prompt": ASK}, client, "m")
     assert (await env.is_completed(ASK, state), await env.is_completed(state)) == (False, False)
     state["enough"] = True
-    assert (await env.is_completed(ASK, state), await env.is_completed(state)) == (False, True)
+    assert (await env.is_completed(ASK, state), await env.is_completed(state)) == (True, True)
     assert state["stop_condition"] == "enough"
     state["trajectory"] = [{}, {}]
     assert await env.is_completed(messages=ASK, state=state)
@@ -389,7 +389,7 @@ async def test_a_text_under_error_is_the_environments_own_business(client: FakeC
 async def test_a_failing_endpoint_is_a_provider_error_with_what_was_said_before(rows: Rows) -> None:
     client = FakeClient("hm", faults=[None, Fault(401)])
     rollout = await run(Talks(max_turns=3, dataset=rows), client)
-    assert (rollout.outcome, contents(rollout.completion)) == (Outcome.PROVIDER_ERROR, ["hm"])
+    assert (rollout.outcome, contents(rollout.completion)) == (Outcome.PROVIDER_ERROR, ["hm", "more"])
 
 
 async def test_an_overlong_prompt_is_truncated_wherever_it_is_raised(client: FakeClient, rows: Rows) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.envs.classic.import_paths import CLASSIC_NAMES
+from verifiers.classic.import_paths import CLASSIC_NAMES
 
 
 def names(text: str) -> list[str]:

@@ -17,7 +17,7 @@ from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
 from verifiers.evals.store import result_row
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, FakeOpenAIServer, decode_ids, encode_text
 from verifiers.types import Outcome
 
@@ -40,7 +40,7 @@ class CharacterTokenizer:
 def run_modern(env: Any, server: FakeOpenAIServer, rollouts: int = 1) -> ScoredBlock:
     async def work() -> ScoredBlock:
         backend = HttpBackend(Endpoint(server.url))
-        runner = RolloutRunner(env, backend, "fake", {"temperature": 0.7}, require_tokens=True)
+        runner = Run(env, backend, "fake", {"temperature": 0.7}, require_tokens=True)
         try:
             return await run_evaluation(runner, evaluation_requests(env.get_eval_dataset(), rollouts, seed=1))
         finally:

@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_is_one_sentence(
 
     # the summary cannot be written either
     monkeypatch.setattr("verifiers.evals.store.ResultStore.append", full)
-    monkeypatch.setattr("verifiers.evals.run.EvaluationRun.summary", full)
+    monkeypatch.setattr("verifiers.evals.evaluation_run.EvaluationRun.summary", full)
     assert main([env_name, "-b", server.url]) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
     assert re.match(r"vf-eval: results cannot be written to 'outputs/.*No space left on device\.", sentence)

@@ -22,7 +22,7 @@ from client_world import CLIENTS, LITELLM, taught_model
 import verifiers as vf
 from verifiers.inference.token_in import TokenIn
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.types import Outcome, RolloutKey
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -98,7 +98,7 @@ def env_of(name: str, modes: list[str], directory: Path) -> vf.AgentEnv:
 
 
 async def played(env: vf.AgentEnv, backend: tiny_world.RecordingBackend) -> Rollout:
-    runner = RolloutRunner(
+    runner = Run(
         env,
         backend,
         "policy",

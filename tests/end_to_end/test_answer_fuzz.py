@@ -29,7 +29,7 @@ from verifiers.inference.responses_api import ResponsesBackend
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import token_in_for
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer, decode_ids, encode_text
 from verifiers.testing.script import END_ID, fake_logprob, render_chat, response_body
 from verifiers.types import Outcome, RolloutKey
@@ -198,7 +198,7 @@ async def play(
     """Play rollouts until that many answers were damaged, store them, and return how they ended."""
     outcomes: set[Outcome] = set()
     policy = RetryPolicy(max_attempts=2, base_s=0.0)
-    runner = RolloutRunner(env, backend, "m", {"max_tokens": 300}, retry=policy, rollout_timeout_s=20.0, **options)
+    runner = Run(env, backend, "m", {"max_tokens": 300}, retry=policy, rollout_timeout_s=20.0, **options)
     number = 0
     directory.mkdir()  # noqa: ASYNC240
     with ResultStore(directory, {}) as store:

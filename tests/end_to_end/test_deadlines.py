@@ -57,7 +57,7 @@ def requests(block_id: int, count: int = 4) -> list[RolloutRequest]:
 def test_a_failure_of_the_generator_wakes_every_waiter_with_its_own_traceback() -> None:
     env = Breaking(good=0)
     with FakeOpenAIServer("x") as fake, AsyncBatchGenerator(env, fake.url, "fake") as generator:
-        generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        generator.submit_batch(BatchRequest(0, requests(0)))
         with pytest.raises(vf.ConfigError, match="configured badly") as raised:
             generator.get_batch(0, timeout_s=90)
         assert time.monotonic() - env.broke_at < 30
@@ -72,7 +72,7 @@ def test_what_nobody_foresaw_is_wrapped_with_its_cause(monkeypatch: pytest.Monke
     env = tiny_world.single_turn()
     with FakeOpenAIServer("x") as fake, AsyncBatchGenerator(env, fake.url, "fake") as generator:
         monkeypatch.setattr(generator, "_count", stumble)
-        generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        generator.submit_batch(BatchRequest(0, requests(0)))
         with pytest.raises(GenerationError, match="ArithmeticError: nobody foresaw this") as raised:
             generator.get_batch(0, timeout_s=60)
     cause = raised.value.__cause__
@@ -130,7 +130,7 @@ def test_get_has_a_deadline_that_says_what_was_waited_for() -> None:
         FakeOpenAIServer("x", faults=hanging) as fake,
         AsyncBatchGenerator(env, fake.url, "fake", generation_timeout_s=0.3) as generator,
     ):
-        generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        generator.submit_batch(BatchRequest(0, requests(0)))
         fake.wait_until(lambda server: server.in_flight == 4)
         with pytest.raises(DeadlineError, match=r"0\.3 s \(async_generation_timeout\): 0 of 4 .* 4 are in flight"):
             generator.get_batch(0)
@@ -158,7 +158,7 @@ def test_closing_wakes_every_waiter() -> None:
     env = tiny_world.single_turn()
     with FakeOpenAIServer("x", faults=[Fault.hang(times=100)]) as fake:
         generator = AsyncBatchGenerator(env, fake.url, "fake").start()
-        generator.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        generator.submit_batch(BatchRequest(0, requests(0)))
         fake.wait_until(lambda server: server.in_flight == 4)
         closing = threading.Timer(0.1, generator.close)
         closing.start()

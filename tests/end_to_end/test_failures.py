@@ -202,7 +202,7 @@ def test_the_messages_of_failures_name_their_causes() -> None:
             for i, kind in enumerate(kinds)
             for j in range(2)
         ]
-        g.submit_batch(BatchRequest.of_rollouts(0, requests))
+        g.submit_batch(BatchRequest(0, requests))
         block = g.get_batch(0, timeout_s=60)
         assert g.launched == g.finished == len(requests) == sum(block.outcomes().values())
     said = {str(r.prompt[-1]["content"]).split()[0]: str(r.failure) for r in block if r.failure is not None}
@@ -250,6 +250,6 @@ def test_a_swallowed_provider_error_is_still_a_provider_error() -> None:
         FakeOpenAIServer(Fault(503)) as fake,
         AsyncBatchGenerator(env, fake.url, "fake", retry=RetryPolicy(max_attempts=2, base_s=0.01)) as generator,
     ):
-        generator.submit_batch(BatchRequest.of_rollouts(0, [request]))
+        generator.submit_batch(BatchRequest(0, [request]))
         with pytest.raises(NothingScoredError, match=r"1 provider_error.*503.*after 2 attempts"):
             generator.get_batch(0, timeout_s=60)

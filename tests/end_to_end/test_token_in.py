@@ -13,7 +13,7 @@ import tool_world
 
 from verifiers.inference.token_in import token_in_for
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.types import RolloutKey
 
 TURNS = 50
@@ -124,7 +124,7 @@ def test_the_same_seeds_give_the_same_tokens_by_messages_and_by_ids(server: tiny
 async def _rollouts(url: str, way: str) -> list[Rollout]:
     backend = tiny_world.RecordingBackend(url)
     token_in = token_in_for(way, backend, "policy", require_tokens=True)
-    runner = RolloutRunner(
+    runner = Run(
         tiny_world.Dialogue(),
         backend,
         "policy",
@@ -137,6 +137,6 @@ async def _rollouts(url: str, way: str) -> list[Rollout]:
             RolloutRequest(RolloutKey(0, n, 0), prompt=[{"role": "user", "content": row["question"]}], seed=n)
             for n, row in enumerate(tiny_world.rows(8))
         ]
-        return [(await runner.run_batch([request]))[0] for request in requests]
+        return [(await runner.play([request]))[0] for request in requests]
     finally:
         await backend.close()

@@ -16,7 +16,7 @@ from verifiers.errors import NothingScoredError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.retries import RetryPolicy
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.testing.script import response_body
 from verifiers.types import Outcome, RolloutKey
@@ -33,7 +33,7 @@ def spoiled(fault: AnswerFault, body: dict[str, Any], version: Any = 0) -> Fault
 async def rollouts(answers: Any, tries: int) -> list[Rollout]:
     async with FakeOpenAIServer(answers) as server:
         backend = HttpBackend(Endpoint(server.url))
-        runner = RolloutRunner(
+        runner = Run(
             tiny_world.single_turn(),
             backend,
             "m",

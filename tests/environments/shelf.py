@@ -21,7 +21,7 @@ from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
 from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
@@ -108,7 +108,7 @@ def play(env: vf.Environment, policy: Policy, prompts: int = 5, rollouts: int = 
 
     async def run() -> ScoredBlock:
         client = FakeClient(lambda body: policy(Turn(body, _row.get())))
-        runner = RolloutRunner(env, ClientBackend(client), "scripted")
+        runner = Run(env, ClientBackend(client), "scripted")
         return await run_evaluation(runner, evaluation_requests(env.get_eval_dataset(prompts), rollouts, seed=0))
 
     for each in played:

@@ -15,7 +15,7 @@ import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.wire import WireObject
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey
 
@@ -43,7 +43,7 @@ def env_of(run: Any, **arguments: Any) -> vf.AgentEnv:
 
 async def played(env: vf.AgentEnv, server: FakeOpenAIServer, **limits: Any) -> Any:
     backend = HttpBackend(Endpoint(server.url))
-    runner = RolloutRunner(env, backend, "fake", {"temperature": 0.7}, require_tokens=True, **limits)
+    runner = Run(env, backend, "fake", {"temperature": 0.7}, require_tokens=True, **limits)
     prompt = [{"role": "user", "content": "6 times 7?"}]
     group = await runner.run_group([RolloutRequest(RolloutKey(0, 0, 0), prompt, "42", seed=3)])
     await backend.close()
@@ -251,7 +251,7 @@ async def test_an_argument_that_the_endpoint_cannot_take_concerns_the_agent_that
                     await ask(stop=["."])
             return answer
 
-    runner = RolloutRunner(env_of(run), WithoutStops(), "fake")
+    runner = Run(env_of(run), WithoutStops(), "fake")
     prompt = [{"role": "user", "content": "6 times 7?"}]
     tasks = ("fails", "goes on", "asks for nothing")
     group = await runner.run_group(
@@ -268,7 +268,7 @@ async def test_an_argument_of_the_run_that_the_endpoint_cannot_take_ends_the_run
             await client.chat.completions.create(model=model, messages=row["prompt"], tools=tools)
         return ""
 
-    runner = RolloutRunner(env_of(run), WithoutStops(), "fake", {"stop": ["."]})
+    runner = Run(env_of(run), WithoutStops(), "fake", {"stop": ["."]})
     with pytest.raises(vf.ConfigError, match="no argument 'stop'"):
         await runner.run_group(
             [RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "6 times 7?"}], "42")]

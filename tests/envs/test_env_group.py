@@ -12,7 +12,7 @@ from verifiers.envs.env_group import EnvGroupRubric
 from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome
 
@@ -55,7 +55,7 @@ class OnlyFirst(vf.Environment):
 
 
 async def modern(env: Any, client: FakeClient, rollouts: int = 1, **sampling: Any) -> ScoredBlock:
-    runner = RolloutRunner(env, ClientBackend(client), "m", {**env.sampling_args, **sampling})
+    runner = Run(env, ClientBackend(client), "m", {**env.sampling_args, **sampling})
     return await run_evaluation(runner, evaluation_requests(env.get_eval_dataset(), rollouts, None))
 
 
@@ -147,7 +147,7 @@ async def test_a_task_that_nobody_has_scores_0_in_the_classic_call_and_is_a_grad
     )
     by_state = await rubric.score_rollout(vf.State(task="chess", completion=[]))
     assert by_state.reward == 0.0
-    runner = RolloutRunner(group, ClientBackend(client), "m")
+    runner = Run(group, ClientBackend(client), "m")
     requests = evaluation_requests([{"prompt": ASK, "task": "chess"}], 2, None)
     played = (await runner.run_groups(requests))[0]
     assert [rollout.outcome for rollout in played.rollouts] == [Outcome.GRADING_ERROR] * 2

@@ -99,7 +99,7 @@ def test_reward_functions_and_weights_are_the_rubrics(rows: Rows) -> None:
 
 
 async def test_the_base_class_says_what_to_override(rows: Rows) -> None:
-    with pytest.raises(NotImplementedError, match="must override rollout, or subclass SingleTurnEnv"):
+    with pytest.raises(NotImplementedError, match="must override play, or subclass SingleTurnEnv"):
         await vf.Environment(dataset=rows).rollout(None, "m", ASK)
 
 

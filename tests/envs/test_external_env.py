@@ -14,7 +14,7 @@ import pytest
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
 
@@ -34,10 +34,10 @@ async def planned(
     """Run a group of rollouts, and give the address at which programs take them."""
     async with FakeOpenAIServer("42") as server:
         backend = HttpBackend(Endpoint(server.url))
-        runner = RolloutRunner(env, backend, "fake", require_tokens=True, **settings)
+        runner = Run(env, backend, "fake", require_tokens=True, **settings)
         prompt = [{"role": "user", "content": "6 times 7?"}]
         requests = [RolloutRequest(RolloutKey(0, 0, g), prompt, "42", seed=g) for g in range(rollouts)]
-        running = asyncio.create_task(runner.run_batch(requests))
+        running = asyncio.create_task(runner.play(requests))
         gateway = await env.start()
         yield gateway.url, running
         await gateway.close()

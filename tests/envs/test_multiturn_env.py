@@ -10,7 +10,7 @@ import pytest
 import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, Fault
 from verifiers.types import Outcome, RolloutKey
 
@@ -247,14 +247,14 @@ async def test_an_override_may_wrap_the_rollout_in_either_generations_way(client
             return {**state, "mine": 1}
 
     for kind in (First, Second):
-        runner = RolloutRunner(kind(max_turns=2, dataset=rows), ClientBackend(client), "m", require_tokens=True)
-        (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, 9, 0), ASK)])
+        runner = Run(kind(max_turns=2, dataset=rows), ClientBackend(client), "m", require_tokens=True)
+        (rollout,) = await runner.play([RolloutRequest(RolloutKey(0, 9, 0), ASK)])
         assert (rollout.outcome, rollout.state["mine"], rollout.turns) == (Outcome.COMPLETED, 1, 2)
         assert (len(rollout.rows), rollout.forks) == (1, 0)
 
 
 async def test_the_runner_tells_the_environment_which_example_it_plays(client: FakeClient, rows: Rows) -> None:
-    runner = RolloutRunner(TupleReply(max_turns=1, dataset=rows), ClientBackend(client), "m")
-    (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, 9, 0), ASK, answer="a")])
+    runner = Run(TupleReply(max_turns=1, dataset=rows), ClientBackend(client), "m")
+    (rollout,) = await runner.play([RolloutRequest(RolloutKey(0, 9, 0), ASK, answer="a")])
     assert (rollout.state["id"], rollout.state["example_id"], rollout.state["input"]["example_id"]) == (9, 9, 9)
     assert rollout.completion == [{"role": "assistant", "content": "re: start"}]

@@ -16,7 +16,7 @@ import pytest
 import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.sandbox import open_sandbox, python_repl
 from verifiers.sandbox.python_repl import PythonInterpreter
 from verifiers.testing import FakeClient
@@ -31,9 +31,9 @@ def python(*cells: str) -> dict[str, Any]:
 
 
 async def run_one(env: vf.PythonEnv, *answers: Any, timeout_s: float = 600.0) -> Rollout:
-    runner = RolloutRunner(env, ClientBackend(FakeClient(list(answers))), "m", rollout_timeout_s=timeout_s)
+    runner = Run(env, ClientBackend(FakeClient(list(answers))), "m", rollout_timeout_s=timeout_s)
     request = RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "q"}])
-    return (await runner.run_batch([request]))[0]
+    return (await runner.play([request]))[0]
 
 
 def replies(rollout: Rollout) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +15,10 @@ from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limits import Limiter
 from verifiers.inference.retries import RetryPolicy
-from verifiers.rollouts.batch_client import BatchClient
 from verifiers.rollouts.block import GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import STRAGGLER, Group, Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey
 
@@ -31,58 +31,52 @@ def correct(completion: Any, answer: str) -> float:
 
 
 class Env(vf.SingleTurnEnv):
-    """Counts how many prompts each call of run_rollouts was given."""
+    """Counts how many requests each call of run_rollouts was given."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(dataset=ROWS, eval_dataset=ROWS, rubric=vf.Rubric([correct]), **kwargs)
         self.asked: list[int] = []
 
-    async def run_rollouts(self, client: Any, model: str, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-        self.asked.append(len(prompts))
-        return await self.play(client, model, prompts, *args, **kwargs)
+    async def run_rollouts(self, requests: Any, run: Any) -> Any:
+        self.asked.append(len(requests))
+        return await self.play_all(requests, run)
 
-    async def play(self, *args: Any, **kwargs: Any) -> Any:
-        return await super().run_rollouts(*args, **kwargs)
+    async def play_all(self, requests: Any, run: Any) -> Any:
+        return await super().run_rollouts(requests, run)
 
 
 class Wraps(Env):
     """Changes the prompts on their way in, and the states on their way out."""
 
-    async def play(self, client: Any, model: str, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-        longer = [[*prompt, {"role": "user", "content": "think"}] for prompt in prompts]
-        results = await super().play(client, model, longer, *args, **kwargs)
-        for _, state in results:
-            state["wrapped"] = True
-        return results
-
-
-class CallsEach(Env):
-    """Plays each rollout itself, with the client of its prompt."""
-
-    async def play(
-        self, client: Any, model: str, prompts: Any, answers: Any, tasks: Any = None, infos: Any = None, **kwargs: Any
-    ) -> Any:
-        arguments = kwargs["sampling_args"]
-        return await asyncio.gather(
-            *(
-                self.rollout(client[index], model, prompt, answer=answers[index], sampling_args=arguments)
-                for index, prompt in enumerate(prompts)
-            )
-        )
+    async def play_all(self, requests: Any, run: Any) -> Any:
+        more = [
+            dataclasses.replace(request, prompt=[*request.prompt, {"role": "user", "content": "think"}])
+            for request in requests
+        ]
+        rollouts = await super().play_all(more, run)
+        for rollout in rollouts:
+            rollout.state["wrapped"] = True
+        return rollouts
 
 
 class OneAfterTheOther(Env):
-    """Plays slices of the batch with `super().run_rollouts`, one prompt each."""
-
-    async def play(self, client: Any, model: str, prompts: Any, answers: Any, *args: Any, **kwargs: Any) -> Any:
-        results = []
-        for index, prompt in enumerate(prompts):
-            one = client[index] if index % 2 else client[index : index + 1]
-            results += await vf.Environment.run_rollouts(self, one, model, [prompt], [answers[index]])
-        return results
+    async def play_all(self, requests: Any, run: Any) -> Any:
+        return [rollout for request in requests for rollout in await super(Env, self).run_rollouts([request], run)]
 
 
-KINDS = [Wraps, CallsEach, OneAfterTheOther]
+class Twice(Env):
+    """Plays each rollout again, with its first answer in the prompt."""
+
+    async def play_all(self, requests: Any, run: Any) -> Any:
+        first = await super().play_all(requests, run)
+        again = [
+            dataclasses.replace(request, prompt=[*request.prompt, *rollout.completion])
+            for request, rollout in zip(requests, first, strict=True)
+        ]
+        return await super().play_all(again, run)
+
+
+KINDS = [Wraps, OneAfterTheOther, Twice]
 
 
 def requests(example: int = 0, size: int = 4) -> list[RolloutRequest]:
@@ -90,12 +84,12 @@ def requests(example: int = 0, size: int = 4) -> list[RolloutRequest]:
     return [RolloutRequest(RolloutKey(0, example, g), prompt, "4", seed=100 * example + g) for g in range(size)]
 
 
-def runner(env: Any, answers: Any = "4", **options: Any) -> RolloutRunner:
-    return RolloutRunner(env, ClientBackend(FakeClient(answers)), "m", **{"retry": ONE_TRY, **options})
+def run_of(env: Any, answers: Any = "4", **options: Any) -> Run:
+    return Run(env, ClientBackend(FakeClient(answers)), "m", **{"retry": ONE_TRY, **options})
 
 
 async def run(env: Any, answers: Any = "4", **options: Any) -> Group:
-    return await runner(env, answers, **options).run_group(requests())
+    return await run_of(env, answers, **options).run_group(requests())
 
 
 def outcomes(rollouts: Any) -> list[Outcome]:
@@ -113,7 +107,7 @@ def test_training_asks_an_override_for_each_group_and_records_every_rollouts_own
         AsyncBatchGenerator(env, server.url, "m", retry=ONE_TRY, generation_timeout_s=30.0) as generator,
     ):
         planned = [*requests(0), *requests(1)]
-        generator.submit_batch(vf.BatchRequest.of_rollouts(0, planned))
+        generator.submit_batch(vf.BatchRequest(0, planned))
         block = generator.get_batch(0)
         assert generator.launched == generator.finished == sum(block.outcomes().values()) == 8
     assert env.asked == [4, 4]
@@ -122,14 +116,15 @@ def test_training_asks_an_override_for_each_group_and_records_every_rollouts_own
     said = [rollout.completion[-1]["content"] for rollout in block]  # type: ignore[index]
     assert len(set(said)) == 8
     for rollout, text in zip(block, said, strict=True):
-        assert rollout.turns == 1
-        assert "".join(map(chr, rollout.rows[0].completion_ids)).startswith(text)
+        # a rollout that is played twice has both answers in one row
+        assert (rollout.turns, len(rollout.rows), rollout.forks) == (2 if kind is Twice else 1, 1, 0)
+        assert text in "".join(map(chr, rollout.rows[0].completion_ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_evaluation_asks_an_override(kind: type[Env]) -> None:
     env, done = kind(), list[Rollout]()
-    await run_units(runner(env), iter_requests(env.get_eval_dataset(), 2, seed=1), done.append)
+    await run_units(run_of(env), iter_requests(env.get_eval_dataset(), 2, seed=1), done.append)
     assert env.asked == [2, 2, 2]
     assert [rollout.reward for rollout in done] == [1.0] * 6
 
@@ -144,13 +139,6 @@ async def test_the_classic_calls_ask_an_override(kind: type[Env], options: dict[
     assert [state.get("wrapped", False) for state in outputs.state] == [kind is Wraps] * 3
 
 
-async def test_an_override_may_be_called_with_a_client_of_ones_own() -> None:
-    client = FakeClient("4")
-    results = await Wraps().run_rollouts(client, "m", [row["prompt"] for row in ROWS], [""] * 3)
-    assert [completion[-1]["content"] for completion, _ in results] == ["4"] * 3
-    assert {len(state["prompt"]) for _, state in results} == {2}
-
-
 async def test_a_group_of_environments_asks_each_ones_override_for_its_rows() -> None:
     one, two = Wraps(), Env()
     group = vf.EnvGroup([one, two], ["one", "two"])
@@ -160,65 +148,52 @@ async def test_a_group_of_environments_asks_each_ones_override_for_its_rows() ->
     assert [state.get("wrapped", False) for state in outputs.state] == [task == "one" for task in outputs.task]
 
 
+async def test_a_request_is_the_same_object_from_the_plan_to_the_environment() -> None:
+    given: list[Any] = []
+
+    class Notes(Env):
+        async def play_all(self, requests: Any, run: Any) -> Any:
+            given.extend(requests)
+            return await super().play_all(requests, run)
+
+    planned = requests()
+    with AsyncBatchGenerator(Notes(), FakeClient("4"), "m", require_tokens=False) as generator:
+        generator.submit_batch(vf.BatchRequest(0, planned))
+        generator.get_batch(0, 30.0)
+    assert list(map(id, given)) == list(map(id, planned))
+
+
 # -- outcomes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Env])
-async def test_one_rollouts_failure_is_its_own_where_the_environment_records_it(kind: type[Env]) -> None:
+async def test_one_rollouts_failure_is_its_own(kind: type[Env]) -> None:
     def answer(body: dict[str, Any]) -> Any:
         return Fault(500) if seeds.setdefault(body["seed"], len(seeds)) == 1 else "4"
 
     seeds: dict[int, int] = {}
     group = await run(kind(), answer)
-    if kind is CallsEach:
-        # it let the error of one pass through, and with it the results of all
-        assert Outcome.PROVIDER_ERROR in outcomes(group.rollouts)
-        assert {o.is_failure for o in outcomes(group.rollouts)} == {True}
-    else:
+    if kind is not Twice:
         assert outcomes(group.rollouts) == [
-            Outcome.COMPLETED,
-            Outcome.PROVIDER_ERROR,
-            Outcome.COMPLETED,
-            Outcome.COMPLETED,
-        ]
+            Outcome.COMPLETED, Outcome.PROVIDER_ERROR, Outcome.COMPLETED, Outcome.COMPLETED,
+        ]  # fmt: skip
+    else:
+        # the second time it was answered
+        assert outcomes(group.rollouts) == [Outcome.COMPLETED] * 4
 
 
-async def raise_error(*args: Any, **kwargs: Any) -> Any:
-    raise LookupError("its own mistake")
+async def test_an_override_that_fails_gives_every_rollout_one_outcome() -> None:
+    class Fails(Env):
+        async def play_all(self, requests: Any, run: Any) -> Any:
+            raise LookupError("its own mistake")
 
-
-async def never_end(*args: Any, **kwargs: Any) -> Any:
-    await asyncio.Event().wait()
-
-
-async def give_none(client: Any, model: str, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-    return [None] * len(prompts)
-
-
-@pytest.mark.parametrize(
-    ("play", "outcome", "cause"),
-    [
-        (raise_error, Outcome.ENVIRONMENT_ERROR, "LookupError: its own mistake"),
-        (
-            give_none,
-            Outcome.ENVIRONMENT_ERROR,
-            r"TypeError: rollout returned None; it must return",
-        ),
-        (never_end, Outcome.TIMED_OUT, "did not end within rollout_timeout_s=0.05"),
-    ],
-)
-async def test_an_override_that_fails_gives_every_rollout_one_outcome(
-    play: Callable[..., Any], outcome: Outcome, cause: str
-) -> None:
-    env = Env()
-    env.play = play  # type: ignore[method-assign]
-    group = await run(env, rollout_timeout_s=0.05)
-    assert outcomes(group.rollouts) == [outcome] * 4
+    group = await run(Fails())
+    assert outcomes(group.rollouts) == [Outcome.ENVIRONMENT_ERROR] * 4
     for rollout in group.rollouts:
-        assert re.search(cause, str(rollout.failure))
+        assert re.search("LookupError: its own mistake", str(rollout.failure))
 
 
-async def test_waiting_for_a_slot_is_no_time_of_the_environment(pass_time: Callable[[float], None]) -> None:
+async def test_waiting_for_a_slot_is_no_time_of_the_rollout(pass_time: Callable[[float], None]) -> None:
     async def answer(body: dict[str, Any]) -> str:
         pass_time(5.0)
         # every deadline that is over by then ends its rollout
@@ -226,8 +201,7 @@ async def test_waiting_for_a_slot_is_no_time_of_the_environment(pass_time: Calla
         return "4"
 
     # twelve rollouts of five seconds on the loop's clock, one after the other
-    limiter = Limiter(1)
-    groups = await runner(CallsEach(), answer, limiter=limiter, rollout_timeout_s=30.0).run_groups(
+    groups = await run_of(Env(), answer, limiter=Limiter(1), rollout_timeout_s=30.0).run_groups(
         [requests(0), requests(1), requests(2)]
     )
     assert [outcomes(group.rollouts) for group in groups] == [[Outcome.COMPLETED] * 4] * 3
@@ -245,7 +219,7 @@ async def test_one_semaphore_bounds_what_is_in_flight(kind: type[Env]) -> None:
         running -= 1
         return "4"
 
-    await runner(kind(), answer, limiter=Limiter(3)).run_groups([requests(0), requests(1), requests(2)])
+    await run_of(kind(), answer, limiter=Limiter(3)).run_groups([requests(0), requests(1), requests(2)])
     assert most == 3
 
 
@@ -253,70 +227,36 @@ def test_failed_rollouts_are_run_again_through_the_override() -> None:
     asked: list[int] = []
 
     class FailsAtFirst(Env):
-        async def play(self, client: Any, *args: Any, **kwargs: Any) -> Any:
-            asked.append(len(client))
+        async def play_all(self, requests: Any, run: Any) -> Any:
+            asked.append(len(requests))
             if len(asked) == 1:
                 raise LookupError("not yet")
-            return await super().play(client, *args, **kwargs)
+            return await super().play_all(requests, run)
 
     options: dict[str, Any] = {"require_tokens": False, "group_policy": GroupPolicy(retries=1)}
     with AsyncBatchGenerator(FailsAtFirst(), FakeClient("4"), "m", **options) as generator:
-        generator.submit_batch(vf.BatchRequest.of_rollouts(0, requests()))
+        generator.submit_batch(vf.BatchRequest(0, requests()))
         block = generator.get_batch(0, 30.0)
     assert asked == [4, 4]
     assert outcomes(block) == [Outcome.COMPLETED] * 4
     assert [rollout.attempts for rollout in block] == [2] * 4
 
 
-def test_an_override_that_lags_is_dropped_with_its_group() -> None:
-    class NeverPlays(Env):
-        async def play(self, client: Any, *args: Any, **kwargs: Any) -> Any:
-            if client.records[0].request.key.example_id == 1:
-                await never_end()
-            return await super().play(client, *args, **kwargs)
-
-    options: dict[str, Any] = {"require_tokens": False, "drop_stragglers_after_s": 0.05}
-    with AsyncBatchGenerator(NeverPlays(), FakeClient("4"), "m", **options) as generator:
-        generator.submit_batch(vf.BatchRequest.of_rollouts(0, [*requests(0), *requests(1)]))
-        block = generator.get_batch(0, 30.0)
-    assert outcomes(block.groups[0].rollouts) == [Outcome.COMPLETED] * 4
-    assert outcomes(block.groups[1].rollouts) == [Outcome.CANCELLED] * 4
-    assert {rollout.failure.kind for rollout in block.groups[1].rollouts if rollout.failure} == {STRAGGLER}
-
-
 # -- mistakes -------------------------------------------------------------------------------------------------------
 
 
-async def test_calling_the_client_of_several_prompts_names_the_client_of_one() -> None:
-    class CallsTheBatch(Env):
-        async def play(self, client: Any, model: str, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-            return [await self.rollout(client, model, prompt, sampling_args={}) for prompt in prompts]
-
-    with pytest.raises(vf.ConfigError, match=r"a client for 4 prompts.*call client\[i\] for prompt i"):
-        await run(CallsTheBatch())
-    alone = await runner(CallsTheBatch()).run_group(requests(size=1))
-    assert outcomes(alone.rollouts) == [Outcome.COMPLETED]
-
-
-async def test_other_numbers_of_prompts_and_results_are_refused() -> None:
-    class DropsOne(Env):
-        async def play(self, client: Any, model: str, prompts: Any, answers: Any, *args: Any, **kwargs: Any) -> Any:
-            return await super().play(client, model, prompts[1:], answers[1:])
-
+async def test_other_results_than_one_rollout_a_request_are_refused() -> None:
     class ReturnsFewer(Env):
-        async def play(self, *args: Any, **kwargs: Any) -> Any:
-            return (await super().play(*args, **kwargs))[1:]
+        async def play_all(self, requests: Any, run: Any) -> Any:
+            return (await super().play_all(requests, run))[1:]
 
-    with pytest.raises(vf.ConfigError, match=r"given 3 prompts with a client for 4; give it client\[i:j\]"):
-        await run(DropsOne())
-    with pytest.raises(vf.ConfigError, match=r"ReturnsFewer\.run_rollouts returned 3 results for 4 prompts"):
+    with pytest.raises(vf.ConfigError, match=r"ReturnsFewer\.run_rollouts returned 3 results for 4 requests"):
         await run(ReturnsFewer())
 
 
-async def test_the_batch_is_a_sequence_of_clients() -> None:
-    batch = runner(Env()).batch_client(requests())
-    assert (len(batch), len(batch[1:3]), len(batch.select([0, 3]))) == (4, 2, 2)
-    assert batch[1:3][0] is batch[1]
-    assert BatchClient.of(batch[2], 1).records == [batch.records[2]]  # type: ignore[union-attr]
-    assert BatchClient.of(FakeClient("4"), 1) is None
-    assert batch.untrained is not batch[0]
+def test_an_override_in_columns_is_refused_with_the_present_signature() -> None:
+    with pytest.raises(vf.ConfigError, match=r"write it as run_rollouts\(self, requests, run\)"):
+
+        class InColumns(vf.SingleTurnEnv):
+            async def run_rollouts(self, client: Any, model: str, prompts: Any, answers: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+                return []

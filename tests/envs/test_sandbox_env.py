@@ -12,7 +12,7 @@ import verifiers as vf
 from verifiers.envs.tool_env import result_text, shortened
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.sandbox.spec import RunResult
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
@@ -31,8 +31,8 @@ def replies(completion: Any) -> list[str]:
 
 async def run_one(env: vf.SandboxEnv, *answers: Any, timeout_s: float = 600.0) -> Rollout:
     backend = ClientBackend(FakeClient(answers[0] if callable(answers[0]) else list(answers)))
-    runner = RolloutRunner(env, backend, "m", rollout_timeout_s=timeout_s)
-    return (await runner.run_batch([RolloutRequest(RolloutKey(0, 0, 0), ASK)]))[0]
+    runner = Run(env, backend, "m", rollout_timeout_s=timeout_s)
+    return (await runner.play([RolloutRequest(RolloutKey(0, 0, 0), ASK)]))[0]
 
 
 class FakeSandbox:

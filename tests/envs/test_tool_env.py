@@ -16,7 +16,7 @@ import verifiers as vf
 from verifiers.envs.tools import Tool, requested_calls, tool_definition
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
 
@@ -57,8 +57,8 @@ async def replies(env: vf.ToolEnv, *calls: Any) -> list[str]:
 
 
 async def run_one(env: vf.ToolEnv, *answers: Any) -> Rollout:
-    runner = RolloutRunner(env, ClientBackend(FakeClient(list(answers))), "m")
-    return (await runner.run_batch([RolloutRequest(RolloutKey(0, 0, 0), ASK)]))[0]
+    runner = Run(env, ClientBackend(FakeClient(list(answers))), "m")
+    return (await runner.play([RolloutRequest(RolloutKey(0, 0, 0), ASK)]))[0]
 
 
 def test_the_attributes_are_those_of_the_classic_api() -> None:

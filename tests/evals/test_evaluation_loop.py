@@ -18,7 +18,7 @@ from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limits import Limiter
 from verifiers.inference.retries import RetryPolicy
 from verifiers.rollouts.rollout import Rollout
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, Fault
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
@@ -28,8 +28,8 @@ def environment(n: int = 20) -> vf.Environment:
     return vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
 
 
-def runner_of(env: vf.Environment, answers: Any, max_concurrent: int = 4) -> RolloutRunner:
-    return RolloutRunner(env, ClientBackend(FakeClient(answers)), "m", limiter=Limiter(max_concurrent))
+def runner_of(env: vf.Environment, answers: Any, max_concurrent: int = 4) -> Run:
+    return Run(env, ClientBackend(FakeClient(answers)), "m", limiter=Limiter(max_concurrent))
 
 
 def units_of(env: vf.Environment, rollouts: int = 1) -> Any:
@@ -131,7 +131,7 @@ async def test_draining_asks_for_nothing_new_where_requests_are_throttled() -> N
             interruption.drain()
         return "4"
 
-    runner = RolloutRunner(env, ClientBackend(FakeClient(answer)), "m", limiter=Limiter(30, requests_per_second=50))
+    runner = Run(env, ClientBackend(FakeClient(answer)), "m", limiter=Limiter(30, requests_per_second=50))
     done: list[Rollout] = []
     await run_units(runner, units_of(env), done.append, interruption)
     assert [rollout.reward for rollout in done] == [1.0] * 3

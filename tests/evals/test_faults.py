@@ -23,7 +23,7 @@ from verifiers.inference.limits import Limiter
 from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey
 
@@ -33,7 +33,7 @@ QUICK = RetryPolicy(max_attempts=9, base_s=0.02)
 
 
 @dataclass(frozen=True)
-class Run:
+class Result:
     """The result of a run."""
 
     outcomes: Counter[Outcome]
@@ -41,7 +41,7 @@ class Run:
     rewards: list[float]
 
 
-async def run(backend: Backend, retry: RetryPolicy = QUICK, limiter: Limiter | None = None, **options: Any) -> Run:
+async def run(backend: Backend, retry: RetryPolicy = QUICK, limiter: Limiter | None = None, **options: Any) -> Result:
     """Run all rollouts, and check what must hold whatever happens."""
 
     def correct(completion: vf.Messages, answer: str) -> float:
@@ -52,9 +52,7 @@ async def run(backend: Backend, retry: RetryPolicy = QUICK, limiter: Limiter | N
         rubric=vf.Rubric(funcs=[correct]),
     )
     ended: list[Rollout] = []
-    runner = RolloutRunner(
-        env, backend, "m", limiter=limiter or Limiter(32), retry=retry, on_rollout=ended.append, **options
-    )
+    runner = Run(env, backend, "m", limiter=limiter or Limiter(32), retry=retry, on_rollout=ended.append, **options)
     groups = [
         [
             RolloutRequest(RolloutKey(0, example, generation), [{"role": "user", "content": f"{example}: 2+2?"}], "4")
@@ -75,7 +73,7 @@ async def run(backend: Backend, retry: RetryPolicy = QUICK, limiter: Limiter | N
         assert rollout.is_scored is not rollout.outcome.is_failure
         assert (rollout.failure is None) is rollout.is_scored
         assert rollout.reward == 1.0 or not rollout.is_scored or rollout.outcome is Outcome.TRUNCATED
-    return Run(outcomes, sum(r.attempts - 1 for r in rollouts), [r.reward for r in rollouts if r.is_scored])
+    return Result(outcomes, sum(r.attempts - 1 for r in rollouts), [r.reward for r in rollouts if r.is_scored])
 
 
 def share_of(fault: Fault, share: float) -> Callable[[int], Fault | None]:
@@ -83,7 +81,7 @@ def share_of(fault: Fault, share: float) -> Callable[[int], Fault | None]:
     return lambda number: fault if random.Random(number).random() < share else None
 
 
-def show(name: str, result: Run) -> None:
+def show(name: str, result: Result) -> None:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in result.outcomes.most_common())
     print(f"| {name} | {counts} | {result.retries} |")
 

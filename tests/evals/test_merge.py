@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 import verifiers as vf
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
+from verifiers.evals.evaluation_run import EvaluationRun, open_run
 from verifiers.evals.merge import merge_runs
-from verifiers.evals.run import EvaluationRun, open_run
 from verifiers.evals.store import ResultStore, iter_rows, read_metadata, read_run
 from verifiers.evals.summary import load_prices
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 
 PLAN: dict[str, Any] = {
@@ -73,7 +73,7 @@ def evaluated(root: Path, env: vf.Environment, each: int, shard: Shard | None = 
     whole = {**PLAN, "num_examples": len(dataset), "rollouts_per_example": each, **plan}
     run = open_run(whole | ({} if shard is None else {"shard": str(shard)}), env.rubric, root)
     with ResultStore(run.directory, {**run.metadata, "status": "running"}) as store:
-        runner = RolloutRunner(env, ClientBackend(FakeClient(reply)), "m", {"temperature": 1.0})
+        runner = Run(env, ClientBackend(FakeClient(reply)), "m", {"temperature": 1.0})
         asyncio.run(run.run(runner, dataset, store))
         finish(run, store)
     return run.directory

@@ -15,7 +15,7 @@ from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.evals.regrade import regrade
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, Fault
 
 Func = Callable[..., Any]
@@ -34,7 +34,7 @@ async def stored(directory: Path, faults: Any = None) -> Path:
     directory.mkdir()  # noqa: ASYNC240
     env = environment(right)
     client = FakeClient(lambda body: body["messages"][-1]["content"].split()[-1], faults=faults)
-    runner = RolloutRunner(env, ClientBackend(client), "m")
+    runner = Run(env, ClientBackend(client), "m")
     with ResultStore(directory, {"env": "e", "identity": "1f", "model": "m"}) as store:
         await run_units(runner, iter_requests(env.get_eval_dataset(), 2, None), store.append)
     return directory

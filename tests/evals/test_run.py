@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.evals.run import find_run, fingerprint, finished_rollouts, run_identity, scores_whole_groups
+from verifiers.evals.evaluation_run import find_run, fingerprint, finished_rollouts, run_identity, scores_whole_groups
 from verifiers.evals.store import RESULTS
 from verifiers.rollouts.rollout import Rollout
 from verifiers.testing import FakeOpenAIServer

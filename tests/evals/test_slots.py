@@ -12,7 +12,7 @@ import verifiers as vf
 from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limits import Limiter
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 
 SLOTS, PROMPTS, GROUP = 128, 250, 8
@@ -75,7 +75,7 @@ def test_slots_are_busy_until_the_tail_whatever_latencies_and_scores_take(in_vir
         env = environment(kind)
         groups = iter_requests(env.get_eval_dataset(), GROUP, 0)
         units: Any = groups if kind == "groups" else ([one] for group in groups for one in group)
-        runner = RolloutRunner(env, ClientBackend(FakeClient(answer)), "m", limiter=Limiter(SLOTS))
+        runner = Run(env, ClientBackend(FakeClient(answer)), "m", limiter=Limiter(SLOTS))
         await run_units(runner, units, count)
         return done
 
@@ -111,7 +111,7 @@ def test_where_scoring_is_the_slower_part_what_waits_for_it_does_not_grow_with_t
         rows = [{"question": f"question {n}", "answer": "4"} for n in range(600)]
         env = vf.SingleTurnEnv(eval_dataset=rows, rubric=vf.Rubric([judged]))
         units = iter_requests(env.get_eval_dataset(), 1, 0)
-        runner = RolloutRunner(env, ClientBackend(FakeClient(answer)), "m", limiter=Limiter(8), grading_timeout_s=9e9)
+        runner = Run(env, ClientBackend(FakeClient(answer)), "m", limiter=Limiter(8), grading_timeout_s=9e9)
         await run_units(runner, units, lambda rollout: None)
 
     in_virtual_time(evaluate())

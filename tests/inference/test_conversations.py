@@ -27,7 +27,7 @@ def sampled(prompt_ids: list[int], completion_ids: list[int]) -> SampledTokens:
 
 def held(answer: Any = ANSWER, **fields: Any) -> TokenTurns:
     conversations = TokenTurns(cast(Any, None))
-    conversations.hold(call([USER], **fields), answer, sampled([1, 2], [3]))
+    conversations.hold(call([USER], **fields), answer, [1, 2], [3])
     return conversations
 
 
@@ -79,7 +79,7 @@ def test_what_is_rendered_otherwise_is_another_conversation(fields: dict[str, An
 def test_a_message_that_is_changed_afterwards_is_not_what_was_held() -> None:
     message = dict(USER)
     conversations = TokenTurns(cast(Any, None))
-    conversations.hold(call([message]), ANSWER, sampled([1], [2]))
+    conversations.hold(call([message]), ANSWER, [1], [2])
     message["content"] = "other"
     assert conversations.find(call([message, ANSWER, NEXT])) is None
     assert conversations.find(call([USER, ANSWER, NEXT])) is not None
@@ -88,7 +88,7 @@ def test_a_message_that_is_changed_afterwards_is_not_what_was_held() -> None:
 def test_of_several_answers_the_one_that_is_repeated_counts() -> None:
     conversations = TokenTurns(cast(Any, None))
     for number, said in enumerate("xyz"):
-        conversations.hold(call([USER]), {"role": "assistant", "content": said}, sampled([1], [number]))
+        conversations.hold(call([USER]), {"role": "assistant", "content": said}, [1], [number])
     found = conversations.find(call([USER, {"role": "assistant", "content": "y"}, NEXT]))
     assert found is not None
     assert found.completion_ids == [1]

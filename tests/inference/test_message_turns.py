@@ -32,7 +32,7 @@ from verifiers.inference.retries import RetryableError
 from verifiers.inference.token_in import TokenIn, token_in_for
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
 
@@ -107,8 +107,8 @@ async def test_what_is_asked_of_judges_is_no_turn_and_goes_as_it_is() -> None:
 async def test_a_client_object_that_speaks_chat_alone_gets_messages() -> None:
     backend = ClientBackend(FakeClient("yes"))
     token_in = token_in_for("auto", backend, "m", require_tokens=True)
-    runner = RolloutRunner(Dialogue(), backend, "m", require_tokens=True, token_in=token_in)
-    (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, 0, 0), prompt=ASK, seed=1)])
+    runner = Run(Dialogue(), backend, "m", require_tokens=True, token_in=token_in)
+    (rollout,) = await runner.play([RolloutRequest(RolloutKey(0, 0, 0), prompt=ASK, seed=1)])
     assert (rollout.outcome, rollout.turns) == (Outcome.COMPLETED, TURNS)
 
 

@@ -27,7 +27,7 @@ from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import RolloutRequest, ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
 
@@ -106,19 +106,19 @@ def test_a_server_that_dies_in_mid_request_takes_no_rollout_with_it_and_gets_non
     with FakeOpenAIServer("4", latency_s=holds) as one, FakeOpenAIServer("4", latency_s=0.05) as two:
         pool = ServerPool([one.url, two.url])
         generator = generate(pool)
-        generator.submit_batch(BatchRequest.of_rollouts(0, block()))
+        generator.submit_batch(BatchRequest(0, block()))
         holds.stop(one)
         assert_nothing_lost(generator.get_batch(0))
         assert list(pool.down()) == [one.url]
         # it is back, but nobody has pushed weights to it
         one.start()
         before = one.request_count
-        generator.submit_batch(BatchRequest.of_rollouts(1, block(1)))
+        generator.submit_batch(BatchRequest(1, block(1)))
         assert_nothing_lost(generator.get_batch(1))
         assert one.request_count == before
         pool.mark_up(one.url)
         assert pool.down() == {}
-        generator.submit_batch(BatchRequest.of_rollouts(2, block(2)))
+        generator.submit_batch(BatchRequest(2, block(2)))
         assert_nothing_lost(generator.get_batch(2))
         assert one.request_count > before
 
@@ -131,7 +131,7 @@ def test_with_the_only_server_gone_rollouts_wait_for_it_and_go_on(
     with FakeOpenAIServer("4", latency_s=holds) as server:
         pool = ServerPool([server.url])
         generator = generate(pool)
-        generator.submit_batch(BatchRequest.of_rollouts(0, block()))
+        generator.submit_batch(BatchRequest(0, block()))
         holds.stop(server)
         until(pool.down)
         server.start()
@@ -148,7 +148,7 @@ def test_a_list_of_urls_is_enough_where_nobody_pushes_weights(generate: Callable
     holds = Holds(8)
     with FakeOpenAIServer("4", latency_s=holds) as one, FakeOpenAIServer("4", latency_s=0.03) as two:
         generator = generate([one.url, two.url])
-        generator.submit_batch(BatchRequest.of_rollouts(0, block()))
+        generator.submit_batch(BatchRequest(0, block()))
         holds.stop(one)
         assert_nothing_lost(generator.get_batch(0))
         assert two.request_count > 0
@@ -171,7 +171,7 @@ def test_a_process_that_is_killed_takes_no_rollout_with_it(
                 processes[0].send_signal(signal.SIGKILL)
 
         for number in range(20):
-            generator.submit_batch(BatchRequest.of_rollouts(number, block(number)))
+            generator.submit_batch(BatchRequest(number, block(number)))
             kill()
             assert_nothing_lost(generator.get_batch(number))
         assert killed
@@ -318,11 +318,11 @@ async def test_a_run_keeps_the_rollouts_of_a_prompt_together() -> None:
     servers, pool = pool_of(3, kind=LoadBalancer)
     for server in servers:
         server.gate.set()
-    runner = RolloutRunner(environment(), pool, "fake", retry=QUICK)
+    runner = Run(environment(), pool, "fake", retry=QUICK)
     for requests in (block()[start : start + GENERATIONS] for start in range(0, COUNT, GENERATIONS)):
         before = [server.calls for server in servers]
         for request in requests:
-            await runner.run_batch([request])
+            await runner.play([request])
         made = sorted(server.calls - b for server, b in zip(servers, before, strict=True))
         assert made == [0, 0, 3 * GENERATIONS]
     assert all(server.calls for server in servers)

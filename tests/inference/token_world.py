@@ -21,7 +21,7 @@ from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import TokenIn, token_in_for
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.types import RolloutKey
 
 BEGIN, END, THINK, UNTHINK, CALL, UNCALL = range(0xE000, 0xE006)
@@ -278,12 +278,12 @@ async def play(
     backend = HttpBackend(Endpoint(server.url))
     sampling = {"temperature": 1.0, **options.pop("sampling", {})}
     token_in = token_in or token_in_for(generation, backend, "m", require_tokens=True, retry=NO_WAIT)
-    runner = RolloutRunner(
+    runner = Run(
         env or Dialogue(), backend, "m", sampling, retry=NO_WAIT, require_tokens=True, token_in=token_in, **options
     )
     try:
         requests = [RolloutRequest(RolloutKey(0, 0, n), prompt=ASK, seed=n + 1) for n in range(count)]
-        return [(await runner.run_batch([request]))[0] for request in requests]
+        return [(await runner.play([request]))[0] for request in requests]
     finally:
         await backend.close()
 

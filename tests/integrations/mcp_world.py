@@ -17,7 +17,7 @@ from verifiers.inference.load_balancer import backend_for
 from verifiers.integrations.mcp import MCPEnv, MCPServerConfig
 from verifiers.integrations.mcp_servers import MCPConnection
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import RolloutKey
 
@@ -50,7 +50,7 @@ async def play(env: MCPEnv, *answers: Any) -> Rollout:
     with FakeOpenAIServer(script(*answers)) as server:
         backend = backend_for(server.url)
         try:
-            return (await RolloutRunner(env, backend, "fake").run_batch([request]))[0]
+            return (await Run(env, backend, "fake").play([request]))[0]
         finally:
             await backend.close()
 

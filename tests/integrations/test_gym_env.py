@@ -13,7 +13,7 @@ import pytest
 import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
 
@@ -67,9 +67,9 @@ def env_of(env_cls: Any, **settings: Any) -> vf.GymEnv:
 
 async def play(env: vf.GymEnv, answers: Any, *, row: int = 0) -> Rollout:
     """One rollout of a row through the runner, scored."""
-    runner = RolloutRunner(env, ClientBackend(FakeClient(answers)), "m", {})
+    runner = Run(env, ClientBackend(FakeClient(answers)), "m", {})
     data = env.get_dataset()[row]
-    (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, row, 0), data["prompt"], info=data["info"])])
+    (rollout,) = await runner.play([RolloutRequest(RolloutKey(0, row, 0), data["prompt"], info=data["info"])])
     await runner.score([rollout])
     return rollout
 

@@ -23,7 +23,7 @@ from verifiers.integrations.openenv import (
     only_text_field,
 )
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
 
@@ -67,7 +67,7 @@ async def play(env: OpenEnvEnv, answers: Any, seed: int = 0) -> Rollout:
     with policy(answers) as server:
         backend = backend_for(server.url)
         try:
-            group = await RolloutRunner(env, backend, "fake").run_group([request])
+            group = await Run(env, backend, "fake").run_group([request])
         finally:
             await backend.close()
     return group.rollouts[0]

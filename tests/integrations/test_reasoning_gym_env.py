@@ -19,7 +19,7 @@ from verifiers.inference.endpoint import ClientBackend
 from verifiers.integrations import reasoning_gym as adapter
 from verifiers.integrations.reasoning_gym import COMPARING_TASKS, scoring_pool
 from verifiers.rollouts.rollout import RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.sandbox import open_sandbox
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
@@ -191,9 +191,9 @@ async def test_a_pool_that_cannot_work_is_a_failed_grade_and_never_a_zero(
 
     monkeypatch.setattr(adapter, "scoring_pool", Pool)
     env = env_of("countdown")
-    runner = RolloutRunner(env, ClientBackend(FakeClient("<answer>1</answer>")), "m", {})
+    runner = Run(env, ClientBackend(FakeClient("<answer>1</answer>")), "m", {})
     row = env.get_dataset()[0]
-    (rollout,) = await runner.run_batch([RolloutRequest(RolloutKey(0, 0, 0), row["prompt"], info=row["info"])])
+    (rollout,) = await runner.play([RolloutRequest(RolloutKey(0, 0, 0), row["prompt"], info=row["info"])])
     await runner.score([rollout])
     if harmless is None:
         # this one is the answer's doing

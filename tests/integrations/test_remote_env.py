@@ -26,7 +26,7 @@ from verifiers.errors import ConfigError, InfraError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.integrations.dataserver import RemoteEnv
 from verifiers.rollouts.rollout import Group, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
@@ -65,7 +65,7 @@ async def run_group(env: RemoteEnv, url: str, example_id: int, block_id: int | N
     ]
     backend = HttpBackend(Endpoint(url))
     try:
-        return await RolloutRunner(env, backend, "fake", require_tokens=block_id is not None).run_group(requests)
+        return await Run(env, backend, "fake", require_tokens=block_id is not None).run_group(requests)
     finally:
         await backend.close()
 

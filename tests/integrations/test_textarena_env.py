@@ -12,7 +12,7 @@ import pytest
 import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
 
@@ -43,10 +43,10 @@ def env_of(game: str, **settings: Any) -> vf.TextArenaEnv:
 
 
 async def play(env: vf.TextArenaEnv, answers: Any, *, row: int = 0) -> Rollout:
-    runner = RolloutRunner(env, ClientBackend(FakeClient(answers)), "m", {})
+    runner = Run(env, ClientBackend(FakeClient(answers)), "m", {})
     data = env.get_dataset()[row]
     request = RolloutRequest(RolloutKey(0, row, 0), data["prompt"], answer=data["answer"], info=data["info"])
-    (rollout,) = await runner.run_batch([request])
+    (rollout,) = await runner.play([request])
     await runner.score([rollout])
     return rollout
 

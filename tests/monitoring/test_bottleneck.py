@@ -90,7 +90,7 @@ def trained(url: str, ahead: int, blocks: int = 6) -> tuple[float, str]:
         for block in range(blocks):
             while submitted <= min(block + ahead, blocks - 1):
                 generator.submit_batch(
-                    BatchRequest.of_rollouts(
+                    BatchRequest(
                         submitted, [RolloutRequest(RolloutKey(submitted, 0, each), prompt) for each in range(4)]
                     )
                 )

@@ -76,7 +76,7 @@ def test_a_failed_rollout_is_run_again_and_its_attempts_are_counted() -> None:
 
     env = Scripted(play)
     with generator(env, group_policy=GroupPolicy(retries=2)) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [4], 2)))
+        blocks.submit_batch(BatchRequest(0, requests(0, [4], 2)))
         first, second = blocks.get_batch(0).rollouts
     assert (first.attempts, second.attempts) == (1, 3)
     assert (second.outcome, second.reward) == (Outcome.COMPLETED, 1.0)
@@ -90,7 +90,7 @@ def test_a_rollout_that_fails_every_time_keeps_its_failure() -> None:
         return 1.0
 
     with generator(Scripted(play), group_policy=GroupPolicy(retries=1)) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [4], 3)))
+        blocks.submit_batch(BatchRequest(0, requests(0, [4], 3)))
         failed = blocks.get_batch(0).rollouts[0]
     assert failed.outcome is Outcome.ENVIRONMENT_ERROR
     assert str(failed.failure) == "LookupError: attempt 2"
@@ -113,7 +113,7 @@ def test_stragglers_are_given_up_when_the_block_is_wanted_and_their_group_is_sco
         return forever() if key[2] == 0 else float(key[2])
 
     with generator(Scripted(play), drop_stragglers_after_s=0.05) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [3, 5], 3)))
+        blocks.submit_batch(BatchRequest(0, requests(0, [3, 5], 3)))
         block = blocks.get_batch(0)
     assert [rollout.outcome for rollout in block.rollouts[:3]] == [
         Outcome.CANCELLED,
@@ -140,7 +140,7 @@ def test_of_a_straggler_the_turns_that_had_ended_are_counted() -> None:
     planned = [RolloutRequest(RolloutKey(0, 1, g), slow if g == 0 else PROMPT, seed=g + 1) for g in range(3)]
     options = {"drop_stragglers_after_s": 0.1, "generation": "messages", "generation_timeout_s": 10.0}
     with FakeOpenAIServer(answer) as fake, AsyncBatchGenerator(env, fake.url, "fake", **options) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, planned))
+        blocks.submit_batch(BatchRequest(0, planned))
         straggler, other, _ = blocks.get_batch(0).rollouts
     assert straggler.failure is not None
     assert straggler.failure.kind == STRAGGLER
@@ -163,9 +163,7 @@ def test_no_replacement_is_begun_once_stragglers_are_given_up() -> None:
     env = Scripted(play)
     options = {"drop_stragglers_after_s": 0.05, "group_policy": GroupPolicy(is_zero_variance=has_zero_variance)}
     with generator(env, **options) as blocks:
-        blocks.submit_batch(
-            BatchRequest.of_rollouts(0, requests(0, [1, 2], 4), replacements=requests(0, [20, 21], 4))
-        )
+        blocks.submit_batch(BatchRequest(0, requests(0, [1, 2], 4), replacements=requests(0, [20, 21], 4)))
         block = blocks.get_batch(0)
     assert {key[1] for key in env.begun} == {1, 2}
     assert [group.example_id for group in block.groups] == [2]
@@ -187,7 +185,7 @@ def test_nothing_is_given_up_before_half_of_the_block_has_ended() -> None:
         return held(key)
 
     with generator(Scripted(play), drop_stragglers_after_s=0.02) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [3], 4)))
+        blocks.submit_batch(BatchRequest(0, requests(0, [3], 4)))
         ended.wait(5)
         with pytest.raises(DeadlineError):
             blocks.get_batch(0, timeout_s=0.2)
@@ -205,7 +203,7 @@ def test_without_the_setting_stragglers_are_waited_for() -> None:
         return 5.0
 
     with generator(Scripted(lambda key, _: held() if key[2] == 0 else 1.0)) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, [3], 4)))
+        blocks.submit_batch(BatchRequest(0, requests(0, [3], 4)))
         with pytest.raises(DeadlineError):
             blocks.get_batch(0, timeout_s=0.1)
         let_go.set()
@@ -225,7 +223,7 @@ def test_the_next_block_begins_while_the_first_ones_stragglers_run() -> None:
     env = Scripted(lambda key, _: straggler() if key == (0, 1, 1) else float(key[2]))
     with generator(env, num_batches_ahead=2, max_concurrent=2) as blocks:
         for number in range(3):
-            blocks.submit_batch(BatchRequest.of_rollouts(number, requests(number, [1, 2], 2)))
+            blocks.submit_batch(BatchRequest(number, requests(number, [1, 2], 2)))
         assert blocks.get_batch(1).block_id == 1
         assert blocks.get_batch(2).block_id == 2
         assert [key for key in env.begun if key[0] == 0] == [(0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1)]
@@ -237,7 +235,7 @@ def test_no_rollout_of_a_later_block_begins_before_those_of_an_earlier_one() -> 
     env = Scripted(lambda key, _: float(key[2]))
     with generator(env, num_batches_ahead=2, max_concurrent=1) as blocks:
         for number in range(3):
-            blocks.submit_batch(BatchRequest.of_rollouts(number, requests(number, [1, 2, 3], 2)))
+            blocks.submit_batch(BatchRequest(number, requests(number, [1, 2, 3], 2)))
         for number in range(3):
             blocks.get_batch(number)
     assert [key[0] for key in env.begun] == [0] * 6 + [1] * 6 + [2] * 6
@@ -247,7 +245,7 @@ def test_drain_waits_until_nothing_runs_and_leaves_the_blocks_to_be_taken() -> N
     env = Scripted(lambda key, _: float(key[2]))
     with generator(env, num_batches_ahead=2) as blocks:
         for number in range(3):
-            blocks.submit_batch(BatchRequest.of_rollouts(number, requests(number, [1], 2)))
+            blocks.submit_batch(BatchRequest(number, requests(number, [1], 2)))
         blocks.drain()
         assert [block.block_id for block in blocks.finished_blocks()] == [0, 1, 2]
         assert blocks.get_batch(1).block_id == 1
@@ -271,9 +269,7 @@ def test_groups_without_variance_are_replaced_in_their_order(max_concurrent: int
     env = Scripted(lambda key, _: 1.0 if key[1] in (0, 2, 20) else float(key[2]))
     policy = GroupPolicy(is_zero_variance=has_zero_variance)
     with generator(env, group_policy=policy, max_concurrent=max_concurrent) as blocks:
-        blocks.submit_batch(
-            BatchRequest.of_rollouts(0, requests(0, range(4), 2), replacements=requests(0, [20, 21, 22, 23], 2))
-        )
+        blocks.submit_batch(BatchRequest(0, requests(0, range(4), 2), replacements=requests(0, [20, 21, 22, 23], 2)))
         block = blocks.get_batch(0)
     assert [group.example_id for group in block.groups] == [1, 3, 21, 22]
     assert [group.example_id for group in block.filtered] == [0, 2, 20]
@@ -283,7 +279,7 @@ def test_groups_without_variance_are_replaced_in_their_order(max_concurrent: int
 def test_a_block_of_zero_variance_groups_alone_is_what_was_planned() -> None:
     env = Scripted(lambda key, _: 1.0)
     with generator(env, group_policy=GroupPolicy(is_zero_variance=has_zero_variance)) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, range(2), 2), replacements=requests(0, [20], 2)))
+        blocks.submit_batch(BatchRequest(0, requests(0, range(2), 2), replacements=requests(0, [20], 2)))
         block = blocks.get_batch(0)
     assert [group.example_id for group in block.groups] == [0, 1]
     assert [group.example_id for group in block.filtered] == [20]
@@ -318,9 +314,7 @@ def generated(
 
         def submit(number: int) -> None:
             others = requests(number, range(100, 100 + sizes["replacements"]), size)
-            blocks.submit_batch(
-                BatchRequest.of_rollouts(number, requests(number, range(prompts), size), replacements=others)
-            )
+            blocks.submit_batch(BatchRequest(number, requests(number, range(prompts), size), replacements=others))
 
         for number in range(min(count, sizes["ahead"] + 1)):
             submit(number)

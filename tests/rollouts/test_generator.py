@@ -105,7 +105,7 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseExcep
 
 def test_a_block_is_submitted_and_taken_scored_in_the_plans_order() -> None:
     with FakeOpenAIServer("four", weight_version=3) as server, generator(server) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0), policy_version=3))
+        blocks.submit_batch(BatchRequest(0, requests(0), policy_version=3))
         block = blocks.get_batch(0)
         assert [rollout.key for rollout in block.rollouts] == [request.key for request in requests(0)]
         assert [rollout.reward for rollout in block] == [4.0] * 4
@@ -119,7 +119,7 @@ def test_blocks_are_taken_by_their_id_in_any_order() -> None:
     server = FakeOpenAIServer(lambda body: "x" * (asked_block(body) + 1))
     with server, generator(server.start(), num_batches_ahead=2) as blocks:
         for number in range(3):
-            blocks.submit_batch(BatchRequest.of_rollouts(number, requests(number)))
+            blocks.submit_batch(BatchRequest(number, requests(number)))
         for number in (2, 0, 1):
             block = blocks.get_batch(number)
             assert block.block_id == number
@@ -128,23 +128,23 @@ def test_blocks_are_taken_by_their_id_in_any_order() -> None:
 
 def test_no_more_blocks_are_held_than_may_be_ahead() -> None:
     with FakeOpenAIServer("four") as server, generator(server, num_batches_ahead=1) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
-        blocks.submit_batch(BatchRequest.of_rollouts(1, requests(1)))
+        blocks.submit_batch(BatchRequest(0, requests(0)))
+        blocks.submit_batch(BatchRequest(1, requests(1)))
         with pytest.raises(
             ConfigError, match="with block 2 there would be 3 held at once, and num_batches_ahead=1 allows 2"
         ):
-            blocks.submit_batch(BatchRequest.of_rollouts(2, requests(2)))
+            blocks.submit_batch(BatchRequest(2, requests(2)))
         blocks.get_batch(0)
-        blocks.submit_batch(BatchRequest.of_rollouts(2, requests(2)))
+        blocks.submit_batch(BatchRequest(2, requests(2)))
         assert blocks.get_batch(1).block_id == 1
         assert blocks.get_batch(2).block_id == 2
 
 
 def test_a_block_is_generated_and_taken_once() -> None:
     with FakeOpenAIServer("four") as server, generator(server) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.submit_batch(BatchRequest(0, requests(0)))
         with pytest.raises(ConfigError, match="block 0 was submitted before"):
-            blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+            blocks.submit_batch(BatchRequest(0, requests(0)))
         blocks.get_batch(0)
         for number in (0, 7):
             with pytest.raises(ConfigError, match=f"block {number} was never submitted, or was taken before"):
@@ -154,9 +154,9 @@ def test_a_block_is_generated_and_taken_once() -> None:
 def test_a_straggler_of_one_block_does_not_keep_the_next_from_running(gates: Gates) -> None:
     gates.open(1)
     with FakeOpenAIServer(gates) as server, gates, generator(server, max_concurrent=4, num_batches_ahead=1) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0, prompts=1, size=1)))
+        blocks.submit_batch(BatchRequest(0, requests(0, prompts=1, size=1)))
         server.wait_until(lambda s: s.in_flight == 1, 60.0)
-        blocks.submit_batch(BatchRequest.of_rollouts(1, requests(1, prompts=4)))
+        blocks.submit_batch(BatchRequest(1, requests(1, prompts=4)))
         assert blocks.get_batch(1).block_id == 1
         assert server.in_flight == 1
         gates.open(0)
@@ -165,8 +165,8 @@ def test_a_straggler_of_one_block_does_not_keep_the_next_from_running(gates: Gat
 
 def test_all_blocks_share_one_limit(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates, generator(server, max_concurrent=3, num_batches_ahead=1) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
-        blocks.submit_batch(BatchRequest.of_rollouts(1, requests(1)))
+        blocks.submit_batch(BatchRequest(0, requests(0)))
+        blocks.submit_batch(BatchRequest(1, requests(1)))
         server.wait_until(lambda s: s.in_flight == 3, 60.0)
         gates.open_all()
         blocks.get_batch(0)
@@ -181,8 +181,8 @@ def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates, generator(server, num_batches_ahead=1) as blocks:
         blocks._count = bad_callback  # type: ignore[method-assign]
         gates.open(1)
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
-        blocks.submit_batch(BatchRequest.of_rollouts(1, requests(1)))
+        blocks.submit_batch(BatchRequest(0, requests(0)))
+        blocks.submit_batch(BatchRequest(1, requests(1)))
         # block 0 hangs, and yet its taker learns of block 1's failure
         with pytest.raises(GenerationError, match="generation failed with LookupError: in the callback") as caught:
             blocks.get_batch(0)
@@ -192,19 +192,19 @@ def test_an_error_surfaces_at_once_with_its_own_traceback(gates: Gates) -> None:
         with pytest.raises(GenerationError):
             blocks.check()
         with pytest.raises(GenerationError):
-            blocks.submit_batch(BatchRequest.of_rollouts(2, requests(2)))
+            blocks.submit_batch(BatchRequest(2, requests(2)))
 
 
 def test_a_server_that_cannot_train_ends_the_run_with_the_reason() -> None:
     with FakeOpenAIServer("4", token_ids=False) as server, generator(server) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.submit_batch(BatchRequest(0, requests(0)))
         with pytest.raises(NothingScoredError, match="answered without prompt_token_ids"):
             blocks.get_batch(0)
 
 
 def test_a_block_without_a_score_names_the_commonest_cause_and_the_counts() -> None:
     with FakeOpenAIServer(faults=Fault(401, times=9)) as server, generator(server) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(4, requests(4)))
+        blocks.submit_batch(BatchRequest(4, requests(4)))
         with pytest.raises(
             NothingScoredError,
             match=r"block 4: none of 4 rollouts got a reward \(4 provider_error\); most often: .*401.* \(4 times\)",
@@ -221,14 +221,14 @@ def test_an_environment_that_exits_cannot_take_the_thread_with_it() -> None:
             await asyncio.create_task(own_task())
 
     with FakeOpenAIServer() as server, generator(server, Exits()) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.submit_batch(BatchRequest(0, requests(0)))
         with pytest.raises(GenerationError):
             blocks.get_batch(0)
 
 
 def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates, generator(server) as blocks:
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.submit_batch(BatchRequest(0, requests(0)))
         server.wait_until(lambda s: s.in_flight == 4, 60.0)
         with pytest.raises(DeadlineError) as caught:
             blocks.get_batch(0, timeout_s=0.02)
@@ -243,7 +243,7 @@ def test_a_deadline_says_what_was_waited_for_and_which_setting_it_is(gates: Gate
 def test_close_wakes_every_waiter_for_a_block(gates: Gates) -> None:
     with FakeOpenAIServer(gates) as server, gates:
         blocks = generator(server).start()
-        blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0)))
+        blocks.submit_batch(BatchRequest(0, requests(0)))
         thread, raised = in_thread(lambda: blocks.get_batch(0))
         server.wait_until(lambda s: s.in_flight == 4, 60.0)
         blocks.close()
@@ -278,8 +278,8 @@ def test_a_closed_generator_says_so_and_may_be_closed_again() -> None:
         blocks.close()
         for call in (
             blocks.start,
-            lambda: blocks.submit_batch(BatchRequest.of_rollouts(0, requests(0))),
-            blocks.runner,
+            lambda: blocks.submit_batch(BatchRequest(0, requests(0))),
+            blocks.rollout_run,
             blocks.check,
         ):
             with pytest.raises(GeneratorClosedError):
@@ -303,17 +303,8 @@ def test_settings_that_cannot_work_are_refused_before_a_thread_is_started(option
 
 def test_other_work_runs_on_the_loop_under_the_same_limit_and_a_deadline() -> None:
     with FakeOpenAIServer("four", latency_s=0.0) as server, generator(server) as blocks:
-        group = blocks.run(blocks.runner(require_tokens=False).run_group(requests(0)), 60)
+        group = blocks.run(blocks.rollout_run(require_tokens=False).run_group(requests(0)), 60)
         assert [rollout.reward for rollout in group.rollouts] == [4.0] * 4
-        assert blocks.runner().limiter is blocks.runner(model="other").limiter
+        assert blocks.rollout_run().limiter is blocks.rollout_run(model="other").limiter
         with pytest.raises(DeadlineError, match=r"did not end within 0\.01 s"):
             blocks.run(asyncio.sleep(15), 0.01)
-
-
-def test_columns_are_submitted_and_taken() -> None:
-    with FakeOpenAIServer("four", weight_version=6) as server, generator(server) as blocks:
-        prompt = [{"role": "user", "content": "0"}]
-        blocks.submit_batch(BatchRequest(9, {"prompt": [prompt] * 4}, num_generations=2, policy_version=6))
-        block = blocks.get_batch(9)
-        assert [len(group.rollouts) for group in block.groups] == [2, 2]
-        assert block.policy_version == 6

@@ -40,7 +40,7 @@ def test_threads_that_close_a_generator_at_once_leave_no_connection_open(latency
         for round_number in range(4):
             generator = AsyncBatchGenerator(env, server.url, "fake")
             generator.submit_batch(
-                BatchRequest.of_rollouts(
+                BatchRequest(
                     0, [RolloutRequest(RolloutKey(0, e, g), PROMPT, "x") for e in range(4) for g in range(8)]
                 )
             )
@@ -80,9 +80,7 @@ def test_every_waiter_is_told_at_once_that_the_generators_thread_has_ended(end: 
     env = Ending(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())
     left_open()
     with FakeOpenAIServer("x") as server, AsyncBatchGenerator(env, server.url, "fake") as generator:
-        generator.submit_batch(
-            BatchRequest.of_rollouts(0, [RolloutRequest(RolloutKey(0, 0, g), PROMPT, "x") for g in range(2)])
-        )
+        generator.submit_batch(BatchRequest(0, [RolloutRequest(RolloutKey(0, 0, g), PROMPT, "x") for g in range(2)]))
         with pytest.raises(GenerationError, match=f"{how}.* ended the generator's thread"):
             generator.get_batch(0, 30.0)
     assert generator._thread is not None
@@ -107,7 +105,7 @@ def test_code_that_stands_still_on_the_loop_delays_the_end_by_a_second_only(
     env = Blocking(eval_dataset=[{"prompt": PROMPT, "answer": "x"}], rubric=vf.Rubric())
     with FakeOpenAIServer("x") as server:
         generator = AsyncBatchGenerator(env, server.url, "fake")
-        generator.submit_batch(BatchRequest.of_rollouts(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT, "x")]))
+        generator.submit_batch(BatchRequest(0, [RolloutRequest(RolloutKey(0, 0, 0), PROMPT, "x")]))
         assert begun.wait(60.0)
         started = time.monotonic()
         generator.close()

@@ -19,7 +19,7 @@ from verifiers.inference.limits import Limiter
 from verifiers.inference.retries import RetryPolicy
 from verifiers.rollouts.recording_client import turn_seed
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.rubrics.rubric import Rubric
 from verifiers.testing import FakeClient, Fault, decode_ids
 from verifiers.types import Outcome, RolloutKey, State
@@ -54,9 +54,9 @@ class AsksInTheSecondWay(Asks):
         return State(input=input, completion=completion, trajectory=[])
 
 
-def runner(env: Any, fake: FakeClient | None = None, **options: Any) -> RolloutRunner:
+def runner(env: Any, fake: FakeClient | None = None, **options: Any) -> Run:
     options = {"retry": ONE_TRY, **options}
-    return RolloutRunner(env, ClientBackend(fake or FakeClient("4")), "policy", **options)
+    return Run(env, ClientBackend(fake or FakeClient("4")), "policy", **options)
 
 
 def request(generation: int = 0, **more: Any) -> RolloutRequest:

@@ -14,7 +14,7 @@ import pytest
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.types import Outcome, RolloutKey
@@ -50,7 +50,7 @@ def env_of(program: str, isolation: str, *arguments: str, **options: Any) -> vf.
 
 async def played(env: Any, server: FakeOpenAIServer, prompt: Any = None, **limits: Any) -> Rollout:
     backend = HttpBackend(Endpoint(server.url))
-    runner = RolloutRunner(env, backend, "fake", {"temperature": 0.7}, require_tokens=True, **limits)
+    runner = Run(env, backend, "fake", {"temperature": 0.7}, require_tokens=True, **limits)
     prompt = prompt or [{"role": "user", "content": "6 times 7?"}]
     request = RolloutRequest(RolloutKey(0, 0, 0), prompt, "42", info={"repo": "a/b"}, seed=3)
     group = await asyncio.wait_for(runner.run_group([request]), HANGS_S)

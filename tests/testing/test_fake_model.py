@@ -11,7 +11,7 @@ import pytest
 import verifiers as vf
 from verifiers.evals.evaluation_loop import LoopLag, iter_requests
 from verifiers.inference.limits import Limiter
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import judge_yes_no
 from verifiers.testing.fake_model import FAKE_MODEL, FakeEndpoint, answer_as_judge, play_judges
 from verifiers.testing.fake_tools import fake_value
@@ -149,7 +149,7 @@ async def test_it_calls_tools_and_judges_until_every_rollout_has_a_score() -> No
     env = vf.EnvGroup([vf.ToolEnv(tools=[multiply, look_up], dataset=rows, eval_dataset=rows, rubric=rubric)], ["x"])
     assert play_judges(env, 1) == 1
     groups = list(iter_requests(env.get_eval_dataset(), 4, None))
-    runner = RolloutRunner(env, FakeEndpoint(groups, seed=1), FAKE_MODEL, {}, limiter=Limiter(8))
+    runner = Run(env, FakeEndpoint(groups, seed=1), FAKE_MODEL, {}, limiter=Limiter(8))
     rollouts = [rollout for group in await runner.run_groups(groups) for rollout in group.rollouts]
     assert {rollout.outcome for rollout in rollouts} == {"completed"}
     assert {rollout.reward for rollout in rollouts} == {0.0, 1.0}

@@ -17,7 +17,7 @@ import worker_world as world
 import verifiers as vf
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.integrations.dataserver import RemoteEnv
-from verifiers.rollouts.block import BlockRun, GroupPolicy
+from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.types import Outcome
 
 
@@ -98,8 +98,8 @@ class Waiting:
         """Wait until a worker plays the row that waits, and kill it."""
         while True:
             for running in self.engine.running:
-                records = [one for batch in running.worker._batches.values() for one in batch.records]
-                if any(one.is_in_play for one in records) and running not in self.killed:
+                is_busy = any(kind == "play" for kind, _ in running.worker._tasks)
+                if is_busy and running not in self.killed:
                     self.killed.append(running)
                     running.kill()
                     return
@@ -108,7 +108,7 @@ class Waiting:
 
 async def run_block(runner: Any, requests: Any, retries: int) -> Any:
     flat = [request for group in requests for request in group]
-    return await BlockRun(runner, 0, flat, policy=GroupPolicy(retries)).run(0)
+    return await BlockRun(runner, BatchRequest(0, flat), policy=GroupPolicy(retries)).run(0)
 
 
 async def test_a_lost_worker_makes_its_rollouts_environment_errors_and_the_others_go_on() -> None:
@@ -149,9 +149,9 @@ async def test_a_worker_lost_while_it_scores_has_its_group_played_again() -> Non
     engine = world.InLoop(1)
     played, _ = world.workers_of(world.one_turn, engine)
     runner = world.runner_of(played)
-    killing = world.KillsAtScore(runner, engine)
+    world.kill_at_score(played, engine)
     async with asyncio.timeout(20):
-        block = await run_block(killing, world.requests_of(played, [0]), 1)
+        block = await run_block(runner, world.requests_of(played, [0]), 1)
     assert block.outcomes() == {Outcome.COMPLETED: 2}
     assert [one.attempts for one in block.launched] == [2, 2]
 
@@ -160,9 +160,7 @@ async def test_a_worker_that_does_not_end_a_rollout_at_its_deadline_is_killed() 
     class Deaf(world.InLoop):
         async def start(self, link: Any) -> Any:
             running = await super().start(link)
-            running.worker._on_drop = running.worker._on_cancel = lambda message: None
-            running.worker._on_run_before = running.worker._on_run
-            running.worker._on_run = lambda message: running.worker._on_run_before({**message, "timeout_s": 3600.0})
+            running.worker._on_cancel = lambda message: None
             return running
 
     engine = Deaf(1)
@@ -250,8 +248,10 @@ async def test_what_finished_rollouts_leave_behind_is_nothing(tmp_path: Path) ->
     played, workers = world.workers_of(world.Faulty, engine)
     requests = world.fault_requests("", "raise", "ask in vain", "score raise", "wait")
     await world.runner_of(played, rollout_timeout_s=0.3).run_groups(requests)
-    assert not any(running.worker._batches for running in engine.running)
-    assert not any(running.worker._tasks for running in engine.running)
+    async with asyncio.timeout(20):
+        await world.until(
+            lambda: not any(running.worker._held or running.worker._tasks for running in engine.running)
+        )
     for link in workers.pool()._links:
         assert (link.in_play, link.unscored, +link.groups) == (0, 0, {})
-        assert not any((link._batches, link._calls, link._timers, link._scores))
+        assert not any((link._rollouts, link._calls, link._timers, link._scores))

@@ -93,51 +93,50 @@ async def test_a_rollout_that_is_dropped_before_it_has_a_slot_ends(begin_with: A
 
     begin_with(wait)
     played, workers = world.workers_of(world.Scripted)
-    batches: list[Any] = []
     runner = world.runner_of(played, slots=1)
     async with asyncio.timeout(20):
-        requests = world.requests_of(played, [0])[0]
-        playing = asyncio.create_task(runner.run_batch(requests, on_begin=batches.append))
+        playing = asyncio.create_task(runner.play(world.requests_of(played, [0])[0]))
         await begun.wait()
-        batches[0].limits.drop(batches[0].records)
+        runner.deadlines.drop()
         rollouts = await playing
     assert all(one.outcome.is_failure for one in rollouts)
     assert [link.failure for link in workers.pool()._links] == [None, None]
 
 
-async def test_a_rollout_that_is_dropped_as_it_begins_ends(begin_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_with(wait_for_ever)
-    engine = world.InLoop(1)
-    played, _ = world.workers_of(world.Scripted, engine)
-    begin = world.RolloutWorker._on_begin
+async def test_a_rollout_that_is_dropped_as_it_begins_ends(begin_with: Any) -> None:
+    played, _ = world.workers_of(world.Scripted, world.InLoop(1))
+    runner = world.runner_of(played)
 
-    def begin_and_drop(worker: Any, message: Any) -> None:
-        begin(worker, message)
-        worker._on_drop(message)
+    async def drop(state: vf.State) -> None:
+        runner.deadlines.drop()
+        await asyncio.sleep(3600)
 
-    monkeypatch.setattr(world.RolloutWorker, "_on_begin", begin_and_drop)
+    begin_with(drop)
     async with asyncio.timeout(20):
-        rollouts = await world.runner_of(played).run_batch(world.requests_of(played, [0])[0])
+        rollouts = await runner.play(world.requests_of(played, [0])[0])
     assert all(one.outcome.is_failure for one in rollouts)
 
 
-async def test_a_rollout_that_ends_at_its_deadline_leaves_its_worker_alone(
+async def test_a_rollout_that_ends_at_its_deadline_leaves_its_worker_alone_and_nothing_in_it(
     begin_with: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_with(nothing)
-    played, workers = world.workers_of(world.Scripted, world.InLoop(1))
-    end = WorkerLink._on_end
+    engine = world.InLoop(1)
+    played, workers = world.workers_of(world.Scripted, engine)
+    runner = world.runner_of(played)
+    done = WorkerLink._on_done
 
     def end_at_deadline(link: WorkerLink, message: Any) -> None:
-        number, index = message["place"]
-        if index == 0:
-            link._batches[number].records[index].drop()
-        end(link, message)
+        runner.deadlines.drop()
+        done(link, message)
 
-    monkeypatch.setattr(WorkerLink, "_on_end", end_at_deadline)
-    rollouts = await world.runner_of(played).run_batch(world.requests_of(played, [0])[0])
-    assert [one.outcome.is_failure for one in rollouts] == [True, False]
-    assert workers.pool()._links[0].may_play
+    monkeypatch.setattr(WorkerLink, "_on_done", end_at_deadline)
+    rollouts = await runner.play(world.requests_of(played, [0], size=1)[0])
+    assert [one.outcome.is_failure for one in rollouts] == [True]
+    (link,) = workers.pool()._links
+    async with asyncio.timeout(20):
+        await world.until(lambda: link.may_play)
+    assert engine.running[0].worker._held == {}
 
 
 async def both_ready(workers: Any) -> list[WorkerLink]:
@@ -153,12 +152,12 @@ async def test_a_retry_waits_for_the_worker_of_its_group(begin_with: Any) -> Non
     played, workers = world.workers_of(world.Scripted)
     runner, requests = world.runner_of(played), world.requests_of(played, [0])[0]
     await both_ready(workers)
-    first = await runner.run_batch(requests)
-    link = first[0].state.link
+    first = await runner.play(requests)
+    link = first[0].state.held[0]
     link.expect("something else", 3600)
     asyncio.get_running_loop().call_later(0.05, link._stop_expecting, "something else")
-    again = await runner.run_batch(requests[1:])
-    assert again[0].state.link is link
+    again = await runner.play(requests[1:])
+    assert again[0].state.held[0] is link
     await runner.score([first[0], again[0]])
     assert first[0].is_scored
     assert again[0].is_scored
@@ -170,29 +169,14 @@ async def test_a_group_in_two_workers_is_freed_in_both(begin_with: Any) -> None:
     played, workers = world.workers_of(world.Scripted, engine)
     links = await both_ready(workers)
     runner = world.runner_of(played)
-    states = [(await runner.run_batch(group))[0].state for group in world.requests_of(played, [0, 1])]
-    assert len({state.link for state in states}) == 2
+    states = [(await runner.play(group))[0].state for group in world.requests_of(played, [0, 1], size=1)]
+    assert len({state.held[0] for state in states}) == 2
     with pytest.raises(RolloutWorkerError, match="before the rollouts of its group were scored"):
         await played.rubric.score_group(states)
-    assert [(link.unscored, link._batches) for link in links] == [(0, {}), (0, {})]
+    assert [(link.unscored, link._rollouts) for link in links] == [(0, {}), (0, {})]
     async with asyncio.timeout(20):
-        while any(running.worker._batches for running in engine.running):  # noqa: ASYNC110 - a worker tells nobody
+        while any(running.worker._held for running in engine.running):  # noqa: ASYNC110 - a worker tells nobody
             await asyncio.sleep(0.005)
-
-
-async def test_a_group_whose_own_time_is_over_is_no_grading_error(begin_with: Any) -> None:
-    begin_with(nothing)
-    played, _ = world.workers_of(world.Stalls)
-    batches: list[Any] = []
-
-    def drop(_: Any) -> None:
-        batches[0].limits.drop(batches[0].records)
-
-    runner, requests = world.runner_of(played), world.requests_of(played, [0])[0]
-    async with asyncio.timeout(20):
-        rollouts = await runner.run_batch(requests, on_begin=batches.append, on_end=drop)
-        group = await runner.finish_group(rollouts)
-    assert {one.outcome for one in group.rollouts} == {Outcome.CANCELLED}
 
 
 async def test_states_that_are_no_plain_data_end_their_rollouts(begin_with: Any) -> None:
@@ -214,9 +198,7 @@ async def test_states_that_are_no_plain_data_end_their_rollouts(begin_with: Any)
     begin_with(fill)
     played, _ = world.workers_of(world.Scripted)
     async with asyncio.timeout(20):
-        batches = [
-            await world.runner_of(played).run_batch(group) for group in world.requests_of(played, range(3), size=1)
-        ]
+        batches = [await world.runner_of(played).play(group) for group in world.requests_of(played, range(3), size=1)]
     (array,), (loop,), (broken,) = batches
     assert (array.outcome, array.answer, array.state["array"]) == (Outcome.COMPLETED, [0, 1, 2], [0, 1, 2])
     assert loop.outcome is Outcome.COMPLETED
@@ -234,21 +216,21 @@ async def test_rollouts_that_wait_for_a_slot_end_with_their_environment(begin_wi
     begin_with(wait)
     played, _ = world.workers_of(world.GivesUp)
     async with asyncio.timeout(20):
-        rollouts = await world.runner_of(played, slots=1).run_batch(world.requests_of(played, [0])[0])
+        rollouts = await world.runner_of(played, slots=1).play(world.requests_of(played, [0])[0])
     assert {one.outcome for one in rollouts} == {Outcome.ENVIRONMENT_ERROR}
 
 
 async def test_a_rollout_that_its_environment_gives_up_frees_its_slot_and_costs_no_worker(begin_with: Any) -> None:
-    async def wait_in_the_first(state: vf.State) -> None:
-        if world.GivesOneUp.playing == 0:
+    async def wait_at_first(state: vf.State) -> None:
+        if world.GivesOneUp.gives_up:
             await asyncio.sleep(3600)
 
-    begin_with(wait_in_the_first)
+    begin_with(wait_at_first)
     played, workers = world.workers_of(world.GivesOneUp, grace_s=30.0)
     runner = world.runner_of(played, slots=1)
     async with asyncio.timeout(20):
-        rollouts = await runner.run_batch(world.requests_of(played, [0], size=3)[0])
-    assert [one.outcome for one in rollouts[1:]] == [Outcome.COMPLETED] * 2
+        rollouts = await runner.play(world.requests_of(played, [0], size=3)[0])
+    assert [one.outcome for one in rollouts] == [Outcome.COMPLETED] * 3
     links = workers.pool()._links
     # each ends what was given up before it would be killed for that
     async with asyncio.timeout(20):
@@ -346,7 +328,7 @@ async def test_a_score_that_is_given_up_leaves_nothing_in_the_worker() -> None:
         assert {one.outcome for one in group.rollouts} == {Outcome.GRADING_ERROR}
         while not workers.pool()._links[0].may_play:  # noqa: ASYNC110 - nobody waits for it
             await asyncio.sleep(0.005)
-    assert engine.running[0].worker._batches == {}
+    assert engine.running[0].worker._held == {}
 
 
 async def test_every_environment_of_a_run_is_loaded_before_the_first_rollout() -> None:

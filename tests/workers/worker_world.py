@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -21,9 +22,9 @@ from verifiers.errors import ProviderError
 from verifiers.inference.limits import Limiter
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.wire import WireObject
-from verifiers.rollouts.block import BlockRun, GroupPolicy
+from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.testing.script import response_body
 from verifiers.types import RolloutKey
 from verifiers.workers.link import WorkerLink
@@ -76,17 +77,14 @@ class Dialogue(vf.MultiTurnEnv):
 
 
 class PlaysItself(vf.SingleTurnEnv):
-    """Overrides `run_rollouts` and asks each client itself, one after the other."""
+    """Overrides `run_rollouts` and plays one rollout after the other, with another prompt."""
 
-    async def run_rollouts(
-        self, client: Any, model: str, prompts: Any, answers: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        results = []
-        for one, prompt, answer in zip(client, prompts, answers, strict=True):
-            said = await one.chat.completions.create(model=model, messages=prompt)
-            completion = [{"role": "assistant", "content": said.choices[0].message.content}]
-            results.append((completion, vf.State(prompt=prompt, answer=answer, completion=completion)))
-        return results
+    async def run_rollouts(self, requests: Any, run: Any) -> Any:
+        rollouts = []
+        for request in requests:
+            longer = [*request.prompt, {"role": "user", "content": "shortly"}]
+            rollouts += await super().run_rollouts([dataclasses.replace(request, prompt=longer)], run)
+        return rollouts
 
 
 class Talkative(vf.SingleTurnEnv):
@@ -215,46 +213,33 @@ class Scripted(vf.SingleTurnEnv):
         return await super().setup_state(state, **kwargs)
 
 
-class Stalls(Scripted):
-    """Plays its first rollout, and then stays busy beside its rollouts."""
-
-    async def run_rollouts(
-        self, client: Any, model: str, prompts: Any, answers: Any, *rest: Any, **options: Any
-    ) -> Any:
-        await super().run_rollouts(client[:1], model, prompts[:1], answers[:1])
-        await asyncio.sleep(3600)
-
-
 class GivesUp(Scripted):
     """Raises when its first rollout has begun."""
 
     begun = asyncio.Event()
 
-    async def run_rollouts(self, *args: Any, **options: Any) -> Any:
-        playing = asyncio.ensure_future(super().run_rollouts(*args, **options))
+    async def run_rollouts(self, requests: Any, run: Any) -> Any:
+        playing = asyncio.ensure_future(super().run_rollouts(requests, run))
         await self.begun.wait()
         playing.cancel()
         raise LookupError("the whole group")
 
 
 class GivesOneUp(Scripted):
-    """Plays its rollouts one after the other, and gives the first up after a moment, twice."""
+    """Plays its rollouts one after the other, after it gave the first up twice."""
 
-    playing = 0
+    gives_up = False
 
-    async def run_rollouts(self, client: Any, model: str, prompts: Any, answers: Any, *_: Any, **__: Any) -> Any:
+    async def run_rollouts(self, requests: Any, run: Any) -> Any:
         def play(index: int) -> Any:
-            type(self).playing = index
-            part = slice(index, index + 1)
-            return super(GivesOneUp, self).run_rollouts(client[part], model, prompts[part], answers[part])
+            return super(GivesOneUp, self).run_rollouts(requests[index : index + 1], run)
 
+        type(self).gives_up = True
         for _ in range(2):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(play(0), 0.3)
-        results: list[Any] = [([], {"completion": []})]
-        for index in range(1, len(prompts)):
-            results += await play(index)
-        return results
+        type(self).gives_up = False
+        return [rollout for index in range(len(requests)) for rollout in await play(index)]
 
 
 FAULTS = (
@@ -334,21 +319,17 @@ class InLoop:
         """Nothing is shared."""
 
 
-class KillsAtScore:
-    """A runner whose worker is killed when the first group is to be scored."""
+def kill_at_score(played: Any, engine: InLoop) -> None:
+    """Let the first worker be killed when the first group is to be scored."""
+    score_group, has_killed = played.rubric.score_group, []
 
-    def __init__(self, runner: RolloutRunner, engine: InLoop) -> None:
-        self._runner, self._engine = runner, engine
-        self._has_killed = False
+    async def score(states: Any) -> Any:
+        if not has_killed:
+            has_killed.append(True)
+            engine.running[0].kill()
+        return await score_group(states)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    async def score(self, rollouts: Any) -> None:
-        if not self._has_killed:
-            self._has_killed = True
-            self._engine.running[0].kill()
-        await self._runner.score(rollouts)
+    played.rubric.score_group = score
 
 
 class _InLoop:
@@ -373,9 +354,9 @@ def workers_of(make: Callable[[], Any], engine: Any = None, **options: Any) -> t
     return workers.of(env, env.get_dataset()), workers
 
 
-def runner_of(env: Any, model: Model | None = None, *, slots: int = 64, **options: Any) -> RolloutRunner:
+def runner_of(env: Any, model: Model | None = None, *, slots: int = 64, **options: Any) -> Run:
     retry = RetryPolicy(max_attempts=1)
-    return RolloutRunner(env, model or Model(), "policy", {}, limiter=Limiter(slots), retry=retry, **options)
+    return Run(env, model or Model(), "policy", {}, limiter=Limiter(slots), retry=retry, **options)
 
 
 def requests_of(env: Any, rows: Sequence[int], size: int = 2) -> list[list[RolloutRequest]]:
@@ -398,11 +379,11 @@ def fault_requests(*names: str, size: int = 2) -> list[list[RolloutRequest]]:
     return requests_of(Faulty(), [FAULTS.index(name) for name in names], size)
 
 
-async def play(runner: RolloutRunner, names: Sequence[str], *, retries: int = 0, size: int = 2) -> ScoredBlock:
+async def play(runner: Run, names: Sequence[str], *, retries: int = 0, size: int = 2) -> ScoredBlock:
     """Play a block of rollouts of `Faulty` as training does."""
     requests = [request for group in fault_requests(*names, size=size) for request in group]
     async with asyncio.timeout(WITHIN_S):
-        return await BlockRun(runner, 0, requests, policy=GroupPolicy(retries)).run(0)
+        return await BlockRun(runner, BatchRequest(0, requests), policy=GroupPolicy(retries)).run(0)
 
 
 async def until(is_true: Callable[[], Any]) -> None:

@@ -29,11 +29,11 @@ from verifiers.errors import ConfigError, Error
 from verifiers.keywords import check_keywords
 
 if TYPE_CHECKING:
-    from verifiers.evals.run import EvaluationRun
+    from verifiers.evals.evaluation_run import EvaluationRun
     from verifiers.evals.store import ResultStore
     from verifiers.inference.endpoint_registry import EndpointEntry
     from verifiers.log import Redactor
-    from verifiers.rollouts.runner import RolloutRunner
+    from verifiers.rollouts.run import Run
     from verifiers.workers.settings import WorkerSettings
 
 __all__ = ["main", "parser"]
@@ -159,12 +159,12 @@ def _evaluate(
 ) -> int:
     from verifiers.cli.evaluation.output import show_summary
     from verifiers.envs.registry import load_environment
-    from verifiers.evals.run import open_run
+    from verifiers.evals.evaluation_run import open_run
     from verifiers.evals.store import ResultStore
     from verifiers.evals.summary import load_prices
     from verifiers.inference.retries import RetryPolicy
     from verifiers.reports.evaluation import write_evaluation_report
-    from verifiers.rollouts.runner import RolloutRunner
+    from verifiers.rollouts.run import Run
 
     settings = _worker_settings(args)
     args.env = make_importable(args.env, args.env_dir_path)
@@ -192,7 +192,7 @@ def _evaluate(
     started = time.perf_counter()
     try:
         with ResultStore(run.directory, {**run.metadata, "status": "running"}, redact) as store:
-            runner = RolloutRunner(
+            runner = Run(
                 played,
                 backend,
                 entry.model,
@@ -229,7 +229,7 @@ def _evaluate(
 
 async def _run(
     run: EvaluationRun,
-    runner: RolloutRunner,
+    runner: Run,
     env: Any,
     dataset: Any,
     store: ResultStore,
@@ -296,8 +296,8 @@ def _run_plan(
 ) -> dict[str, Any]:
     """Return the metadata of a run before its first rollout; names of keys and headers, never their values."""
     from verifiers.envs.datasets import count_trained_on
+    from verifiers.evals.evaluation_run import fingerprint
     from verifiers.evals.provenance import environment_provenance, git_provenance, versions
-    from verifiers.evals.run import fingerprint
     from verifiers.log import url_without_secrets
 
     urls: Sequence[str] = [url_without_secrets(url) for url in entry.urls]

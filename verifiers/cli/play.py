@@ -49,7 +49,7 @@ def play(args: argparse.Namespace) -> int:
     from verifiers.envs.lifecycle import run_teardown
     from verifiers.envs.registry import load_environment
     from verifiers.rollouts.rollout import RolloutRequest
-    from verifiers.rollouts.runner import RolloutRunner
+    from verifiers.rollouts.run import Run
     from verifiers.types import RolloutKey
 
     env_args = json_object("--env-args", args.env_args)
@@ -61,7 +61,7 @@ def play(args: argparse.Namespace) -> int:
     player = Player()
 
     async def work() -> Any:
-        runner = RolloutRunner(env, player, "you", dict(env.sampling_args), rollout_timeout_s=7 * 86400.0)
+        runner = Run(env, player, "you", dict(env.sampling_args), rollout_timeout_s=7 * 86400.0)
         try:
             return (await runner.run_group([request])).rollouts[0]
         finally:

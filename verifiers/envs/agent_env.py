@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Unpack
 
 from verifiers.concurrency import threads_for
-from verifiers.envs.conversation import new_state
+from verifiers.envs.conversation import begin_turns
 from verifiers.envs.environment import Environment
-from verifiers.envs.signatures import takes_rollout_input
 from verifiers.errors import AgentError, ConfigError
 from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.gateway import Gateway, gateway_of_loop
@@ -22,9 +21,8 @@ from verifiers.gateway.session import Budget, Session
 from verifiers.inference.endpoint import single_backend_for
 from verifiers.inference.wire import WireObject
 from verifiers.keywords import EnvironmentOptions
-from verifiers.rollouts.batch_client import BatchClient
 from verifiers.rollouts.recording_client import RolloutClient
-from verifiers.types import RolloutInput, SamplingArgs, State
+from verifiers.types import RolloutInput, State
 
 __all__ = ["AgentEnv", "AgentOptions", "GatewayEnv", "RunAgent"]
 
@@ -77,37 +75,25 @@ class GatewayEnv(Environment, abc.ABC):
     async def _run_agent(self, row: RolloutInput, session: Session, gateway: Gateway) -> Any:
         """Run the agent once, under `_within_budget`; return its final answer, items of the state, or None."""
 
-    @takes_rollout_input
-    async def rollout(
-        self,
-        input: RolloutInput,  # noqa: A002 - the name is the classic API's
-        client: Any,
-        model: str,
-        sampling_args: SamplingArgs | None = None,
-    ) -> State:
-        """Run the agent once.
-
-        Returns:
-            The state, with `completion`, and the calls that were read in `trajectory`.
+    async def play(self, state: State) -> None:
+        """Run the agent once; the calls that were read are in `trajectory`.
 
         Raises:
             AgentError: the agent failed, or made no call.
         """
-        if isinstance(client, BatchClient) and len(client) == 1:
-            client = client[0]
+        begin_turns(state, self.oai_tools)
+        client, model = state["client"], state["model"]
         if not isinstance(client, RolloutClient):
             client = RolloutClient(single_backend_for(client), model=model)
-        state = new_state(input, client, model, sampling_args, self.oai_tools)
         started = time.perf_counter()
         helpers = {name: helper.untrained for name, helper in self.helpers.items()}
-        session = Session(client, model, sampling_args or {}, self.budget, self.train, helpers)
+        session = Session(client, model, state["sampling_args"], self.budget, self.train, helpers)
         gateway = await self._gateway()
         async with gateway.serving(session):
-            result = await self._run_agent(input, session, gateway)
+            result = await self._run_agent(state["input"], session, gateway)
         self._finish(state, session, result)
         elapsed_ms = (time.perf_counter() - started) * 1000
         state["timing"].update(generation_ms=elapsed_ms, scoring_ms=0.0, total_ms=elapsed_ms)
-        return state
 
     async def _gateway(self) -> Gateway:
         return await gateway_of_loop()

@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from verifiers.concurrency import gather_owned
 from verifiers.data.sampler import reorder_chunks
-from verifiers.envs.classic.token_processing import TokenLists
-from verifiers.envs.environment import Environment
-from verifiers.envs.signatures import (
-    call_rollout,
-    either_generation,
-    gives_rollout_input,
-    takes_rollout_input,
-)
+from verifiers.envs.environment import Environment, by_requests
 from verifiers.errors import ConfigError
-from verifiers.rollouts.batch_client import BatchClient, completion_and_state
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.run import Run
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.scoring import ScoringInput
-from verifiers.types import ChatMessage, Info, Messages, RewardFunc, RolloutInput, RolloutScore, SamplingArgs, State
+from verifiers.types import RewardFunc, RolloutScore, State
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -271,101 +265,34 @@ class EnvGroup(Environment):
         """Return the environment that plays rows of this task; the first one where none has it."""
         return self._place(task)[0]
 
-    async def run_rollouts(
-        self,
-        client: Any,
-        model: str,
-        prompts: Sequence[Messages],
-        answers: Sequence[Any],
-        tasks: Sequence[str] | None = None,
-        infos: Sequence[Info] | None = None,
-        sampling_args: SamplingArgs | None = None,
-        max_concurrent: int = -1,
-        **kwargs: Any,
-    ) -> list[tuple[Messages, State]]:
-        """Play all prompts out, each by the `run_rollouts` of its task's environment."""
-        batch = BatchClient.of(client, len(prompts))
-        if batch is None:
-            return await super().run_rollouts(
-                client, model, prompts, answers, tasks, infos, sampling_args, max_concurrent, **kwargs
-            )
-        tasks = list(tasks) if tasks is not None else ["default"] * len(prompts)
-        given = batch.sampling_args if sampling_args is None else sampling_args
+    @by_requests
+    async def run_rollouts(self, requests: Sequence[RolloutRequest], run: Run) -> list[Rollout]:
+        """Play every request by the `run_rollouts` of its task's environment."""
 
-        async def play(_: int, places: list[int]) -> list[tuple[Messages, State]]:
-            env = self._place(tasks[places[0]])[0]
-            of_env = await env.run_rollouts(
-                batch.select(places),
-                model,
-                [prompts[place] for place in places],
-                [answers[place] for place in places],
-                [self._place(tasks[place])[1] for place in places],
-                [infos[place] if infos is not None else {} for place in places],
-                sampling_args=_merged(env.sampling_args, given),
-            )
-            played = [completion_and_state(result) for result in of_env]
-            for place, (_, state) in zip(places, played, strict=True):
-                state["task"] = tasks[place]
-            return played
+        async def play(_: int, members: list[RolloutRequest]) -> list[Rollout]:
+            env = self._place(members[0].task)[0]
+            inside = [dataclasses.replace(request, task=self._place(request.task)[1]) for request in members]
+            sampling_args = _merged(env.sampling_args, run.sampling_args)
+            rollouts = await env.run_rollouts(inside, dataclasses.replace(run, sampling_args=sampling_args))
+            for rollout, request in zip(rollouts, members, strict=True):
+                rollout.task = rollout.state["task"] = request.task
+            return rollouts
 
-        return await _by_key([id(self._place(task)[0]) for task in tasks], range(len(prompts)), play)
+        return await _by_key([id(self._place(request.task)[0]) for request in requests], requests, play)
 
-    @takes_rollout_input
-    @either_generation(gives_rollout_input, lambda self, *args, **kwargs: self._rollout_from_input(*args, **kwargs))
-    async def rollout(
-        self,
-        client: Any,
-        model: str,
-        prompt: Messages,
-        answer: Any = "",
-        task: str = "default",
-        info: Info | None = None,
-        sampling_args: SamplingArgs | None = None,
-        **kwargs: Any,
-    ) -> tuple[Messages, State]:
-        """Play one rollout by the environment of its task, with arguments and result of `MultiTurnEnv.rollout`."""
-        row = {"prompt": prompt, "answer": answer, "task": task, "info": info or {}}
-        row["example_id"] = kwargs.get("example_id", 0)
-        return await self._routed(row, client, model, sampling_args)
-
-    async def _rollout_from_input(
-        self,
-        input: RolloutInput,  # noqa: A002 - the classic API's name
-        client: Any,
-        model: str,
-        sampling_args: SamplingArgs | None = None,
-    ) -> State:
-        defaults = {"answer": "", "task": "default", "info": {}, "example_id": 0}
-        completion, state = await self._routed({**defaults, **input}, client, model, sampling_args)
-        state["completion"] = completion
-        return state
-
-    async def _routed(
-        self, row: dict[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None
-    ) -> tuple[Messages, State]:
-        env, inner_task = self._place(row["task"])
-        result = await call_rollout(
-            env, {**row, "task": inner_task}, client, model, _merged(env.sampling_args, sampling_args or {})
-        )
-        completion, state = completion_and_state(result)
-        state["task"] = row["task"]
-        return completion, state
+    async def play(self, state: State) -> None:
+        """Play one rollout by the environment of its task."""
+        task = state["task"]
+        env, state["task"] = self._place(task)
+        state["sampling_args"] = _merged(env.sampling_args, state["sampling_args"])
+        try:
+            await env.play(state)
+        finally:
+            state["task"] = task
 
     def _place(self, task: str) -> tuple[Environment, str]:
         route = _route_of(task, self.env_map, self._routes)
         return (self.envs[0], task) if route is None else (self.env_map[route.name], route.task)
-
-    def process_chat_format_vllm(
-        self,
-        prompt: list[ChatMessage],
-        completion: list[ChatMessage],
-        state: State,
-        processing_class: Any,
-        mask_env_responses: bool = False,
-    ) -> TokenLists:
-        """Return the token lists of a chat rollout by the environment of its task, with that environment's tools."""
-        env = self.get_env_for_task(state["task"])
-        return env.process_chat_format_vllm(prompt, completion, state, processing_class, mask_env_responses)
 
 
 async def _by_key(

@@ -2,46 +2,96 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from verifiers.data.shard import Shard
+from verifiers.concurrency import gather_owned
 from verifiers.envs import datasets
-from verifiers.envs.classic import batch_api, token_processing
-from verifiers.envs.classic.tool_defs import ToolDefs
-from verifiers.envs.conversation import call_model, default_step, new_state, tools_of_info
+from verifiers.envs.conversation import call_model, offered_tools
 from verifiers.envs.lifecycle import run_teardown
-from verifiers.envs.signatures import asks_by_state, call_model_by_state, call_rollout, either_generation
-from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError
-from verifiers.keywords import check_keywords, ignore_keywords, parameter_names, set_extra_keywords
-from verifiers.loop_thread import run_blocking
+from verifiers.keywords import set_extra_keywords
 from verifiers.notebook import environment_html
 from verifiers.parsers.parser import Parser
-from verifiers.rollouts.batch_client import BatchClient
+from verifiers.rollouts.play import play
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.run import Run
 from verifiers.rubrics.rubric import Rubric
-from verifiers.types import (
-    ChatMessage,
-    GenerateOutputs,
-    Info,
-    Messages,
-    MessageType,
-    ModelResponse,
-    ProcessedOutputs,
-    RewardFunc,
-    RolloutInput,
-    SamplingArgs,
-    State,
-)
+from verifiers.types import ChatMessage, Messages, MessageType, ModelResponse, RewardFunc, SamplingArgs, State
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["Environment"]
+    from verifiers.classic.environment_api import ClassicCalls
+else:
+    ClassicCalls = object
+
+__all__ = ["Environment", "by_requests", "by_state"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Environment:
+# -- environments that are written for verifiers 0.1.x: `verifiers.classic` is imported where one is there -----------
+
+CLASSIC_CALLS = (
+    "a_evaluate", "a_generate", "add_model_response", "add_trajectory_step", "evaluate", "evaluate_sync", "generate",
+    "generate_sync", "get_prompt_messages", "init_state", "make_dataset", "max_turns_reached",
+    "parse_chat_completion_logprobs", "parse_chat_completion_tokens", "parse_completion_logprobs",
+    "parse_completion_tokens", "process_chat_format_vllm", "process_completion_format_vllm", "process_env_results",
+    "process_env_results_vllm", "prompt_too_long", "render_completion", "rollout", "tool_defs",
+)  # fmt: skip
+CLASSIC_METHODS = frozenset(
+    {
+        "add_model_response", "add_trajectory_step", "env_response", "get_model_response", "get_prompt_messages",
+        "init_state", "is_completed", "max_turns_reached", "post_rollout", "prompt_too_long", "render_completion",
+        "rollout", "run_rollouts", "tool_defs",
+    }
+)  # fmt: skip
+
+
+def _or_classic(is_present: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Callable[[F], F]:
+    """Let a method be called with the arguments of verifiers 0.1.x, too, which `is_present` tells from its own."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_present(args, kwargs):
+                return method(self, *args, **kwargs)
+            from verifiers.classic.environment_api import classic_call
+
+            return classic_call(method, self, *args, **kwargs)
+
+        call.__dict__["is_present"] = True
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _state_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return isinstance(args[0], Mapping) if args else "state" in kwargs and "messages" not in kwargs
+
+
+by_state = _or_classic(_state_first)
+by_requests = _or_classic(lambda args, kwargs: len(args) + len(kwargs) == 2)
+
+
+class _ClassicCall:
+    """A method or attribute of `verifiers.classic.environment_api.ClassicCalls`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, env: Any, owner: Any = None) -> Any:
+        from verifiers.classic.environment_api import ClassicCalls
+
+        found: Any = inspect.getattr_static(ClassicCalls, self._name)
+        return found.__get__(env, owner)
+
+
+class Environment(ClassicCalls):
     """Base of all environments; subclass `SingleTurnEnv` or `MultiTurnEnv` unless you own the whole rollout.
 
     Args:
@@ -57,7 +107,7 @@ class Environment:
         message_type: "chat" or "completion".
         oai_tools: tool definitions offered to the policy in every rollout.
         max_workers: kept for the classic signature.
-        tool_defs: the second generation's name of `oai_tools`; `vf.Tool`s, or dicts of name, description, parameters.
+        tool_defs: another name of `oai_tools`; `vf.Tool`s, or dicts of name, description, parameters.
         **kwargs: every further keyword becomes an attribute, with a warning.
 
     Raises:
@@ -80,6 +130,11 @@ class Environment:
         tool_defs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        for cls in type(self).__mro__:
+            if cls is Environment:
+                break
+            # methods may have been assigned to a class after it was made
+            _adapt(cls)
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         set_extra_keywords(self, kwargs, ("env_id", "env_args", "client", "model"))
         if rubric is not None and not hasattr(rubric, "score_rollout"):
@@ -116,7 +171,6 @@ class Environment:
 
     dataset = datasets.LazyDataset()
     eval_dataset = datasets.LazyDataset()
-    tool_defs = ToolDefs()
 
     # -- data -----------------------------------------------------------------------------------------------
 
@@ -183,268 +237,102 @@ class Environment:
         present = self.rubric if isinstance(self.rubric, RubricGroup) else RubricGroup([self.rubric])
         self.rubric = present.with_rubric(rubric)
 
-    # -- one rollout ----------------------------------------------------------------------------------------
+    # -- rollouts -------------------------------------------------------------------------------------------
 
-    @default_step
-    async def init_state(
-        self,
-        input: RolloutInput,  # noqa: A002 - the classic API's name
-        client: Any,
-        model: str,
-        sampling_args: SamplingArgs | None = None,
-    ) -> State:
-        """Return the state that a rollout of this row begins with, before `setup_state`."""
-        return new_state(input, client, model, sampling_args, self.oai_tools)
+    async def play(self, state: State) -> None:
+        """Play one rollout out in its state; the method that environments with a loop of their own override.
 
-    @default_step
-    @either_generation(asks_by_state, call_model_by_state)
+        Ask `state["client"]`, which records what it answers, for `state["model"]` with `state["sampling_args"]`, and
+        leave the messages after the prompt in `state["completion"]`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must override play, or subclass SingleTurnEnv or MultiTurnEnv."
+        )
+
+    @by_requests
+    async def run_rollouts(self, requests: Sequence[RolloutRequest], run: Run) -> list[Rollout]:
+        """Play every request side by side, each by calls of its own, under the run's semaphore.
+
+        Training, evaluation and the classic calls ask this method for their rollouts, so an override takes effect in
+        all of them. It may change requests (`dataclasses.replace`) and call `super().run_rollouts` again: a rollout
+        that is played a second time continues its trace. Failures are outcomes of their rollouts.
+
+        Args:
+            requests: what is scored together: the rollouts of a prompt, or fewer.
+            run: the policy and the limits that all rollouts share.
+
+        Returns:
+            One rollout for each request, in order, without scores.
+        """
+        return await gather_owned([play(self, request, run) for request in requests])
+
+    @by_state
     async def get_model_response(
         self,
-        client: Any,
-        model: str,
+        state: State,
         prompt: Messages,
+        client: Any = None,
+        model: str | None = None,
         oai_tools: list[dict[str, Any]] | None = None,
         sampling_args: SamplingArgs | None = None,
         message_type: MessageType | None = None,
-        **kwargs: Any,
+        tool_defs: list[Any] | None = None,
+        **_: Any,
     ) -> ModelResponse:
-        """Return the policy's answer to `prompt`; see `verifiers.envs.conversation.call_model`.
+        """Return the policy's answer to `prompt`; what is left out is taken from the state.
 
-        Second generation: `get_model_response(state, prompt, client=None, model=None, oai_tools=None,
-        sampling_args=None, message_type=None)`; what is left out is taken from the state.
+        Raises:
+            As `verifiers.envs.conversation.call_model`.
         """
+        given = tool_defs if oai_tools is None else oai_tools
         return await call_model(
-            client,
-            model,
+            client if client is not None else state["client"],
+            model if model is not None else state["model"],
             prompt,
             message_type=message_type or self.message_type,
-            oai_tools=oai_tools,
-            sampling_args=sampling_args,
+            oai_tools=offered_tools(state, self.oai_tools) if given is None else given,
+            sampling_args=sampling_args if sampling_args is not None else state.get("sampling_args"),
             logger=getattr(self, "logger", None),
         )
-
-    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-        """Play one prompt out.
-
-        `rollout(client, model, prompt, answer, task, info, sampling_args)` returns (completion, state).
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} must override rollout, or subclass SingleTurnEnv or MultiTurnEnv."
-        )
-
-    def _play_row(self, row: RolloutInput, model: str, sampling_args: SamplingArgs, client: Any) -> Awaitable[Any]:
-        return call_rollout(self, row, client, model, sampling_args)
 
     async def teardown(self) -> None:
         """Run the methods marked `@vf.teardown`, once; see `verifiers.envs.lifecycle.run_teardown`."""
         await run_teardown(self)
 
-    # -- many rollouts --------------------------------------------------------------------------------------
+    # -- methods that are written for verifiers 0.1.x -----------------------------------------------------------
 
-    async def run_rollouts(
-        self,
-        client: Any,
-        model: str,
-        prompts: Sequence[Messages],
-        answers: Sequence[Any],
-        tasks: Sequence[str] | None = None,
-        infos: Sequence[Info] | None = None,
-        sampling_args: SamplingArgs | None = None,
-        max_concurrent: int = -1,
-        **kwargs: Any,
-    ) -> list[tuple[Messages, State]]:
-        """Play all prompts out with independent calls under one semaphore; no scores.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _adapt(cls)
 
-        Training, evaluation and the classic calls ask this method for their rollouts, so an override takes effect in
-        all of them. They give it a `BatchClient`: `client[i]` is the client of prompt i, which records its tokens,
-        and `client[i:j]` that of several prompts, for `super().run_rollouts`. A failure is then recorded as the
-        outcome of its rollout instead of raised.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CLASSIC_METHODS:
+            from verifiers.classic.adapt import set_on
 
-        Args:
-            client: that, or any client shaped like `openai.AsyncOpenAI`.
-            max_concurrent: rollouts in flight at once, of a client that has no limit of its own; -1 for no bound.
+            set_on(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
-        Returns:
-            (completion, state) of each prompt, in order.
 
-        Raises:
-            ConfigError: another number of prompts than the client was made for.
-            Exception: with a client of the caller's own, the first rollout's failure; the others are cancelled.
-        """
-        rows: list[RolloutInput] = [
-            {
-                "prompt": prompt,
-                "answer": answer,
-                "task": tasks[index] if tasks is not None else "default",
-                "info": infos[index] if infos is not None else {},
-            }
-            for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-        ]
-        batch = BatchClient.of(client, len(rows))
-        if batch is not None:
-            return await batch.play_rows(rows, self._play_row, model, sampling_args)
-        async with batch_api.own_batch(self, client, model, rows, sampling_args, max_concurrent) as batch:
-            results = await batch.play_rows(rows, self._play_row, model)
-        for _, state in results:
-            # results are stored and copied, and connections are neither
-            state.pop("client", None)
-        return results
+for _name in CLASSIC_CALLS:
+    setattr(Environment, _name, _ClassicCall(_name))
 
-    async def a_generate(
-        self,
-        inputs: Any,
-        client: Any = None,
-        model: str | None = None,
-        sampling_args: SamplingArgs | None = None,
-        score_rollouts: bool = True,
-        max_concurrent: int = -1,
-        max_concurrent_generation: int | None = None,
-        max_concurrent_scoring: int | None = None,
-        interleave_scoring: bool = True,
-        **kwargs: Any,
-    ) -> GenerateOutputs:
-        """Roll out and score columns of prompts (a dict, GenerateInputs, or a Dataset).
 
-        Args:
-            client: left out, the one that the environment was made with; `model` likewise.
+def _adapt(cls: Any) -> None:
+    """Put the wrappers of `verifiers.classic.adapt` on methods of a class that are written for verifiers 0.1.x."""
+    if any(_is_classic(name, vars(cls)[name]) for name in CLASSIC_METHODS & vars(cls).keys()):
+        from verifiers.classic.adapt import adapt
 
-        Returns:
-            prompt, completion, answer, state, task, info, reward, metrics; `reward` is [] with
-            `score_rollouts=False`.
+        adapt(cls)
 
-        Raises:
-            ConfigError: a misspelled keyword; one that is unknown is ignored, with a warning.
-        """
-        ignore_keywords(self, kwargs, Environment.a_generate)
-        return await batch_api.generate(
-            self,
-            inputs,
-            client,
-            model,
-            sampling_args=sampling_args,
-            score=score_rollouts,
-            max_concurrent=max_concurrent if max_concurrent_generation is None else max_concurrent_generation,
-            max_concurrent_scoring=max_concurrent if max_concurrent_scoring is None else max_concurrent_scoring,
-            interleave_scoring=interleave_scoring,
-        )
 
-    def generate(self, inputs: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run `a_generate` for both generations of callers: read the result at once, or await it."""
-        return batch_api.complete_or_awaitable(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
-
-    def generate_sync(
-        self, inputs: Any, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
-    ) -> GenerateOutputs:
-        """Run `a_generate` and wait for the result; also inside a running event loop."""
-        return run_blocking(lambda: self.a_generate(inputs, client, model, *args, **kwargs))
-
-    async def a_evaluate(
-        self,
-        client: Any = None,
-        model: str | None = None,
-        sampling_args: SamplingArgs | None = None,
-        num_examples: int = -1,
-        rollouts_per_example: int = 1,
-        score_rollouts: bool = True,
-        shard: tuple[int, int] | None = None,
-        **kwargs: Any,
-    ) -> GenerateOutputs:
-        """Roll out and score the eval dataset, of `shard=(3, 8)` every eighth row; e0 .. eN-1, e0 .. eN-1."""
-        check_keywords(type(self).__name__, kwargs, parameter_names(Environment.a_evaluate, Environment.a_generate))
-        dataset = self.get_eval_dataset(n=num_examples)
-        if shard is not None:
-            dataset = dataset.select(Shard(*shard).examples(len(dataset)))
-        inputs = {name: list(values) * rollouts_per_example for name, values in batch_api.columns_of(dataset).items()}
-        return await self.a_generate(inputs, client, model, sampling_args, score_rollouts, **kwargs)
-
-    def evaluate(self, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run `a_evaluate` for both generations of callers: read the result at once, or await it."""
-        return batch_api.complete_or_awaitable(lambda: self.a_evaluate(client, model, *args, **kwargs))
-
-    def evaluate_sync(
-        self, client: Any = None, model: str | None = None, *args: Any, **kwargs: Any
-    ) -> GenerateOutputs:
-        """Run `a_evaluate` and wait for the result."""
-        return run_blocking(lambda: self.a_evaluate(client, model, *args, **kwargs))
-
-    def make_dataset(
-        self,
-        results: GenerateOutputs,
-        rollouts_per_example: int = 1,
-        push_to_hf_hub: bool = False,
-        hub_name: str | None = None,
-        state_columns: list[str] | None = None,
-        **kwargs: Any,
-    ) -> Dataset:
-        """Return results as a Dataset: prompt, completion, answer, task, reward, average_reward, [info], each metric.
-
-        Args:
-            rollouts_per_example: kept for the classic signature; averages go by prompt, whatever the order.
-            state_columns: keys of the states that become columns.
-        """
-        if push_to_hf_hub and hub_name is None:
-            raise ConfigError("push_to_hf_hub needs hub_name, such as 'user/my-results'.")
-        dataset = batch_api.to_dataset(results, state_columns)
-        if push_to_hf_hub:
-            dataset.push_to_hub(hub_name)
-        return dataset
-
-    # -- tokens, for training loops written for the classic API -----------------------------------------------
-
-    parse_chat_completion_tokens = staticmethod(token_processing.chat_tokens)
-    parse_chat_completion_logprobs = staticmethod(token_processing.chat_logprobs)
-    parse_completion_tokens = staticmethod(token_processing.completion_tokens)
-    parse_completion_logprobs = staticmethod(token_processing.completion_logprobs)
-
-    def process_chat_format_vllm(
-        self,
-        prompt: list[ChatMessage],
-        completion: list[ChatMessage],
-        state: State,
-        processing_class: Any,
-        mask_env_responses: bool = False,
-    ) -> token_processing.TokenLists:
-        """Return the token lists of a chat rollout; see `verifiers.envs.classic.token_processing.process_chat`."""
-        tools = openai_tools(tools_of_info(state.get("info") or {}) or self.oai_tools or ())
-        return token_processing.process_chat(prompt, completion, state, processing_class, mask_env_responses, tools)
-
-    def process_completion_format_vllm(
-        self,
-        prompt: str,
-        completion: str,
-        state: State,
-        processing_class: Any,
-        mask_env_responses: bool = False,
-    ) -> token_processing.TokenLists:
-        """Return the token lists of a rollout in completion mode; see `token_processing.process_completion`."""
-        return token_processing.process_completion(prompt, completion, state, processing_class, mask_env_responses)
-
-    def process_env_results_vllm(
-        self,
-        prompts: Sequence[Messages],
-        completions: Sequence[Messages],
-        states: Sequence[State],
-        rewards: Sequence[float],
-        processing_class: Any,
-        max_seq_len: int = -1,
-        mask_env_responses: bool = False,
-        mask_truncated_completions: bool = False,
-        zero_truncated_completions: bool = False,
-    ) -> ProcessedOutputs:
-        """Return the token lists of finished rollouts; see `token_processing.process_results`."""
-        is_chat = self.message_type == "chat"
-        of_one: Callable[..., token_processing.TokenLists] = (
-            self.process_chat_format_vllm if is_chat else self.process_completion_format_vllm
-        )
-        return token_processing.process_results(
-            lambda prompt, completion, state: of_one(prompt, completion, state, processing_class, mask_env_responses),
-            prompts,
-            completions,
-            states,
-            rewards,
-            max_seq_len,
-            mask_truncated_completions,
-            zero_truncated_completions,
-        )
-
-    process_env_results = process_env_results_vllm
+def _is_classic(name: str, method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    first = code.co_varnames[1:2] if code is not None else ()
+    if name in ("is_completed", "get_model_response", "post_rollout"):
+        return not getattr(method, "is_present", False) and first != ("state",)
+    if name == "run_rollouts":
+        return first != ("requests",)
+    if name == "env_response":
+        return "uple" in str(getattr(method, "__annotations__", {}).get("return", ""))
+    return True

@@ -10,15 +10,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import CoroutineType, FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 __all__ = [
-    "FUNCTION_TYPES",
     "TEARDOWN_WITHIN_S",
-    "AwaitableBool",
     "cleanup",
     "marked_methods",
     "marked_names",
@@ -44,21 +42,10 @@ async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return result
 
 
-class AwaitableBool(int):
-    """A bool that may also be awaited, for conditions that subclasses ask for in either way."""
-
-    def __await__(self) -> Generator[Any, Any, bool]:
-        yield from ()
-        return bool(self)
-
-    def __repr__(self) -> str:
-        return repr(bool(self))
-
-
-_PLAIN = frozenset({AwaitableBool, bool, dict, list, str, tuple, type(None)})
+_PLAIN = frozenset({bool, dict, list, str, tuple, type(None)})
 
 _MARKS = "_verifiers_marks"
-FUNCTION_TYPES = frozenset({FunctionType, MethodType})
+_FUNCTION_TYPES = frozenset({FunctionType, MethodType})
 
 
 @overload
@@ -113,9 +100,12 @@ def marked_methods(obj: Any, kind: str) -> list[Callable[..., Any]]:
     """
     cls: Any = type(obj)
     found = dict(marked_names(cls, kind))
+    if not found and _FUNCTION_TYPES.isdisjoint(map(type, getattr(obj, "__dict__", {}).values())):
+        # nearly no environment has marked methods, and every rollout asks
+        return []
     for name, value in getattr(obj, "__dict__", {}).items():
         # other callables may answer to any attribute (mocks do), and would seem marked
-        if type(value) in FUNCTION_TYPES:
+        if type(value) in _FUNCTION_TYPES:
             priority = getattr(value, _MARKS, {}).get(kind)
             if priority is not None:
                 found[name] = priority

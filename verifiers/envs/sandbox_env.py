@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.envs.classic.sandboxes import (
+from verifiers.classic.sandboxes import (
+    AwaitableDict,
     SandboxClient,
     SandboxRequest,
     SandboxState,
     new_sandbox_state,
 )
-from verifiers.envs.conversation import takes_state_first
 from verifiers.envs.lifecycle import cleanup, maybe_await, teardown
-from verifiers.envs.signatures import AwaitableDict
 from verifiers.envs.tool_env import StatefulToolEnv, result_text
 from verifiers.envs.tools import NOT_FOR_THE_MODEL
 from verifiers.errors import ConfigError, SandboxError
@@ -186,7 +185,7 @@ class SandboxEnv(StatefulToolEnv):
     async def post_rollout(self, state: State) -> None:
         """Read from the sandbox what rewards need, and keep that in the state. Override it.
 
-        The first generation's overrides are `post_rollout(messages, state)`. Called at the end of a rollout, before
+        Called at the end of a rollout, before
         its sandbox is closed, unless the rollout failed or was cancelled.
         """
 
@@ -201,8 +200,7 @@ class SandboxEnv(StatefulToolEnv):
         try:
             # without a reason to stop, the loop was left by an error or a cancellation
             if state.get("stop_condition") and not state.get("error"):
-                by_state = takes_state_first(self.post_rollout)
-                await maybe_await(self.post_rollout, *((state,) if by_state else (state.get("completion"), state)))
+                await maybe_await(self.post_rollout, state)
         finally:
             await self._close(state.get("sandbox_id") or "")
 
@@ -395,6 +393,6 @@ class PythonEnv(SandboxEnv):
 
 
 def __getattr__(name: str) -> Any:
-    from verifiers.envs.classic.import_paths import classic_name
+    from verifiers.classic.import_paths import classic_name
 
     return classic_name(__name__, name)

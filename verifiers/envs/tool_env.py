@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifiers.concurrency import gather_owned
+from verifiers.envs.environment import by_state
 from verifiers.envs.lifecycle import maybe_await
-from verifiers.envs.multiturn_env import MultiTurnEnv, gives_state_alone, is_completed_by_state
-from verifiers.envs.signatures import either_generation
+from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.envs.tools import (
     NOT_FOR_THE_MODEL,
     RequestedCall,
@@ -32,16 +30,6 @@ def _text_of(error: Exception) -> str:
     return f"{error}"
 
 
-async def _is_completed_by_state(self: ToolEnv, state: State, **_: Any) -> bool:
-    """Return whether a rollout is complete, as `is_completed` of the second generation does."""
-    if await is_completed_by_state(self, state):
-        return True
-    answered = bool(state.get("trajectory")) and bool(await maybe_await(self.no_tools_called, state))
-    if answered:
-        state["stop_condition"] = state.get("stop_condition") or "no_tools_called"
-    return answered
-
-
 class ToolEnv(MultiTurnEnv):
     """An environment whose policy may call tools, by native tool calls.
 
@@ -61,10 +49,13 @@ class ToolEnv(MultiTurnEnv):
     Attributes:
         oai_tools: the definitions that the policy is given.
         tool_map: from name to tool; what stands here is what is called.
+        replies_with_state: `env_response` returns the state, too, for a subclass that unpacks both.
 
     Raises:
         ConfigError: a function that cannot be a tool, or two tools with one name.
     """
+
+    replies_with_state = False
 
     def __init__(
         self,
@@ -128,39 +119,34 @@ class ToolEnv(MultiTurnEnv):
 
     # -- a turn ---------------------------------------------------------------------------------------------
 
-    @either_generation(gives_state_alone, _is_completed_by_state)
-    async def is_completed(self, messages: Messages, state: State, **kwargs: Any) -> bool:
+    @by_state
+    async def is_completed(self, state: State) -> bool:
         """Return True too when the newest message is an answer of the policy that calls no tool."""
-        if await super().is_completed(messages, state, **kwargs):
+        if await super().is_completed(state):
             return True
-        if not messages or isinstance(messages, str):
+        said: Messages = state["completion"]
+        if isinstance(said, str) or (said and said[-1].get("role") != "assistant"):
             return False
-        last = messages[-1]
-        if last.get("role") != "assistant":
-            return False
-        if type(self).no_tools_called is not ToolEnv.no_tools_called:
-            return bool(await maybe_await(self.no_tools_called, state))
-        if last.get("tool_calls"):
+        if not await maybe_await(self.no_tools_called, state):
             return False
         state["stop_condition"] = state.get("stop_condition") or "no_tools_called"
         return True
 
     async def no_tools_called(self, state: State) -> bool:
         """Return whether the policy's newest answer calls no tool; override it to continue nevertheless."""
-        trajectory = state.get("trajectory")
-        answer: Messages = trajectory[-1]["completion"] if trajectory else []
-        return bool(answer) and not isinstance(answer, str) and not answer[-1].get("tool_calls")
+        steps = state.get("trajectory")
+        said: Messages = steps[-1]["completion"] if steps else state["completion"]
+        return bool(said) and not isinstance(said, str) and not said[-1].get("tool_calls")
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
         """Answer each tool call of the newest message with one tool message.
 
         Returns:
-            The messages; or (messages, state) where a subclass's own env_response says by its return annotation
-            that it is of the first generation, which unpacks what it gets from here.
+            The messages; or (messages, state) where `replies_with_state` says so.
         """
         calls = requested_calls(messages[-1]) if messages and not isinstance(messages, str) else []
         replies = await gather_owned([self._answer(call, messages, state, kwargs) for call in calls])
-        return (replies, state) if _is_first_generation(type(self).__mro__) else replies
+        return (replies, state) if self.replies_with_state else replies
 
     async def call_tool(
         self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any
@@ -226,15 +212,6 @@ class ToolEnv(MultiTurnEnv):
             self.logger.warning("error_formatter failed: %r", failed)
             text = None
         return str(text) if text else repr(error)
-
-
-@functools.lru_cache(maxsize=256)
-def _is_first_generation(bases: tuple[type, ...]) -> bool:
-    """Return whether the override of `env_response` that calls ToolEnv's own is written to return a tuple."""
-    overrides = [base.__dict__["env_response"] for base in bases if "env_response" in base.__dict__]
-    callers = overrides[: overrides.index(ToolEnv.env_response)]
-    returns = getattr(callers[-1], "__annotations__", {}).get("return", "") if callers else ""
-    return re.match(r"\W*(\w+\.)*tuple\b", str(returns), re.IGNORECASE) is not None
 
 
 class StatefulToolEnv(ToolEnv):
@@ -321,6 +298,6 @@ def result_text(result: RunResult, max_chars: int, timeout_s: float) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    from verifiers.envs.classic.import_paths import classic_name
+    from verifiers.classic.import_paths import classic_name
 
     return classic_name(__name__, name)

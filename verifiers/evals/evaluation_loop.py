@@ -15,7 +15,7 @@ from verifiers.envs.datasets import row_fields
 from verifiers.errors import NothingScoredError
 from verifiers.inference.limits import Limiter, NoMoreSlotsError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock, most_often
-from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
+from verifiers.rollouts.run import Run, relaxed_gc
 from verifiers.types import RolloutKey
 
 __all__ = [
@@ -112,7 +112,7 @@ class Interruption:
 
 
 async def run_units(
-    runner: RolloutRunner,
+    runner: Run,
     units: Iterable[Sequence[RolloutRequest]],
     on_rollout: Callable[[Rollout], None],
     interruption: Interruption | None = None,
@@ -183,7 +183,7 @@ def _most_unfinished(limiter: Limiter) -> float:
     return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
 
 
-async def run_evaluation(runner: RolloutRunner, groups: Sequence[Sequence[RolloutRequest]]) -> ScoredBlock:
+async def run_evaluation(runner: Run, groups: Sequence[Sequence[RolloutRequest]]) -> ScoredBlock:
     """Run and score all groups under the runner's limiter.
 
     Raises:

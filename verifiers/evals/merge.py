@@ -16,8 +16,8 @@ from typing import Any
 
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
+from verifiers.evals.evaluation_run import IDENTITY
 from verifiers.evals.progress import Progress
-from verifiers.evals.run import IDENTITY
 from verifiers.evals.store import (
     FAILURES,
     METADATA,

@@ -22,7 +22,7 @@ from verifiers.evals.store import ResultStore, StoredRun
 from verifiers.inference.limits import Limiter
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
-from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
+from verifiers.rollouts.run import Run
 from verifiers.types import Failure, MessageRecord, Outcome, RolloutKey, State, Timing, Usage
 
 __all__ = ["Regraded", "RestoredState", "regrade"]
@@ -68,7 +68,7 @@ class Regraded:
 
 
 async def regrade(
-    env: RunsRollouts,
+    env: Any,
     run: StoredRun,
     *,
     max_concurrent: int = 64,
@@ -97,7 +97,7 @@ async def regrade(
         before.add_row(row)
         groups.setdefault(row["example_id"], []).append(row)
     directory = _directory_beside(run.directory)
-    runner = RolloutRunner(env, None, "", grading_timeout_s=grading_timeout_s)  # type: ignore[arg-type]
+    runner = Run(env, None, "", grading_timeout_s=grading_timeout_s)  # type: ignore[arg-type]
     limiter = Limiter(max_concurrent)
     metadata = {
         **{name: value for name, value in run.metadata.items() if name not in ("identity", "summary")},

@@ -32,7 +32,7 @@ from verifiers.inference.rendering import (
     derender_body,
 )
 from verifiers.inference.retries import RetryPolicy
-from verifiers.inference.wire import SampledTokens, WireObject
+from verifiers.inference.wire import WireObject
 
 __all__ = [
     "CachedPrefix",
@@ -330,13 +330,13 @@ class TokenTurns:
                 raise
             return None, call
 
-    def hold(self, call: ChatCall, message: Mapping[str, Any], sampled: SampledTokens) -> None:
-        """Remember the answer to a call, as `ask` returned it; one without ids, or not comparable, is not kept."""
+    def hold(
+        self, call: ChatCall, message: Mapping[str, Any], prompt_ids: Sequence[int], completion_ids: Sequence[int]
+    ) -> None:
+        """Remember the answer to a call, as `ask` returned it; one that is not comparable is not kept."""
         key = message_key(message)
-        if key is not None and sampled.prompt_ids is not None and sampled.completion_ids is not None:
-            keys = [*call.keys, key]
-            prefix = CachedPrefix(keys, call.context, sampled.prompt_ids, sampled.completion_ids, message)
-            self._prefixes.append(prefix)
+        if key is not None:
+            self._prefixes.append(CachedPrefix([*call.keys, key], call.context, prompt_ids, completion_ids, message))
 
     def find(self, call: ChatCall) -> CachedPrefix | None:
         """Return the newest answer that the call repeats, with everything before it, and continues."""

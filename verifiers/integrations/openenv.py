@@ -262,10 +262,11 @@ class OpenEnvEnv(MultiTurnEnv):
         text = self._text_of(outcome)
         return [{"role": "user", "content": text}] if text or not outcome.done else []
 
-    def max_turns_reached(self, state: State) -> bool:
-        """Return True at `max_turns` when the last answer was played too and the episode is not over."""
+    def bound_reached(self, state: State) -> str | None:
+        """Return the limit that ends the rollout; `max_turns` does when the last answer was played, too."""
+        reason = super().bound_reached(state)
         played = state.get("answers_handled", 0) >= state["turn"]
-        return super().max_turns_reached(state) and played and not state.get("done")
+        return None if reason == "max_turns_reached" and (not played or state.get("done")) else reason
 
     @stop
     async def episode_done(self, state: State) -> bool:

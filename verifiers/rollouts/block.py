@@ -13,15 +13,13 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from verifiers.errors import ConfigError, NothingScoredError, RolloutWorkerError
-from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock, most_often, requests_by_prompt
-from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
-from verifiers.types import Outcome, RolloutKey
+from verifiers.rollouts.run import Deadlines, Run, relaxed_gc
+from verifiers.types import Outcome, RolloutKey, State
 
 __all__ = [
     "BatchRequest",
@@ -36,104 +34,39 @@ class BatchRequest:
 
     Attributes:
         batch_id: the block id; blocks are taken by it.
-        env_inputs: columns `prompt`, and where there are any `answer`, `task`, `info`, `example_id`, `seed`;
-            each prompt appears `num_generations` times in a row. `seed` is each rollout's sampling seed.
-        num_generations: size of a group.
+        requests: its rollouts; those of a prompt stand together, and are as many for each prompt.
         policy_version: version on the server when the block is submitted, stamped on tokens that the server does not
             stamp itself; None keeps the generator's present version.
-        replacements: columns like `env_inputs`, of prompts that replace zero-variance groups, in the order in which
-            they are used; empty for none.
+        replacements: rollouts of prompts that replace zero-variance groups, in the order in which they are used.
+
+    Raises:
+        ConfigError: no rollouts, groups of different sizes, or a prompt in two places.
     """
 
     batch_id: int
-    env_inputs: Mapping[str, Sequence[Any]]
-    num_generations: int = 1
+    requests: Sequence[RolloutRequest]
     policy_version: int | None = None
-    replacements: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    replacements: Sequence[RolloutRequest] = ()
 
-    @classmethod
-    def of_rollouts(
-        cls,
-        batch_id: int,
-        requests: Sequence[RolloutRequest],
-        *,
-        policy_version: int | None = None,
-        replacements: Sequence[RolloutRequest] = (),
-    ) -> BatchRequest:
-        """Return the request for a list of rollouts; those of a prompt stand together and are as many for each.
-
-        Raises:
-            ConfigError: groups of different sizes.
-        """
-        sizes = set(Counter(request.key.example_id for request in (*requests, *replacements)).values())
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise ConfigError(f"batch {self.batch_id} has no rollouts; give it requests.")
+        sizes = set()
+        for part in (self.requests, self.replacements):
+            seen: set[int] = set()
+            for example_id, group in itertools.groupby(part, lambda request: request.key.example_id):
+                keys = [request.key for request in group]
+                if example_id in seen or len(set(keys)) < len(keys):
+                    raise ConfigError(
+                        f"batch {self.batch_id}: the rollouts of example_id {example_id} do not stand together; give "
+                        "each prompt once, with all of its rollouts in a row."
+                    )
+                seen.add(example_id)
+                sizes.add(len(keys))
         if len(sizes) > 1:
-            raise ConfigError(f"batch {batch_id} has groups of {sorted(sizes)} rollouts; give each prompt as many.")
-        size = sizes.pop() if sizes else 1
-        return cls(batch_id, _columns(requests), size, policy_version, _columns(replacements))
-
-    def requests(self) -> list[RolloutRequest]:
-        """Return the rollouts asked for, in order.
-
-        Raises:
-            ConfigError: no prompts, columns of unequal length, an incomplete last group, or a prompt in two places.
-        """
-        if not len(self.env_inputs.get("prompt") or ()):
-            raise ConfigError(f"batch {self.batch_id} has no prompts; give env_inputs a column 'prompt'.")
-        return self._rollouts(self.env_inputs)
-
-    def replacement_requests(self) -> list[RolloutRequest]:
-        """Return the rollouts of the replacements, in order.
-
-        Raises:
-            ConfigError: as `requests`.
-        """
-        return self._rollouts(self.replacements)
-
-    def _rollouts(self, inputs: Mapping[str, Sequence[Any]]) -> list[RolloutRequest]:
-        columns = {name: values for name, values in inputs.items() if values is not None}
-        count, size = len(columns.get("prompt", ())), self.num_generations
-        for name, values in columns.items():
-            if len(values) != count:
-                raise ConfigError(
-                    f"batch {self.batch_id}: column {name!r} has {len(values)} values, 'prompt' has {count}."
-                )
-        if size < 1:
-            raise ConfigError(f"batch {self.batch_id}: num_generations is {size}; give 1 or more.")
-        if count % size:
             raise ConfigError(
-                f"batch {self.batch_id} has {count} prompts, which num_generations={size} does not divide."
+                f"batch {self.batch_id} has groups of {sorted(sizes)} rollouts; give each prompt as many."
             )
-        requests = [self._request(columns, row) for row in range(count)]
-        repeated = [key for key, count in Counter(request.key for request in requests).items() if count > 1]
-        if repeated:
-            raise ConfigError(
-                f"batch {self.batch_id}: the rows of example_id {repeated[0].example_id} do not stand together; give "
-                f"each prompt num_generations={size} times in a row, under one example_id."
-            )
-        return requests
-
-    def _request(self, columns: Mapping[str, Sequence[Any]], row: int) -> RolloutRequest:
-        def cell(name: str, default: Any) -> Any:
-            values = columns.get(name)
-            return default if values is None or values[row] is None else values[row]
-
-        group, generation = divmod(row, self.num_generations)
-        return RolloutRequest(
-            RolloutKey(self.batch_id, int(cell("example_id", group)), generation),
-            prompt=cell("prompt", ""),
-            answer=cell("answer", ""),
-            task=cell("task", "default"),
-            info=cell("info", {}),
-            seed=cell("seed", None),
-        )
-
-
-def _columns(requests: Sequence[RolloutRequest]) -> dict[str, list[Any]]:
-    if not requests:
-        return {}
-    names = ("prompt", "answer", "task", "info", "seed")
-    columns = {name: [getattr(request, name) for request in requests] for name in names}
-    return {**columns, "example_id": [request.key.example_id for request in requests]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,32 +91,30 @@ class BlockRun:
     """The generation and scoring of one block; belongs to the event loop that `run` is awaited on.
 
     Args:
-        requests: the planned rollouts; those of a prompt make a group.
-        replacements: rollouts of prompts that replace groups without variance, in the order of use.
+        run: of the rollouts; the block's own, as it drops them all at once.
+        batch: the planned rollouts, and those that replace groups without variance.
         on_groups: called with the groups that are final so far, in order, whenever there are more.
     """
 
     def __init__(
         self,
-        runner: RolloutRunner,
-        block_id: int,
-        requests: Sequence[RolloutRequest],
+        run: Run,
+        batch: BatchRequest,
         *,
         policy: GroupPolicy | None = None,
-        replacements: Sequence[RolloutRequest] = (),
         on_groups: Callable[[list[Group]], None] | None = None,
     ) -> None:
-        self.block_id = block_id
+        self.block_id = batch.batch_id
         self.begun = asyncio.Event()
-        self._runner = runner
+        self._run = dataclasses.replace(run, on_end=self._note_end, deadlines=Deadlines())
         self._policy = policy or GroupPolicy()
-        self._candidates = [*requests_by_prompt(requests), *requests_by_prompt(replacements)]
-        self._planned = len(requests_by_prompt(requests))
+        planned = requests_by_prompt(batch.requests)
+        self._candidates = [*planned, *requests_by_prompt(batch.replacements)]
+        self._planned = len(planned)
         self._replacements_begun = 0
         self._groups: dict[int, Group] = {}
         self._zero_variance: set[int] = set()
-        self._batches: list[BatchClient] = []
-        self._size = len(requests)
+        self._size = len(batch.requests)
         self._ended: set[RolloutKey] = set()
         self._dropping = False
         self._on_groups = on_groups
@@ -200,7 +131,7 @@ class BlockRun:
             with relaxed_gc():
                 async with asyncio.TaskGroup() as tasks:
                     for place in range(self._planned):
-                        await self._runner.limiter.wait_for_room()
+                        await self._run.limiter.wait_for_room()
                         tasks.create_task(self._group(place, tasks))
                     self.begun.set()
         except BaseExceptionGroup as failed:
@@ -226,7 +157,10 @@ class BlockRun:
     # -- groups ---------------------------------------------------------------------------------------------
 
     async def _group(self, place: int, tasks: asyncio.TaskGroup) -> None:
-        group = await self._runner.finish_group(await self._rollouts(self._candidates[place]), score=False)
+        group = await self._run.finish_group(await self._rollouts(self._candidates[place]), score=False)
+        for rollout in group.rollouts:
+            # until the block is trained it keeps its rows, its score and what is shown of it
+            rollout.state = State()
         self._groups[place] = group
         if self._policy.is_zero_variance is not None and self._policy.is_zero_variance(group):
             self._zero_variance.add(place)
@@ -263,13 +197,13 @@ class BlockRun:
 
     async def _rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Play and score the rollouts of a group; those that fail before they have a score are played again."""
-        rollouts = await self._run(requests)
+        rollouts = await self._run.play(requests)
         lost: Counter[int] = Counter()
         for again in itertools.count(1):
             is_last = again > self._policy.retries or self._dropping
             failed = _failed(rollouts)
             if is_last or not failed:
-                await self._runner.score(rollouts)
+                await self._run.score(rollouts)
                 # the worker that held them may have died
                 failed = [
                     index for index in _failed(rollouts) if rollouts[index].outcome is not Outcome.GRADING_ERROR
@@ -278,7 +212,7 @@ class BlockRun:
                 break
             lost.update(index for index in failed if _has_lost_worker(rollouts[index]))
             seeds = {index: _seed_again(requests[index].seed, again) for index in failed}
-            others = await self._run(
+            others = await self._run.play(
                 [
                     dataclasses.replace(requests[index], seed=seeds[index], lost_workers=lost[index])
                     for index in failed
@@ -289,28 +223,14 @@ class BlockRun:
                 rollouts[index] = rollout
         return rollouts
 
-    async def _run(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        begun: list[BatchClient] = []
-
-        def begin(batch: BatchClient) -> None:
-            begun.append(batch)
-            self._batches.append(batch)
-
-        try:
-            return await self._runner.run_batch(requests, on_begin=begin, on_end=self._note_end)
-        finally:
-            for batch in begun:
-                self._batches.remove(batch)
-
-    def _note_end(self, record: RolloutRecord) -> None:
-        self._ended.add(record.request.key)
+    def _note_end(self, rollout: Rollout) -> None:
+        self._ended.add(rollout.key)
         if self._dropping:
             self._drop()
 
     def _drop(self) -> None:
         if 2 * len(self._ended) >= self._size:
-            for batch in self._batches:
-                batch.limits.drop(batch.records)
+            self._run.deadlines.drop()
 
 
 def _failed(rollouts: Sequence[Rollout]) -> list[int]:

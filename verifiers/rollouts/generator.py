@@ -26,8 +26,8 @@ from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.token_in import token_in_for
 from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread, LoopWatchdog
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
-from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
+from verifiers.rollouts.run import Run
 from verifiers.types import Outcome
 
 __all__ = ["AsyncBatchGenerator"]
@@ -42,7 +42,7 @@ class AsyncBatchGenerator:
     """A producer of scored blocks, ahead of the trainer that takes them.
 
     Args:
-        env: the environment; its `rollout` and `rubric` are used.
+        env: the environment; its `run_rollouts` and `rubric` are used.
         client: an openai client, an Endpoint, a base URL, any object shaped like AsyncOpenAI, a list of these for
             several servers of the same model, or a `ServerPool`, on whose event loop the rollouts then run.
         model: the policy's name on the server.
@@ -67,7 +67,7 @@ class AsyncBatchGenerator:
 
     def __init__(
         self,
-        env: RunsRollouts,
+        env: Any,
         client: Any,
         model: str,
         sampling_args: Mapping[str, Any] | None = None,
@@ -93,7 +93,7 @@ class AsyncBatchGenerator:
         self.generation_timeout_s = generation_timeout_s
         self.policy_version = 0
         self._backend: Backend = backend_for(client)
-        self._runner_options: dict[str, Any] = {
+        self._run_options: dict[str, Any] = {
             "model": model,
             "sampling_args": dict(sampling_args or {}),
             "retry": retry or RetryPolicy(),
@@ -131,7 +131,7 @@ class AsyncBatchGenerator:
                 raise GeneratorClosedError("the generator is closed; make a new one.")
             if self._thread is None:
                 self._thread = self._loop_thread()
-                limit_s = self._runner_options["grading_timeout_s"]
+                limit_s = self._run_options["grading_timeout_s"]
                 self._watchdog = LoopWatchdog(self._thread.loop, limit_s, self._fail_blocked)
                 self._watchdog.start()
         return self
@@ -168,13 +168,12 @@ class AsyncBatchGenerator:
         """Begin to generate a block; returns at once. Its rollouts begin after those of blocks submitted before.
 
         Raises:
-            ConfigError: the columns make no block, the block is known already, or more than `num_batches_ahead` + 1
+            ConfigError: the block is known already, or more than `num_batches_ahead` + 1
                 would be in flight.
             GeneratorClosedError: after `close`.
             Error: whatever an earlier block failed with.
         """
-        block_id, requests = request.batch_id, request.requests()
-        replacements = request.replacement_requests()
+        block_id = request.batch_id
         self.start()
         with self._changed:
             self._raise_if_broken()
@@ -189,9 +188,9 @@ class AsyncBatchGenerator:
             if request.policy_version is not None:
                 self.policy_version = request.policy_version
             self._pending[block_id] = None
-            self.launched += len(requests)
+            self.launched += len(request.requests)
             assert self._thread is not None
-            work = self._generate(block_id, requests, replacements, self.policy_version)
+            work = self._generate(request, self.policy_version)
             future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
         future.add_done_callback(self._notice_crash)
 
@@ -289,27 +288,25 @@ class AsyncBatchGenerator:
         except concurrent.futures.CancelledError:
             raise GeneratorClosedError("the generator was closed while work ran on its loop.") from None
 
-    def runner(self, **changes: Any) -> RolloutRunner:
-        """Return a runner on this generator's endpoint and limiter, with some options changed (evaluation)."""
+    def rollout_run(self, **changes: Any) -> Run:
+        """Return a run on this generator's endpoint and limiter, with some options changed (evaluation)."""
         self.start()
-        options = {**self._runner_options, "limiter": self._limiter, "activity": self.activity, **changes}
-        return RolloutRunner(self.env, self._backend, policy_version=lambda: self.policy_version, **options)
+        options = {**self._run_options, "limiter": self._limiter, "activity": self.activity, **changes}
+        return Run(self.env, self._backend, policy_version=lambda: self.policy_version, **options)
 
     # -- in the thread ----------------------------------------------------------------------------------------
 
-    async def _generate(
-        self, block_id: int, requests: list[RolloutRequest], replacements: list[RolloutRequest], version: int
-    ) -> None:
+    async def _generate(self, batch: BatchRequest, version: int) -> None:
+        block_id = batch.batch_id
+
         def on_groups(groups: list[Group]) -> None:
             with self._changed:
                 self._final_groups[block_id] = groups
                 self._changed.notify_all()
 
         try:
-            runner = self.runner(on_rollout=self._count)
-            run = BlockRun(
-                runner, block_id, requests, policy=self._group_policy, replacements=replacements, on_groups=on_groups
-            )
+            rollouts = self.rollout_run(on_rollout=self._count)
+            run = BlockRun(rollouts, batch, policy=self._group_policy, on_groups=on_groups)
             with self._changed:
                 self._pending[block_id] = run
             # the older block is wanted first, so nothing of this one may queue before it
@@ -317,13 +314,13 @@ class AsyncBatchGenerator:
             if before is not None:
                 await before.wait()
             block = await run.run(version)
-            if self._runner_options["require_tokens"]:
+            if self._run_options["require_tokens"]:
                 self._refuse_unrecorded(block)
         except Exception as error:
             self._fail(error)
             return
         with self._changed:
-            self.launched += len(block.launched) - len(requests)
+            self.launched += len(block.launched) - len(batch.requests)
             del self._pending[block_id]
             self._done[block_id] = block
             self._changed.notify_all()
@@ -375,7 +372,7 @@ class AsyncBatchGenerator:
             self._changed.notify_all()
 
     def _fail_blocked(self, function: str) -> None:
-        limit_s = self._runner_options["grading_timeout_s"]
+        limit_s = self._run_options["grading_timeout_s"]
         error = DeadlineError(
             f"{function} has blocked the event loop of all rollouts for {limit_s:.3g} s (grading_timeout); "
             f"{BLOCKING_ADVICE}."

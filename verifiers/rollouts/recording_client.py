@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+import itertools
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
 from verifiers.inference.answers import check_tokens, counted_tokens, version_number
@@ -20,11 +21,25 @@ from verifiers.inference.limits import Limiter, call_with_retries
 from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns
-from verifiers.inference.wire import given_arguments, neutral_where_unset, plain_data, request_body, sampled_tokens
+from verifiers.inference.wire import (
+    WireObject,
+    given_arguments,
+    neutral_where_unset,
+    plain_data,
+    request_body,
+    sampled_tokens,
+)
 from verifiers.rollouts.rollout import TokenSequence, Turn
 from verifiers.types import Usage, message_field
 
-__all__ = ["RecordedAnswer", "RolloutClient", "refuse_non_text", "rows_from_turns", "turn_seed"]
+__all__ = [
+    "RecordedAnswer",
+    "RolloutClient",
+    "refuse_non_text",
+    "rows_from_turns",
+    "turn_seed",
+    "without_tokens",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +54,84 @@ class RecordedAnswer:
     finish_reason: str | None
     usage: Usage
     turn: Turn | None
+
+
+class RecordedResponse(WireObject):
+    """An answer without the tokens that its `turn` has."""
+
+    __slots__ = ("turn",)
+
+    turn: Turn
+
+
+def without_tokens(response: Mapping[str, Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an answer without the token ids and log-probs that the environment has not asked for."""
+    extra = arguments.get("extra_body") or {}
+    asked = any((arguments.get(name) or extra.get(name)) for name in ("logprobs", "return_token_ids"))
+    if asked or "choices" not in response:
+        return response
+    lean = {name: value for name, value in response.items() if name not in _TOKEN_FIELDS}
+    lean["choices"] = [
+        {name: value for name, value in choice.items() if name not in _TOKEN_FIELDS} for choice in response["choices"]
+    ]
+    return lean
+
+
+_TOKEN_FIELDS = ("logprobs", "prompt_token_ids", "token_ids", "weight_versions")
+
+
+class PromptIds(Sequence[int]):
+    """Token ids of a prompt that continues an earlier one and its answer: each id is held once.
+
+    Args:
+        before: the earlier prompt and answer; None for a prompt that continues none.
+        added: the ids after them.
+    """
+
+    __slots__ = ("_added", "_before", "_length")
+
+    def __init__(self, before: tuple[PromptIds, array[int]] | None, added: array[int]) -> None:
+        self._before, self._added = before, added
+        self._length = len(added) + (len(before[0]) + len(before[1]) if before is not None else 0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        parts = [self._added]
+        before = self._before
+        while before is not None:
+            prompt, answer = before
+            parts += [answer, prompt._added]
+            before = prompt._before
+        return itertools.chain.from_iterable(reversed(parts))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
+class _GrowingIds:
+    """The newest prompt and answer of a rollout, which the next prompt nearly always continues."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[PromptIds, array[int]] | None = None
+        self._ids = array("q")
+
+    def append(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> tuple[PromptIds, array[int]]:
+        """Return a call's prompt and answer as they are held."""
+        prompt, completion = array("q", prompt_ids), array("q", completion_ids)
+        held = len(self._ids)
+        continues = self._newest is not None and prompt[:held] == self._ids
+        self._newest = PromptIds(self._newest, prompt[held:]) if continues else PromptIds(None, prompt), completion
+        self._ids = prompt + completion
+        return self._newest
 
 
 def turn_seed(rollout_seed: int, turn: int) -> int:
@@ -111,9 +204,6 @@ class RolloutClient:
         overlong: a call's prompt did not fit the context.
         is_cut_off: a budget of calls or tokens ended the rollout.
         trains: `group`, where the rollout is for training; else None.
-        batch: the `BatchClient` that the handle belongs to, if any.
-        call_slot: gives the slot of one call, for a rollout that holds none itself.
-        has_slot: the rollout holds a slot.
     """
 
     def __init__(
@@ -142,6 +232,7 @@ class RolloutClient:
         self._tokens = TokenTurns(token_in) if token_in is not None else None
         self._check_call = check_call
         self._vocab_size = vocab_size
+        self._ids = _GrowingIds()
         self._begun = 0
         self._trained = True
         self.answers: list[RecordedAnswer] = []
@@ -151,9 +242,6 @@ class RolloutClient:
         self.overlong = False
         self.is_cut_off = False
         self.trains = group if require_tokens else None
-        self.batch: object = None
-        self.call_slot: Callable[[], AbstractAsyncContextManager[None]] | None = None
-        self.has_slot = False
 
     # made when they are asked for: as attributes they would be cycles, and rollouts would wait for the collector
 
@@ -202,6 +290,10 @@ class RolloutClient:
         other._trained = False
         return other
 
+    def record(self) -> None:
+        """Put later calls into the trace; a new handle does."""
+        self._trained = True
+
     def stop_recording(self) -> None:
         """Leave later calls out of the trace: the rollout is over, and its rewards may still ask."""
         self._trained = False
@@ -221,8 +313,7 @@ class RolloutClient:
         """
         if not self._trained or (self._model is not None and arguments.get("model") != self._model):
             return await self._send(path, arguments), None
-        async with nullcontext() if self.has_slot or self.call_slot is None else self.call_slot():
-            return await self._call_policy(path, arguments)
+        return await self._call_policy(path, arguments)
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Refuse arguments of a trained call under which its answer could not be trained.
@@ -243,18 +334,23 @@ class RolloutClient:
         """Take an answer out of the trace and the counts: nobody read it."""
         self.answers.remove(answer)
 
-    async def _call_policy(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
+    async def _call_policy(self, path: str, given: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         began = [0]
         call: ChatCall | None = None
         try:
-            arguments = self._prepared(path, arguments)
+            arguments = self._prepared(path, given)
             response = None
             if self._tokens is not None and path == CHAT:
                 send = functools.partial(self._send, began=began)
                 response, call = await self._tokens.ask(send, request_body(arguments))
             if response is None:
                 response = await self._send(path, arguments, began)
-            return response, self._record(response, began[0], call)
+            recorded = self._record(response, began[0], call)
+            if recorded is not None and recorded.turn is not None and isinstance(response, WireObject):
+                # held once, in the trace: the prompts of a long rollout add up to many times its tokens
+                response = RecordedResponse(without_tokens(plain_data(response), given))
+                response.turn = recorded.turn
+            return response, recorded
         except OverlongPromptError:
             self.overlong = True
             raise
@@ -336,8 +432,6 @@ class RolloutClient:
             counted.get(name, None if ids is None else len(ids))
             for name, ids in (("prompt_tokens", sampled.prompt_ids), ("completion_tokens", sampled.completion_ids))
         ]
-        if self._tokens is not None and call is not None:
-            self._tokens.hold(call, choice.get("message") or {}, sampled)
         prompt_ids, completion_ids, logprobs = sampled.prompt_ids, sampled.completion_ids, sampled.logprobs
         reason = choice.get("finish_reason")
         turn = None
@@ -346,7 +440,10 @@ class RolloutClient:
             version_after = version_before if all_reported else self._version_now()
             # it is unknown before which token a push in between came, so both versions stand for all of them
             newest = version_after if version_after != version_before else None
-            turn = Turn(prompt_ids, completion_ids, logprobs, versions, reason, newest)
+            held = self._ids.append(prompt_ids, completion_ids)
+            turn = Turn(*held, array("d", logprobs), versions, reason, newest)
+            if self._tokens is not None and call is not None:
+                self._tokens.hold(call, choice.get("message") or {}, *held)
         recorded = RecordedAnswer(reason, Usage(*used), turn)
         self.answers.append(recorded)
         return recorded
@@ -385,26 +482,27 @@ def rows_from_turns(turns: Iterable[Turn]) -> tuple[list[TokenSequence], int]:
     for turn in turns:
         if not turn.completion_ids:
             continue
+        prompt_ids = list(turn.prompt_ids)
         # of several rows that a prompt extends, the longest: it leaves the fewest tokens to be given once more
         longest: tuple[TokenSequence, Sequence[int]] | None = None
         for row in reversed(rows):
-            added = _added_ids(row, turn.prompt_ids)
+            added = _added_ids(row, prompt_ids)
             if added is not None and (longest is None or len(added) < len(longest[1])):
                 longest = row, added
         if longest is None:
             forks += bool(rows)
-            longest = TokenSequence(prompt_ids=list(turn.prompt_ids)), ()
+            longest = TokenSequence(prompt_ids=prompt_ids), ()
             rows.append(longest[0])
         _append_turn(*longest, turn)
     return rows, forks
 
 
-def _added_ids(row: TokenSequence, prompt_ids: Sequence[int]) -> Sequence[int] | None:
+def _added_ids(row: TokenSequence, prompt_ids: list[int]) -> Sequence[int] | None:
     """Return the tokens that a prompt adds to a row, or None where the prompt does not extend the row."""
     held_prompt, held = len(row.prompt_ids), len(row.prompt_ids) + len(row.completion_ids)
     if len(prompt_ids) < held:
         return None
-    if list(prompt_ids[:held_prompt]) != row.prompt_ids or list(prompt_ids[held_prompt:held]) != row.completion_ids:
+    if prompt_ids[:held_prompt] != row.prompt_ids or prompt_ids[held_prompt:held] != row.completion_ids:
         return None
     return prompt_ids[held:]
 

@@ -30,13 +30,11 @@ class ModelCalls:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
 
-    async def call(
-        self, place: tuple[int, int], path: str, arguments: Mapping[str, Any], *, trained: bool
-    ) -> tuple[int, Any]:
+    async def call(self, rollout: int, path: str, arguments: Mapping[str, Any], *, trained: bool) -> tuple[int, Any]:
         """Return the number and the answer of a call.
 
         Args:
-            place: batch and index of the rollout.
+            rollout: its number.
             path: of the route.
             arguments: of `create`.
             trained: the call is of the policy, and part of the rollout.
@@ -54,11 +52,18 @@ class ModelCalls:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             self._connection.send(
-                {"op": "call", "call": number, "place": place, "path": path, "arguments": plain, "trained": trained}
+                {
+                    "op": "call",
+                    "call": number,
+                    "rollout": rollout,
+                    "path": path,
+                    "arguments": plain,
+                    "trained": trained,
+                }
             )
             return number, await answer
         except asyncio.CancelledError:
-            self._connection.send({"op": "abandon", "call": number, "place": place})
+            self._connection.send({"op": "abandon", "call": number, "rollout": rollout})
             raise
         finally:
             del self._waiting[number]
@@ -73,9 +78,9 @@ class ModelCalls:
         else:
             waiting.set_result(message["response"])
 
-    def forget(self, place: tuple[int, int], number: int) -> None:
+    def forget(self, rollout: int, number: int) -> None:
         """Take the answer of a call out of the rollout's trace."""
-        self._connection.send({"op": "forget_answer", "place": place, "call": number})
+        self._connection.send({"op": "forget_answer", "rollout": rollout, "call": number})
 
 
 class _Answer(WireObject):
@@ -87,12 +92,12 @@ class _Answer(WireObject):
 class _PolicyBackend:
     """A backend that sends the trained calls of one rollout; retries, limits and seeds are rank 0's."""
 
-    def __init__(self, calls: ModelCalls, place: tuple[int, int], base_url: str, api_key: str) -> None:
-        self._calls, self._place = calls, place
+    def __init__(self, calls: ModelCalls, rollout: int, base_url: str, api_key: str) -> None:
+        self._calls, self._rollout = calls, rollout
         self.base_url, self.api_key = base_url, api_key
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        number, response = await self._calls.call(self._place, path, arguments, trained=True)
+        number, response = await self._calls.call(self._rollout, path, arguments, trained=True)
         answer = _Answer(response)
         answer.number = number
         return answer
@@ -106,27 +111,25 @@ class WorkerClient(RolloutClient):
 
     Args:
         calls: to rank 0.
-        place: batch and index of the rollout.
+        rollout: its number.
         model: name of the trained policy.
         base_url, api_key: of the policy's server, which environments may read.
     """
 
-    def __init__(
-        self, calls: ModelCalls, place: tuple[int, int], model: str, base_url: str = "", api_key: str = ""
-    ) -> None:
-        super().__init__(_PolicyBackend(calls, place, base_url, api_key), retry=_ONE_TRY, model=model)
-        self._calls, self._place = calls, place
+    def __init__(self, calls: ModelCalls, rollout: int, model: str, base_url: str = "", api_key: str = "") -> None:
+        super().__init__(_PolicyBackend(calls, rollout, base_url, api_key), retry=_ONE_TRY, model=model)
+        self._calls, self._rollout = calls, rollout
         self._numbers: dict[RecordedAnswer, int] = {}
 
     @property
     def untrained(self) -> RolloutClient:
-        other = WorkerClient(self._calls, self._place, self._model or "", self.base_url, self.api_key)
+        other = WorkerClient(self._calls, self._rollout, self._model or "", self.base_url, self.api_key)
         other._trained = False
         return other
 
     async def call(self, path: str, arguments: dict[str, Any]) -> tuple[Any, RecordedAnswer | None]:
         if not self._trained or arguments.get("model") != self._model:
-            _, response = await self._calls.call(self._place, path, arguments, trained=False)
+            _, response = await self._calls.call(self._rollout, path, arguments, trained=False)
             return (WireObject(response) if path in (CHAT, COMPLETIONS) else response), None
         answer, recorded = await super().call(path, arguments)
         if recorded is not None:
@@ -135,4 +138,4 @@ class WorkerClient(RolloutClient):
 
     def forget(self, answer: RecordedAnswer) -> None:
         super().forget(answer)
-        self._calls.forget(self._place, self._numbers.pop(answer))
+        self._calls.forget(self._rollout, self._numbers.pop(answer))

@@ -17,9 +17,8 @@ from typing import Any, cast
 from verifiers import errors
 from verifiers.errors import ConfigError, WorkerCallError
 from verifiers.inference.limits import NoMoreSlotsError
-from verifiers.types import Failure
 
-__all__ = ["ROW_FIELDS", "Connection", "error_from", "failure_data", "failure_from_data", "refuse_unsendable"]
+__all__ = ["ROW_FIELDS", "Connection", "error_from", "failure_data", "refuse_unsendable"]
 
 Message = dict[str, Any]
 
@@ -143,23 +142,13 @@ class _RemoteTraceback(Exception):
         return f"\n\n{self.args[0]}"
 
 
-def failure_data(error: BaseException | Failure) -> Message:
-    """Return an exception or a failure as a message."""
-    if isinstance(error, Failure):
-        if error.exception is None:
-            return {"kind": error.kind, "text": error.text}
-        error = error.exception
+def failure_data(error: BaseException) -> Message:
+    """Return an exception as a message."""
     data: Message = {"kind": type(error).__name__, "text": str(error) or repr(error)}
     if isinstance(error, errors.ProviderError):
         data |= {"status": error.status, "body": error.body}
-    else:
-        data["traceback"] = "".join(traceback.format_exception(error))
+    data["traceback"] = "".join(traceback.format_exception(error))
     return data
-
-
-def failure_from_data(data: Mapping[str, Any]) -> Failure:
-    """Return the failure of a message of `failure_data`."""
-    return Failure(data["kind"], data["text"], error_from(data) if "traceback" in data else None)
 
 
 def error_from(data: Mapping[str, Any]) -> Exception:

@@ -7,13 +7,15 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verifiers.errors import ConfigError, RolloutWorkerError
-from verifiers.rollouts.batch_client import BatchClient
+from verifiers.inference.wire import plain_data
+from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient, without_tokens
 from verifiers.types import RolloutScore, State
-from verifiers.workers.connection import Connection, error_from, failure_data
-from verifiers.workers.played_batch import PlayedBatch, PlayedState
+from verifiers.workers.connection import ROW_FIELDS, Connection, error_from, failure_data
 
 __all__ = ["RunningWorker", "WorkerLink"]
 
@@ -34,6 +36,26 @@ class RunningWorker(Protocol):
         ...
 
 
+Group = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Played:
+    """A rollout that a worker plays, or holds for its score.
+
+    Attributes:
+        done: its end; the message about it.
+        context: of the rollout, for its calls.
+        recorded: answers by the number of their call.
+    """
+
+    group: Group
+    client: RolloutClient
+    done: asyncio.Future[Message]
+    context: Context
+    recorded: dict[int, RecordedAnswer] = field(default_factory=dict)
+
+
 class WorkerLink:
     """One worker, from its start to its end; belongs to one event loop.
 
@@ -43,9 +65,8 @@ class WorkerLink:
         on_change: called when it may take more, or has become ready.
 
     Attributes:
-        in_play: rollouts that it plays.
-        unscored: rollouts that it plays, or holds for their score.
-        groups: number of batches that it plays or holds, by group.
+        in_play: rollouts that it plays, or that wait for their slots to be played there.
+        groups: number of its rollouts by group, those included that it holds for their score.
         is_ready: its environment is loaded.
         is_retiring: it gets no further group.
         failure: its environment could not be loaded.
@@ -57,14 +78,14 @@ class WorkerLink:
         self.connection = Connection(self._take, self._lose)
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.running: RunningWorker | None = None
-        self.in_play = self.unscored = 0
-        self.groups: Counter[tuple[int, int]] = Counter()
+        self.in_play = 0
+        self.groups: Counter[Group] = Counter()
         self.is_ready = self.is_retiring = False
         self.failure: Exception | None = None
         self.size_bytes = self.first_bytes = 0
         self._grace_s, self._on_change = grace_s, on_change
         self._numbers = itertools.count()
-        self._batches: dict[int, PlayedBatch] = {}
+        self._rollouts: dict[int, _Played] = {}
         self._scores: dict[int, asyncio.Future[list[dict[str, Any]]]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._timers: dict[Any, asyncio.TimerHandle] = {}
@@ -74,53 +95,78 @@ class WorkerLink:
         """True where its environment is loaded, its connection stands, and it has ended all that was to end."""
         return self.is_ready and not self.lost.done() and not self._timers
 
+    @property
+    def unscored(self) -> int:
+        """Rollouts that it plays, or holds for their score."""
+        return self.groups.total()
+
     # -- for the pool ---------------------------------------------------------------------------------------------
 
-    async def play(
-        self, env: int, batch: BatchClient, model: str, rows: Sequence[Mapping[str, Any]], sampling_args: Any
-    ) -> list[tuple[Any, State]]:
-        """Play the rollouts of a batch and return (completion, state) of each.
+    def take(self, group: Group) -> None:
+        """Count a rollout that will be played here."""
+        self.in_play += 1
+        self.groups[group] += 1
+
+    def give_back(self, group: Group) -> None:
+        """Stop counting a rollout that is not held here."""
+        self.groups[group] -= 1
+        self.groups += Counter()
+        self._on_change(self)
+
+    async def play(self, env: int, path: Sequence[int], group: Group, state: State) -> None:
+        """Play a rollout that was taken, in its state; a worker that played it to its end holds it.
 
         Raises:
             RolloutWorkerError: the worker died meanwhile.
-            ConfigError, NoMoreSlotsError: an error that every other rollout would repeat.
+            Exception: what the environment raised.
         """
-        number, size = next(self._numbers), len(rows)
-        played = self._batches[number] = PlayedBatch(self, number, batch)
-        self.groups[played.group] += 1
-        self.in_play += size
-        self.unscored += size
+        client: RolloutClient = state["client"]
+        number = next(self._numbers)
+        done: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._rollouts[number] = _Played(group, client, done, copy_context())
         try:
-            client = batch.records[0].client
-            message = {
-                "op": "run", "batch": number, "env": env, "model": model, "rows": rows,
-                "sampling_args": sampling_args,
-                "keys": [(key.block_id, key.example_id, key.generation) for key in played.keys],
-                "timeout_s": batch.limits.rollout_timeout_s, "base_url": client.base_url, "api_key": client.api_key,
-            }  # fmt: skip
-            return await played.run(message)
-        finally:
-            self.in_play -= size
-            if played.is_done and not played.holds:
-                self.drop({number})
-            elif not played.holds:
-                self._forget(number)
-                self.cancel("batch", number)
-            self._on_change(self)
+            if self.lost.done():
+                raise RolloutWorkerError(f"worker {self.number} died before the rollout began")
+            key = (*group, 0)
+            self.connection.send(
+                {
+                    "op": "play", "rollout": number, "env": env, "path": path, "key": key, "model": state["model"],
+                    "row": {name: state[name] for name in ROW_FIELDS}, "sampling_args": state["sampling_args"],
+                    "base_url": client.base_url, "api_key": client.api_key,
+                }
+            )  # fmt: skip
+            message = await done
+            _take_status(client, message)
+            if "error" in message:
+                error = error_from(message["error"])
+                if message["is_policys"] and error.__cause__ is not None:
+                    error.__cause__.__cause__ = client.last_error
+                raise error
+        except BaseException:
+            self._rollouts.pop(number, None)
+            # also where it has just ended there, so that the worker does not hold it
+            self.cancel("play", number)
+            raise
+        state.update(message["state"])
+        if "kept_error" in message:
+            state["error"] = error_from(message["kept_error"])
+            self._rollouts.pop(number, None)
+        else:
+            state.held = self, number
 
-    async def score(self, env: int, states: Sequence[PlayedState]) -> list[RolloutScore]:
+    async def score(self, env: int, states: Sequence[State]) -> list[RolloutScore]:
         """Score rollouts that this worker holds, and free them.
 
         Raises:
             RolloutWorkerError: the worker died before.
             Exception: what the rubric raised.
         """
-        number, numbers = next(self._numbers), {state.place[0] for state in states}
-        if not numbers <= self._batches.keys():
+        number, held = next(self._numbers), [state.held[1] for state in states]
+        if not set(held) <= self._rollouts.keys():
             raise RolloutWorkerError(f"worker {self.number} died before the rollouts were scored")
         waiting = self._scores[number] = asyncio.get_running_loop().create_future()
-        places = [state.place for state in states]
-        self.connection.send({"op": "score", "score": number, "env": env, "places": places})
+        rollouts = [(rollout, state["task"]) for rollout, state in zip(held, states, strict=True)]
+        self.connection.send({"op": "score", "score": number, "env": env, "rollouts": rollouts})
         try:
             results = await waiting
         except asyncio.CancelledError:
@@ -128,21 +174,19 @@ class WorkerLink:
             raise
         finally:
             del self._scores[number]
-            for held in numbers:
-                self._forget(held)
-            self._on_change(self)
+            for state in states:
+                self._forget(state)
         for state, result in zip(states, results, strict=True):
             state.update(reward=result["score"]["reward"], metrics=result["score"]["metrics"])
             if result["advantage"] is not None:
                 state["advantage"] = result["advantage"]
         return [RolloutScore(**result["score"]) for result in results]
 
-    def drop(self, numbers: set[int]) -> None:
-        """Free batches that the worker has played and that nobody will score."""
-        for number in numbers & self._batches.keys():
-            self._forget(number)
-            self.connection.send({"op": "cancel", "kind": "batch", "number": number})
-        self._on_change(self)
+    def drop(self, state: State) -> None:
+        """Free a rollout that the worker has played and that nobody will score."""
+        _, number = state.held
+        if self._forget(state) and not self.lost.done():
+            self.connection.send({"op": "cancel", "kind": "play", "number": number})
 
     def lose(self, reason: str) -> bool:
         """End everything that is under way here, and tell whether rollouts were played or held."""
@@ -152,17 +196,20 @@ class WorkerLink:
             timer.cancel()
         for task in self._calls.values():
             task.cancel()
-        has_lost = bool(self._batches)
-        for number, played in list(self._batches.items()):
-            played.lose(error)
-            self._forget(number)
+        has_lost = bool(self._rollouts)
+        for played in self._rollouts.values():
+            if not played.done.done():
+                played.done.set_exception(RolloutWorkerError(*error.args))
+            else:
+                self.groups[played.group] -= 1
+        self._rollouts.clear()
         for waiting in self._scores.values():
             if not waiting.done():
                 waiting.set_exception(RolloutWorkerError(*error.args))
         return has_lost
 
     def cancel(self, kind: str, number: int) -> None:
-        """Cancel a batch or a score; a worker that does not answer is killed after `grace_s`."""
+        """Cancel a rollout or a score; a worker that does not answer is killed after `grace_s`."""
         if not self.lost.done():
             self.connection.send({"op": "cancel", "kind": kind, "number": number})
             self.expect((kind, number))
@@ -185,14 +232,13 @@ class WorkerLink:
             timer.cancel()
             self._on_change(self)
 
-    def _forget(self, number: int) -> None:
-        played = self._batches.pop(number, None)
+    def _forget(self, state: State) -> bool:
+        """Forget a rollout that is held; return whether it was."""
+        (_, number), state.held = state.held, None
+        played = self._rollouts.pop(number, None)
         if played is not None:
-            self.unscored -= len(played.keys)
-            for index in range(len(played.keys)):
-                self._stop_expecting((number, index))
-            self.groups[played.group] -= 1
-            self.groups += Counter()
+            self.give_back(played.group)
+        return played is not None
 
     # -- what the worker sends ------------------------------------------------------------------------------------
 
@@ -220,20 +266,10 @@ class WorkerLink:
     def _on_log(self, message: Message) -> None:
         logging.getLogger(message["name"]).log(message["level"], "worker %d: %s", self.number, message["text"])
 
-    def _on_play(self, message: Message) -> None:
-        number, index = message["place"]
-        if number in self._batches:
-            self._batches[number].begin(index)
-
-    def _on_end(self, message: Message) -> None:
-        number, index = message["place"]
-        self._stop_expecting((number, index))
-        if number in self._batches:
-            self._batches[number].end(index, message)
-
     def _on_done(self, message: Message) -> None:
-        if message["batch"] in self._batches:
-            self._batches[message["batch"]].finish(message)
+        played = self._rollouts.get(message["rollout"])
+        if played is not None and not played.done.done():
+            played.done.set_result(message)
 
     def _on_ended(self, message: Message) -> None:
         self._stop_expecting((message["kind"], message["number"]))
@@ -248,15 +284,25 @@ class WorkerLink:
             waiting.set_result(message["scores"])
 
     def _on_call(self, message: Message) -> None:
-        number, (batch, index) = message["call"], message["place"]
-        if batch in self._batches:
-            played = self._batches[batch]
-            work = played.call(index, message)
-            task = self._calls[number] = asyncio.create_task(work, context=played.contexts.get(index))
+        number, played = message["call"], self._rollouts.get(message["rollout"])
+        if played is not None and not played.done.done():
+            task = self._calls[number] = asyncio.create_task(self._call(played, message), context=played.context)
             task.add_done_callback(lambda _: self._calls.pop(number, None))
         else:
             over = ConfigError("the rollout is over, and its client was called.")
             self.connection.send({"op": "answer", "call": number, "error": failure_data(over)})
+
+    async def _call(self, played: _Played, message: Message) -> None:
+        """Make a call of the model and send its answer."""
+        client = played.client if message["trained"] else played.client.untrained
+        try:
+            response, recorded = await client.call(message["path"], message["arguments"])
+            if recorded is not None:
+                played.recorded[message["call"]] = recorded
+            told = {"response": without_tokens(plain_data(response), message["arguments"])}
+        except Exception as error:
+            told = {"error": failure_data(error)}
+        self.connection.send({"op": "answer", "call": message["call"], **told})
 
     def _on_abandon(self, message: Message) -> None:
         task = self._calls.get(message["call"])
@@ -265,6 +311,20 @@ class WorkerLink:
             self._on_forget_answer(message)
 
     def _on_forget_answer(self, message: Message) -> None:
-        number, index = message["place"]
-        if number in self._batches:
-            self._batches[number].forget(index, message["call"])
+        played = self._rollouts.get(message["rollout"])
+        recorded = played.recorded.pop(message["call"], None) if played is not None else None
+        if played is not None and recorded is not None:
+            played.client.forget(recorded)
+
+
+def _take_status(client: RolloutClient, message: Message) -> None:
+    """Take over what the environment has judged of the policy's answers and failures."""
+    client.is_cut_off, client.overlong = message["is_cut_off"], message["overlong"]
+    if not message["is_fatal"]:
+        # an error that one agent caused by what it asked for
+        client.fatal_error = None
+    if "last_error" not in message:
+        # failed calls that the environment has made good
+        client.last_error = None
+    elif client.last_error is None:
+        client.last_error = error_from(message["last_error"])

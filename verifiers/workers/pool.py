@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import itertools
 import logging
 import pickle
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verifiers.concurrency import at_loop_end
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, RolloutWorkerError
-from verifiers.rollouts.batch_client import BatchClient
-from verifiers.types import RolloutScore
+from verifiers.inference.limits import Limiter
+from verifiers.rollouts.rollout import Rollout, RolloutRequest
+from verifiers.rollouts.run import Run
+from verifiers.types import RolloutScore, State
 from verifiers.workers.connection import ROW_FIELDS, refuse_unsendable
 from verifiers.workers.link import RunningWorker, WorkerLink
-from verifiers.workers.played_batch import PlayedState
 
 __all__ = ["InlineWorkers", "NoRoomError", "RemoteWorkers", "RolloutWorkers", "WorkerEngine"]
 
@@ -176,24 +180,89 @@ class _RemoteEnvironment:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
-    async def run_rollouts(
-        self,
-        client: Any,
-        model: str,
-        prompts: Any,
-        answers: Any,
-        tasks: Any = None,
-        infos: Any = None,
-        sampling_args: Any = None,
-    ) -> Any:
-        """Play the prompts in one worker; see `Environment.run_rollouts`."""
-        batch = BatchClient.of(client, len(prompts))
-        if batch is None:
-            raise ConfigError("rollout workers play what a RolloutRunner asks of them; give them its client.")
-        count = len(prompts)
-        columns = (prompts, answers, tasks or ["default"] * count, infos or [{}] * count)
-        rows = [dict(zip(ROW_FIELDS, values, strict=True)) for values in zip(*columns, strict=True)]
-        return await self._workers.pool().play(self._index, batch, model, rows, sampling_args or {})
+    async def run_rollouts(self, requests: Sequence[RolloutRequest], run: Run) -> list[Rollout]:
+        """Play the requests by the `run_rollouts` of the environment, each rollout in a worker."""
+        players = _Players(self._workers.pool(), self._index, self._env)
+        kept: set[int] = set()
+        try:
+            own = dataclasses.replace(run, workers=players)
+            rollouts: list[Rollout] = await self._env.run_rollouts(requests, own)
+            kept = {id(rollout.state) for rollout in rollouts if rollout.failure is None}
+            return rollouts
+        finally:
+            players.drop(kept)
+
+
+class _Players:
+    """The workers that play the rollouts of one call of `run_rollouts`, each through `play(state)`."""
+
+    def __init__(self, pool: _Pool, index: int, env: Any) -> None:
+        self._pool, self._index, self._env = pool, index, env
+        self._states: list[State] = []
+
+    @asynccontextmanager
+    async def player(self, env: Any, request: RolloutRequest, limiter: Limiter) -> AsyncIterator[_Player]:
+        """Give a player for a rollout of this environment, or of one in its group, once a worker has room.
+
+        Raises:
+            RolloutWorkerError: too many workers died under the rollout.
+        """
+        if request.lost_workers >= _MOST_LOST_WORKERS:
+            raise RolloutWorkerError(f"{_MOST_LOST_WORKERS} workers died under this rollout; it is not played again")
+        group = (request.key.block_id, request.key.example_id)
+        with limiter.queueing():
+            link = await self._pool.take(group)
+        link.take(group)
+        player = _Player(link, self._index, _path_to(self._env, env) or (), group)
+        try:
+            yield player
+        finally:
+            link.in_play -= 1
+            if player.state is None:
+                link.give_back(group)
+            else:
+                self._states.append(player.state)
+
+    def drop(self, kept: Container[int] = ()) -> None:
+        """Free the rollouts that nobody will score.
+
+        Args:
+            kept: ids of the states of those that will be scored.
+        """
+        for state in self._states:
+            if state.held is not None and id(state) not in kept:
+                state.held[0].drop(state)
+
+
+@dataclass(slots=True)
+class _Player:
+    """The player of one rollout.
+
+    Attributes:
+        state: once the worker holds the rollout.
+    """
+
+    link: WorkerLink
+    env: int
+    path: Sequence[int]
+    group: tuple[int, int]
+    state: State | None = None
+
+    async def play(self, state: State) -> None:
+        await self.link.play(self.env, self.path, self.group, state)
+        if state.held is not None:
+            self.state = state
+
+
+def _path_to(group: Any, env: Any) -> tuple[int, ...] | None:
+    """Return the places by which an environment is found in a group, () for the group itself; None outside it."""
+    if group is env:
+        return ()
+    for place, member in enumerate(getattr(group, "envs", None) or ()):
+        inner = _path_to(member, env)
+        if inner is not None:
+            return (place, *inner)
+    return None
 
 
 class _RemoteRubric:
@@ -211,20 +280,21 @@ class _RemoteRubric:
         module = str(getattr(self._rubric.score_group, "__module__", ""))
         return module.partition(".")[0] != "verifiers" or bool(self._rubric.has_group_funcs)
 
-    async def score_group(self, states: Sequence[PlayedState]) -> list[RolloutScore]:
+    async def score_group(self, states: Sequence[State]) -> list[RolloutScore]:
         """Score the rollouts of one group.
 
         Raises:
             RolloutWorkerError: a worker that held some of them has died.
             Exception: what the rubric raised.
         """
-        links = {state.link for state in states}
-        if len(links) > 1:
+        if len({state.held and state.held[0] for state in states}) > 1:
             # those that were played again are in another worker
-            for link in links:
-                link.drop({state.place[0] for state in states if state.link is link})
+            for state in states:
+                if state.held is not None:
+                    state.held[0].drop(state)
             raise RolloutWorkerError("a worker died before the rollouts of its group were scored")
-        return await states[0].link.score(self._env, states)
+        link: WorkerLink = states[0].held[0]
+        return await link.score(self._env, states)
 
 
 class _Pool:
@@ -241,49 +311,22 @@ class _Pool:
         self._close = at_loop_end(self._end)
         self._own(self._open())
 
-    async def play(
-        self, env: int, batch: BatchClient, model: str, rows: Sequence[Mapping[str, Any]], sampling_args: Any
-    ) -> list[Any]:
-        """Play a batch in the worker that holds its group, else in the one with the fewest rollouts.
-
-        Raises:
-            As `WorkerLink.play`.
-        """
-        self._fail_deadly(batch)
-        left = [index for index, record in enumerate(batch.records) if record.failure is None]
-        results: list[Any] = [record.bare_state() for record in batch.records]
-        if not left:
-            return results
-        part = batch.select(left)
-        with batch.limits.suspended(), batch.limits.limiter.queueing():
-            link = await self._take(part)
-        played = await link.play(env, part, model, [rows[index] for index in left], sampling_args)
-        for index, result in zip(left, played, strict=True):
-            results[index] = result
-        return results
-
-    @staticmethod
-    def _fail_deadly(batch: BatchClient) -> None:
-        for record in batch.records:
-            if record.request.lost_workers >= _MOST_LOST_WORKERS:
-                text = f"{_MOST_LOST_WORKERS} workers died under this rollout; it is not played again"
-                record.fail(RolloutWorkerError(text))
-
-    async def _take(self, batch: BatchClient) -> WorkerLink:
-        key, size = batch.records[0].request.key, len(batch)
-        group = (key.block_id, key.example_id)
+    async def take(self, group: tuple[int, int]) -> WorkerLink:
+        """Return the worker that holds rollouts of a group, else the one with the fewest, once it has room."""
         while True:
             if self._failure is not None:
                 raise self._failure
             holder = next((link for link in self._links if group in link.groups), None)
             if holder is not None and holder.may_play:
                 return holder
-            most = self._workers.multiplex
-            free = [link for link in self._links if link.may_play and not link.is_retiring]
-            free = [link for link in free if link.in_play + size <= most or not link.in_play]
             # a group is scored in one worker: while that is still cancelling something, wait for it
-            if free and holder is None:
-                return min(free, key=lambda link: (link.unscored, link.number))
+            if holder is None:
+                most = self._workers.multiplex
+                free = [
+                    link for link in self._links if link.may_play and not link.is_retiring and link.in_play < most
+                ]
+                if free:
+                    return min(free, key=lambda link: (link.unscored, link.number))
             change = asyncio.get_running_loop().create_future()
             self._waiting.append(change)
             await change

@@ -1,7 +1,7 @@
 """A worker: its own environments and event loop, and the rollouts that rank 0 asks of it.
 
-Each batch of rollouts is played by the environment's `run_rollouts`, as it is without workers. A rollout begins when
-rank 0 has a slot for it. Finished rollouts stay here until they are scored.
+Rank 0 has the limits of a rollout: it begins here when it has its slot, and is cancelled at its deadline. Finished
+rollouts stay here until they are scored.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ import pickle
 import resource
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import EnvironmentLoadError
-from verifiers.inference.limits import Limiter
-from verifiers.rollouts.batch_client import BatchClient, BatchLimits, RolloutRecord
-from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
+from verifiers.rollouts.play import begin_state, blames_policy
+from verifiers.rollouts.rollout import RolloutRequest
+from verifiers.rollouts.run import relaxed_gc
 from verifiers.rubrics.scoring import call_score_group
-from verifiers.types import Outcome, RolloutKey, State
+from verifiers.types import RolloutKey, State
 from verifiers.workers.client import ModelCalls, WorkerClient
 from verifiers.workers.connection import ROW_FIELDS, Connection, failure_data
 
@@ -63,7 +61,7 @@ class RolloutWorker:
         self.calls = ModelCalls(self.connection)
         self._factories: list[Callable[[], Any]] = []
         self._envs: dict[int, Any] = {}
-        self._batches: dict[int, _Batch] = {}
+        self._held: dict[int, State] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._size_at = 0.0
         self.guards = contextlib.ExitStack()
@@ -118,19 +116,8 @@ class RolloutWorker:
             return
         self.connection.send({"op": "ready", "bytes": resident_bytes()})
 
-    def _on_run(self, message: Message) -> None:
-        batch = self._batches[message["batch"]] = _Batch(self, message)
-        self.start_task("batch", message["batch"], batch.run())
-
-    def _on_begin(self, message: Message) -> None:
-        number, index = message["place"]
-        if number in self._batches:
-            self._batches[number].records[index].granted.set()
-
-    def _on_drop(self, message: Message) -> None:
-        number, index = message["place"]
-        if number in self._batches:
-            self._batches[number].records[index].drop()
+    def _on_play(self, message: Message) -> None:
+        self.start_task("play", message["rollout"], self._play(message))
 
     def _on_cancel(self, message: Message) -> None:
         kind, number = message["kind"], message["number"]
@@ -141,8 +128,8 @@ class RolloutWorker:
         else:
             task.add_done_callback(lambda _: self.connection.send(ended))
             task.cancel()
-        if kind == "batch":
-            self._batches.pop(number, None)
+        if kind == "play":
+            self._held.pop(number, None)
 
     def _on_answer(self, message: Message) -> None:
         self.calls.answer(message)
@@ -153,24 +140,53 @@ class RolloutWorker:
     def _on_close(self, _: Message) -> None:
         self.ended.set()
 
-    # -- scoring --------------------------------------------------------------------------------------------------
+    # -- rollouts -------------------------------------------------------------------------------------------------
+
+    async def _play(self, message: Message) -> None:
+        """Play a rollout and tell what came of it; its limits are rank 0's."""
+        number, row, model = message["rollout"], message["row"], message["model"]
+        client = WorkerClient(self.calls, number, model, message["base_url"], message["api_key"])
+        request = RolloutRequest(RolloutKey(*message["key"]), **row)
+        state = begin_state(request, client, model, message["sampling_args"])
+        told: dict[str, Any]
+        try:
+            env = self.environment(message["env"])
+            for place in message["path"]:
+                env = env.envs[place]
+            await env.play(state)
+            told = {"state": _result(state, row)}
+            if isinstance(kept := state.get("error"), BaseException):
+                told["kept_error"] = failure_data(kept)
+            else:
+                self._held[number] = state
+        except (Exception, SystemExit) as error:
+            told = {"error": failure_data(error), "is_policys": blames_policy(error, client)}
+        told |= {"is_cut_off": client.is_cut_off, "overlong": client.overlong}
+        told["is_fatal"] = client.fatal_error is not None
+        if client.last_error is not None:
+            told["last_error"] = failure_data(client.last_error)
+        self._send_result({"op": "done", "rollout": number, **told})
 
     async def _score(self, message: Message) -> None:
+        numbers = [number for number, _ in message["rollouts"]]
         try:
-            rollouts = [self._batches[number].rollouts[index] for number, index in message["places"]]
+            states = [self._held[number] for number in numbers]
+            for state, (_, task) in zip(states, message["rollouts"], strict=True):
+                # as a group of environments calls it
+                state["task"] = task
             env = self.environment(message["env"])
-            scores = await call_score_group(env.rubric, [rollout.state for rollout in rollouts])
+            scores = await call_score_group(env.rubric, states)
         except Exception as error:
             self.connection.send({"op": "scored", "score": message["score"], "error": failure_data(error)})
         else:
             found = [
-                {"score": dict(score), "advantage": rollout.state.get("advantage")}
-                for rollout, score in zip(rollouts, scores, strict=True)
+                {"score": dict(score), "advantage": state.get("advantage")}
+                for state, score in zip(states, scores, strict=True)
             ]
             self._send_result({"op": "scored", "score": message["score"], "scores": found})
         finally:
-            for number, _ in message["places"]:
-                self._batches.pop(number, None)
+            for number in numbers:
+                self._held.pop(number, None)
         self._tell_size()
 
     def _send_result(self, message: Message) -> None:
@@ -187,136 +203,16 @@ class RolloutWorker:
             self.connection.send({"op": "size", "bytes": resident_bytes()})
 
 
-@dataclass(slots=True)
-class _Record(RolloutRecord):
-    """A rollout that begins when rank 0 has a slot for it."""
-
-    send: Callable[[Message], None] = field(kw_only=True)
-    place: tuple[int, int] = field(kw_only=True)
-    granted: asyncio.Event = field(default_factory=asyncio.Event, kw_only=True)
-
-    async def play(self, limits: BatchLimits, rollout: Callable[[Any], Awaitable[Any]]) -> tuple[Any, State]:
-        if not self._is_dropped:
-            # an environment may play it again
-            self.granted.clear()
-        try:
-            with limits.suspended():
-                self.send({"op": "play", "place": self.place})
-                await self.granted.wait()
-            # two arguments to super: slots create the class a second time
-            return await RolloutRecord.play(self, limits, rollout)
-        except asyncio.CancelledError:
-            # by its environment, or with its batch: rank 0 frees its slot, or its place in the queue
-            self.send({"op": "end", "place": self.place, **_status(self, self)})
-            raise
-
-    def drop(self) -> None:
-        RolloutRecord.drop(self)
-        # where it waits for its slot, or has not got on since: `play` ends it at once
-        self._is_dropped = True
-        self.granted.set()
-
-
-@dataclass(slots=True)
-class _Runner(RolloutRunner):
-    """A runner whose rollouts have rank 0's clients and slots."""
-
-    worker: RolloutWorker = field(kw_only=True)
-    batch: int = field(kw_only=True)
-    base_url: str = field(kw_only=True)
-    api_key: str = field(kw_only=True)
-    records: list[_Record] = field(default_factory=list, kw_only=True)
-
-    def batch_client(
-        self,
-        requests: Sequence[RolloutRequest],
-        *,
-        raises: bool = False,
-        on_end: Callable[[RolloutRecord], None] | None = None,
-    ) -> BatchClient:
-        calls, send = self.worker.calls, self.worker.connection.send
-        for index, request in enumerate(requests):
-            place = (self.batch, index)
-            client = WorkerClient(calls, place, self.model, self.base_url, self.api_key)
-            self.records.append(_Record(request, client, send=send, place=place))
-        limits = BatchLimits(self.limiter, self.activity, self.rollout_timeout_s, raises=raises, on_end=on_end)
-        return BatchClient(self.records, limits, self.sampling_args)
-
-
-class _Batch:
-    """The rollouts of one call of `run_rollouts`."""
-
-    def __init__(self, worker: RolloutWorker, message: Message) -> None:
-        self._worker, self._message = worker, message
-        self._send = worker.connection.send
-        self.number: int = message["batch"]
-        self.records: list[_Record] = []
-        self.rollouts: list[Rollout] = []
-
-    async def run(self) -> None:
-        """Play the rollouts; each one's end is told at once, and at the end what became of them."""
-        message = self._message
-        try:
-            runner = _Runner(
-                self._worker.environment(message["env"]),
-                None,  # type: ignore[arg-type]
-                message["model"],
-                message["sampling_args"],
-                limiter=Limiter(),
-                rollout_timeout_s=message["timeout_s"],
-                worker=self._worker,
-                batch=self.number,
-                base_url=message["base_url"],
-                api_key=message["api_key"],
-                records=self.records,
-            )
-            requests = [
-                RolloutRequest(RolloutKey(*key), row["prompt"], row["answer"], row["task"], row["info"])
-                for key, row in zip(message["keys"], message["rows"], strict=True)
-            ]
-            self.rollouts = await runner.run_batch(requests, on_end=self._tell_end)
-            results = [
-                {**_status(rollout, record), **_result(rollout, row)}
-                for rollout, record, row in zip(self.rollouts, self.records, message["rows"], strict=True)
-            ]
-            self._send({"op": "done", "batch": self.number, "results": results})
-        except (Exception, SystemExit) as error:
-            # a mistake that every other rollout would repeat
-            self._send({"op": "done", "batch": self.number, "error": failure_data(error)})
-            return
-        if all(rollout.failure is not None for rollout in self.rollouts):
-            self._worker._batches.pop(self.number, None)
-
-    def _tell_end(self, record: RolloutRecord) -> None:
-        assert isinstance(record, _Record)
-        self._send({"op": "end", "place": record.place, **_status(record, record)})
-
-
-def _status(judged: RolloutRecord | Rollout, record: RolloutRecord) -> dict[str, Any]:
-    """Return what became of a rollout, as far as it is decided in the worker."""
-    status: dict[str, Any] = {}
-    if judged.failure is not None:
-        assert judged.outcome is not None
-        status = {"outcome": str(Outcome(judged.outcome)), "failure": failure_data(judged.failure)}
-    if record.client.is_cut_off:
-        status["is_cut_off"] = True
-    if record.client.overlong:
-        status["overlong"] = True
-    if record.client.fatal_error is not None:
-        status["is_fatal"] = True
-    return status
-
-
-def _result(rollout: Rollout, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a finished rollout as plain data, without what it still has of its row."""
-    state = {
+def _result(state: State, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a finished rollout as plain data, without what its state still has of the row."""
+    entries = {
         name: _plain(value)
-        for name, value in rollout.state.items()
+        for name, value in state.items()
         if value is not None and name not in STAYS_IN_WORKER and name not in ROW_FIELDS
     }
-    fields = {name: _plain(rollout.state.get(name)) for name in ROW_FIELDS}
+    fields = {name: _plain(state.get(name)) for name in ROW_FIELDS}
     changed = {name: value for name, value in fields.items() if value != row[name]}
-    return {"completion": _plain(rollout.completion), "state": {**state, **changed}}
+    return {"completion": _plain(state["completion"]), **entries, **changed}
 
 
 def _plain(value: Any, outer: tuple[int, ...] = ()) -> Any:

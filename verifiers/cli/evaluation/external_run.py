@@ -25,9 +25,9 @@ from verifiers.gateway.external_sessions import EndedSession, ExternalSession, S
 from verifiers.gateway.session import Budget
 from verifiers.gateway.wire_format import validated
 from verifiers.inference.endpoint import Backend
-from verifiers.rollouts.batch_client import FATAL_ERRORS
+from verifiers.rollouts.play import FATAL_ERRORS
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.types import Outcome, RolloutInput, RolloutKey
 
 __all__ = ["SAMPLING_ARGS", "TOKENS", "ExternalRun", "TokenStore"]
@@ -101,7 +101,7 @@ class ExternalRun:
         store, tokens: receive each finished session.
         train: further names by which programs may call the model; "*" for every name.
         drain_s: seconds that open sessions get to end once the run is to end.
-        **settings: further fields of `RolloutRunner`.
+        **settings: further fields of `Run`.
 
     Attributes:
         progress: numbers of all sessions that ended.
@@ -123,7 +123,7 @@ class ExternalRun:
         **settings: Any,
     ) -> None:
         self.env = _Sessions(self, host=host, port=port, train=train, eval_dataset=[{"question": "", "answer": ""}])
-        self.runner = RolloutRunner(self.env, backend, model, on_rollout=self._take, **settings)
+        self.runner = Run(self.env, backend, model, on_rollout=self._take, **settings)
         self.progress, self.drain_s, self.requested = progress, drain_s, False
         self._store, self._tokens = store, tokens
         self._budgets: dict[str, Budget] = {}
@@ -194,7 +194,7 @@ class ExternalRun:
             offered.add_done_callback(_give_back_offered)
             raise
 
-    def _runner_for(self, given: _NewSession) -> RolloutRunner:
+    def _runner_for(self, given: _NewSession) -> Run:
         limiter, longest_s = self.runner.limiter, self.runner.rollout_timeout_s
         if self.requested:
             raise RefusedCallError("the gateway is being stopped; it opens no session.", status=503, code="stopping")
@@ -219,7 +219,7 @@ class ExternalRun:
         self._open[external.id] = external
         self._offered.pop(external.id).set_result(external)
 
-    async def _run(self, runner: RolloutRunner, request: RolloutRequest) -> None:
+    async def _run(self, runner: Run, request: RolloutRequest) -> None:
         try:
             await runner.run_group([request])
         except FATAL_ERRORS as error:

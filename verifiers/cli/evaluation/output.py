@@ -17,8 +17,8 @@ from verifiers.testing.fake_model import FAKE_URL
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from verifiers.evals.evaluation_run import EvaluationRun
     from verifiers.evals.progress import Progress
-    from verifiers.evals.run import EvaluationRun
 
 __all__ = ["live_line", "print_table", "progress_text", "show_summary"]
 

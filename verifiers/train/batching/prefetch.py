@@ -13,7 +13,7 @@ from verifiers.errors import GenerationError
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import Group, ScoredBlock
+from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock
 from verifiers.types import RolloutKey
 
 __all__ = ["RolloutPrefetcher"]
@@ -154,30 +154,25 @@ class RolloutPrefetcher:
         """
         planned = [example_id for example_id, _ in self._plan.requests(block_id)]
         others = self._plan.replacement_ids(block_id, self._replacement_groups) if self._replacement_groups else []
-        size = self._plan.num_generations
-        replacements = [example_id for example_id in others for _ in range(size)]
+        replacements = [example_id for example_id in others for _ in range(self._plan.num_generations)]
         return BatchRequest(
             block_id,
-            self._columns(block_id, planned),
-            size,
+            self._requests(block_id, planned),
             policy_version=optimizer_step,
-            replacements=self._columns(block_id, replacements),
+            replacements=self._requests(block_id, replacements),
         )
 
     def _submit(self, block_id: int, optimizer_step: int) -> None:
         self._generator.submit_batch(self.batch_request(block_id, optimizer_step))
         self._submitted.add(block_id)
 
-    def _columns(self, block_id: int, example_ids: Sequence[int]) -> dict[str, list[Any]]:
-        names = ("prompt", "answer", "task", "info")
-        columns: dict[str, list[Any]] = {name: [] for name in (*names, "example_id", "seed")}
+    def _requests(self, block_id: int, example_ids: Sequence[int]) -> list[RolloutRequest]:
+        requests = []
         for place, example_id in enumerate(example_ids):
-            for name, value in zip(names, row_fields(self._dataset[example_id]), strict=True):
-                columns[name].append(value)
             key = RolloutKey(block_id, example_id, place % self._plan.num_generations)
-            columns["example_id"].append(example_id)
-            columns["seed"].append(rollout_seed(self._plan.seed, key))
-        return columns
+            row = row_fields(self._dataset[example_id])
+            requests.append(RolloutRequest(key, *row, seed=rollout_seed(self._plan.seed, key)))
+        return requests
 
     def _timed(self, stage: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any
 
 from verifiers.envs.datasets import count_trained_on
 from verifiers.errors import ConfigError
-from verifiers.evals.run import fingerprint
+from verifiers.evals.evaluation_run import fingerprint
 
 __all__ = ["EvalSet", "choose_eval_sets"]
 

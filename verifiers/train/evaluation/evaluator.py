@@ -20,7 +20,7 @@ from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
 from verifiers.train.evaluation.policy_evaluation import (
@@ -204,12 +204,10 @@ class Evaluator:
         }
 
 
-def _runner_of(
-    generator: AsyncBatchGenerator, one: EvalSet, sampling: dict[str, Any], limiter: SubLimiter
-) -> RolloutRunner:
+def _runner_of(generator: AsyncBatchGenerator, one: EvalSet, sampling: dict[str, Any], limiter: SubLimiter) -> Run:
     # an activity of its own: what the run's table shows of the generator is about training
     options = {"sampling_args": sampling, "limiter": limiter, "activity": RolloutActivity()}
-    return dataclasses.replace(generator.runner(require_tokens=False, **options), env=one.env)
+    return dataclasses.replace(generator.rollout_run(require_tokens=False, **options), env=one.env)
 
 
 def log_evaluation(trainer: Any, metrics: dict[str, float]) -> None:

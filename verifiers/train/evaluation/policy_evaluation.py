@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 from verifiers.errors import DeadlineError, NothingScoredError
 from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
-from verifiers.evals.run import EvaluationRun
+from verifiers.evals.evaluation_run import EvaluationRun
 from verifiers.evals.statistics import Estimate
 from verifiers.evals.summary import RunSummary, summarize
 from verifiers.inference.limits import SubLimiter
 from verifiers.reports.evaluation import write_evaluation_report
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.train.evaluation.storage import BestEffortStore, best_effort
 from verifiers.types import Outcome
 
@@ -56,7 +56,7 @@ class SetEvaluation:
 
     def __init__(
         self,
-        runner: RolloutRunner,
+        runner: Run,
         dataset: Any,
         run: EvaluationRun,
         *,
@@ -106,7 +106,7 @@ class KeptEvaluation:
         block: the rollouts, once they are scored.
     """
 
-    def __init__(self, runner: RolloutRunner, dataset: Any, num_generations: int, seed: int) -> None:
+    def __init__(self, runner: Run, dataset: Any, num_generations: int, seed: int) -> None:
         self._runner = runner
         self._groups = evaluation_requests(dataset, num_generations, seed)
         self.block: ScoredBlock | None = None
@@ -224,7 +224,7 @@ def evaluation_metrics(summary: RunSummary, prefix: str, mean_length: float) -> 
 
 def sub_limiter_of(generator: AsyncBatchGenerator, most: int | None) -> SubLimiter:
     """Return the part of the generator's limit that an evaluation may use."""
-    return SubLimiter(generator.runner().limiter, most)
+    return SubLimiter(generator.rollout_run().limiter, most)
 
 
 def _write_report(directory: Path) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
+from verifiers.evals.evaluation_run import EvaluationRun, run_in
 from verifiers.evals.provenance import environment_provenance, git_provenance, versions
-from verifiers.evals.run import EvaluationRun, run_in
 from verifiers.evals.store import ResultStore
 from verifiers.log import Redactor
 from verifiers.monitoring.history import EVAL_REWARD, name_eval_reward
@@ -67,7 +67,7 @@ class StoredEvaluations:
 
         Args:
             prefix: of the metrics; another than "eval" is another evaluation of the same step.
-            metadata: of the evaluation, with every entry of `verifiers.evals.run.IDENTITY`.
+            metadata: of the evaluation, with every entry of `verifiers.evals.evaluation_run.IDENTITY`.
         """
         directory = self.root / (f"step-{step}" if prefix == "eval" else f"step-{step}-{prefix}")
         if name:

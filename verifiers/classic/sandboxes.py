@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -19,6 +19,7 @@ from verifiers.sandbox.spec import RunResult, Sandbox
 from verifiers.types import Record
 
 __all__ = [
+    "AwaitableDict",
     "SandboxClient",
     "SandboxRequest",
     "SandboxState",
@@ -130,3 +131,11 @@ class SandboxClient:
             f"sandbox_client.{name} is a call of the hosted sandbox service; sandboxes on this machine have "
             "execute_command, upload_file, upload_bytes, download_file, wait_for_creation and delete."
         )
+
+
+class AwaitableDict(dict[str, Any]):
+    """A dict that may also be awaited, from methods that overrides call in either way."""
+
+    def __await__(self) -> Generator[Any, Any, dict[str, Any]]:
+        yield from ()
+        return self

@@ -24,7 +24,7 @@ from verifiers.evals.store import METADATA, iter_rows, new_run_directory, read_m
 from verifiers.evals.summary import rollouts_planned
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
-from verifiers.rollouts.runner import RolloutRunner
+from verifiers.rollouts.run import Run
 from verifiers.types import Outcome
 
 __all__ = [
@@ -82,7 +82,7 @@ class EvaluationRun:
         """True where every rollout has a reward already, so that nothing is left to run."""
         return self.finished.count >= self.planned
 
-    async def run(self, runner: RolloutRunner, dataset: Any, store: KeepsRollouts | None) -> None:
+    async def run(self, runner: Run, dataset: Any, store: KeepsRollouts | None) -> None:
         """Run what is left. Returns early after an interruption; everything finished is stored in any case."""
 
         def take(rollout: Rollout) -> None:

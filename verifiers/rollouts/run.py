@@ -1,69 +1,78 @@
-"""Rollouts that end: every request becomes exactly one `Rollout` with exactly one outcome.
+"""Run: an environment, the policy that plays it, and the limits that all rollouts of a run share.
 
-Training, evaluation and the classic calls all come here. The runner calls the environment's `run_rollouts`, once a
-group, and turns what can go wrong into outcomes: a failure of the machinery is never a reward of 0.
+Training, evaluation and the classic calls all come here. Every request becomes exactly one `Rollout` with exactly one
+outcome, and groups are scored together: a failure of the machinery is never a reward of 0.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
+import contextlib
+import dataclasses
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from verifiers.errors import ConfigError, RolloutWorkerError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.limits import Limiter, RolloutActivity
+from verifiers.inference.limits import Limiter, NoMoreSlotsError, RolloutActivity
 from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import TokenIn
-from verifiers.rollouts.batch_client import (
-    FATAL_ERRORS,
-    BatchClient,
-    BatchLimits,
-    RolloutRecord,
-)
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
 from verifiers.rubrics.scoring import call_score_group
-from verifiers.types import Failure, Outcome, RolloutScore
+from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore
 
-__all__ = ["RolloutRunner", "RunsRollouts", "relaxed_gc"]
+__all__ = ["Deadlines", "Run", "relaxed_gc"]
 
 YOUNG_OBJECTS = 50_000
 """Allocations between two young collections while rollouts run: each would walk the rollouts in flight."""
 
 
-class RunsRollouts(Protocol):
-    """The part of an Environment that the runner uses."""
+class Deadlines:
+    """The deadlines of rollouts, which may all be given up at once.
 
-    rubric: Any
-    sampling_args: dict[str, Any]
+    Attributes:
+        are_dropped: they were given up, and so is every later one.
+    """
 
-    async def run_rollouts(
-        self,
-        client: Any,
-        model: str,
-        prompts: Any,
-        answers: Any,
-        tasks: Any = None,
-        infos: Any = None,
-        sampling_args: Any = None,
-    ) -> Any: ...
+    def __init__(self) -> None:
+        self.are_dropped = False
+        self._made: weakref.WeakSet[asyncio.Timeout] = weakref.WeakSet()
+
+    def new(self) -> asyncio.Timeout:
+        """Return a timeout, to be entered, that is not over before `start` or `drop` says so."""
+        deadline = asyncio.timeout(0.0 if self.are_dropped else None)
+        self._made.add(deadline)
+        return deadline
+
+    def start(self, deadline: asyncio.Timeout, seconds: float) -> None:
+        """Let an entered deadline end so many seconds from now."""
+        if not deadline.expired():
+            deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    def drop(self) -> None:
+        """End all deadlines now."""
+        self.are_dropped = True
+        for deadline in self._made:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self.start(deadline, 0.0)
 
 
 @dataclass(slots=True)
-class RolloutRunner:
-    """A runner that plays and scores rollouts of one environment against one endpoint.
+class Run:
+    """What the rollouts of a run share.
 
     Attributes:
+        env: the environment; its `run_rollouts` and its `rubric` are used.
         model: the policy's name on the server.
         sampling_args: OpenAI sampling arguments, e.g. temperature, max_tokens.
-        limiter: what may be in flight at once; share it to bound several runners together.
+        limiter: what may be in flight at once; share it to bound several runs together.
         rollout_timeout_s: deadline of one rollout from its start, in seconds.
         grading_timeout_s: deadline for scoring one group, in seconds.
         require_tokens: the server must return token ids and log-probs (training).
@@ -71,11 +80,13 @@ class RolloutRunner:
         token_in: how turns are sent as token ids; None sends messages.
         check_call: of each trained call where tokens are required; see `RolloutClient`.
         vocab_size: number of token ids that the policy has, where that is known.
+        on_end: called with every rollout that was played, before it is scored; what it raises ends the run.
         on_rollout: called with every finished, scored rollout, on the event loop.
         activity: counts what waits, runs and is scored.
+        workers: give the player of a rollout, where the environment does not play it itself; see `player`.
     """
 
-    env: RunsRollouts
+    env: Any
     backend: Backend
     model: str
     sampling_args: dict[str, Any] = field(default_factory=dict)
@@ -88,16 +99,74 @@ class RolloutRunner:
     token_in: TokenIn | None = None
     check_call: Callable[[Mapping[str, Any]], None] | None = None
     vocab_size: int | None = None
+    on_end: Callable[[Rollout], None] | None = None
     on_rollout: Callable[[Rollout], None] | None = None
     activity: RolloutActivity = field(default_factory=RolloutActivity)
+    workers: Any = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    _clients: dict[RolloutKey, RolloutClient] = field(default_factory=dict)
+
+    # -- one rollout ----------------------------------------------------------------------------------------------
+
+    def client(self, request: RolloutRequest) -> RolloutClient:
+        """Return the client of a rollout; one that is played a second time continues its trace."""
+        client = self._clients.get(request.key)
+        if client is not None:
+            client.record()
+        else:
+            client = self._clients[request.key] = RolloutClient(
+                self.backend,
+                limiter=self.limiter,
+                retry=self.retry,
+                model=self.model,
+                seed=request.seed,
+                require_tokens=self.require_tokens,
+                policy_version=self.policy_version,
+                token_in=self.token_in,
+                check_call=self.check_call,
+                vocab_size=self.vocab_size,
+                group=(request.key.block_id, request.key.example_id),
+            )
+        return client
+
+    def player(self, env: Any, request: RolloutRequest) -> AbstractAsyncContextManager[Any]:
+        """Give what plays a rollout of `env`, by its `play(state)`: the environment, or a worker that has room."""
+        return nullcontext(env) if self.workers is None else self.workers.player(env, request, self.limiter)
+
+    # -- groups ---------------------------------------------------------------------------------------------------
+
+    async def play(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Play rollouts to their end by one call of the environment's `run_rollouts`, without scores.
+
+        Raises:
+            ConfigError: a mistake that every other rollout would repeat.
+            NoMoreSlotsError: the limiter was closed before all of them had begun.
+        """
+        # a rollout that is retried later gets another client
+        run = dataclasses.replace(self, _clients={})
+        try:
+            rollouts = await self.env.run_rollouts(requests, run)
+        except (ConfigError, NoMoreSlotsError):
+            raise
+        except (Exception, SystemExit) as error:
+            # an override's own mistake, beside the rollouts that it plays
+            return [_unplayed(request, error) for request in requests]
+        keys = [request.key for request in requests]
+        if not isinstance(rollouts, Sequence) or [getattr(one, "key", None) for one in rollouts] != keys:
+            given = f"{len(rollouts)} results" if isinstance(rollouts, Sequence) else f"{rollouts!r:.100}"
+            raise ConfigError(
+                f"{type(self.env).__name__}.run_rollouts returned {given} for {len(requests)} requests; return one "
+                "Rollout for each request, in order."
+            )
+        return list(rollouts)
 
     async def run_group(self, requests: Sequence[RolloutRequest], *, score: bool = True) -> Group:
-        """Run the rollouts of one prompt concurrently, then score them together.
+        """Play the rollouts of one prompt concurrently, then score them together.
 
         Raises:
             ConfigError: a mistake that every other rollout would repeat.
         """
-        return await self.finish_group(await self.run_batch(requests), score=score)
+        return await self.finish_group(await self.play(requests), score=score)
 
     async def finish_group(self, rollouts: list[Rollout], *, score: bool = True) -> Group:
         """Score the finished rollouts of one prompt together and drop their clients."""
@@ -113,7 +182,7 @@ class RolloutRunner:
         return Group(rollouts[0].key.example_id, rollouts)
 
     async def run_groups(self, groups: Iterable[Sequence[RolloutRequest]]) -> list[Group]:
-        """Run and score groups, in order; a group is begun when the ones before it have their slots.
+        """Play and score groups, in order; a group is begun when the ones before it have their slots.
 
         Raises:
             ConfigError: as `run_group`; the other groups are cancelled.
@@ -129,85 +198,6 @@ class RolloutRunner:
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         raise first
-
-    async def run_batch(
-        self,
-        requests: Sequence[RolloutRequest],
-        *,
-        on_begin: Callable[[BatchClient], None] | None = None,
-        on_end: Callable[[RolloutRecord], None] | None = None,
-    ) -> list[Rollout]:
-        """Run rollouts to their end by one call of the environment's `run_rollouts`, without scores.
-
-        Args:
-            on_begin: given the batch before it is played, to drop it.
-            on_end: given each rollout's record when the rollout has ended.
-
-        Raises:
-            ConfigError: a mistake that every other rollout would repeat.
-            NoMoreSlotsError: the limiter was closed before all of them had begun.
-        """
-        # the rollouts of a group share a request, and environments write into what they are given
-        columns: dict[str, list[Any]] = {
-            "prompts": [_own_copy(request.prompt) for request in requests],
-            "answers": [request.answer for request in requests],
-            "tasks": [request.task for request in requests],
-            "infos": [_own_copy(request.info) for request in requests],
-        }
-        batch = self.batch_client(requests, on_end=on_end)
-        if on_begin is not None:
-            on_begin(batch)
-        started = time.perf_counter()
-        try:
-            async with batch.limits.own_time():
-                results: Any = await self.env.run_rollouts(
-                    batch, self.model, **columns, sampling_args=dict(self.sampling_args)
-                )
-        except FATAL_ERRORS:
-            raise
-        except (Exception, SystemExit) as error:
-            expired = batch.limits.failure(time.perf_counter() - started)
-            for record in batch.records:
-                record.fail_with_batch(error, expired)
-            results = [record.result for record in batch.records]
-        if not isinstance(results, Sequence) or len(results) != len(requests):
-            given = f"{len(results)} results" if isinstance(results, Sequence) else f"{results!r:.100}"
-            raise ConfigError(
-                f"{type(self.env).__name__}.run_rollouts returned {given} for {len(requests)} prompts; return one "
-                "(completion, state) for each prompt, in order."
-            )
-        seconds = time.perf_counter() - started
-        rollouts = []
-        for record, result in zip(batch.records, results, strict=True):
-            rollouts.append(record.finish(batch.limits, result, seconds))
-        return rollouts
-
-    def batch_client(
-        self,
-        requests: Sequence[RolloutRequest],
-        *,
-        raises: bool = False,
-        on_end: Callable[[RolloutRecord], None] | None = None,
-    ) -> BatchClient:
-        """Return the client with which `run_rollouts` plays these requests."""
-        limits = BatchLimits(self.limiter, self.activity, self.rollout_timeout_s, raises=raises, on_end=on_end)
-        records = [RolloutRecord(request, self._client(request)) for request in requests]
-        return BatchClient(records, limits, self.sampling_args)
-
-    def _client(self, request: RolloutRequest) -> RolloutClient:
-        return RolloutClient(
-            self.backend,
-            limiter=self.limiter,
-            retry=self.retry,
-            model=self.model,
-            seed=request.seed,
-            require_tokens=self.require_tokens,
-            policy_version=self.policy_version,
-            token_in=self.token_in,
-            check_call=self.check_call,
-            vocab_size=self.vocab_size,
-            group=(request.key.block_id, request.key.example_id),
-        )
 
     async def score(self, rollouts: Sequence[Rollout]) -> None:
         """Score the finished rollouts of one group in place; one whose grading fails becomes `grading_error`.
@@ -246,16 +236,11 @@ class RolloutRunner:
                 rollout.take_score(scores[index])
 
 
-def _own_copy(value: Any) -> Any:
-    """Return a deep copy; of plain JSON data, which prompts nearly always are, faster than `copy.deepcopy`."""
-    kind = type(value)
-    if kind is str or kind is int or kind is float or kind is bool or value is None:
-        return value
-    if kind is dict:
-        return {name: _own_copy(item) for name, item in value.items()}
-    if kind is list:
-        return [_own_copy(item) for item in value]
-    return copy.deepcopy(value)
+def _unplayed(request: RolloutRequest, error: BaseException) -> Rollout:
+    """Return the rollout of a request whose environment failed beside its rollouts."""
+    completion: Any = "" if isinstance(request.prompt, str) else []
+    row = (request.prompt, completion, request.answer, request.task, request.info)
+    return Rollout(request.key, Outcome.ENVIRONMENT_ERROR, *row, failure=failure_from(error))
 
 
 _gc_lock = threading.Lock()

@@ -19,8 +19,8 @@ def _moved(module: str, home: str, names: str) -> dict[str, str]:
     return {f"{module}:{name}": f"{home}:{name}" for name in names.split()}
 
 
-_LATE = "verifiers.envs.classic.late_names"
-_MONITORS = "verifiers.envs.classic.monitor_rubrics"
+_LATE = "verifiers.classic.late_names"
+_MONITORS = "verifiers.classic.monitor_rubrics"
 _LATE_TYPES = (
     "DatasetBuilder GenerateMetadata GroupRewardFunc ImageUrlContentPart IndividualRewardFunc InputAudioContentPart "
     "Response RolloutOutput RolloutTiming TextContentPart TrajectoryStepTokens"
@@ -28,17 +28,17 @@ _LATE_TYPES = (
 
 CLASSIC_NAMES = {
     # verifiers and verifiers.types
-    **_moved("verifiers", "verifiers.envs.classic.sandboxes", "SandboxState"),
+    **_moved("verifiers", "verifiers.classic.sandboxes", "SandboxState"),
     **_moved("verifiers", _LATE, "MissingKeyError ensure_keys log_level quiet_verifiers"),
     **_moved("verifiers", "verifiers.errors", "InvalidModelResponseError"),
     "verifiers:Client": "openai:AsyncOpenAI",
     **_moved("verifiers.types", "openai.types.chat", "ChatCompletion ChatCompletionToolParam"),
     "verifiers.types:Completion": "openai.types:Completion",
-    "verifiers.types:Tool": "verifiers.envs.classic.tool_defs:ToolDef",
+    "verifiers.types:Tool": "verifiers.classic.tool_defs:ToolDef",
     **_moved("verifiers", _LATE, _LATE_TYPES),
     **_moved("verifiers.types", _LATE, _LATE_TYPES),
     # modules that have gone
-    **_moved("verifiers.clients", "verifiers.envs.classic.clients", "setup_client"),
+    **_moved("verifiers.clients", "verifiers.classic.clients", "setup_client"),
     "verifiers.clients:Client": "openai:AsyncOpenAI",
     "verifiers.clients.client:Client": "openai:AsyncOpenAI",
     **_moved("verifiers.decorators", "verifiers.envs.lifecycle", "stop cleanup teardown"),
@@ -63,15 +63,15 @@ CLASSIC_NAMES = {
     **_moved("verifiers.scripts.eval", "verifiers.cli.evaluate", "main"),
     **_moved("verifiers.utils.async_utils", "verifiers.envs.lifecycle", "maybe_await"),
     **_moved("verifiers.utils.async_utils", _LATE, "maybe_semaphore"),
-    **_moved("verifiers.utils.client_utils", "verifiers.envs.classic.clients", "setup_client"),
-    "verifiers.utils.client_utils:setup_openai_client": "verifiers.envs.classic.clients:setup_client",
+    **_moved("verifiers.utils.client_utils", "verifiers.classic.clients", "setup_client"),
+    "verifiers.utils.client_utils:setup_openai_client": "verifiers.classic.clients:setup_client",
     **_moved("verifiers.utils.config_utils", _LATE, "MissingKeyError ensure_keys"),
     **_moved(
         "verifiers.utils.data_utils",
         "verifiers.parsers.parser",
         "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_boxed_answer extract_hash_answer",
     ),
-    **_moved("verifiers.utils.data_utils", "verifiers.envs.classic.example_datasets", "load_example_dataset"),
+    **_moved("verifiers.utils.data_utils", "verifiers.classic.example_datasets", "load_example_dataset"),
     **_moved("verifiers.utils.env_utils", "verifiers.envs.registry", "load_environment"),
     **_moved("verifiers.utils.error_utils", _LATE, "ErrorChain"),
     **_moved("verifiers.utils.eval_utils", "verifiers.envs.registry", "load_environment"),
@@ -86,8 +86,8 @@ CLASSIC_NAMES = {
     **_moved("verifiers.utils.message_utils", _LATE, "concat_messages sanitize_tool_calls"),
     "verifiers.utils.message_utils:normalize_messages": "verifiers.types:as_messages",
     **_moved("verifiers.utils.response_utils", _LATE, "parse_response_message"),
-    "verifiers.utils.save_utils:make_dataset": "verifiers.envs.classic.batch_api:to_dataset",
-    **_moved("verifiers.utils.tool_utils", "verifiers.envs.classic.tool_defs", "convert_func_to_tool_def"),
+    "verifiers.utils.save_utils:make_dataset": "verifiers.classic.environment_api:to_dataset",
+    **_moved("verifiers.utils.tool_utils", "verifiers.classic.tool_defs", "convert_func_to_tool_def"),
     **_moved("verifiers.utils.tool_utils", "verifiers.envs.tools", "convert_func_to_oai_tool"),
 }
 """The place of each name that has gone or moved, by its classic place; both as "module:name"."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError, MissingTokenIdsError
 from verifiers.parsers.messages import sanitize_tool_calls
+from verifiers.rollouts.rollout import Turn
 from verifiers.types import (
     MessageRecord,
     Messages,
@@ -36,6 +37,7 @@ __all__ = [
     "process_chat",
     "process_completion",
     "process_results",
+    "step_tokens",
 ]
 
 _TOKEN_ID = re.compile(r"(?:token_)?id:(\d+)")
@@ -64,6 +66,8 @@ def chat_logprobs(response: ModelResponse) -> list[float]:
     """
     if _is_overlong(response):
         return []
+    if (turn := _turn(response)) is not None:
+        return list(turn.logprobs)
     entries = _chat_entries(response)
     if entries is None:
         raise MissingTokenIdsError("a chat completion has no logprobs; ask for them with logprobs=True.")
@@ -79,6 +83,8 @@ def completion_logprobs(response: ModelResponse) -> list[float]:
     """Return the log-probs of the sampled tokens of a text completion, in nats; as `chat_logprobs`."""
     if _is_overlong(response):
         return []
+    if (turn := _turn(response)) is not None:
+        return list(turn.logprobs)
     values = _list_field(_logprobs(response), "token_logprobs")
     if values is None:
         raise MissingTokenIdsError("a completion has no logprobs; ask for them with logprobs=0.")
@@ -99,9 +105,33 @@ def object_tokens(
     return None if prompt_ids is None else (prompt_ids, completion_ids, logprobs)
 
 
+def step_tokens(response: ModelResponse, message_type: MessageType) -> dict[str, Any] | None:
+    """Return the tokens of an answer as a trajectory's step holds them; None where the server sent no ids.
+
+    Returns:
+        prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs (nats), overlong_prompt,
+        is_truncated.
+    """
+    found = object_tokens(response, message_type)
+    if found is None:
+        return None
+    prompt_ids, completion_ids, logprobs = found
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": [0] * len(prompt_ids),
+        "completion_ids": completion_ids,
+        "completion_mask": [1] * len(completion_ids),
+        "completion_logprobs": logprobs,
+        "overlong_prompt": getattr(response, "id", None) == "overlong-prompt",
+        "is_truncated": getattr(response.choices[0], "finish_reason", None) == "length",
+    }
+
+
 def _tokens(response: ModelResponse, entries: Sequence[Any] | None) -> list[int]:
     if _is_overlong(response):
         return []
+    if (turn := _turn(response)) is not None:
+        return list(turn.completion_ids)
     ids = _list_field(_choice(response), "token_ids")
     if ids is not None:
         return [int(token_id) for token_id in ids]
@@ -213,7 +243,15 @@ def process_chat(
     return held.lists()
 
 
+def _turn(response: ModelResponse) -> Turn | None:
+    """Return the tokens of an answer that a training rollout holds apart from it."""
+    turn = getattr(response, "turn", None)
+    return turn if isinstance(turn, Turn) else None
+
+
 def _sent_ids(response: ModelResponse) -> list[int] | None:
+    if (turn := _turn(response)) is not None:
+        return list(turn.prompt_ids)
     ids = _list_field(response, "prompt_token_ids") or _list_field(_choice(response), "prompt_token_ids")
     return None if ids is None else list(ids)
 
