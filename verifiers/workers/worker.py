@@ -24,7 +24,6 @@ from verifiers.inference.limits import Limiter
 from verifiers.rollouts.batch_client import BatchClient, BatchLimits, RolloutRecord
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.runner import RolloutRunner, relaxed_gc
-from verifiers.rubrics.scoring import call_score_group
 from verifiers.types import Outcome, RolloutKey, State
 from verifiers.workers.client import ModelCalls, WorkerClient
 from verifiers.workers.connection import ROW_FIELDS, Connection, failure_data
@@ -159,7 +158,7 @@ class RolloutWorker:
         try:
             rollouts = [self._batches[number].rollouts[index] for number, index in message["places"]]
             env = self.environment(message["env"])
-            scores = await call_score_group(env.rubric, [rollout.state for rollout in rollouts])
+            scores = await env.rubric.score_group([rollout.state for rollout in rollouts])
         except Exception as error:
             self.connection.send({"op": "scored", "score": message["score"], "error": failure_data(error)})
         else:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verifiers.classic.rubrics import scores_by_columns
 from verifiers.concurrency import gather_owned
 from verifiers.envs.classic.outputs import generate_outputs, mean_of_scored, raise_unless_kept
 from verifiers.envs.datasets import row_fields
@@ -21,8 +22,6 @@ from verifiers.parsers.messages import plain, sanitize_tool_calls
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, requests_by_prompt
 from verifiers.rollouts.runner import RolloutRunner, RunsRollouts
-from verifiers.rubrics.overrides import call_score_rollouts
-from verifiers.rubrics.scoring import ScoringInput
 from verifiers.types import GenerateOutputs, RolloutKey, SamplingArgs
 
 if TYPE_CHECKING:
@@ -154,8 +153,8 @@ async def generate(
         rollouts = [finished[request.key] for request in requests]
         if score and not interleaved:
             played = [rollout for rollout in rollouts if rollout.failure is None]
-            inputs_to_score = [ScoringInput.from_state(rollout.state) for rollout in played]
-            scores = await call_score_rollouts(rubric, inputs_to_score, {"max_concurrent": max_concurrent_scoring})
+            states = [rollout.state for rollout in played]
+            scores = await scores_by_columns(rubric, states, max_concurrent=max_concurrent_scoring)
             for rollout, of_rollout in zip(played, scores, strict=True):
                 rollout.take_score(of_rollout)
     return generate_outputs(
