@@ -130,6 +130,11 @@ class DaemonThreads:
         self._idle: list[queue.SimpleQueue[_Job]] = []
         self._running = 0
 
+    @property
+    def is_full(self) -> bool:
+        """True where the next call waits for another one's end."""
+        return self._running >= self.limit
+
     async def run(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Return the result of `work()`, or what it raises.
 
@@ -210,7 +215,6 @@ class DaemonThreads:
                 if following is None:
                     self._idle.append(inbox)
             job.deliver()
-            # an idle thread must not keep a rollout's state alive
             job = following
             del following
             if job is None:
@@ -234,6 +238,9 @@ def _perform(job: _Job) -> None:
         job.result = job.work()
     except BaseException as error:  # raised again in the caller, on the event loop
         job.error = error
+    finally:
+        # the thread has its job for a moment longer than the caller, and must not keep a rollout's state alive
+        del job.work
 
 
 async def _wait_until(done: asyncio.Event, job: _Job, timeout_s: float | None) -> None:

@@ -31,8 +31,8 @@ logger = logging.getLogger("verifiers")
 T = TypeVar("T")
 
 BLOCKING_ADVICE = (
-    "make it an async def that awaits its slow part (asyncio.to_thread), or, where it is the run of an AgentEnv, a "
-    "plain def; other plain functions run on the loop too, once three calls in a row were quick"
+    "make it a plain def where it is a reward function or the run of an AgentEnv, for those run in threads; else an "
+    "async def that awaits its slow part (asyncio.to_thread)"
 )
 """Advice for a blocked event loop, to end a sentence."""
 

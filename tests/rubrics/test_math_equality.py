@@ -189,7 +189,7 @@ class ScriptedPool:
 def scripted(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> ScriptedPool:
     pool = ScriptedPool(*answers)
     monkeypatch.setattr(math_equality, "_pool", lambda: pool)
-    monkeypatch.setattr(math_equality, "_verdicts", math_equality._Verdicts())
+    monkeypatch.setattr(math_equality, "_verdicts", {})
     return pool
 
 

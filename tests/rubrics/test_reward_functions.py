@@ -1,4 +1,4 @@
-"""Reward functions run in threads until they are known to be quick, the event loop from then on."""
+"""Reward functions: where and in which order they run, and the deadline of a group."""
 
 from __future__ import annotations
 
@@ -8,61 +8,70 @@ from typing import Any
 
 import pytest
 
-from verifiers.rubrics import Rubric, scoring
-from verifiers.rubrics.scoring import PreparedCall
+from verifiers.concurrency import threads_for
+from verifiers.rubrics import Rubric
+from verifiers.rubrics.judge_rubric import JudgeRubric
+from verifiers.rubrics.scoring import grading_deadline
+from verifiers.testing import FakeOpenAIServer
 from verifiers.types import State
 
 
-class Clock:
-    """A perf_counter that moves when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(scoring, "time", self)
-
-    def perf_counter(self) -> float:
-        return self.now
+def states_of(count: int) -> list[State]:
+    return [State(prompt="p", completion=str(number), answer="a") for number in range(count)]
 
 
-class Timed:
-    """A reward function that takes the given seconds, one a call, and notes its thread."""
+async def test_all_plain_functions_of_a_group_run_in_one_thread_and_async_ones_on_the_loop() -> None:
+    threads: dict[str, set[int]] = {"plain": set(), "of_group": set(), "on_loop": set()}
 
-    def __init__(self, clock: Clock, *seconds: float) -> None:
-        self.clock = clock
-        self.seconds = list(seconds)
-        self.threads: list[bool] = []
+    def plain(completion: str) -> float:
+        threads["plain"].add(threading.get_ident())
+        return float(completion)
 
-    def __call__(self, answer: str) -> float:
-        self.clock.now += self.seconds.pop(0)
-        self.threads.append(threading.current_thread() is not threading.main_thread())
+    def of_group(completions: list[str]) -> list[float]:
+        threads["of_group"].add(threading.get_ident())
+        return [1.0] * len(completions)
+
+    async def on_loop(completion: str) -> float:
+        threads["on_loop"].add(threading.get_ident())
         return 1.0
 
-
-async def threads_used(func: Timed) -> list[bool]:
-    call = PreparedCall(func)
-    while func.seconds:
-        await call({"answer": "a"})
-    return func.threads
-
-
-async def test_a_function_proven_quick_moves_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    func = Timed(Clock(monkeypatch), *[0.0005] * 5)
-    assert await threads_used(func) == [True, True, True, False, False]
+    # a rubric of plain functions has one thread for them all
+    scores = await Rubric([of_group, plain]).score_group(states_of(5))
+    assert [score.reward for score in scores] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert threads["plain"] == threads["of_group"] != {threading.get_ident()}
+    await Rubric([plain, on_loop]).score_group(states_of(5))
+    assert threads["on_loop"] == {threading.get_ident()}
 
 
-async def test_a_slow_first_call_only_delays_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    func = Timed(Clock(monkeypatch), 2.0, 0.0005, 0.0005, 0.0005, 0.0005)
-    assert await threads_used(func) == [True, True, True, True, False]
+@pytest.mark.parametrize(
+    ("parallel", "order"),
+    [(True, {"a1 a2 g", "a2 a1 g"}), (False, {"a1 p1 a2 g"})],
+)
+async def test_functions_of_the_group_come_last_and_others_in_order_where_that_is_wanted(
+    parallel: bool, order: set[str]
+) -> None:
+    def noting(name: str, value: Any = 1.0) -> Any:
+        def note(state: Any) -> Any:
+            state["order"] = f"{state.get('order', '')} {name}".strip()
+            return value
 
+        return note
 
-async def test_a_function_that_is_not_quick_stays_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    func = Timed(Clock(monkeypatch), *[0.0005, 0.0005, 0.002] * 3)
-    assert await threads_used(func) == [True] * 9
+    async def a1(state: State) -> float:
+        await asyncio.sleep(0.001)
+        return float(noting("a1")(state))
 
+    async def a2(state: State) -> float:
+        return float(noting("a2")(state))
 
-async def test_one_slow_call_on_the_loop_sends_it_back_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    func = Timed(Clock(monkeypatch), *[0.0005] * 3, 0.006, *[0.0005] * 5)
-    assert await threads_used(func) == [True] * 3 + [False] + [True] * 5
+    def group(states: list[State]) -> list[float]:
+        return [noting("g")(state) for state in states]
+
+    plain = [] if parallel else [noting("p1")]
+    rubric = Rubric([group, a1, *plain, a2], parallelize_scoring=parallel)
+    states = states_of(3)
+    await rubric.score_group(states)
+    assert {state["order"] for state in states} <= order
 
 
 async def test_a_slow_function_does_not_stall_the_loop() -> None:
@@ -71,19 +80,76 @@ async def test_a_slow_function_does_not_stall_the_loop() -> None:
     def slow(answer: str) -> float:
         return 1.0 if release.wait(10) else 0.0
 
-    state = State(prompt="p", completion="c", answer="a")
-    scoring = asyncio.create_task(Rubric(funcs=[slow]).score_rollout(state))
+    grading = asyncio.create_task(Rubric(funcs=[slow]).score_group(states_of(1)))
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not scoring.done()
+    assert not grading.done()
     release.set()
-    assert (await scoring).reward == 1.0
+    assert [score.reward for score in await grading] == [1.0]
 
 
 def test_functions_run_on_any_number_of_event_loops() -> None:
     rubric = Rubric(funcs=[lambda answer: 1.0])
+    assert [asyncio.run(rubric.score_group(states_of(1)))[0].reward for _ in range(5)] == [1.0] * 5
 
-    async def score() -> Any:
-        return (await rubric.score_rollout("p", "c", "a", State())).reward
 
-    assert [asyncio.run(score()) for _ in range(5)] == [1.0] * 5
+async def test_plain_functions_that_ask_a_judge_do_not_wait_for_each_other() -> None:
+    together = threading.Barrier(4)
+
+    def says_yes(judge: Any, prompt: Any, completion: Any, answer: Any, state: State) -> float:
+        together.wait(20)
+        return float("yes" in judge(prompt, completion, answer, state))
+
+    with FakeOpenAIServer("yes") as server:
+        rubric = JudgeRubric(judge_base_url=server.url, judge_model="judge", funcs=[says_yes])
+        scores = await rubric.score_group(states_of(4))
+    assert [score.reward for score in scores] == [1.0] * 4
+
+
+async def test_a_function_that_hangs_is_left_at_the_deadline_and_nothing_after_it_is_called() -> None:
+    loop, begun, release, called = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), []
+
+    def hangs(completion: str) -> float:
+        called.append(completion)
+        loop.call_soon_threadsafe(begun.set)
+        release.wait(20)
+        return 1.0
+
+    async def score() -> None:
+        async with grading_deadline(60.0) as deadline:
+            deadlines.append(deadline)
+            await Rubric([hangs]).score_group(states_of(3))
+
+    deadlines: list[asyncio.Timeout] = []
+    grading = asyncio.create_task(score())
+    await begun.wait()
+    deadlines[0].reschedule(loop.time())
+    with pytest.raises(TimeoutError):
+        await grading
+    assert deadlines[0].expired()
+    release.set()
+    await Rubric([lambda completion: 1.0]).score_group(states_of(1))
+    assert called == ["0"]
+
+
+async def test_waiting_for_a_free_thread_does_not_count_as_grading(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, begun, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def occupies(completion: str) -> float:
+        loop.call_soon_threadsafe(begun.set)
+        return 1.0 if release.wait(20) else 0.0
+
+    async def waits(timeout_s: float) -> None:
+        async with grading_deadline(timeout_s) as deadline:
+            grading = asyncio.create_task(Rubric([occupies]).score_group(states_of(1)))
+            while deadline.when() is not None:  # noqa: ASYNC110 - its own turn of the loop begins the wait
+                await asyncio.sleep(0)
+            release.set()
+            assert (await grading)[0].reward == 1.0
+            assert deadline.when() is not None
+
+    monkeypatch.setattr(threads_for("reward function", 1), "limit", 1)
+    first = asyncio.create_task(Rubric([occupies]).score_group(states_of(1)))
+    await begun.wait()
+    await waits(60.0)
+    assert (await first)[0].reward == 1.0

@@ -1,4 +1,4 @@
-"""Rubric: both generations of scoring."""
+"""Rubric: functions and weights, groups, and failed grades."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from verifiers.errors import ConfigError
+from verifiers.errors import ConfigError, GradingError
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rubrics import Rubric
-from verifiers.types import RolloutScore, State
+from verifiers.types import FailedGrade, RolloutScore, State
 
 ROW: dict[str, Any] = {
     "prompt": [{"role": "user", "content": "q"}],
@@ -85,10 +85,10 @@ async def test_arguments_are_injected_by_name() -> None:
     parser = XMLParser(["answer"])
     rubric = Rubric(parser=parser)
     rubric.add_class_object("judge", "strict")
-    row = {**ROW, "state": state()}
-    assert await rubric.call_reward_func(few, **row) == 1.0
-    assert await rubric.call_reward_func(everything, **row, extra=1) == 1.0
-    assert seen["everything"] == {*row, "parser", "judge", "extra"}
+    rubric.add_reward_func(few)
+    rubric.add_reward_func(everything)
+    await rubric.score_group([state()])
+    assert seen["everything"] == {*ROW, "state", "parser", "judge"}
     assert (seen["parser"], seen["info"], seen["judge"]) == (parser, {"level": 1}, "strict")
     assert (seen["task"], seen["missing"]) == ("sums", 7)
 
@@ -123,24 +123,18 @@ def scaled(answer: str, by: float) -> float:
     ],
 )
 async def test_every_kind_of_callable_is_a_reward_function(func: Any, value: float) -> None:
-    rubric = Rubric(funcs=[func])
-    scored = state()
-    for _ in range(5):
-        await rubric.score_group([scored])
-        assert scored["reward"] == value
-    assert "grading_errors" not in scored
+    (score,) = await Rubric(funcs=[func]).score_group([state()])
+    assert (score.reward, score.errors) == (value, [])
 
 
-async def test_the_reward_is_the_weighted_sum_and_metrics_are_unweighted() -> None:
-    rubric = Rubric(funcs=[half, one], weights=[2.0, 0.5])
-    score = await rubric.score_rollout(ROW["prompt"], ROW["completion"], "a", state())
-    assert score.reward == score["reward"] == pytest.approx(1.5)
-    assert score.metrics == {"half": 0.5, "one": 1.0}
-
-
-async def test_metrics_of_one_name_add_up() -> None:
-    rubric = Rubric(funcs=[half, half], weights=[1.0, 0.0])
-    assert await rubric.score_rollout("p", "c", "a", state()) == RolloutScore(0.5, {"half": 1.0})
+async def test_the_reward_is_the_weighted_sum_and_metrics_of_one_name_add_up() -> None:
+    rubric = Rubric(funcs=[half, one, half], weights=[2.0, 0.5, 0.0])
+    # what is not at the state's top is in its row
+    scored = State(input={"prompt": "p", "answer": "a"}, completion="c", timing={"scoring_ms": 0.0, "total_ms": 2.0})
+    (score,) = await rubric.score_group([scored])
+    assert score == RolloutScore(1.5, {"half": 1.0, "one": 1.0})
+    assert (scored["reward"], scored["metrics"]) == (score.reward, score.metrics)
+    assert scored["timing"]["scoring_ms"] > 0
 
 
 async def test_two_lambdas_are_two_metrics() -> None:
@@ -149,34 +143,6 @@ async def test_two_lambdas_are_two_metrics() -> None:
     assert score.metrics == {"lambda_1": 1.0, "half": 0.5, "lambda_2": 2.0}
     assert rubric.get_reward_func_names() == ["lambda_1", "half", "lambda_2"]
     assert Rubric([lambda: 1.0]).get_reward_func_names() == ["<lambda>"]
-
-
-async def test_the_second_generation_scores_a_state_in_place() -> None:
-    rubric = Rubric(funcs=[half, one])
-    scored = State(input={"prompt": "p", "answer": "a"}, completion="c", timing={"scoring_ms": 0.0, "total_ms": 2.0})
-    score = await rubric.score_rollout(scored, asyncio.Semaphore(1))
-    assert (scored["reward"], scored["metrics"]) == (1.5, {"half": 0.5, "one": 1.0})
-    assert (score.reward, score.metrics) == (scored["reward"], scored["metrics"])
-    assert scored["timing"]["scoring_ms"] > 0
-    by_name = state()
-    await rubric.score_rollout(state=by_name)
-    assert by_name["reward"] == 1.5
-
-
-async def test_columns_are_scored_in_order() -> None:
-    def length(completion: str) -> float:
-        return len(completion)
-
-    rubric = Rubric(funcs=[length, one], weights=[1.0, 0.0])
-    texts = ["abc", "", "a"]
-    scores = await rubric.score_rollouts(
-        ["p"] * 3, texts, ["x"] * 3, [state() for _ in texts], ["t"] * 3, [{}] * 3, max_concurrent=2
-    )
-    assert scores.reward == [3.0, 0.0, 1.0]
-    assert scores.metrics == {"length": [3.0, 0.0, 1.0], "one": [1.0, 1.0, 1.0]}
-    assert await rubric.score_rollouts([], [], [], []) == {"reward": [], "metrics": {"length": [], "one": []}}
-    with pytest.raises(ConfigError, match="3 prompts, 2 completions"):
-        await rubric.score_rollouts(["p"] * 3, ["c"] * 2, ["x"] * 3, [state()] * 3)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +159,9 @@ async def test_a_result_that_is_no_finite_number_is_a_failed_grade(result: Any, 
     def odd(answer: str) -> Any:
         return result
 
-    scored = state()
-    assert await Rubric().call_reward_func(odd, **ROW, state=scored) == 0.0
-    [error] = scored["grading_errors"]
+    (score,) = await Rubric([odd]).score_group([state()])
+    [error] = score.errors
+    assert score.reward == 0.0
     assert error["func"] == "odd"
     assert text in error["error"]
 
@@ -226,12 +192,6 @@ async def test_a_failed_grade_is_never_a_zero_reward(func: Any, caplog: pytest.L
     assert len(tracebacks) == 1, "one traceback is enough for a function that keeps failing"
 
 
-async def test_the_failure_names_the_error_and_its_text() -> None:
-    scored = state()
-    await Rubric(funcs=[broken]).score_rollout(scored)
-    assert scored["grading_errors"] == [{"func": "broken", "error": "ValueError: no such field"}]
-
-
 async def test_cancellation_always_passes() -> None:
     entered = asyncio.Event()
 
@@ -250,45 +210,6 @@ async def test_cancellation_always_passes() -> None:
     assert "reward" not in scored
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-async def test_functions_run_side_by_side_only_where_that_is_wanted(parallel: bool) -> None:
-    order: list[str] = []
-    second_began = asyncio.Event()
-
-    async def first(state: State) -> float:
-        order.append("first begins")
-        if parallel:
-            await second_began.wait()
-        order.append("first ends")
-        return 1.0
-
-    async def second(state: State) -> float:
-        order.append("second")
-        second_began.set()
-        return 1.0
-
-    await Rubric(funcs=[first, second], parallelize_scoring=parallel).score_rollout(state())
-    expected = ["first begins", "second", "first ends"] if parallel else ["first begins", "first ends", "second"]
-    assert order == expected
-
-
-async def test_the_scoring_semaphore_bounds_rollouts_scored_at_once() -> None:
-    at_once, most = 0, 0
-
-    async def watched(answer: str) -> float:
-        nonlocal at_once, most
-        at_once += 1
-        most = max(most, at_once)
-        await asyncio.sleep(0)
-        at_once -= 1
-        return 1.0
-
-    states = [state() for _ in range(6)]
-    await Rubric(funcs=[watched]).score_group(states, asyncio.Semaphore(2))
-    assert most == 2
-    assert [scored["reward"] for scored in states] == [1.0] * 6
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rubric: pickle.loads(pickle.dumps(rubric))])
 async def test_a_copy_scores_by_its_own_functions(copied: Any) -> None:
     rubric = Rubric(funcs=[half, one])
@@ -296,30 +217,6 @@ async def test_a_copy_scores_by_its_own_functions(copied: Any) -> None:
     scored = state()
     await copied(rubric).score_group([scored])
     assert scored["reward"] == 1.5
-
-
-class OwnCalls(Rubric):
-    """A rubric that calls reward functions itself, and lets what they raise pass."""
-
-    async def call_reward_func(self, func: Any, *args: Any, **kwargs: Any) -> float:
-        return float(func(kwargs["completion"]))
-
-
-async def test_a_metric_that_raises_in_an_override_of_the_call_leaves_the_reward_alone() -> None:
-    def right(completion: Any) -> float:
-        return 1.0
-
-    def broken(completion: Any) -> float:
-        raise ZeroDivisionError("no words")
-
-    rubric = OwnCalls([right])
-    rubric.add_metric(broken)
-    states = [State(prompt="p", completion="c", answer="", task="t", info={}) for _ in range(2)]
-    scores = await rubric.score_group(states)
-    assert [(score.reward, score.metrics, score.errors) for score in scores] == [(1.0, {"right": 1.0}, [])] * 2
-    rubric.reward_weights[1] = 0.5
-    scores = await rubric.score_group(states)
-    assert [(score.reward, score.errors[0]["func"]) for score in scores] == [(1.0, "broken")] * 2
 
 
 async def test_a_metric_that_raises_leaves_reward_and_outcome_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,7 +232,7 @@ async def test_a_metric_that_raises_leaves_reward_and_outcome_alone(caplog: pyte
     rubric = Rubric([right])
     rubric.add_metric(broken)
     rubric.add_metric(broken_of_group)
-    states = [State(prompt="p", completion="c", answer="", task="t", info={}) for _ in range(2)]
+    states = [state(), state()]
     scores = await rubric.score_group(states)
     assert [(score.reward, score.errors) for score in scores] == [(1.0, []), (1.0, [])]
     assert [score.metrics for score in scores] == [{"right": 1.0}, {"right": 1.0, "broken_of_group": 2.0}]
@@ -343,3 +240,88 @@ async def test_a_metric_that_raises_leaves_reward_and_outcome_alone(caplog: pyte
     # with a weight it is a reward, and a failed one is a failed grade
     rubric.reward_weights[1] = 0.5
     assert [score.errors[0]["func"] for score in await rubric.score_group(states)] == ["broken", "broken"]
+
+
+# -- groups ------------------------------------------------------------------------------------------------------
+
+
+def states_of(*completions: str) -> list[State]:
+    return [state(completion=text) for text in completions]
+
+
+def length(completion: str) -> float:
+    return len(completion)
+
+
+def rank(completions: list[str], answers: list[str], parser: Any) -> list[float]:
+    """0 for the shortest, 1 for the next ..."""
+    assert answers == ["a"] * len(completions)
+    return [sorted(completions, key=len).index(text) for text in completions]
+
+
+async def test_group_functions_see_all_rollouts_and_score_each() -> None:
+    async def same_task(states: list[State], tasks: list[str], infos: list[dict], prompts: list[str]) -> list[float]:
+        return [float(len(set(tasks)) == 1) for _ in states]
+
+    rubric = Rubric(funcs=[rank, length, same_task], weights=[1.0, 0.1, 0.0])
+    states = states_of("abc", "a")
+    await rubric.score_group(states)
+    assert rubric.has_group_funcs
+    assert states[0]["metrics"] == {"rank": 1.0, "length": 3.0, "same_task": 1.0}
+    assert [scored["reward"] for scored in states] == pytest.approx([1.3, 0.1])
+    assert "advantage" not in states[0], "advantages are the trainer's, unless the environment gives them"
+
+
+@pytest.mark.parametrize("bad", [[1.0], [1.0, 2.0, 3.0], None, 1.0])
+async def test_a_group_function_of_the_wrong_length_fails_every_grade(bad: Any) -> None:
+    def wrong(completions: list[str]) -> Any:
+        return bad
+
+    states = states_of("abc", "a")
+    await Rubric(funcs=[length, wrong]).score_group(states)
+    for scored in states:
+        assert [error["func"] for error in scored["grading_errors"]] == ["wrong"]
+    if isinstance(bad, list):
+        assert f"returned {len(bad)} rewards for 2 rollouts" in states[0]["grading_errors"][0]["error"]
+
+
+async def test_one_bad_value_of_a_group_function_fails_that_grade_alone() -> None:
+    def partly(completions: list[str]) -> list[float]:
+        return [1.0, float("nan")]
+
+    states = states_of("abc", "a")
+    await Rubric(funcs=[partly]).score_group(states)
+    assert states[0]["reward"] == 1.0
+    assert "grading_errors" not in states[0]
+    assert states[1]["grading_errors"][0]["func"] == "partly"
+
+
+async def test_an_empty_group_is_scored_without_calling_anything() -> None:
+    await Rubric(funcs=[rank, length]).score_group([])
+
+
+async def test_a_group_gets_a_score_for_each_rollout_with_the_functions_that_failed() -> None:
+    def picky(completion: str) -> float:
+        return float(completion)
+
+    good, bad = states_of("2", "two")
+    scores = await Rubric(funcs=[picky, length]).score_group([good, bad])
+    failed = {"func": "picky", "error": "ValueError: could not convert string to float: 'two'"}
+    assert scores[0] == RolloutScore(3.0, {"picky": 2.0, "length": 1.0})
+    assert (scores[1].reward, scores[1].errors, bad["grading_errors"]) == (3.0, [failed], [failed])
+
+
+async def test_a_subclass_scores_states_in_its_own_way_and_its_failures_are_in_both_places() -> None:
+    class Lengths(Rubric):
+        async def score_states(self, states: Any) -> list[RolloutScore]:
+            self.record_failure("noted", [states[0]], GradingError("too odd"))
+            failed = FailedGrade(func="given", error="of the score")
+            return [RolloutScore(float(len(state["completion"])), errors=[failed]) for state in states]
+
+    rubric = Lengths()
+    assert not rubric.is_empty
+    states = states_of("abc", "a")
+    scores = await rubric.score_group(states)
+    assert [score.reward for score in scores] == [state["reward"] for state in states] == [3.0, 1.0]
+    assert [[failed["func"] for failed in score.errors] for score in scores] == [["noted", "given"], ["given"]]
+    assert [state["grading_errors"] for state in states] == [score.errors for score in scores]

@@ -1,4 +1,4 @@
-"""RubricGroup: several rubrics as one, through every way of scoring."""
+"""RubricGroup: several rubrics as one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verifiers.errors import ConfigError
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rubrics import Rubric
 from verifiers.testing import FakeOpenAIServer
-from verifiers.types import RolloutScore, RolloutScores, State
+from verifiers.types import RolloutScore, State
 
 ROW: dict[str, Any] = {"prompt": "p", "completion": "abc", "answer": "a", "task": "t", "info": {"n": 1}}
 
@@ -43,39 +43,11 @@ def broken(answer: str) -> float:
     raise ValueError("no such field")
 
 
-class FirstGeneration(Rubric):
-    async def score_rollout(  # type: ignore[override]
-        self, prompt: Any, completion: Any, answer: Any, state: State, **kwargs: Any
-    ) -> RolloutScore:
-        return RolloutScore(reward=10.0 * len(completion), metrics={"own": 1.0})
-
-
-class SecondGeneration(Rubric):
-    async def score_rollout(self, state: State, score_sem: Any) -> None:  # type: ignore[override]
-        async with score_sem:
-            state["reward"] = 10.0 * len(state["completion"])
-        state["metrics"] = {"own": 1.0}
-
-
-class ByColumns(Rubric):
-    async def score_rollouts(self, completions: Any, **kwargs: Any) -> RolloutScores:  # type: ignore[override]
-        return RolloutScores([10.0 * len(text) for text in completions], {"own": [1.0] * len(completions)})
-
-
-class ByGroup(Rubric):
-    async def score_group(self, states: Any, score_sem: Any = None) -> None:
-        for one in states:
-            one["reward"], one["metrics"] = 10.0 * len(one["completion"]), {"own": 1.0}
-
-
-class Forgetful(Rubric):
-    async def score_group(self, states: Any, score_sem: Any = None) -> None:
-        return None
-
-
-class Raising(Rubric):
-    async def score_rollout(self, *args: Any, **kwargs: Any) -> RolloutScore:
-        raise RuntimeError("cannot grade this")
+class Own(Rubric):
+    async def score_states(self, states: Any) -> list[RolloutScore]:
+        if states[0].get("breaks"):
+            raise RuntimeError("cannot grade this")
+        return [RolloutScore(10.0 * len(one["completion"]), {"own": 1.0}) for one in states]
 
 
 def test_a_group_without_rubrics_is_refused() -> None:
@@ -113,61 +85,20 @@ def test_what_is_added_goes_to_the_first_rubric() -> None:
         group.weights = [1.0]
 
 
-@pytest.mark.parametrize("own", [FirstGeneration, SecondGeneration])
-async def test_every_way_of_scoring_sums_rewards_and_metrics(own: type[Rubric]) -> None:
+async def test_rewards_and_metrics_are_summed() -> None:
     group = vf.RubricGroup(
         [
             Rubric(funcs=[half, length], weights=[2.0, 1.0]),
-            own(),
-            vf.RubricGroup([Rubric(funcs=[half]), Rubric(funcs=[quarter], weights=[0.0])]),
+            Own(),
+            vf.RubricGroup([Rubric(funcs=[half]), Rubric(funcs=[quarter, shortest], weights=[0.0, 100.0])]),
         ]
     )
-    expected = 1.0 + 3.0 + 30.0 + 0.5
-    metrics = {"half": 1.0, "length": 3.0, "own": 1.0, "quarter": 0.25}
-
-    classic = await group.score_rollout(**ROW, state=state())
-    assert (classic.reward, classic.metrics) == (expected, metrics)
-
-    columns = await group.score_rollouts(["p"] * 2, ["abc", "a"], ["a"] * 2, [state(), state(completion="a")])
-    assert columns.reward == [expected, 1.0 + 1.0 + 10.0 + 0.5]
-    assert columns.metrics == {"half": [1.0, 1.0], "length": [3.0, 1.0], "own": [1.0, 1.0], "quarter": [0.25, 0.25]}
-
-    single = state()
-    assert (await group.score_rollout(single, asyncio.Semaphore(1))).reward == expected
-    assert (single["reward"], single["metrics"]) == (expected, metrics)
-
     states = [state(), state(completion="a")]
     await group.score_group(states)
-    assert [one["reward"] for one in states] == columns.reward
-    assert states[0]["metrics"] == metrics
+    assert [one["reward"] for one in states] == [1.0 + 3.0 + 30.0 + 0.5, 1.0 + 1.0 + 10.0 + 0.5 + 100.0]
+    assert states[0]["metrics"] == {"half": 1.0, "length": 3.0, "own": 1.0, "quarter": 0.25, "shortest": 0.0}
     assert states[0]["timing"]["scoring_ms"] > 0
     assert all("grading_errors" not in one for one in states)
-
-
-@pytest.mark.parametrize("own", [ByColumns, ByGroup])
-async def test_rubrics_that_score_columns_or_groups_by_themselves_count_in_a_group(own: type[Rubric]) -> None:
-    group = vf.RubricGroup([Rubric(funcs=[half]), own(), Rubric(funcs=[half])])
-    states = [state(), state(completion="a")]
-    await group.score_group(states)
-    assert [one["reward"] for one in states] == [31.0, 11.0]
-    assert states[0]["metrics"] == {"half": 1.0, "own": 1.0}
-    if own is ByColumns:
-        scores = await group.score_rollouts(["p"] * 2, ["abc", "a"], ["a"] * 2, states, max_concurrent=1)
-        assert scores.reward == [31.0, 11.0]
-
-
-async def test_group_functions_work_in_a_group_of_rubrics_and_refuse_single_rollouts() -> None:
-    group = vf.RubricGroup([Rubric(funcs=[length]), vf.RubricGroup([Rubric(funcs=[shortest], weights=[100.0])])])
-    states = [state(), state(completion="a")]
-    await group.score_group(states)
-    assert [one["reward"] for one in states] == [3.0, 101.0]
-    for refused in (
-        group.score_rollout(state()),
-        group.score_rollout(**ROW, state=State()),
-        group.score_rollouts(["p"], ["c"], ["a"], [state()]),
-    ):
-        with pytest.raises(ConfigError, match=r"'shortest'.*use score_group"):
-            await refused
 
 
 async def test_each_rubric_keeps_its_parser_and_its_objects() -> None:
@@ -185,36 +116,25 @@ async def test_each_rubric_keeps_its_parser_and_its_objects() -> None:
     await group.score_group([scored])
     assert scored["grading_errors"][0]["func"] == "parsed"
     assert scored["metrics"] == {"parsed": 3.0, "of_level": 100.0}
-    row = {**ROW, "completion": "<answer>4</answer>", "state": State()}
-    assert await group.call_reward_func(parsed, **row) == 4.0
 
 
-@pytest.mark.parametrize("how", ["group", "single", "classic", "columns"])
-async def test_a_failed_grade_in_one_rubric_is_noted_and_the_others_count(how: str) -> None:
-    group = vf.RubricGroup([Rubric(funcs=[half]), Raising(), Rubric(funcs=[broken, half])])
-    scored = state()
-    if how == "group":
-        await group.score_group([scored])
-    elif how == "single":
-        await group.score_rollout(scored)
-    elif how == "classic":
-        assert (await group.score_rollout(**ROW, state=scored)).reward == 1.0
-    else:
-        assert (await group.score_rollouts(["p"], ["abc"], ["a"], [scored])).reward == [1.0]
+async def test_a_rubric_that_fails_is_noted_and_the_others_count() -> None:
+    scored = state(breaks=True)
+    await vf.RubricGroup([Rubric(funcs=[half]), Own(), Rubric(funcs=[broken, half])]).score_group([scored])
     assert [(error["func"], error["error"]) for error in scored["grading_errors"]] == [
-        ("score_rollout", "RuntimeError: cannot grade this"),
+        ("score_group", "RuntimeError: cannot grade this"),
         ("broken", "ValueError: no such field"),
     ]
-    if how in ("group", "single"):
-        assert scored["reward"] == 1.0
+    assert scored["reward"] == 1.0
 
 
-async def test_a_rubric_that_sets_no_score_is_a_failed_grade_and_not_the_score_before_it() -> None:
-    scored = state()
-    await vf.RubricGroup([ByGroup(), Forgetful()]).score_group([scored])
-    assert scored["reward"] == 30.0
-    [error] = scored["grading_errors"]
-    assert "returned None, not a finite number" in error["error"]
+async def test_functions_read_the_reward_that_the_environment_has_set_and_not_that_of_another_rubric() -> None:
+    def of_the_environment(state: State) -> float:
+        return state["reward"]
+
+    scored = state(reward=0.125)
+    await vf.RubricGroup([Rubric(funcs=[half]), Rubric(funcs=[of_the_environment])]).score_group([scored])
+    assert scored["reward"] == 0.625
 
 
 async def test_a_later_rubric_reads_what_an_earlier_one_left_in_the_state() -> None:
@@ -235,9 +155,8 @@ async def test_weights_that_do_not_fit_are_a_mistake_and_no_failed_grade() -> No
     wrong = Rubric(funcs=[half])
     wrong.reward_funcs.append(length)
     group = vf.RubricGroup([Rubric(funcs=[half]), wrong])
-    for scoring in (group.score_group([state()]), group.score_rollout(state())):
-        with pytest.raises(ConfigError, match="2 reward functions but 1 weights"):
-            await scoring
+    with pytest.raises(ConfigError, match="2 reward functions but 1 weights"):
+        await group.score_group([state()])
 
 
 async def test_groups_are_copied_and_pickled_with_their_rubrics() -> None:

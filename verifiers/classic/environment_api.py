@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifiers.classic import token_processing
 from verifiers.classic.outputs import generate_outputs, mean_of_scored, raise_unless_kept
+from verifiers.classic.rubrics import scores_by_columns
 from verifiers.classic.steps import Steps
 from verifiers.classic.tool_defs import ToolDefs
 from verifiers.concurrency import gather_owned
@@ -31,8 +32,6 @@ from verifiers.parsers.messages import plain, sanitize_tool_calls
 from verifiers.rollouts.play import begin_state
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, requests_by_prompt
 from verifiers.rollouts.run import Run
-from verifiers.rubrics.overrides import call_score_rollouts
-from verifiers.rubrics.scoring import ScoringInput
 from verifiers.types import (
     ChatMessage,
     GenerateOutputs,
@@ -492,8 +491,8 @@ async def generate(
         rollouts = [finished[request.key] for request in requests]
         if score and not interleaved:
             played = [rollout for rollout in rollouts if rollout.failure is None]
-            inputs_to_score = [ScoringInput.from_state(rollout.state) for rollout in played]
-            scores = await call_score_rollouts(rubric, inputs_to_score, {"max_concurrent": max_concurrent_scoring})
+            states = [rollout.state for rollout in played]
+            scores = await scores_by_columns(rubric, states, max_concurrent=max_concurrent_scoring)
             for rollout, of_rollout in zip(played, scores, strict=True):
                 rollout.take_score(of_rollout)
     return generate_outputs(

@@ -28,7 +28,7 @@ _LATE_TYPES = (
 
 CLASSIC_NAMES = {
     # verifiers and verifiers.types
-    **_moved("verifiers", "verifiers.classic.sandboxes", "SandboxState"),
+    **_moved("verifiers", "verifiers.envs.sandbox_client", "SandboxState"),
     **_moved("verifiers", _LATE, "MissingKeyError ensure_keys log_level quiet_verifiers"),
     **_moved("verifiers", "verifiers.errors", "InvalidModelResponseError"),
     "verifiers:Client": "openai:AsyncOpenAI",

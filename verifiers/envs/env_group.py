@@ -16,7 +16,7 @@ from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import ScoringInput
+from verifiers.rubrics.scoring import arguments_of
 from verifiers.types import RewardFunc, RolloutScore, State
 
 if TYPE_CHECKING:
@@ -169,32 +169,24 @@ class EnvGroupRubric(Rubric):
         """True where some environment's rubric needs a prompt's whole group."""
         return any(getattr(env.rubric, "has_group_funcs", False) is True for env in self.env_map.values())
 
-    async def score_inputs(
-        self,
-        inputs: Sequence[ScoringInput],
-        score_sem: Any = None,
-        *,
-        as_group: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[RolloutScore]:
-        """Score rollouts by the rubric of their task; as `Rubric.score_inputs`."""
+    def rubric_of(self, task: Any) -> Rubric | None:
+        """Return the rubric that scores rollouts of a task, if any."""
+        route = _route_of(task, self.env_map, self.routes)
+        return None if route is None else self.env_map[route.name].rubric
 
-        async def score_task(task: Any, items: list[ScoringInput]) -> list[RolloutScore]:
+    async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
+        """Score rollouts by the rubric of their task; as `Rubric.score_states`."""
+
+        async def score_task(task: Any, of_task: list[State]) -> list[RolloutScore]:
             route = _route_of(task, self.env_map, self.routes)
             if route is None:
                 error = ConfigError(f"no environment of the group has the task {task!r}, only {sorted(self.env_map)}")
-                self.record_failure("EnvGroupRubric", items, error)
-                return [item.score(0.0) for item in items]
-            inside = [dataclasses.replace(item, task=route.task) for item in items]
-            rubric = self.env_map[route.name].rubric
-            with _task_inside([item.state for item in items], route.task):
-                return await rubric.score_as_member(inside, score_sem, as_group=as_group, extra=extra)
+                self.record_failure("EnvGroupRubric", of_task, error)
+                return [RolloutScore(0.0) for _ in of_task]
+            with _task_inside(of_task, route.task):
+                return await self.member_scores(self.env_map[route.name].rubric, of_task)
 
-        in_order = await _by_key([item.task for item in inputs], inputs, score_task)
-        if not as_group:
-            for score in in_order:
-                score.metrics = {**dict.fromkeys(self.all_reward_names, 0.0), **score.metrics}
-        return in_order
+        return await _by_key([arguments_of(state)["task"] for state in states], states, score_task)
 
 
 class EnvGroup(Environment):

@@ -20,7 +20,6 @@ from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
 from verifiers.gateway.wire_format import validated
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import ScoringInput
 from verifiers.types import RolloutInput, RolloutScore, State
 
 __all__ = ["ExternalEnv", "PostedReward", "new_session_id"]
@@ -44,18 +43,11 @@ class PostedReward(Rubric):
     def __init__(self) -> None:
         super().__init__(funcs=[posted_reward])
 
-    async def score_inputs(
-        self,
-        inputs: Sequence[ScoringInput],
-        score_sem: Any = None,
-        *,
-        as_group: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[RolloutScore]:
+    async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
         """Score rollouts by what was posted for their sessions."""
-        scores = await super().score_inputs(inputs, score_sem, as_group=as_group, extra=extra)
-        for item, score in zip(inputs, scores, strict=True):
-            score["metrics"] = {**item.state.get("posted_metrics", {}), **score["metrics"]}
+        scores = await super().score_states(states)
+        for state, score in zip(states, scores, strict=True):
+            score["metrics"] = {**state.get("posted_metrics", {}), **score["metrics"]}
         return scores
 
 

@@ -18,10 +18,10 @@ from verifiers.keywords import nearest_name
 from verifiers.parsers.messages import cleanup_messages, message_field, message_text
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
-from verifiers.rubrics.scoring import ScoringInput, is_finite_number
+from verifiers.rubrics.scoring import is_finite_number
 from verifiers.sandbox import open_sandbox, renewed
 from verifiers.sandbox.spec import IsolationLevel, RunResult, Sandbox, SandboxSpec
-from verifiers.types import Messages, RolloutInput, RolloutScore
+from verifiers.types import Messages, RolloutInput, RolloutScore, State
 
 __all__ = ["ProgramEnv"]
 
@@ -189,38 +189,23 @@ class ProgramEnv(GatewayEnv):
 class _FailedIsZero(RubricGroup):
     """Another rubric's scores, with a metric of failed programs; those are 0 and not shown to the other rubric."""
 
-    async def score_inputs(
-        self,
-        inputs: Sequence[ScoringInput],
-        score_sem: Any = None,
-        *,
-        as_group: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[RolloutScore]:
-        ended = [item for item in inputs if FAILED not in (item.state.get("result") or {})]
-        scores = await super().score_inputs(ended, score_sem, as_group=as_group, extra=extra) if ended else []
-        of_state = {id(item.state): score for item, score in zip(ended, scores, strict=True)}
-        mine = [of_state.get(id(item.state)) or item.score(0.0) for item in inputs]
-        for item, score in zip(inputs, mine, strict=True):
-            score.metrics[FAILED] = float(id(item.state) not in of_state)
-        return mine
+    async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
+        ended = [state for state in states if FAILED not in (state.get("result") or {})]
+        of_state = dict(zip(map(id, ended), await super().score_states(ended) if ended else [], strict=True))
+        scores = [of_state.get(id(state)) or RolloutScore(0.0) for state in states]
+        for state, score in zip(states, scores, strict=True):
+            score["metrics"][FAILED] = float(id(state) not in of_state)
+        return scores
 
 
 class _ResultRubric(Rubric):
     """Rewards and metrics of `state["result"]`."""
 
-    async def score_inputs(
-        self,
-        inputs: Sequence[ScoringInput],
-        score_sem: Any = None,
-        *,
-        as_group: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[RolloutScore]:
+    async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
         scores = []
-        for item in inputs:
-            numbers = {name: float(value) for name, value in item.state["result"].items() if is_finite_number(value)}
-            scores.append(item.score(numbers.pop("reward"), numbers))
+        for state in states:
+            numbers = {name: float(value) for name, value in state["result"].items() if is_finite_number(value)}
+            scores.append(RolloutScore(numbers.pop("reward"), numbers))
         return scores
 
 

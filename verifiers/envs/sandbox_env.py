@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.classic.sandboxes import (
+from verifiers.envs.lifecycle import cleanup, maybe_await, teardown
+from verifiers.envs.sandbox_client import (
     AwaitableDict,
     SandboxClient,
     SandboxRequest,
     SandboxState,
     new_sandbox_state,
 )
-from verifiers.envs.lifecycle import cleanup, maybe_await, teardown
 from verifiers.envs.tool_env import StatefulToolEnv, result_text
 from verifiers.envs.tools import NOT_FOR_THE_MODEL
 from verifiers.errors import ConfigError, SandboxError

@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verifiers.concurrency import gather_owned
 from verifiers.data.curriculum import Curriculum
 from verifiers.data.row_source import PlannedBlock, StagedRows
 from verifiers.envs.singleturn_env import SingleTurnEnv
@@ -29,7 +28,7 @@ from verifiers.integrations.dataserver_client import (
 )
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import ScoringInput
+from verifiers.rubrics.scoring import arguments_of
 from verifiers.rubrics.shaping import completion_tokens
 from verifiers.types import MessageType, RolloutScore, State
 
@@ -125,41 +124,29 @@ class RemoteRubric(Rubric):
         """True, for a group is one request."""
         return True
 
-    async def score_inputs(
-        self,
-        inputs: Sequence[ScoringInput],
-        score_sem: Any = None,
-        *,
-        as_group: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[RolloutScore]:
-        """Score rollouts by one request, or by one each where they are not a group; as `Rubric.score_inputs`."""
-        if not as_group:
-            return [score for [score] in await gather_owned([self._grade([item]) for item in inputs])]
-        return await self._grade(inputs)
-
-    async def _grade(self, inputs: Sequence[ScoringInput]) -> list[RolloutScore]:
+    async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
+        """Score rollouts by one request; as `Rubric.score_states`."""
         try:
-            items = [_item(item, index) for index, item in enumerate(inputs)]
-            grades = await self.grader.grades_async(items, self._about(inputs[0]))
+            items = [_item(arguments_of(state), index) for index, state in enumerate(states)]
+            grades = await self.grader.grades_async(items, self._about(states[0]))
         except Error as error:
-            grades = [Grade(None, {}, str(error)) for _ in inputs]
-        return [self._score(item, grade) for item, grade in zip(inputs, grades, strict=True)]
+            grades = [Grade(None, {}, str(error)) for _ in states]
+        return [self._score(state, grade) for state, grade in zip(states, grades, strict=True)]
 
-    def _about(self, item: ScoringInput) -> dict[str, int]:
+    def _about(self, state: State) -> dict[str, int]:
         """Return the block of a training rollout, and its step and seed where the server drew it."""
-        client = item.state.get("client")
+        client = state.get("client")
         if not isinstance(client, RolloutClient) or not isinstance(client.trains, tuple):
             return {}
         block_id, _ = client.trains
         known = self.source.drawn_for(block_id) if self.source is not None else {}
         return {"generation_step": block_id, **known}
 
-    def _score(self, item: ScoringInput, grade: Grade) -> RolloutScore:
+    def _score(self, state: State, grade: Grade) -> RolloutScore:
         if grade.reward is None:
-            self.record_failure("dataserver", [item], GradingError(grade.error or "no reward was given"))
-            return item.score(0.0)
-        return item.score(grade.reward, dict(grade.metrics))
+            self.record_failure("dataserver", [state], GradingError(grade.error or "no reward was given"))
+            return RolloutScore(0.0)
+        return RolloutScore(grade.reward, dict(grade.metrics))
 
 
 class RemoteRows(StagedRows):
@@ -282,14 +269,14 @@ def _message_type(datasets: Iterable[Sequence[Mapping[str, Any]]]) -> MessageTyp
     return "completion" if kinds == {True} else "chat"
 
 
-def _item(item: ScoringInput, index: int) -> dict[str, Any]:
-    sample_id = item.info.get("sample_id")
+def _item(rollout: Mapping[str, Any], index: int) -> dict[str, Any]:
+    sample_id = rollout["info"].get("sample_id")
     if not isinstance(sample_id, str):
         raise GradingError("the rollout's info has no sample_id; give a RemoteEnv its own rows")
     return {
         "sample_id": sample_id,
-        "completion": completion_for_wire(item.completion),
-        "completion_tokens": _tokens(item.state),
+        "completion": completion_for_wire(rollout["completion"]),
+        "completion_tokens": _tokens(rollout["state"]),
         "completion_index": index,
     }
 

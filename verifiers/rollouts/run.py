@@ -25,7 +25,7 @@ from verifiers.inference.retries import RetryPolicy
 from verifiers.inference.token_in import TokenIn
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
-from verifiers.rubrics.scoring import call_score_group
+from verifiers.rubrics.scoring import grading_deadline
 from verifiers.types import Failure, Outcome, RolloutKey, RolloutScore
 
 __all__ = ["Deadlines", "Run", "relaxed_gc"]
@@ -212,18 +212,18 @@ class Run:
         failure: Failure | None = None
         outcome = Outcome.GRADING_ERROR
         scores: list[RolloutScore] = []
-        deadline = asyncio.timeout(self.grading_timeout_s)
+        deadline: asyncio.Timeout | None = None
         self.activity.change(scoring=len(finished))
         try:
-            async with deadline:
-                scores = await call_score_group(self.env.rubric, states)
+            async with grading_deadline(self.grading_timeout_s) as deadline:
+                scores = await self.env.rubric.score_group(states)
         except RolloutWorkerError as error:
             # the rollouts are gone with it, and not only their grades
             outcome, failure = Outcome.ENVIRONMENT_ERROR, failure_from(error)
         except Exception as error:
             failure = (
                 Failure("TimeoutError", f"scoring did not end within grading_timeout_s={self.grading_timeout_s:g}")
-                if deadline.expired()
+                if deadline is not None and deadline.expired()
                 else failure_from(error)
             )
         finally:

@@ -10,14 +10,13 @@ import functools
 import os
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any
 
 from verifiers.errors import GradingError, WorkerCallError, WorkerError, WorkerTimeoutError
+from verifiers.loop_thread import run_blocking
 from verifiers.sandbox.worker_pool import WorkerPool
 
 __all__ = ["MathVerdict", "answer_text", "exact_match", "math_verdict", "math_verdict_blocking"]
@@ -55,7 +54,7 @@ async def math_verdict(
     """
     expected, given = answer_text(answer), answer_text(response)
     verdict = exact_match(expected, given, max_chars)
-    return verdict or await _by_worker(_pool().call, expected, given, timeout_s)
+    return verdict or await _by_worker(expected, given, timeout_s)
 
 
 def math_verdict_blocking(
@@ -64,14 +63,7 @@ def math_verdict_blocking(
     """Compare a response with the right answer, as `math_verdict`, without an event loop."""
     expected, given = answer_text(answer), answer_text(response)
     verdict = exact_match(expected, given, max_chars)
-    if verdict is not None:
-        return verdict
-    pool = _pool()
-
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        return pool.call_blocking(*args, **kwargs)
-
-    return _run(_by_worker(call, expected, given, timeout_s))
+    return verdict or run_blocking(lambda: _by_worker(expected, given, timeout_s))
 
 
 # -- by the text -----------------------------------------------------------------------------------------------------
@@ -155,36 +147,14 @@ def _number(text: str) -> Fraction | None:
 # -- by a worker --------------------------------------------------------------------------------------------------
 
 
-class _Verdicts:
-    """The newest few thousand verdicts of workers: rollouts of one prompt tend to give the same answers."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], MathVerdict] = OrderedDict()
-
-    def get(self, pair: tuple[str, str]) -> MathVerdict | None:
-        with self._lock:
-            verdict = self._known.get(pair)
-            if verdict is not None:
-                self._known.move_to_end(pair)
-            return verdict
-
-    def put(self, pair: tuple[str, str], verdict: MathVerdict) -> None:
-        with self._lock:
-            self._known[pair] = verdict
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-
-
-_verdicts = _Verdicts()
+_verdicts: dict[tuple[str, str], MathVerdict] = {}
+"""Newest verdicts of workers: rollouts of one prompt tend to give the same answers."""
+_lock = threading.Lock()
 
 
 def _pool() -> WorkerPool:
-    with _pool_lock:
+    with _lock:
         return _new_pool()
-
-
-_pool_lock = threading.Lock()
 
 
 @functools.cache
@@ -194,12 +164,11 @@ def _new_pool() -> WorkerPool:
     return WorkerPool(workers=workers, timeout_s=TIMEOUT_S, preload=["verifiers.rubrics.math_worker"], name="maths")
 
 
-async def _by_worker(
-    call: Callable[..., Awaitable[Any]], answer: str, response: str, timeout_s: float
-) -> MathVerdict:
-    verdict = _verdicts.get((answer, response))
-    if verdict is not None:
-        return verdict
+async def _by_worker(answer: str, response: str, timeout_s: float) -> MathVerdict:
+    known = _verdicts.get((answer, response))
+    if known is not None:
+        return known
+    call = _pool().call
     for attempt in (1, 2):
         try:
             right = await call(_EQUAL, answer, response, timeout_s=timeout_s)
@@ -212,32 +181,25 @@ async def _by_worker(
         except WorkerError:
             # the first time it may be the machine's fault, which a right answer must not pay for
             if attempt == 2:
-                return await _why_it_died(call)
+                return await _why_it_died()
         else:
             verdict = MathVerdict.RIGHT if right else MathVerdict.WRONG
-            _verdicts.put((answer, response), verdict)
+            with _lock:
+                _verdicts[answer, response] = verdict
+                if len(_verdicts) > _REMEMBERED:
+                    del _verdicts[next(iter(_verdicts))]
             return verdict
     raise AssertionError("the second attempt returns")
 
 
-async def _why_it_died(call: Callable[..., Awaitable[Any]]) -> MathVerdict:
+async def _why_it_died() -> MathVerdict:
     """Return DIED where workers answer other questions.
 
     Raises:
         GradingError: they answer none, so nothing is known about this one.
     """
     try:
-        await call(_EQUAL, "\\frac{1}{2}", "0.5", timeout_s=60.0)
+        await _pool().call(_EQUAL, "\\frac{1}{2}", "0.5", timeout_s=60.0)
     except WorkerError as error:
         raise GradingError(f"Math answers cannot be compared: the workers fail even at 1/2 = 0.5: {error}") from error
     return MathVerdict.DIED
-
-
-def _run(work: Coroutine[Any, Any, MathVerdict]) -> MathVerdict:
-    """Return the result of a coroutine that never waits."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        verdict: MathVerdict = done.value
-        return verdict
-    raise AssertionError("a blocking call does not wait")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from verifiers.errors import ConfigError
 from verifiers.keywords import set_extra_keywords
 from verifiers.rubrics.rubric import Rubric
-from verifiers.rubrics.scoring import ScoringInput
-from verifiers.types import Info, Messages, RewardFunc, RolloutScore, State
+from verifiers.types import RewardFunc, RolloutScore, State
 
 __all__ = ["RubricGroup"]
 
@@ -20,9 +19,8 @@ class RubricGroup(Rubric):
     """Several rubrics as one, each with its own functions, weights, parser and class objects.
 
     The reward is the sum of the rubrics' rewards; metrics of one name add up. Rubrics score one after the
-    other, so a later one can read what an earlier one has left in the state. A rubric that scores in its own way
-    (it overrides score_rollout, score_rollouts or score_group) and raises is a failed grade of its rollouts. Groups
-    may hold groups.
+    other, so a later one can read what an earlier one has left in the state. A rubric that raises is a failed grade
+    of its rollouts. Groups may hold groups.
 
     `reward_funcs`, `reward_weights` and `class_objects` show the union of the rubrics'; to change them, use
     `add_reward_func`, `add_metric` and `add_class_object`, which go to the first rubric, or the rubric itself.
@@ -44,7 +42,6 @@ class RubricGroup(Rubric):
         self.rubrics: list[Rubric] = list(rubrics)
         self.parser = kwargs.pop("parser", None) or self.rubrics[0].parser
         self.parallelize_scoring = True
-        self._prepared_calls = {}
         self._seen_failing = set()
         set_extra_keywords(self, kwargs)
 
@@ -97,56 +94,21 @@ class RubricGroup(Rubric):
 
     @property
     def has_group_funcs(self) -> bool:
-        """Return whether some rubric needs a prompt's whole group, which `score_group` alone can score."""
-        return self.overrides("score_group") or any(rubric.has_group_funcs for rubric in self.rubrics)
+        """Return whether a reward of some rubric may depend on the other rollouts of its prompt."""
+        return self.scores_groups_itself or any(rubric.has_group_funcs for rubric in self.rubrics)
 
     @property
     def is_empty(self) -> bool:
         """Return whether none of the rubrics has anything to score by."""
         return all(rubric.is_empty for rubric in self.rubrics)
 
-    # -- scoring ----------------------------------------------------------------------------------------------
-
-    async def call_reward_func(
-        self,
-        func: RewardFunc,
-        prompt: Messages,
-        completion: Messages,
-        answer: Any,
-        state: State,
-        task: str = "default",
-        info: Info | None = None,
-        **kwargs: Any,
-    ) -> float:
-        """Return one function's value for one rollout, by the rubric that has the function.
-
-        The first rubric calls a function that none of them has.
-        """
-        owners = [rubric for rubric in self.rubrics if func in rubric.get_reward_funcs()]
-        owner = owners[0] if owners else self.rubrics[0]
-        return await owner.call_reward_func(func, prompt, completion, answer, state, task, info, **kwargs)
-
-    async def score_inputs(
-        self,
-        inputs: Sequence[ScoringInput],
-        score_sem: Any = None,
-        *,
-        as_group: bool = True,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[RolloutScore]:
-        """Score rollouts by each rubric, one after the other; as `Rubric.score_inputs`."""
-        rewards = [0.0] * len(inputs)
-        metrics: list[dict[str, float]] = [{} for _ in inputs]
+    async def score_states(self, states: Sequence[State]) -> list[RolloutScore]:
+        """Score rollouts by each rubric, one after the other; as `Rubric.score_states`."""
+        totals = [RolloutScore(0.0) for _ in states]
         # an environment without a rubric has an empty one, to which add_rubric adds
         for rubric in [rubric for rubric in self.rubrics if not rubric.is_empty] or self.rubrics:
-            if rubric.overrides_scoring:
-                for item in inputs:
-                    # an override that sets no score must not be credited with that of the rubric before it
-                    item.state.pop("reward", None)
-                    item.state.pop("metrics", None)
-            scores = await rubric.score_as_member(inputs, score_sem, as_group=as_group, extra=extra)
-            for index, score in enumerate(scores):
-                rewards[index] += score.reward
+            for total, score in zip(totals, await self.member_scores(rubric, states), strict=True):
+                total["reward"] += score.reward
                 for name, value in score.metrics.items():
-                    metrics[index][name] = metrics[index].get(name, 0.0) + value
-        return [item.score(reward, own) for item, reward, own in zip(inputs, rewards, metrics, strict=True)]
+                    total["metrics"][name] = total["metrics"].get(name, 0.0) + value
+        return totals

@@ -1,13 +1,15 @@
-"""Scoring: one rollout as reward functions see it, their calls, and its score as any rubric gives it.
+"""Scoring: reward functions called for the rollouts of one group, and what becomes of their values.
 
-A rubric takes `ScoringInput`s and gives a `RolloutScore` for each. Reward functions are called by argument names, on
-the event loop or in a thread, and give a finite float. `call_score_group` is what the runner calls for each finished
-group.
+A reward function names its arguments and gives a finite float. `async def` runs on the event loop; all plain
+functions of a group run in one worker thread, one after the other, for one hop costs as much as many regular
+expressions.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import itertools
@@ -15,188 +17,107 @@ import math
 import os
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from verifiers.concurrency import is_async_function, threads_for
+from verifiers.concurrency import DaemonThreads, gather_owned, is_async_function, threads_for, without_partials
 from verifiers.errors import ConfigError, GradingError
 from verifiers.keywords import check_parameters
-from verifiers.types import FailedGrade, Info, Messages, RolloutScore, State
+from verifiers.types import FailedGrade, RolloutScore, State
 
 __all__ = [
-    "PreparedCall",
-    "ScoringInput",
-    "accepted_arguments",
-    "call_score_group",
+    "RewardCall",
+    "arguments_of",
     "checked_reward_funcs",
+    "columns_of",
     "finite_float",
+    "grading_deadline",
     "is_finite_number",
-    "parameters_of",
-    "refuse_group_funcs",
+    "is_group_func",
+    "note_failure",
     "reward_name",
     "reward_names",
-    "score_from",
+    "reward_values",
     "store_scores",
+    "take_failures",
 ]
 
-QUICK_S = 0.001
-SLOW_S = 0.005
-QUICK_CALLS = 3
-PLURALS = frozenset({"prompts", "completions", "answers", "states", "tasks", "infos"})
-NAMES = PLURALS | {name.removesuffix("s") for name in PLURALS}
+T = TypeVar("T")
+
+ARGUMENTS = ("prompt", "completion", "answer", "state", "task", "info")
+PLURALS = frozenset(f"{name}s" for name in ARGUMENTS)
+
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
+MAX_WAITING_THREADS = 64
 
 
-@dataclass(slots=True)
-class ScoringInput:
-    """One finished rollout: the arguments that every reward function may name."""
-
-    prompt: Messages
-    completion: Messages
-    answer: Any
-    state: State
-    task: str
-    info: Info
-
-    def __post_init__(self) -> None:
-        # the first generation leaves it empty, and functions of the second read it there
-        if isinstance(self.state, MutableMapping) and self.state.get("completion") in ([], ""):
-            self.state["completion"] = self.completion
-
-    @classmethod
-    def from_state(cls, state: State) -> ScoringInput:
-        """Return the rollout that a state holds, at its top (both generations) or under `input` (the second)."""
-        task_row = state.get("input")
-        given: Mapping[str, Any] = task_row if isinstance(task_row, Mapping) else {}
-
-        def field(name: str, default: Any) -> Any:
-            value = state.get(name)
-            if value is None:
-                value = given.get(name)
-            return default if value is None else value
-
-        return cls(
-            field("prompt", []),
-            field("completion", []),
-            field("answer", ""),
-            state,
-            field("task", "default"),
-            field("info", {}),
-        )
-
-    @classmethod
-    def from_columns(
-        cls,
-        prompts: Sequence[Messages],
-        completions: Sequence[Messages],
-        answers: Sequence[Any],
-        states: Sequence[State],
-        tasks: Sequence[str] | None,
-        infos: Sequence[Info] | None,
-    ) -> list[ScoringInput]:
-        """Return a rollout for each row of the columns; `tasks` and `infos` may be left out.
-
-        Raises:
-            ConfigError: columns of differing lengths.
-        """
-        columns: dict[str, Sequence[Any]] = {
-            "prompts": prompts,
-            "completions": completions,
-            "answers": answers,
-            "states": states,
-            "tasks": tasks if tasks is not None else ["default"] * len(prompts),
-            "infos": infos if infos is not None else [None] * len(prompts),
-        }
-        if len(prompts) and len({len(column) for column in columns.values()}) > 1:
-            raise ConfigError(
-                "The columns to score differ in length: "
-                + ", ".join(f"{len(column)} {name}" for name, column in columns.items())
-                + "."
-            )
-        return [
-            cls(prompt, completion, answer, state, task, info if info is not None else {})
-            for prompt, completion, answer, state, task, info in zip(*columns.values(), strict=False)
-        ]
-
-    @staticmethod
-    def columns(inputs: Sequence[ScoringInput]) -> dict[str, list[Any]]:
-        """Return the rollouts as columns, named as group functions name them."""
-        return {f"{name}s": [getattr(item, name) for item in inputs] for name in ScoringInput.__slots__}
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments by name."""
-        return {
-            "prompt": self.prompt,
-            "completion": self.completion,
-            "answer": self.answer,
-            "state": self.state,
-            "task": self.task,
-            "info": self.info,
-        }
-
-    def note_failure(self, func: str, error: BaseException) -> None:
-        """Note in `state["grading_errors"]`, where the classic API looks for it, that a function failed."""
-        if isinstance(self.state, MutableMapping):
-            failed = FailedGrade(func=func, error=f"{type(error).__name__}: {error}")
-            self.state.setdefault("grading_errors", []).append(failed)
-
-    def score(self, reward: float, metrics: dict[str, float] | None = None) -> RolloutScore:
-        """Return the score of this rollout, with the failures that were noted for it."""
-        noted = self.state.get("grading_errors") if isinstance(self.state, Mapping) else None
-        return RolloutScore(reward, metrics, list(noted or ()))
+# -- one rollout as reward functions see it ----------------------------------------------------------------------
 
 
-def store_scores(inputs: Iterable[ScoringInput], scores: Iterable[RolloutScore], started: float) -> None:
-    """Put scores where the second generation looks for them: `reward`, `metrics` and the timing of the states.
+def arguments_of(state: State) -> dict[str, Any]:
+    """Return the arguments that a reward function may name, from the state's top or from its `input`."""
+    row = state.get("input")
+    defaults = {"prompt": [], "completion": [], "answer": "", "task": "default", "info": {}}
+    arguments: dict[str, Any] = {"state": state}
+    for source in (defaults, row if isinstance(row, Mapping) else {}, state):
+        arguments.update({name: source[name] for name in defaults if source.get(name) is not None})
+    return arguments
 
-    `started` is the time at which scoring began, by `time.perf_counter`.
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return rollouts' arguments as columns, named as group functions name them."""
+    return {f"{name}s": [row[name] for row in rows] for name in ARGUMENTS}
+
+
+def note_failure(state: State, func: str, error: BaseException) -> None:
+    """Note in `state["grading_errors"]` that a reward function failed."""
+    failed = FailedGrade(func=func, error=f"{type(error).__name__}: {error}")
+    state.setdefault("grading_errors", []).append(failed)
+
+
+def store_scores(states: Sequence[State], scores: Sequence[RolloutScore], started: float) -> None:
+    """Put scores into the states (`reward`, `metrics`, timing), and all noted failures into both.
+
+    Args:
+        started: the time at which scoring began, by `time.perf_counter`.
     """
     elapsed_ms = (time.perf_counter() - started) * 1000
-    for item, score in zip(inputs, scores, strict=True):
-        state = item.state
+    for state, score in zip(states, scores, strict=True):
+        take_failures(state, score)
         state["reward"], state["metrics"] = score["reward"], dict(score["metrics"])
         timing = state.get("timing")
         if isinstance(timing, dict):
-            # replaced and not added: an override calls methods that have measured a part of this already
+            # replaced and not added: rubrics that hold others have measured a part of this already
             before_ms = timing.get("scoring_ms", 0.0)
             timing["scoring_ms"] = elapsed_ms
             timing["total_ms"] = timing.get("total_ms", 0.0) + elapsed_ms - before_ms
 
 
+def take_failures(state: State, score: RolloutScore) -> RolloutScore:
+    """Give a score the failures that the state has, and the state those that the score has."""
+    noted = state.get("grading_errors") or []
+    if noted or score.errors:
+        failures = [*noted, *(failed for failed in score.errors if failed not in noted)]
+        state["grading_errors"] = failures
+        score["errors"] = list(failures)
+    return score
+
+
 # -- calls of reward functions -----------------------------------------------------------------------------------
 
 
-class PreparedCall:
-    """A reward function with its parameters, read once, and its speed so far.
-
-    A thread hop costs four times as much as the rest of scoring by a typical reward function (a regular expression,
-    a comparison), and many times that on a busy machine. A slow function called on the event loop, though, would
-    stall every rollout in flight. So a synchronous function starts out in threads, and moves to the loop when three
-    calls in a row each took less than 1 ms, measured inside the thread so that the hop does not count. One call on
-    the loop of more than 5 ms sends it back for good. Three in a row, not the first three: a first call often pays
-    for imports.
+class RewardCall:
+    """A reward function with the names of its parameters.
 
     Attributes:
-        name: for metrics and messages.
         is_group: the function has a parameter for whole groups (prompts, completions, answers, states, tasks, infos).
-        on_loop: the next call stays on the event loop.
+        waits: its calls are made side by side: those of an async function, and of a plain one that asks a judge.
     """
 
-    __slots__ = (
-        "_is_async",
-        "_names",
-        "_quick_in_a_row",
-        "_stays_in_threads",
-        "_takes_everything",
-        "func",
-        "is_group",
-        "name",
-        "on_loop",
-    )
+    __slots__ = ("_is_async", "_names", "_takes_everything", "func", "is_group", "waits")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        self.name = reward_name(func)
         try:
             parameters = list(inspect.signature(func).parameters.values())
         except (TypeError, ValueError):
@@ -207,54 +128,174 @@ class PreparedCall:
         self._takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
         self.is_group = not PLURALS.isdisjoint(self._names)
         self._is_async = is_async_function(func)
-        self.on_loop = self._is_async
-        self._quick_in_a_row = 0
-        # without an event loop around it, a synchronous function need not await the judge
-        self._stays_in_threads = "judge" in self._names
+        # without `await` a judge's answer blocks its thread for seconds
+        self.waits = self._is_async or "judge" in self._names
 
-    @property
-    def waits(self) -> bool:
-        """Return whether a call lets other work run meanwhile, so that concurrent calls are worth a task each."""
-        return self._is_async or not self.on_loop
+    def result(self, values: Mapping[str, Any]) -> Any:
+        """Call the function with those of `values` that it names; return its result, or what it raised."""
+        try:
+            if self._takes_everything:
+                return self.func(**values)
+            return self.func(**{name: values[name] for name in self._names if name in values})
+        except BaseException as error:  # looked at on the event loop, and never lost in a thread
+            return error
 
-    async def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Call the function with those of `values` that it names, and return what it returns.
+    async def awaited_results(self, of_calls: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Make calls of the function side by side; return the result of each, or what it raised."""
 
-        Raises:
-            Exception: what the function raises; asyncio.CancelledError passes.
-        """
-        if self._takes_everything:
-            arguments = dict(values)
-        else:
-            arguments = {name: values[name] for name in self._names if name in values}
-        if self._is_async:
-            return await self.func(**arguments)
-        if self.on_loop:
-            started = time.perf_counter()
-            try:
-                result = self.func(**arguments)
-            finally:
-                if time.perf_counter() - started > SLOW_S:
-                    self.on_loop, self._stays_in_threads = False, True
-        else:
-            result = await self._in_thread(arguments)
+        async def result(values: Mapping[str, Any]) -> Any:
+            if self._is_async:
+                return await _settled(self.result(values))
+            threads = threads_for("reward function that waits", MAX_WAITING_THREADS)
+            return await _settled(await threads.run(functools.partial(self.result, values)))
+
+        return await gather_owned([result(values) for values in of_calls])
+
+
+async def _settled(result: Any) -> Any:
+    try:
         return await result if inspect.isawaitable(result) else result
+    except (Exception, SystemExit) as error:
+        return error
 
-    async def _in_thread(self, arguments: dict[str, Any]) -> Any:
-        threads = threads_for("reward function", min(32, (os.cpu_count() or 1) + 4))
-        result, error, elapsed_s = await threads.run(functools.partial(_timed, self.func, arguments))
-        self._quick_in_a_row = self._quick_in_a_row + 1 if elapsed_s < QUICK_S else 0
-        if self._quick_in_a_row >= QUICK_CALLS and not self._stays_in_threads:
-            self.on_loop = True
-        if error is not None:
-            raise error
+
+async def reward_values(
+    calls: Sequence[RewardCall], states: Sequence[State], objects: Mapping[str, Any], *, parallel: bool = True
+) -> list[list[float | BaseException]]:
+    """Call the reward functions for the rollouts of one group.
+
+    Functions of whole groups come after the others, whose notes they may read in the states.
+
+    Args:
+        objects: further arguments, by name.
+        parallel: False calls the functions one after the other, in order.
+
+    Returns:
+        Each function's values, one a rollout: a finite float, or the error for which there is none.
+    """
+    rows = [{**arguments_of(state), **objects} for state in states]
+    of_group = [{**columns_of(rows), **objects}]
+    values_of = {call: of_group if call.is_group else rows for call in calls}
+    results: dict[RewardCall, list[Any]] = {}
+
+    async def wait_for(call: RewardCall) -> None:
+        results[call] = await call.awaited_results(values_of[call])
+
+    async def run_plain(plain: Sequence[RewardCall]) -> None:
+        results.update(await _in_one_thread({call: values_of[call] for call in plain}))
+
+    one_stage = not any(call.waits for call in calls)
+    stages = itertools.groupby(
+        sorted(calls, key=lambda call: call.is_group),
+        lambda call: one_stage or (call.is_group, None if parallel else call.waits and id(call)),
+    )
+    for stage in [list(of_stage) for _, of_stage in stages] if states else ():
+        work = [wait_for(call) for call in stage if call.waits]
+        if plain := [call for call in stage if not call.waits]:
+            work.append(run_plain(plain))
+        await (gather_owned(work) if len(work) > 1 else work[0])
+    return [_values(results.get(call, []), len(states), call.is_group) for call in calls]
+
+
+async def _in_one_thread(work: Mapping[RewardCall, Sequence[Mapping[str, Any]]]) -> dict[RewardCall, list[Any]]:
+    """Make all calls of plain functions in one worker thread, in order; where this is cancelled, no further one."""
+    ended = False
+
+    def run() -> dict[RewardCall, list[Any]]:
+        return {
+            call: [None if ended else call.result(values) for values in of_call] for call, of_call in work.items()
+        }
+
+    threads = threads_for("reward function", MAX_THREADS)
+    try:
+        results = await (_run_without_waiting_time(threads, run) if threads.is_full else threads.run(run))
+    finally:
+        ended = True
+    for call, of_call in results.items():
+        if any(inspect.isawaitable(result) for result in of_call):
+            results[call] = await gather_owned([_settled(result) for result in of_call])
+    return results
+
+
+def _values(results: list[Any], count: int, is_group: bool) -> list[float | BaseException]:
+    """Return a function's values, one a rollout; one error for all where a function of the group gave no list."""
+    if is_group and results:
+        try:
+            if isinstance(results[0], BaseException):
+                raise results[0]
+            results = list(results[0])
+            if len(results) != count:
+                raise GradingError(f"returned {len(results)} rewards for {count} rollouts")
+        except BaseException as error:
+            return [error] * count
+    return [_value(result) for result in results]
+
+
+def _value(result: Any) -> float | BaseException:
+    if isinstance(result, BaseException):
         return result
+    try:
+        return finite_float(result)
+    except GradingError as error:
+        return error
+
+
+# -- the deadline of a group ------------------------------------------------------------------------------------
+
+_deadline: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar("grading_deadline", default=None)
+
+
+@contextlib.asynccontextmanager
+async def grading_deadline(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Bound the scoring of one group in it, as `asyncio.timeout`; time spent waiting for a thread does not count.
+
+    Args:
+        timeout_s: in seconds, from when its functions can run.
+    """
+    async with asyncio.timeout(timeout_s) as deadline:
+        token = _deadline.set(deadline)
+        try:
+            yield deadline
+        finally:
+            _deadline.reset(token)
+
+
+async def _run_without_waiting_time(threads: DaemonThreads, work: Callable[[], T]) -> T:
+    """Run `work` in a thread that others must leave first, and stop the deadline until it begins."""
+    deadline, loop = _deadline.get(), asyncio.get_running_loop()
+    when = deadline.when() if deadline is not None else None
+    if deadline is None or when is None:
+        return await threads.run(work)
+    left_s = when - loop.time()
+
+    def begin() -> None:
+        if deadline.when() is None and not is_over:
+            deadline.reschedule(loop.time() + left_s)
+
+    def begun() -> T:
+        loop.call_soon_threadsafe(begin)
+        return work()
+
+    is_over = False
+    deadline.reschedule(None)
+    try:
+        return await threads.run(begun)
+    finally:
+        begin()
+        is_over = True
+
+
+# -- names and numbers -------------------------------------------------------------------------------------------
+
+
+def is_group_func(func: Callable[..., Any]) -> bool:
+    """Return whether a reward function has a parameter for whole groups."""
+    return RewardCall(func).is_group
 
 
 def reward_name(func: Callable[..., Any]) -> str:
     """Return a function's name; of a partial that of the function inside, of other callables that of their class."""
-    while isinstance(func, functools.partial):
-        func = func.func
+    func = without_partials(func)
     return getattr(func, "__name__", None) or type(func).__name__
 
 
@@ -291,19 +332,13 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
-def _timed(func: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, BaseException | None, float]:
-    started = time.perf_counter()
-    try:
-        return func(**arguments), None, time.perf_counter() - started
-    except BaseException as error:  # raised by the caller, on the event loop
-        return None, error, time.perf_counter() - started
+def checked_reward_funcs(
+    funcs: Sequence[Callable[..., Any]], objects: Iterable[str] | None
+) -> Sequence[Callable[..., Any]]:
+    """Return reward functions as they are.
 
-
-# -- checks of reward functions -----------------------------------------------------------------------------------
-
-
-def checked_reward_funcs(rubric: Any, funcs: Sequence[Callable[..., Any]]) -> Sequence[Callable[..., Any]]:
-    """Return a rubric's reward functions as they are.
+    Args:
+        objects: names that they may have for parameters, beside the usual ones; None for any.
 
     Raises:
         ConfigError: what is not a function, or a parameter that nearly has the name of an argument.
@@ -313,82 +348,6 @@ def checked_reward_funcs(rubric: Any, funcs: Sequence[Callable[..., Any]]) -> Se
             raise ConfigError(
                 f"funcs is {funcs!r}; give a list of functions, such as def correct(completion, answer)."
             )
-        # an override of call_reward_func may supply arguments of its own
-        if not rubric.overrides("call_reward_func"):
-            check_parameters(f"The reward function {reward_name(func)!r}", func, {*NAMES, *rubric.class_objects})
+        if objects is not None:
+            check_parameters(f"The reward function {reward_name(func)!r}", func, {*ARGUMENTS, *PLURALS, *objects})
     return funcs
-
-
-def refuse_group_funcs(calls: Iterable[PreparedCall]) -> None:
-    """Raise ConfigError where a function needs a whole group."""
-    for call in calls:
-        if call.is_group:
-            raise ConfigError(
-                f"The reward function {call.name!r} compares the rollouts of a whole group, "
-                "so a single rollout cannot be scored; use score_group."
-            )
-
-
-# -- one group ---------------------------------------------------------------------------------------------------
-
-
-async def call_score_group(rubric: Any, states: Sequence[State], score_sem: Any = None) -> list[RolloutScore]:
-    """Score the rollouts of one prompt by `rubric.score_group`: what the runner calls for each finished group.
-
-    An override for the second generation returns nothing and sets `reward` and `metrics` in each state. A reward
-    that is missing or not a finite number is a failed grade of its rollout.
-
-    Raises:
-        Exception: what the method raises.
-    """
-    gate = score_sem if score_sem is not None else contextlib.nullcontext()
-    result = await rubric.score_group(states, **accepted_arguments(rubric.score_group, {"score_sem": gate}))
-    given: Sequence[Any] = result if isinstance(result, list) and len(result) == len(states) else [None] * len(states)
-    return [
-        score if isinstance(score, RolloutScore) else _group_member_score(score, ScoringInput.from_state(state))
-        for state, score in zip(states, given, strict=True)
-    ]
-
-
-def _group_member_score(result: Any, item: ScoringInput) -> RolloutScore:
-    """Return the score that `score_group` gave a rollout; one without a reward is a failed grade."""
-    try:
-        return score_from(result, item)
-    except (GradingError, TypeError, ValueError) as error:
-        item.note_failure("score_group", error)
-        return item.score(0.0)
-
-
-def accepted_arguments(method: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments that a method takes."""
-    names, takes_everything = parameters_of(method)
-    return arguments if takes_everything else {name: value for name, value in arguments.items() if name in names}
-
-
-def score_from(result: Any, item: ScoringInput) -> RolloutScore:
-    """Return the score that an override gave: as its result, or, where that is None, in the state.
-
-    Raises:
-        GradingError: there is no reward, or it is not a finite number.
-    """
-    if isinstance(result, (int, float)):
-        return item.score(finite_float(result))
-    source: Any = item.state if result is None else result
-    if isinstance(source, Mapping):
-        reward, metrics = source.get("reward"), source.get("metrics")
-    else:
-        reward, metrics = getattr(source, "reward", None), getattr(source, "metrics", None)
-    return item.score(finite_float(reward), {name: float(value) for name, value in (metrics or {}).items()})
-
-
-def parameters_of(method: Any) -> tuple[frozenset[str], bool]:
-    # the function under a bound method; what was put on the instance in its place is looked at as it is
-    return _parameters_of_function(getattr(method, "__func__", method))
-
-
-@functools.lru_cache(maxsize=256)
-def _parameters_of_function(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """Return the names of a function's parameters, and True where it takes any keyword."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
-    return frozenset(item.name for item in parameters), takes_everything

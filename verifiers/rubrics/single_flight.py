@@ -11,17 +11,6 @@ __all__ = ["SingleFlight"]
 T = TypeVar("T")
 
 
-class _Flight:
-    __slots__ = ("done", "error", "lock", "users", "value")
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.users = 0
-        self.done = False
-        self.value: Any = None
-        self.error: Exception | None = None
-
-
 class SingleFlight:
     """One call for all callers that want the same at the same time; nothing is kept after it ends.
 
@@ -29,26 +18,22 @@ class SingleFlight:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, _Flight] = {}
+        self._calls: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def result(self, key: Hashable, work: Callable[[], Awaitable[T]]) -> T:
         """Return what `work()` gives, or gave to another caller with this key on this event loop that still waits."""
-        place = (id(asyncio.get_running_loop()), key)
-        call = self._calls.setdefault(place, _Flight())
-        call.users += 1
+        loop = asyncio.get_running_loop()
+        place = (id(loop), key)
+        while (call := self._calls.get(place)) is not None:
+            await asyncio.wait([call])
+            if not call.cancelled():
+                return call.result()  # type: ignore[no-any-return]
+        call = self._calls[place] = loop.create_future()
         try:
-            async with call.lock:
-                if not call.done:
-                    try:
-                        call.value = await work()
-                    except Exception as error:
-                        call.error = error
-                    call.done = True
-            if call.error is not None:
-                raise call.error
-            value: T = call.value
-            return value
+            call.set_result(await work())
+        except Exception as error:
+            call.set_exception(error)
         finally:
-            call.users -= 1
-            if not call.users:
-                self._calls.pop(place, None)
+            call.cancel()
+            del self._calls[place]
+        return call.result()  # type: ignore[no-any-return]

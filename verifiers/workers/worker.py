@@ -22,7 +22,6 @@ from verifiers.errors import EnvironmentLoadError
 from verifiers.rollouts.play import begin_state, blames_policy
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import relaxed_gc
-from verifiers.rubrics.scoring import call_score_group
 from verifiers.types import RolloutKey, State
 from verifiers.workers.client import ModelCalls, WorkerClient
 from verifiers.workers.connection import ROW_FIELDS, Connection, failure_data
@@ -175,7 +174,7 @@ class RolloutWorker:
                 # as a group of environments calls it
                 state["task"] = task
             env = self.environment(message["env"])
-            scores = await call_score_group(env.rubric, states)
+            scores = await env.rubric.score_group(states)
         except Exception as error:
             self.connection.send({"op": "scored", "score": message["score"], "error": failure_data(error)})
         else:

@@ -23,7 +23,6 @@ async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, An
         request: {"row": ..., "items": [{"text", "tokens", "messages"}], "timeout_s"}.
     """
     from verifiers.envs.conversation import new_state
-    from verifiers.rubrics.scoring import call_score_group
 
     row, states = request["row"], []
     for item in request["items"]:
@@ -34,7 +33,7 @@ async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, An
         state["responses"], state["turn"], state["is_completed"] = [response], 1, True
         state["trajectory"] = [{"prompt": state["prompt"], "completion": said, "response": response}]
         states.append(state)
-    return [_result(score) for score in await call_score_group(environment.rubric, states)]
+    return [_result(score) for score in await environment.rubric.score_group(states)]
 
 
 def _response(item: dict[str, Any]) -> dict[str, Any]:
