@@ -41,8 +41,8 @@ FORMER_NAMES = {
     "verifiers.evals.variance:split_variance": "verifiers.evals.summary:split_variance",
     "verifiers.evals.viewer.writing:write_comparison_report": "verifiers.reports.evaluation:write_comparison_report",
     "verifiers.evals.viewer.writing:write_evaluation_report": "verifiers.reports.evaluation:write_evaluation_report",
-    "verifiers.rollouts.adaptive:limiter_for": "verifiers.inference.adaptive_limiter:limiter_for",
-    "verifiers.rollouts.balancing:BalancedBackend": "verifiers.inference.load_balancer:LoadBalancer",
+    "verifiers.rollouts.adaptive:limiter_for": "verifiers.inference.limiter:limiter_for",
+    "verifiers.rollouts.balancing:BalancedBackend": "verifiers.inference.server_pool:ServerPool",
     "verifiers.rollouts.balancing:server_pool": "verifiers.inference.server_pool:ServerPool",
     "verifiers.rollouts.endpoint:Endpoint": "verifiers.inference.endpoint:Endpoint",
     "verifiers.rollouts.endpoint:HttpBackend": "verifiers.inference.endpoint:HttpBackend",
@@ -167,11 +167,8 @@ def _server_pool(pool: Callable[..., Any]) -> Callable[..., Any]:
         managed: bool = False,
         **options: Any,
     ) -> Any:
-        endpoint, balancer = map(
-            _load, ("verifiers.inference.endpoint:Endpoint", "verifiers.inference.load_balancer:LoadBalancer")
-        )
-        servers = [endpoint(url, api_key, timeout_s=timeout_s) for url in urls]
-        return (pool if managed else balancer)(servers, **options)
+        endpoint = _load("verifiers.inference.endpoint:Endpoint")
+        return pool([endpoint(url, api_key, timeout_s=timeout_s) for url in urls], **options)
 
     return server_pool
 

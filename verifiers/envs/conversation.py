@@ -13,7 +13,7 @@ from verifiers.envs.classic.token_processing import object_tokens
 from verifiers.envs.lifecycle import FUNCTION_TYPES, marked_methods, marked_names, maybe_await
 from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
-from verifiers.inference.endpoint import is_context_overflow
+from verifiers.inference.context_overflow import is_context_overflow
 from verifiers.inference.wire import WireObject, assistant_message, overlong_response, plain_data, sampled_tokens
 from verifiers.types import (
     ChatMessage,

@@ -13,7 +13,8 @@ from typing import Any, overload
 
 from verifiers.concurrency import gather_owned
 from verifiers.errors import ConfigError, ModelError, OverlongPromptError
-from verifiers.inference.limits import Limiter, NoMoreSlotsError, RolloutActivity, counted_slot
+from verifiers.inference.limiter import Limiter, NoMoreSlotsError
+from verifiers.rollouts.activity import RolloutActivity, counted_slot
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from, straggler, timed_out
 from verifiers.types import Failure, Outcome, RolloutInput, SamplingArgs, State, Timing

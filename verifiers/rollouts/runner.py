@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 from verifiers.errors import ConfigError, RolloutWorkerError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.limits import Limiter, RolloutActivity
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.token_in import TokenIn
+from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.batch_client import (
     FATAL_ERRORS,
     BatchClient,

@@ -20,7 +20,7 @@ from typing import Any
 
 from verifiers.envs.lifecycle import run_teardown
 from verifiers.errors import EnvironmentLoadError
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.batch_client import BatchClient, BatchLimits, RolloutRecord
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.runner import RolloutRunner, relaxed_gc

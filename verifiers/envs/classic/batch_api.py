@@ -14,8 +14,8 @@ from verifiers.envs.classic.outputs import generate_outputs, mean_of_scored, rai
 from verifiers.envs.datasets import row_fields
 from verifiers.envs.lifecycle import teardown_at_exit
 from verifiers.errors import ConfigError, Error
-from verifiers.inference.limits import Limiter
-from verifiers.inference.load_balancer import backend_for
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.server_pool import backend_for
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import plain, sanitize_tool_calls
 from verifiers.rollouts.batch_client import BatchClient, RolloutRecord
