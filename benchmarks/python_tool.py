@@ -32,7 +32,7 @@ from typing import Any
 
 import verifiers as vf
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient

@@ -11,27 +11,32 @@ Rollouts run with rarer garbage collections (`relaxed_gc` in verifiers/rollouts/
 the floor is measured with Python's setting, as people write it, and with ours.
 
 Ends with one line of JSON: ratio_to_raw (1.0 would be no overhead at all over aiohttp), ratio_to_raw_same_gc (the
-same against raw aiohttp with our collector setting), ratio_to_openai.
+same against raw aiohttp with our collector setting), ratio_to_openai, ratio_with_a_lost_server (on four servers of
+which one is stopped and started again, to the rate on four).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import openai
 
 import verifiers as vf
-from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.server_pool import backend_for
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import Run, relaxed_gc
+from verifiers.testing import FakeOpenAIServer
 from verifiers.testing.fake_process import server_process
 from verifiers.types import RolloutKey
 
@@ -72,14 +77,14 @@ async def openai_client(url: str, requests: int, in_flight: int) -> None:
         await asyncio.gather(*(one() for _ in range(requests)))
 
 
-async def verifiers_rollouts(url: str, requests: int, in_flight: int) -> None:
+async def verifiers_rollouts(url: str | list[str], requests: int, in_flight: int) -> None:
     """Run rollouts of a SingleTurnEnv, recorded and scored, one group of eight after the other."""
 
     def correct(completion: vf.Messages, answer: str) -> float:
         return float(completion[-1]["content"] == answer)
 
     env = vf.SingleTurnEnv(eval_dataset=[{"prompt": MESSAGES, "answer": ANSWER}], rubric=vf.Rubric(funcs=[correct]))
-    backend = HttpBackend(Endpoint(url))
+    backend = backend_for(url)
     runner = Run(env, backend, "fake", {}, limiter=Limiter(in_flight))
     groups = [
         [RolloutRequest(RolloutKey(0, example, g), MESSAGES, ANSWER, seed=example * 8 + g + 1) for g in range(8)]
@@ -90,7 +95,7 @@ async def verifiers_rollouts(url: str, requests: int, in_flight: int) -> None:
     assert all(rollout.reward == 1.0 for group in scored for rollout in group.rollouts)
 
 
-Client = Callable[[str, int, int], Awaitable[None]]
+Client = Callable[[Any, int, int], Awaitable[None]]
 CLIENTS: dict[str, Client] = {
     "raw aiohttp": raw_aiohttp,
     "raw, rarer collections": raw_aiohttp_same_gc,
@@ -99,12 +104,30 @@ CLIENTS: dict[str, Client] = {
 }
 
 
-def measure(client: Client, url: str, requests: int, in_flight: int) -> tuple[float, float]:
+def measure(client: Client, url: Any, requests: int, in_flight: int) -> tuple[float, float]:
     """Return requests per second, and CPU seconds of this process per 1,000 requests."""
     started, cpu = time.perf_counter(), time.process_time()
     asyncio.run(client(url, requests, in_flight))  # type: ignore[arg-type]
     elapsed, used = time.perf_counter() - started, time.process_time() - cpu
     return requests / elapsed, used / requests * 1000
+
+
+def with_a_lost_server(requests: int, in_flight: int) -> float:
+    """Return the rate on four servers of which one is stopped for a quarter of the time, over that on all four."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FakeOpenAIServer(ANSWER, latency_s=0.05)) for _ in range(4)]
+        urls = [server.url for server in servers]
+        whole, _ = measure(verifiers_rollouts, urls, requests, in_flight)
+        changes = [
+            threading.Timer(requests / whole / 4, servers[0].stop),
+            threading.Timer(requests / whole / 2, servers[0].start),
+        ]
+        for change in changes:
+            change.start()
+        lost, _ = measure(verifiers_rollouts, urls, requests, in_flight)
+        for change in changes:
+            change.join()
+    return lost / whole
 
 
 def main() -> int:
@@ -132,6 +155,9 @@ def main() -> int:
         "ratio_to_raw": round(ours / medians["raw aiohttp"], 3),
         "ratio_to_raw_same_gc": round(ours / medians["raw, rarer collections"], 3),
         "ratio_to_openai": round(ours / medians["openai.AsyncOpenAI"], 3),
+        "ratio_with_a_lost_server": round(
+            statistics.median(with_a_lost_server(args.requests, args.in_flight) for _ in range(args.rounds)), 3
+        ),
     }
     print(json.dumps(ratios))
     return 0

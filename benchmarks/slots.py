@@ -34,7 +34,7 @@ import verifiers as vf
 from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.evals.store import ResultStore
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.run import Run
 
 GROUP = 8

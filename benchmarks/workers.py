@@ -36,7 +36,7 @@ import torch
 import worker_environments
 
 import verifiers as vf
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
 from verifiers.inference.wire import WireObject
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run

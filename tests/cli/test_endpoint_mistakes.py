@@ -10,8 +10,7 @@ import pytest
 from verifiers.cli.evaluate import main
 from verifiers.errors import ProviderError
 from verifiers.inference.endpoint import CHAT, Endpoint, HttpBackend
-from verifiers.inference.limits import call_with_retries
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy, retry
 from verifiers.testing import FakeOpenAIServer
 
 
@@ -75,7 +74,7 @@ async def test_a_host_name_without_an_address_is_tried_twice(monkeypatch: pytest
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
     backend = HttpBackend(Endpoint("http://no-such-host.invalid/v1"))
     with pytest.raises(ProviderError, match=r"no-such-host\.invalid.*\(after 2 attempts\)"):
-        await call_with_retries(
+        await retry(
             lambda: backend.call(CHAT, {"model": "m", "messages": []}), RetryPolicy(max_attempts=9, base_s=0.01)
         )
     assert len(tries) == 2

@@ -19,8 +19,8 @@ from verifiers.evals.progress import Progress
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.limits import Limiter
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryPolicy
 from verifiers.testing import FakeOpenAIServer, Fault, decode_ids
 
 KEY = "0123456789abcdef-of-the-gateway"

@@ -33,7 +33,7 @@ from verifiers_embedded.routes.app import Routes
 import verifiers as vf
 from verifiers.cli.main import run_command
 from verifiers.cli.train import ended_if_held
-from verifiers.inference.rollout_server import WeightUpdate
+from verifiers.inference.replica import WeightUpdate
 from verifiers.train.run_lifecycle import RolloutSession
 
 # a thread of tqdm's own, which outlives its bars
@@ -207,16 +207,16 @@ class GatedTrainer(tiny_world.GRPOTrainer):
                 gate.reach()
             return take(block_id, optimizer_step)
 
-        def watched_push(update: WeightUpdate) -> None:
+        async def watched_push(update: WeightUpdate) -> None:
             async def load(server: Any, timeout_s: float) -> None:
                 if gate.is_at("syncing", update.version) and not gate.injected:
                     gate.reach()
                     await gate.until(lambda: gate.injected)
                     if gate.fault == "sync fails":
                         _cut_files(self.weight_sync)
-                await update.apply(server, timeout_s)
+                await update.load(server, timeout_s)
 
-            push(WeightUpdate(update.version, load))
+            await push(WeightUpdate(update.version, load))
 
         prefetcher.take = watched_take  # type: ignore[method-assign]
         self.weight_sync.pool.push = watched_push  # type: ignore[union-attr,method-assign]

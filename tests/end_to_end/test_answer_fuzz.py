@@ -24,9 +24,9 @@ from verifiers.cli.evaluate import main
 from verifiers.errors import NothingScoredError
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.inference.endpoint import Backend, Endpoint, HttpBackend
-from verifiers.inference.load_balancer import backend_for
 from verifiers.inference.responses_api import ResponsesBackend
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
+from verifiers.inference.server_pool import backend_for
 from verifiers.inference.token_in import token_in_for
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import Run

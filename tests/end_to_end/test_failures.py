@@ -15,7 +15,7 @@ import torch
 
 import verifiers as vf
 from verifiers.errors import NothingScoredError
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from verifiers.errors import WeightProbeError
-from verifiers.inference.rollout_server import NoAnswerError, RefusedError, ServerClient
+from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.weight_sync import DirectorySync
 from verifiers.train.weight_sync.publisher import WeightChecks

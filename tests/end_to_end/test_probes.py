@@ -10,7 +10,7 @@ import pytest
 import tiny_world
 
 from verifiers.errors import ConfigError
-from verifiers.inference.rollout_server import NoAnswerError
+from verifiers.inference.server_client import NoAnswerError
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import LoraSync, verification
@@ -46,18 +46,21 @@ def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_wei
     make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
     impatient(monkeypatch)
+    asked: list[Any] = []
 
     def answer(body: dict[str, Any]) -> Any:
+        asked.append(body)
         if says == "another version":
             fake.weight_version = "other"
         return Fault.hang()
 
-    with FakeOpenAIServer(answer) as fake:
+    def version(_: int) -> Fault | None:
+        return Fault(404) if asked and says == "nothing" else None
+
+    with FakeOpenAIServer(answer, route_faults={"/weight_info": version}) as fake:
         options = {"weight_sync_timeout": 60.0, "rollout_timeout": 60.0, "async_generation_timeout": 90.0}
         trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
         trainer.open()
-        if says == "nothing":
-            monkeypatch.setattr(trainer.weight_sync.pool, "holds_pushed_weights", lambda url: False)
         started = time.monotonic()
         with pytest.raises(NoAnswerError, match=r"did not answer a log-prob check"):
             trainer.session.push(0)

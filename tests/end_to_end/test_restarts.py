@@ -21,9 +21,8 @@ from transformers import TrainerCallback
 from verifiers.errors import ConfigError
 from verifiers.inference import server_pool
 from verifiers.inference.endpoint import Endpoint
-from verifiers.inference.load_balancer import LoadBalancer, backend_for, credentials
-from verifiers.inference.rollout_server import ServerClient
-from verifiers.inference.server_pool import ServerPool
+from verifiers.inference.server_client import ServerClient
+from verifiers.inference.server_pool import ServerPool, backend_for, credentials
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.weight_sync import DirectorySync
 
@@ -108,7 +107,7 @@ def clients(kind: str, url: str) -> Any:
         from openai import AsyncOpenAI
 
         return AsyncOpenAI(base_url=url, api_key="EMPTY")
-    return {"Endpoint": Endpoint(url), "url": url, "list": [Endpoint(url)], "pool": LoadBalancer([url])}[kind]
+    return {"Endpoint": Endpoint(url), "url": url, "list": [Endpoint(url)], "pool": ServerPool([url])}[kind]
 
 
 @pytest.mark.parametrize("kind", ["AsyncOpenAI", "Endpoint", "url", "list", "pool"])
@@ -159,7 +158,7 @@ def test_the_credentials_of_every_kind_of_client_are_known_to_the_redaction() ->
 
     one = Endpoint("http://127.0.0.1:1/v1", "a-key", headers={"X-Token": "first"})
     two = Endpoint("http://127.0.0.1:2/v1", "a-key", headers={"X-Token": "second"})
-    for client in ([one, two], LoadBalancer([one]), one):
+    for client in ([one, two], ServerPool([one]), one):
         assert credentials(backend_for(client))[0] == "a-key"
     assert sorted(credentials(backend_for([one, two]))[1].values()) == ["first", "second"]
     given = AsyncOpenAI(base_url=one.base_url, api_key="a-key", default_headers={"X-Token": "third"})

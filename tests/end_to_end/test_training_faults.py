@@ -14,7 +14,7 @@ from training_faults import FAULTS, VOCABULARY, AnswerFault
 
 from verifiers.errors import NothingScoredError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer, Fault

@@ -13,8 +13,8 @@ import pytest
 import verifiers as vf
 from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.inference.limits import Limiter
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.block import GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest

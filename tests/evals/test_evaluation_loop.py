@@ -15,8 +15,8 @@ from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_loop import Interruption, evaluation_requests, iter_requests, run_units
 from verifiers.evals.progress import Progress
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.inference.limits import Limiter
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient, Fault

@@ -17,11 +17,10 @@ import pytest
 from aiohttp import web
 
 import verifiers as vf
-from verifiers.inference.adaptive_limiter import AdaptiveLimiter
 from verifiers.inference.endpoint import Backend, Endpoint, HttpBackend
-from verifiers.inference.limits import Limiter
-from verifiers.inference.load_balancer import LoadBalancer
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import AdaptiveLimiter, Limiter
+from verifiers.inference.retry import RetryPolicy
+from verifiers.inference.server_pool import ServerPool
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer, Fault
@@ -238,7 +237,7 @@ async def test_of_two_servers_one_may_die_for_good() -> None:
             await asyncio.to_thread(one.wait_until, lambda s: s.request_count >= 50, 60.0)
             await asyncio.to_thread(one.stop)
 
-        backend = LoadBalancer([HttpBackend(Endpoint(server.url)) for server in (one, two)])
+        backend = ServerPool([HttpBackend(Endpoint(server.url)) for server in (one, two)])
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(kill())
             running = tasks.create_task(run(backend))

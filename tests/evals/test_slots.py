@@ -11,7 +11,7 @@ import pytest
 import verifiers as vf
 from verifiers.evals.evaluation_loop import iter_requests, run_units
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeClient
 

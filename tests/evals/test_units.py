@@ -10,8 +10,7 @@ import pytest
 from datasets import Dataset
 
 from verifiers.evals.evaluation_loop import iter_requests, run_units
-from verifiers.inference.adaptive_limiter import AdaptiveLimiter
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import AdaptiveLimiter, Limiter
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.types import RolloutKey
 

@@ -11,7 +11,7 @@ import pytest
 from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.testing import FakeOpenAIServer
 

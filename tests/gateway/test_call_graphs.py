@@ -14,7 +14,7 @@ import pytest
 from verifiers.errors import ProviderError
 from verifiers.gateway.gateway import Gateway
 from verifiers.gateway.session import Session
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError, ProviderError
-from verifiers.inference.adaptive_limiter import LOCAL_MAXIMUM, AdaptiveLimiter, ResizableSlots, limiter_for
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.limits import Limiter, call_with_retries
-from verifiers.inference.retries import RetryableError, RetryPolicy
+from verifiers.inference.limiter import LOCAL_MAXIMUM, AdaptiveLimiter, Limiter, ResizableSlots, limiter_for
+from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.testing import FakeOpenAIServer
 
@@ -233,7 +232,7 @@ async def evaluate(
         nonlocal failed
         async with limiter.slot():
             try:
-                await call_with_retries(attempt, policy, None, limiter)
+                await retry(attempt, policy, None, limiter)
             except ProviderError:
                 failed += 1
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.endpoint_registry import load_endpoints
-from verifiers.inference.retries import RetryableError
+from verifiers.inference.retry import RetryableError
 from verifiers.testing import FakeOpenAIServer, Fault
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}

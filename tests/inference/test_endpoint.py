@@ -15,8 +15,8 @@ import pytest
 
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import ClientBackend, Endpoint, HttpBackend
-from verifiers.inference.load_balancer import backend_for
-from verifiers.inference.retries import RetryableError
+from verifiers.inference.retry import RetryableError
+from verifiers.inference.server_pool import backend_for
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}

@@ -12,8 +12,8 @@ import pytest
 from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import HttpBackend
 from verifiers.inference.endpoint_registry import EndpointEntry, find_endpoint, load_endpoints, open_backend
-from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.responses_api import ResponsesBackend
+from verifiers.inference.server_pool import ServerPool
 from verifiers.testing import FakeOpenAIServer
 
 CANARY = "sk-canary-0123456789"
@@ -172,7 +172,7 @@ async def test_an_entry_is_called_with_its_key_and_headers_and_holds_neither_sec
         path = registry(tmp_path, f'[endpoints.x]\n{settings}header_vars = {{ X-Token = "THE_TOKEN" }}\n')
         entry = find_endpoint("x", path)
         backend = open_backend(entry)
-        assert isinstance(backend, LoadBalancer)
+        assert isinstance(backend, ServerPool)
         for _ in range(8):
             await backend.call("/chat/completions", ask)
         await backend.close()

@@ -28,7 +28,7 @@ from token_world import (
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, ClientBackend, Endpoint, HttpBackend
 from verifiers.inference.rendering import IncrementalRenderer
-from verifiers.inference.retries import RetryableError
+from verifiers.inference.retry import RetryableError
 from verifiers.inference.token_in import TokenIn, token_in_for
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import RolloutRequest

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from verifiers.errors import OverlongPromptError, ProviderError
-from verifiers.inference.endpoint import Endpoint, HttpBackend, is_context_overflow
+from verifiers.inference.context_overflow import is_context_overflow
+from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.testing import FakeOpenAIServer, Fault
 
 OVERFLOWS = {

@@ -13,7 +13,7 @@ from openai.types.responses import Response
 from verifiers.errors import ConfigError, ProviderError
 from verifiers.inference.endpoint import Endpoint
 from verifiers.inference.responses_api import ResponsesBackend, chat_completion, responses_body
-from verifiers.inference.retries import RetryableError, RetryPolicy
+from verifiers.inference.retry import RetryableError, RetryPolicy
 from verifiers.rollouts.recording_client import RolloutClient
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}}}

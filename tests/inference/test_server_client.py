@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from verifiers.errors import WeightSyncError
-from verifiers.inference import rollout_server
-from verifiers.inference.rollout_server import NoAnswerError, RefusedError, ServerClient
+from verifiers.inference import server_client
+from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
 from verifiers.testing import FakeOpenAIServer, Fault
 
 
@@ -71,9 +71,31 @@ async def test_an_answer_of_another_kind_is_refused_with_a_sentence(body: str) -
             await ServerClient(s.url).model_name()
 
 
+@pytest.mark.parametrize(
+    ("fault", "up"), [(None, True), (Fault(404), True), (Fault(401), True), (Fault(500), False), (Fault(503), False)]
+)
+async def test_a_server_without_the_route_is_up_and_one_without_its_engine_is_not(
+    fault: Fault | None, up: bool
+) -> None:
+    with FakeOpenAIServer(route_faults={"/health": fault}) as server:
+        assert await ServerClient(server.url).is_up(30.0) == up
+    assert not await ServerClient(server.url).is_up(30.0)
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_an_error_of_a_server_whose_engine_is_gone_is_no_answer(status: int) -> None:
+    faults = {"/weight_info": Fault(status, times=2), "/health": Fault(503)}
+    with FakeOpenAIServer(route_faults=faults) as server:
+        with pytest.raises(NoAnswerError, match=f"answered {status}.*/health says that it is not up") as raised:
+            await ServerClient(server.url).weight_version()
+        assert not raised.value.timed_out
+        with pytest.raises(RefusedError, match=f"answered {status}"):
+            await ServerClient(server.url).weight_version()
+
+
 async def test_waiting_for_a_server_ends_when_it_answers(caplog: pytest.LogCaptureFixture) -> None:
     with FakeOpenAIServer(route_faults={"/health": Fault(503, times=2)}) as server:
-        await ServerClient(server.url).wait_until_healthy(30.0)
+        await ServerClient(server.url).wait_until_up(30.0)
         (line,) = caplog.messages
     assert line.startswith("waiting up to 30 s for the rollout server: ")
     assert server.url.removesuffix("/v1") in line
@@ -97,7 +119,7 @@ async def test_a_host_that_takes_no_connection_was_not_reached(monkeypatch: pyte
     async def dropping(*args: object, **kwargs: object) -> None:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(rollout_server, "_CONNECT_S", 0.05)
+    monkeypatch.setattr(server_client, "_CONNECT_S", 0.05)
     monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", dropping)
     with pytest.raises(NoAnswerError, match=r"no connection within 0\.05 s") as gone:
         await ServerClient(f"{scheme}://127.0.0.1:9").request("GET", "/health", timeout_s=60.0)
@@ -105,13 +127,13 @@ async def test_a_host_that_takes_no_connection_was_not_reached(monkeypatch: pyte
 
 
 async def test_once_connected_an_answer_has_the_whole_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_server, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(server_client, "_CONNECT_S", 1.0)
     with FakeOpenAIServer(latency_s=1.5) as server:
         answer = await ServerClient(server.url).request("POST", "/v1/completions", {"prompt": "a"}, timeout_s=30.0)
     assert answer["choices"]
 
 
-async def test_no_proxy_stands_between_two_processes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_proxy_stands_between_two_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     with FakeOpenAIServer() as server:
-        assert await ServerClient(server.url).is_healthy(30.0)
+        assert await ServerClient(server.url).is_up(30.0)

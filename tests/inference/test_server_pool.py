@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import signal
 import subprocess
@@ -15,23 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool_world import until
+from pool_world import push, until
 
 import verifiers as vf
-from verifiers.errors import ConfigError, ProviderError
-from verifiers.inference.load_balancer import LoadBalancer
-from verifiers.inference.retries import RetryPolicy
+from verifiers.errors import ProviderError
+from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.server_pool import ServerPool
-from verifiers.inference.wire import WireObject
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import RolloutRequest, ScoredBlock
-from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer
 from verifiers.types import Outcome, RolloutKey
 
-CHAT = "/chat/completions"
 ASK: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "2+2?"}]}
 QUICK = RetryPolicy(base_s=0.01)
 PROMPTS, GENERATIONS = 8, 4
@@ -99,25 +94,32 @@ class Holds:
         server.stop()
 
 
-def test_a_server_that_dies_in_mid_request_takes_no_rollout_with_it_and_gets_none_until_it_is_up(
+def test_a_server_that_dies_in_mid_request_takes_no_rollout_with_it_and_gets_none_until_it_has_the_weights(
     generate: Callable[..., AsyncBatchGenerator],
 ) -> None:
-    holds = Holds(8)
+    holds, loads = Holds(8), threading.Event()
+
+    async def load(server: Any, timeout_s: float) -> None:
+        if server.url == one.url and holds.is_over:
+            await asyncio.to_thread(loads.wait, 30)
+
     with FakeOpenAIServer("4", latency_s=holds) as one, FakeOpenAIServer("4", latency_s=0.05) as two:
         pool = ServerPool([one.url, two.url])
         generator = generate(pool)
+        push(pool, 0, load)
         generator.submit_batch(BatchRequest(0, block()))
         holds.stop(one)
         assert_nothing_lost(generator.get_batch(0))
-        assert list(pool.down()) == [one.url]
-        # it is back, but nobody has pushed weights to it
+        # it is back, with other weights than were pushed
+        one.weight_version = "default"
         one.start()
         before = one.request_count
         generator.submit_batch(BatchRequest(1, block(1)))
         assert_nothing_lost(generator.get_batch(1))
+        assert list(pool.down) == [one.url]
         assert one.request_count == before
-        pool.mark_up(one.url)
-        assert pool.down() == {}
+        loads.set()
+        until(lambda: not pool.down)
         generator.submit_batch(BatchRequest(2, block(2)))
         assert_nothing_lost(generator.get_batch(2))
         assert one.request_count > before
@@ -131,17 +133,31 @@ def test_with_the_only_server_gone_rollouts_wait_for_it_and_go_on(
     with FakeOpenAIServer("4", latency_s=holds) as server:
         pool = ServerPool([server.url])
         generator = generate(pool)
+        push(pool, 0)
         generator.submit_batch(BatchRequest(0, block()))
         holds.stop(server)
-        until(pool.down)
-        server.start()
-        before = server.request_count
-        # it listens again, and still gets nothing
+        until(lambda: pool.down)
         with pytest.raises(vf.Error, match="not ready"):
             generator.get_batch(0, timeout_s=0.3)
-        assert server.request_count == before
-        pool.mark_up(server.url)
+        server.start()
         assert_nothing_lost(generator.get_batch(0))
+
+
+async def test_waiting_for_a_server_has_an_end_that_names_the_reasons() -> None:
+    with FakeOpenAIServer("4") as server:
+        pool = ServerPool([server.url], timeout_s=30.0)
+        push(pool, 0)
+        pool.configure(restart_timeout_s=0.02, stall_timeout_s=30.0)
+        server.stop()
+        client = RolloutClient(pool, model="fake", retry=QUICK)
+        work = client.chat.completions.create(**ASK)
+        with pytest.raises(
+            ProviderError, match=r"no rollout server was up for 0.02 s \(http://127\S+: .*could not be"
+        ):
+            await asyncio.to_thread(pool.run, work, 30.0)
+        # the try that lost it, and none while waiting
+        assert client.retries == 1
+        pool.stop()
 
 
 def test_a_list_of_urls_is_enough_where_nobody_pushes_weights(generate: Callable[..., AsyncBatchGenerator]) -> None:
@@ -163,6 +179,7 @@ def test_a_process_that_is_killed_takes_no_rollout_with_it(
         urls = [f"http://127.0.0.1:{_port(tmp_path / f'port-{number}')}/v1" for number in range(2)]
         pool = ServerPool(urls)
         generator = generate(pool)
+        push(pool, 0)
         killed = []
 
         def kill() -> None:
@@ -175,7 +192,7 @@ def test_a_process_that_is_killed_takes_no_rollout_with_it(
             kill()
             assert_nothing_lost(generator.get_batch(number))
         assert killed
-        assert list(pool.down()) == [urls[0]]
+        assert list(pool.down) == [urls[0]]
     finally:
         for process in processes:
             process.kill()
@@ -194,162 +211,3 @@ def _port(path: Path) -> int:
             return int(path.read_text())
         waited.wait(0.01)
     raise AssertionError("the server did not start")
-
-
-# -- the pool by itself ----------------------------------------------------------------------------------------
-
-
-class Gated:
-    """A backend whose calls wait for `gate`, counted; it is its own answer."""
-
-    api_key = "EMPTY"
-    choices = (WireObject({"message": {"role": "assistant", "content": "4"}}),)
-
-    def __init__(self, name: str) -> None:
-        self.base_url = f"http://{name}/v1"
-        self.gate = asyncio.Event()
-        self.calls = 0
-
-    async def call(self, path: str, arguments: Any) -> Any:
-        self.calls += 1
-        await self.gate.wait()
-        return self
-
-    async def close(self) -> None: ...
-
-
-def pool_of(count: int, kind: Any = ServerPool, **options: Any) -> tuple[list[Gated], Any]:
-    servers = [Gated(f"s{number}") for number in range(count)]
-    return servers, kind(servers, **options)
-
-
-async def run_pending() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-async def test_a_server_that_is_down_gets_nothing_and_says_why() -> None:
-    servers, pool = pool_of(2)
-    servers[1].gate.set()
-    pool.mark_down("http://s0/v1/", "pulled out")
-    pool.mark_down("http://s0/v1", "again")
-    assert pool.down() == {"http://s0/v1": "pulled out"}
-    for _ in range(10):
-        assert await pool.call(CHAT, ASK) is servers[1]
-    assert servers[0].calls == 0
-    assert pool.urls == ["http://s0/v1", "http://s1/v1"]
-    with pytest.raises(ConfigError, match="'http://other/v1'"):
-        pool.mark_up("http://other/v1")
-    with pytest.raises(ConfigError, match="twice"):
-        ServerPool([servers[0], servers[0]])
-
-
-async def test_calls_wait_while_none_is_up_and_go_on_when_another_thread_marks_one_up() -> None:
-    servers, pool = pool_of(2)
-    for url in pool.urls:
-        pool.mark_down(url, "gone")
-    calls = [asyncio.create_task(pool.call(CHAT, ASK)) for _ in range(20)]
-    await run_pending()
-    assert [server.calls for server in servers] == [0, 0]
-    servers[1].gate.set()
-    # nothing else wakes this loop before the deadline
-    thread = threading.Timer(0.01, pool.mark_up, [pool.urls[1]])
-    thread.start()
-    async with asyncio.timeout(10.0):
-        assert await asyncio.gather(*calls) == [servers[1]] * 20
-    thread.join()
-    assert servers[0].calls == 0
-
-
-async def test_waiting_for_a_server_has_an_end_that_names_the_reasons() -> None:
-    _, pool = pool_of(1, up_timeout_s=0.02)
-    pool.mark_down(pool.urls[0], "it burned")
-    client = RolloutClient(pool, model="fake")
-    with pytest.raises(ProviderError, match="it burned"):
-        await client.chat.completions.create(**ASK)
-    assert client.retries == 0
-    # and so has a rollout's own deadline
-    _, pool = pool_of(1)
-    pool.mark_down(pool.urls[0], "it burned")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.02):
-            await pool.call(CHAT, ASK)
-
-
-async def test_what_a_server_was_answering_when_it_was_marked_down_is_asked_elsewhere() -> None:
-    servers, pool = pool_of(2)
-    calls = [asyncio.create_task(pool.call(CHAT, ASK)) for _ in range(10)]
-    await run_pending()
-    assert pool.in_flight == {"http://s0/v1": 5, "http://s1/v1": 5}
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        await asyncio.wrap_future(thread.submit(pool.mark_down, pool.urls[0], "it does not answer"))
-    await run_pending()
-    assert pool.in_flight == {"http://s0/v1": 0, "http://s1/v1": 10}
-    servers[1].gate.set()
-    assert await asyncio.gather(*calls) == [servers[1]] * 10
-
-
-async def test_what_a_server_is_answering_is_left_to_end_where_that_is_asked() -> None:
-    servers, pool = pool_of(1)
-    call = asyncio.create_task(pool.call(CHAT, ASK))
-    await run_pending()
-    pool.mark_down(pool.urls[0], "it rests", give_up_calls=False)
-    servers[0].gate.set()
-    assert await call is servers[0]
-
-
-# -- affinity --------------------------------------------------------------------------------------------------
-
-
-async def test_the_rollouts_of_a_group_begin_where_its_prompt_is_held() -> None:
-    servers, pool = pool_of(3, kind=LoadBalancer)
-    for server in servers:
-        server.gate.set()
-    for group in range(12):
-        before = [server.calls for server in servers]
-        for _ in range(4):
-            client = RolloutClient(pool, model="fake", group=("block", group))
-            await client.chat.completions.create(**ASK)
-        assert sorted(server.calls - b for server, b in zip(servers, before, strict=True)) == [0, 0, 4]
-    assert all(server.calls for server in servers)
-
-
-async def test_a_run_keeps_the_rollouts_of_a_prompt_together() -> None:
-    servers, pool = pool_of(3, kind=LoadBalancer)
-    for server in servers:
-        server.gate.set()
-    runner = Run(environment(), pool, "fake", retry=QUICK)
-    for requests in (block()[start : start + GENERATIONS] for start in range(0, COUNT, GENERATIONS)):
-        before = [server.calls for server in servers]
-        for request in requests:
-            await runner.play([request])
-        made = sorted(server.calls - b for server, b in zip(servers, before, strict=True))
-        assert made == [0, 0, 3 * GENERATIONS]
-    assert all(server.calls for server in servers)
-
-
-async def test_a_group_spreads_where_its_server_is_much_busier_than_another() -> None:
-    _, pool = pool_of(2, kind=LoadBalancer)
-    calls = [asyncio.create_task(pool.for_rollout("one group").call(CHAT, ASK)) for _ in range(40)]
-    await run_pending()
-    most, least = sorted(pool.in_flight.values(), reverse=True)
-    assert most + least == 40
-    # the rule: 4 + 1.5 x the least loaded, and the call that goes beyond it
-    assert least > 0
-    assert most <= 4 + 1.5 * least + 1
-    assert most > least
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-    assert set(pool.in_flight.values()) == {0}
-
-
-async def test_a_group_whose_server_is_gone_finds_another_home() -> None:
-    servers, pool = pool_of(3)
-    for server in servers:
-        server.gate.set()
-    first = await pool.for_rollout("group").call(CHAT, ASK)
-    pool.mark_down(first.base_url, "gone")
-    second = await pool.for_rollout("group").call(CHAT, ASK)
-    assert second is not first
-    assert {await pool.for_rollout("group").call(CHAT, ASK) for _ in range(8)} == {second}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.inference.limits import Limiter, NoMoreSlotsError, SubLimiter
+from verifiers.inference.limiter import Limiter, NoMoreSlotsError, SubLimiter
 
 
 class Work:

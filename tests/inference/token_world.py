@@ -18,7 +18,7 @@ from aiohttp import web
 
 import verifiers as vf
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.token_in import TokenIn, token_in_for
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run

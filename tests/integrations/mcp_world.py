@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import verifiers as vf
-from verifiers.inference.load_balancer import backend_for
+from verifiers.inference.server_pool import backend_for
 from verifiers.integrations.mcp import MCPEnv, MCPServerConfig
 from verifiers.integrations.mcp_servers import MCPConnection
 from verifiers.rollouts.rollout import Rollout, RolloutRequest

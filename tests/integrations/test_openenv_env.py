@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.inference.load_balancer import backend_for
+from verifiers.inference.server_pool import backend_for
 from verifiers.integrations.openenv import (
     OpenEnvEnv,
     SessionLimits,

@@ -332,7 +332,7 @@ def test_a_grade_is_asked_for_with_all_that_is_known_of_its_rows(
 
 def test_a_batch_of_which_nothing_is_graded_ends_the_run(recorder: RecordingServer) -> None:
     recorder.grade = lambda items: []
-    reward = remote_reward(recorder.url, retry_waits_s=())
+    reward = remote_reward(recorder.url, max_attempts=1)
     with pytest.raises(GradingError, match="none of 2 completions"):
         reward(completions=["a", "b"], sample_id=["easy:0", "easy:0"])
     recorder.faults["/v2/grade"] = [500]

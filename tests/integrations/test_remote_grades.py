@@ -43,7 +43,7 @@ def items(*sample_ids: str, text: str = "x") -> list[dict[str, Any]]:
 
 
 def grader(url: str, limits: RequestLimits, **options: Any) -> RemoteGrader:
-    return RemoteGrader(Dataserver(url, retry_waits_s=()), limits, **options)
+    return RemoteGrader(Dataserver(url, max_attempts=1), limits, **options)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), "abc", "1.0", [1.0], 10**400])

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from verifiers.inference.limits import ActivityReading, Limiter, RolloutActivity, counted_slot
+from verifiers.inference.limiter import Limiter
 from verifiers.monitoring.stage_timer import StageTimer, StageUse, in_stage, peak_memory
 from verifiers.monitoring.time_metrics import RunTime, interval_metrics
+from verifiers.rollouts.activity import ActivityReading, RolloutActivity, counted_slot
 
 
 class Time:

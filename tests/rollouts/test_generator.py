@@ -18,7 +18,7 @@ from verifiers.errors import (
     GeneratorClosedError,
     NothingScoredError,
 )
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest

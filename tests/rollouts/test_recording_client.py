@@ -14,7 +14,7 @@ from verifiers.errors import (
     ProviderError,
 )
 from verifiers.inference.endpoint import ClientBackend, Endpoint, HttpBackend
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns, turn_seed
 from verifiers.rollouts.rollout import TokenSequence, Turn
 from verifiers.testing import FakeClient, FakeOpenAIServer, Fault, decode_ids

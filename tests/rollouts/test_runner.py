@@ -15,8 +15,8 @@ from verifiers.concurrency import gather_owned
 from verifiers.envs.environment import Environment
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.inference.limits import Limiter
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.recording_client import turn_seed
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock
 from verifiers.rollouts.run import Run

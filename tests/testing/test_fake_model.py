@@ -10,7 +10,7 @@ import pytest
 
 import verifiers as vf
 from verifiers.evals.evaluation_loop import LoopLag, iter_requests
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.run import Run
 from verifiers.rubrics.judge_rubric import judge_yes_no
 from verifiers.testing.fake_model import FAKE_MODEL, FakeEndpoint, answer_as_judge, play_judges

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from verifiers.errors import WeightProbeError
-from verifiers.inference.rollout_server import RefusedError, ServerClient, WeightUpdate
+from verifiers.inference.replica import WeightUpdate
+from verifiers.inference.server_client import RefusedError, ServerClient
 from verifiers.train.weight_sync import DirectorySync
 
 PROMPT = [7, 3, 11, 2, 5, 19, 8]
@@ -138,7 +139,7 @@ def test_vllm_without_the_plugin_has_whole_weights_after_a_load_that_broke_off(
         async def load(server: ServerClient, timeout_s: float) -> None:
             if cut:
                 await server.request("POST", "/collective_rpc", cut.pop())
-            await update.apply(server, timeout_s)
+            await update.load(server, timeout_s)
 
         return WeightUpdate(update.version, load)
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import verifiers as vf
 from verifiers.errors import ProviderError
-from verifiers.inference.limits import Limiter
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, RolloutRequest, ScoredBlock

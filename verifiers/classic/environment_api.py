@@ -24,8 +24,8 @@ from verifiers.envs.datasets import row_fields
 from verifiers.envs.lifecycle import teardown_at_exit
 from verifiers.envs.tools import openai_tools
 from verifiers.errors import ConfigError
-from verifiers.inference.limits import Limiter
-from verifiers.inference.load_balancer import backend_for
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.server_pool import backend_for
 from verifiers.keywords import check_keywords, ignore_keywords, parameter_names
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import plain, sanitize_tool_calls

@@ -162,7 +162,7 @@ def _evaluate(
     from verifiers.evals.evaluation_run import open_run
     from verifiers.evals.store import ResultStore
     from verifiers.evals.summary import load_prices
-    from verifiers.inference.retries import RetryPolicy
+    from verifiers.inference.retry import RetryPolicy
     from verifiers.reports.evaluation import write_evaluation_report
     from verifiers.rollouts.run import Run
 

@@ -123,8 +123,8 @@ def _record(args: argparse.Namespace, entry: EndpointEntry, sampling: dict[str, 
     from verifiers.cli.evaluation.external_run import ExternalRun, TokenStore
     from verifiers.evals.progress import Progress
     from verifiers.evals.store import ResultStore, new_run_directory
-    from verifiers.inference.limits import Limiter
-    from verifiers.inference.retries import RetryPolicy
+    from verifiers.inference.limiter import Limiter
+    from verifiers.inference.retry import RetryPolicy
     from verifiers.reports.evaluation import write_evaluation_report
 
     progress, limiter, backend = Progress(redact), Limiter(args.max_concurrent), _backend(args, entry)

@@ -13,7 +13,7 @@ from verifiers.data.batch_plan import rollout_seed
 from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import NothingScoredError
-from verifiers.inference.limits import Limiter, NoMoreSlotsError
+from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, ScoredBlock, most_often
 from verifiers.rollouts.run import Run, relaxed_gc
 from verifiers.types import RolloutKey

@@ -19,7 +19,7 @@ from verifiers.evals.evaluation_loop import EVALUATION_BLOCK
 from verifiers.evals.progress import Progress
 from verifiers.evals.provenance import versions
 from verifiers.evals.store import ResultStore, StoredRun
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.run import Run

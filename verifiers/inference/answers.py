@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from verifiers.inference.retries import RetryableError
+from verifiers.inference.retry import RetryableError
 from verifiers.inference.wire import sampled_tokens, whole_characters
 from verifiers.types import content_text
 

@@ -16,18 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verifiers.concurrency import at_loop_end
+from verifiers.concurrency import at_loop_end, is_async_function, threads_for
 from verifiers.errors import ConfigError, OverlongPromptError, ProviderError
 from verifiers.inference.answers import read_completion
-from verifiers.inference.retries import (
-    RetryableError,
-    broke,
-    client_error,
-    is_context_overflow,
-    reason,
-    retry_after_s,
-    status_error,
-)
+from verifiers.inference.retry import RetryableError, broke, client_error, reason, retry_after_s, status_error
 from verifiers.inference.wire import WireObject, request_body, whole_characters
 
 if TYPE_CHECKING:
@@ -38,11 +30,8 @@ __all__ = [
     "ClientBackend",
     "Endpoint",
     "HttpBackend",
-    "is_async_client",
-    "is_context_overflow",
     "is_loopback",
     "proxy_for",
-    "sdk_name",
     "single_backend_for",
 ]
 
@@ -91,6 +80,7 @@ GENERATE = "/inference/v1/generate"
 DERENDER = "/chat/completions/derender"
 _TOKEN_ROUTES = frozenset({TOKENIZE, GENERATE, DERENDER})
 _SENT_AT_ONCE = 2**20
+_MOST_SYNCHRONOUS_CALLS = 32
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
 # a longer answer is parsed in a thread
 _PARSED_AT_ONCE = 2**20
@@ -299,7 +289,7 @@ class ClientBackend:
         self.client = client
         self.timeout_s = timeout_s
         self._calls = _without_retries(client)
-        self.base_url = str(getattr(client, "base_url", ""))
+        self.base_url = str(getattr(client, "base_url", None) or "")
         self.api_key = str(getattr(client, "api_key", ""))
 
     async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
@@ -309,11 +299,12 @@ class ClientBackend:
         deadline = asyncio.timeout(self.timeout_s)
         try:
             async with deadline:
-                if is_async_client(self._calls, owner.create):
+                if _is_async(self._calls, owner.create):
                     result = owner.create(**arguments)
                 else:
                     # it may block, or be a wrapper that gives a coroutine: either is welcome from a thread
-                    result = await asyncio.to_thread(owner.create, **arguments)
+                    create = functools.partial(owner.create, **arguments)
+                    result = await threads_for("client", _MOST_SYNCHRONOUS_CALLS).run(create)
                 return await result if inspect.isawaitable(result) else result
         except (ProviderError, OverlongPromptError, asyncio.CancelledError):
             raise
@@ -370,15 +361,10 @@ def _without_retries(client: Any) -> Any:
     return client if patched else client.with_options(max_retries=0)
 
 
-def is_async_client(client: Any, create: Any) -> bool:
+def _is_async(client: Any, create: Any) -> bool:
     """Return whether calling `create` cannot block: an async function, or the async SDK's decorated one."""
-    return inspect.iscoroutinefunction(create) or sdk_name(client).startswith("Async")
-
-
-def sdk_name(client: Any) -> str:
-    """Return the name of the `openai` class that a client is of, or ""."""
-    names = [kind.__name__ for kind in type(client).__mro__ if kind.__module__.split(".")[0] == "openai"]
-    return names[0] if names else ""
+    sdk = [kind.__name__ for kind in type(client).__mro__ if kind.__module__.split(".")[0] == "openai"]
+    return is_async_function(create) or bool(sdk and sdk[0].startswith("Async"))
 
 
 async def read_body(response: aiohttp.ClientResponse, max_mb: float) -> bytes:

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import MAX_ANSWER_MB, Backend, Endpoint, HttpBackend
-from verifiers.inference.load_balancer import LoadBalancer
 from verifiers.inference.responses_api import ResponsesBackend
+from verifiers.inference.server_pool import ServerPool
 
 __all__ = ["EndpointEntry", "discover_endpoint", "find_endpoint", "load_endpoints", "open_backend", "registries"]
 
@@ -119,13 +119,12 @@ def discover_endpoint(name: str) -> tuple[EndpointEntry, Path] | None:
     return None
 
 
-def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None, seed: int = 0) -> Backend:
+def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None) -> Backend:
     """Return the backend for an entry, with keys taken from the environment; "EMPTY" where there is no key.
 
     Args:
         entry: of a registry.
         attempt_timeout_s: wins over the entry's; 600 s where neither says.
-        seed: of the draw between equally loaded servers.
 
     Raises:
         ConfigError: a variable named in `header_vars` is not set.
@@ -143,7 +142,7 @@ def open_backend(entry: EndpointEntry, *, attempt_timeout_s: float | None = None
     kind = ResponsesBackend if entry.api == "responses" else HttpBackend
     limit_mb = entry.max_answer_mb or MAX_ANSWER_MB
     backends = [kind(Endpoint(url, key, headers, timeout_s=timeout_s, max_answer_mb=limit_mb)) for url in entry.urls]
-    return backends[0] if len(backends) == 1 else LoadBalancer(backends, seed=seed)
+    return backends[0] if len(backends) == 1 else ServerPool(backends)
 
 
 def _from_toml(path: Path, text: str) -> dict[str, dict[str, Any]]:

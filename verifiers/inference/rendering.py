@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 from verifiers.errors import Error, InvalidModelResponseError, ModelError, ProviderError
 from verifiers.inference.endpoint import DERENDER, GENERATE, TOKENIZE, Backend
-from verifiers.inference.limits import call_with_retries
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy, retry
 
 __all__ = [
     "CannotRenderTurnError",
@@ -293,7 +292,7 @@ class TokenRoutes:
         return ids
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        return await call_with_retries(lambda: self.backend.call(path, body), self.retry)
+        return await retry(lambda: self.backend.call(path, body), self.retry)
 
 
 def derender_body(

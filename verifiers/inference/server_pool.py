@@ -1,7 +1,7 @@
-"""The rollout servers of a run: which are up, which weights they hold, and how they get new ones.
+"""Several servers of one model behind one backend: which are up, which weights they hold, and how they get new ones.
 
-Everything happens on one event loop: the loop of the pool's own thread, where the generator's rollouts run too. The
-trainer's thread asks for a push and waits.
+Where weights are pushed, everything happens on the event loop of the pool's own thread, where the generator's
+rollouts run too; the trainer's thread asks for a push and waits.
 """
 
 from __future__ import annotations
@@ -9,88 +9,111 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import hashlib
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verifiers.concurrency import gather_owned
-from verifiers.errors import ConfigError, WeightSyncError
-from verifiers.inference.endpoint import CHAT, COMPLETIONS, GENERATE, Backend, HttpBackend
-from verifiers.inference.load_balancer import LoadBalancer, each_server
-from verifiers.inference.retries import RetryableError
-from verifiers.inference.rollout_server import (
+from verifiers.errors import ConfigError, ProviderError, WeightSyncError
+from verifiers.inference.endpoint import CHAT, COMPLETIONS, GENERATE, Backend, HttpBackend, single_backend_for
+from verifiers.inference.replica import Replica, WeightUpdate
+from verifiers.inference.retry import RetryableError, retry
+from verifiers.inference.server_client import (
+    CONTROL_RETRIES,
     HEALTH_S,
-    SHUTDOWN_S,
     NoAnswerError,
-    Replica,
     ServerClient,
-    WeightUpdate,
-    apply_update,
-    release_all,
+    log_retry,
+    passes_in_place,
 )
 from verifiers.inference.wire import plain_data, sampled_tokens
 from verifiers.loop_thread import LoopThread
 
-__all__ = ["CHECK_INTERVAL_S", "ServerPool"]
+__all__ = [
+    "CHECK_INTERVAL_S",
+    "SHUTDOWN_S",
+    "ServerPool",
+    "SessionAffinity",
+    "backend_for",
+    "credentials",
+    "each_server",
+]
 
-logger = logging.getLogger("verifiers.train")
+logger = logging.getLogger("verifiers.rollouts")
 
 T = TypeVar("T")
 
 CHECK_INTERVAL_S = 1.0
-"""Seconds between two checks of a server's health and weight version."""
+"""Seconds between two checks of a server."""
+
+SHUTDOWN_S = 1.0
+"""Seconds to wait for an unresponsive server at the end of a run."""
 
 _RETRY_S = 0.25
 _SAMPLING_ROUTES = frozenset({CHAT, COMPLETIONS, GENERATE})
+# a prompt that ends the server which computes it must not be sent to every other
+_MOST_LOST = 2
+# a server that holds a prefix keeps its rollouts until it is this much busier than the idlest
+_BUSIER_CALLS = 4
+_BUSIER_RATIO = 1.5
 
 
-class ServerPool(LoadBalancer):
-    """Rollout servers that weights are pushed to; routing as of `LoadBalancer`.
+class ServerPool:
+    """Servers of one model that share its calls, and that get the trained weights where they are pushed.
 
-    A server that cannot be reached, or breaks off an answer, is down: it may come back with old weights, so it gets
-    requests again when it holds the pushed ones (or after `mark_up`).
+    A rollout begins on the least loaded server. Those of one group begin on the same one, which has their prompt in
+    its cache: of those that are up the first by rendezvous hashing (Thaler and Ravishankar, 1998). A rollout stays
+    where it began, unless that server fails, or has more than 4 + 1.5 x as many calls in flight as the least loaded.
 
-    No answer from weights that were never pushed is used. An answer that names such weights is refused; one that
-    names none counts once its server was asked for its version after the call began.
+    A server that cannot be reached, or breaks off an answer, is down, and its calls go to the others at once. It is
+    asked every second whether it is up again. A call under which two servers broke off fails, as it may crash the
+    others too.
+
+    Once weights are pushed, a server that is down may come back with old ones, so it gets calls again when it holds
+    the pushed ones; until one does, calls wait. No answer from weights that were never pushed is used: one that names
+    such weights is refused; one that names none counts once its server was asked for its version after the call
+    began, and every server is asked for it each second.
 
     Args:
-        servers, seed, up_timeout_s, clock: as of `LoadBalancer`.
+        servers: one for each base URL; anything that `single_backend_for` takes.
         api_key: bearer token of the servers' control routes; that of their backends when left out.
         timeout_s: deadline of one push to servers that answer, in seconds.
 
     Attributes:
+        replicas: the servers.
+        timeout_s: as given.
         restart_timeout_s, stall_timeout_s: as of `configure`; `timeout_s` until then.
 
     Raises:
         ConfigError: no servers, or two for one base URL.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[Any],
-        *,
-        seed: int = 0,
-        api_key: str | None = None,
-        timeout_s: float = 120.0,
-        up_timeout_s: float = 600.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(servers, seed=seed, clock=clock, up_timeout_s=up_timeout_s)
-        for replica, backend in zip(self.replicas, self.backends, strict=True):
-            replica.server = ServerClient(replica.url, api_key or backend.api_key, timeout_s)
+    def __init__(self, servers: Sequence[Any], *, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+        if not servers:
+            raise ConfigError("there is no server to send calls to; give at least one base URL.")
+        backends = [single_backend_for(server) for server in servers]
+        self.replicas = [
+            Replica(one.base_url, ServerClient(one.base_url, api_key or one.api_key, timeout_s), one)
+            for one in backends
+        ]
         if len(set(self.urls)) < len(self.replicas):
             raise ConfigError(f"the base URLs {self.urls} name a server twice; name each once.")
-        self.timeout_s = timeout_s
-        self._health_s = min(HEALTH_S, timeout_s)
-        self.restart_timeout_s = timeout_s
-        self.stall_timeout_s = timeout_s
+        self.base_url, self.api_key = backends[0].base_url, backends[0].api_key
+        self.timeout_s = self.restart_timeout_s = self.stall_timeout_s = timeout_s
         self._on_version: Callable[[int], None] | None = None
+        self._drawn = itertools.count()
         # what all servers are to hold, and the versions of all weights that they were told to load
         self._current: WeightUpdate | None = None
         self._pushed: set[str] = set()
+        self._is_connected = False
+        self._went_down_at = time.monotonic()
         self._thread: LoopThread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._begin_on_loop()
 
     def configure(
@@ -107,22 +130,29 @@ class ServerPool(LoadBalancer):
             stall_timeout_s: seconds for which code may block the event loop during a push.
             on_version: called with the version of a push that all servers hold, before requests in flight continue.
         """
-        self.restart_timeout_s = self.up_timeout_s = restart_timeout_s
-        self.stall_timeout_s, self._on_version = stall_timeout_s, on_version
+        self.restart_timeout_s, self.stall_timeout_s = restart_timeout_s, stall_timeout_s
+        self._on_version = on_version
 
-    def _begin_on_loop(self) -> None:
-        """Make what belongs to one event loop."""
-        self._updating = asyncio.Lock()
-        self._checking: asyncio.Task[None] | None = None
-        self._begin_waits()
-        for replica in self.replicas:
-            replica.check = None
+    @property
+    def urls(self) -> list[str]:
+        """The base URLs of all servers."""
+        return [replica.url for replica in self.replicas]
+
+    @property
+    def backends(self) -> list[Backend]:
+        """The backends of the servers that calls go to."""
+        return [replica.backend for replica in self.replicas if replica.backend is not None]
 
     @property
     def servers(self) -> list[ServerClient]:
         """Control clients of the servers that are up; of the first one where none is."""
         up = [replica.server for replica in self.replicas if replica.down is None]
         return up or [self.replicas[0].server]
+
+    @property
+    def down(self) -> dict[str, str]:
+        """The reason for each server that is down, by base URL."""
+        return {replica.url: replica.down for replica in self.replicas if replica.down is not None}
 
     @property
     def restarts(self) -> int:
@@ -137,10 +167,10 @@ class ServerPool(LoadBalancer):
         """
         return sum(replica.restarts + replica.repeated_loads for replica in self.replicas)
 
-    # -- requests -----------------------------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------------------------
 
     def route(self, backend: Backend) -> Backend:
-        """Send the requests of `backend` through the pool, so that none is answered from weights not pushed.
+        """Send the calls of `backend` through the pool, so that none is answered from weights not pushed.
 
         That needs requests that are ours, to servers that get the weights: base URLs, Endpoints and plain openai
         clients. A client object that has to be called as it is (a subclass, a wrapper, one with an HTTP client of its
@@ -148,11 +178,11 @@ class ServerPool(LoadBalancer):
         """
         if backend is self:
             return self
-        parts = each_server(backend)
+        by_url = {one.base_url: one for one in each_server(backend)}
         missed = [
-            one.base_url or type(one).__name__
-            for one in parts
-            if not isinstance(one, HttpBackend) or one.base_url not in self.urls
+            url or type(one).__name__
+            for url, one in by_url.items()
+            if not isinstance(one, HttpBackend) or url not in self.urls
         ]
         if missed:
             logger.warning(
@@ -162,42 +192,108 @@ class ServerPool(LoadBalancer):
                 ", ".join(sorted(self.urls)),
             )
             return backend
-        by_url = {one.base_url: one for one in parts}
         for replica in self.replicas:
             replica.backend = by_url.get(replica.url)
-        self.base_url, self.api_key = parts[0].base_url, parts[0].api_key
+        self.base_url, self.api_key = self.backends[0].base_url, self.backends[0].api_key
         return self
 
-    async def _try(self, replica: Replica, path: str, arguments: Mapping[str, Any]) -> Any:
+    def for_rollout(self, group: Hashable = None) -> SessionAffinity:
+        """Return a handle whose calls keep to one server, whose cache holds the turns so far, unless it fails.
+
+        Args:
+            group: the same for rollouts whose prompts begin alike; they begin on the same server.
+        """
+        return SessionAffinity(self, group)
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """Make one call as `Backend.call` does."""
+        return await self.for_rollout().call(path, arguments)
+
+    async def close(self) -> None:
+        """End the checks, and close every backend."""
+        if self._loop is asyncio.get_running_loop():
+            for task in (self._watching, *(replica.check for replica in self.replicas)):
+                if task is not None:
+                    task.cancel()
+        for backend in self.backends:
+            await backend.close()
+
+    def usable(self) -> list[Replica]:
+        """Return the servers that calls may be sent to now.
+
+        Where no weights are pushed and none is up, these are all: an answer shows that a server is up, too.
+        """
+        served = [one for one in self.replicas if one.backend is not None]
+        return [one for one in served if one.down is None] or ([] if self._pushed else served)
+
+    async def choose(
+        self, group: Hashable = None, home: Replica | None = None, but: Sequence[Replica] = ()
+    ) -> Replica:
+        """Return the server for a call.
+
+        Args:
+            group: of the rollout; None for the least loaded server.
+            home: the one that holds the turns so far.
+            but: those that failed; where all did, the last of them is left out.
+
+        Raises:
+            ProviderError: no server was up for `restart_timeout_s` seconds.
+        """
+        self._enter_loop()
+        while not (usable := self.usable()):
+            await self._until_one_is_up()
+        others = [one for one in usable if one not in but] or [one for one in usable if one is not but[-1]] or usable
+        most = _BUSIER_CALLS + _BUSIER_RATIO * min(len(one.in_flight) for one in others)
+        fit = [one for one in others if len(one.in_flight) <= most]
+        if home in fit:
+            return home
+        if group is not None:
+            return max(fit, key=lambda one: _weight(group, one.url))
+        number = next(self._drawn)
+        return min(fit, key=lambda one: (len(one.in_flight), _weight(number, one.url)))
+
+    async def _until_one_is_up(self) -> None:
+        # counted from when the last server went down: retries must not begin the wait again
+        left_s = self._went_down_at + self.restart_timeout_s - time.monotonic()
+        self._came_up.clear()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                await self._came_up.wait()
+        except TimeoutError as error:
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in self.down.items())
+            # not worth a retry: this was the wait
+            raise ProviderError(f"no rollout server was up for {self.restart_timeout_s:g} s ({reasons})") from error
+
+    async def call_on(self, replica: Replica, path: str, arguments: Mapping[str, Any]) -> Any:
+        """Make one try on one server, and note whether it could be reached."""
         assert replica.backend is not None
-        self._loop = asyncio.get_running_loop()
-        given_up, sent_at = asyncio.timeout(None), self._clock()
+        given_up, sent_at = asyncio.timeout(None), time.monotonic()
+        replica.in_flight.add(given_up)
         try:
             async with given_up:
-                if replica.down is not None:
-                    raise RetryableError(f"{replica.url} is down: {replica.down}", unreachable=True)
-                replica.calls.add(given_up)
                 answer = await replica.backend.call(path, arguments)
                 if self._pushed and path in _SAMPLING_ROUTES:
                     await self._refuse_unpushed(replica, answer, sent_at)
-                return answer
         except TimeoutError as error:
             if not given_up.expired():
                 raise
             text = f"{replica.url} was given up: {replica.down or 'it was down'}"
             raise RetryableError(text, unreachable=True, broke=True) from error
+        except RetryableError as error:
+            if error.unreachable:
+                self._mark_down(replica, str(error), gives_up_calls=False)
+            raise
         finally:
-            replica.calls.discard(given_up)
-
-    def _note_unreachable(self, replica: Replica, error: RetryableError) -> None:
-        # the next process at that address may hold other weights
-        self.mark_down(replica.url, str(error), give_up_calls=False)
+            replica.in_flight.discard(given_up)
+        if not self._pushed:
+            self._mark_up(replica)
+        return answer
 
     async def _refuse_unpushed(self, replica: Replica, answer: Any, sent_at: float) -> None:
         """Refuse an answer from weights that were never pushed.
 
         Raises:
-            RetryableError: the answer names such weights; the server is marked down.
+            RetryableError: the answer names such weights; the server is down.
         """
         answer = plain_data(answer)
         spans = sampled_tokens(answer).versions if answer.get("choices") else ()
@@ -205,150 +301,57 @@ class ServerPool(LoadBalancer):
         foreign = {str(name).removesuffix("+reload") for name in names if isinstance(name, (str, int))} - self._pushed
         if foreign:
             reason = f"it answered from weights {', '.join(map(repr, foreign))}, which were never pushed"
-            self.mark_down(replica.url, reason)
+            self._mark_down(replica, reason)
             raise RetryableError(f"{replica.url} was given up: {reason}", unreachable=True)
         # had the answer come from a process that was restarted, a version check after the call began would show it
         if not spans and replica.verified_at < sent_at:
-            await self._until_verified(replica.url, float("inf"))
+            await self._until_verified(replica, float("inf"))
 
-    # -- the pool's thread --------------------------------------------------------------------------------------
+    # -- which servers are up -----------------------------------------------------------------------------------
 
-    def thread(self) -> LoopThread:
-        """Return the pool's event loop in its thread, started where it does not run."""
-        if self._thread is None or not self._thread.is_alive:
+    def _begin_on_loop(self) -> None:
+        """Make what belongs to one event loop."""
+        self._updating = asyncio.Lock()
+        self._went_down, self._came_up = asyncio.Event(), asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        for replica in self.replicas:
+            replica.check = None
+
+    def _enter_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
             self._begin_on_loop()
-            self._thread = LoopThread(close_last=self._end, failed=_log_failure, name="verifiers-servers")
-            self._thread.start()
-            self._loop = self._thread.loop
-        return self._thread
 
-    def begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the pool's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.thread().loop)
-
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the pool's loop and wait for its result; not to be called on that loop.
-
-        Raises:
-            DeadlineError: the coroutine did not end in time, or code blocks the loop for `stall_timeout_s`.
-            GenerationError: code of the environment ended the loop.
-            WeightSyncError: what the coroutine raised, or the pool was stopped.
-        """
-        try:
-            ending_s = SHUTDOWN_S + _RETRY_S
-            return self.thread().run(work, timeout_s, stall_s=self.stall_timeout_s, ending_s=ending_s)
-        except concurrent.futures.CancelledError:
-            raise WeightSyncError("the rollout servers were released while they were asked for something.") from None
-
-    def stop(self) -> None:
-        """End the pool's thread, and leave no server paused. May be called twice."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+    def _mark_down(self, replica: Replica, reason: str, *, gives_up_calls: bool = True) -> None:
+        """Send nothing more to a server until a check finds it up, and ask others for what it is answering."""
+        if gives_up_calls:
+            replica.give_up_calls()
+        if replica.down is not None:
             return
-        thread.close()
-        if thread.is_alive:
-            # code of the environment blocks the loop, and no server may stay paused for it
-            releasing = threading.Thread(target=lambda: asyncio.run(release_all(self.replicas)), daemon=True)
-            releasing.start()
-            releasing.join(2 * SHUTDOWN_S)
+        replica.down = reason
+        replica.outages += 1
+        self._went_down_at = time.monotonic()
+        logger.warning("%s is down: %s", replica.url, reason)
+        if self._pushed:
+            # it may be there, and only need the weights
+            self._went_down.set()
+        self._watch()
 
-    async def _end(self) -> None:
-        # the files that a restarted server would load from are about to be removed
-        self._current = self._checking = None
-        await release_all(self.replicas)
-        await self.close()
+    def _mark_up(self, replica: Replica) -> None:
+        if replica.down is not None:
+            replica.down = None
+            logger.warning("%s is up", replica.url)
+            self._came_up.set()
 
-    # -- pushing ------------------------------------------------------------------------------------------------
-
-    def connect(self, deadline_s: float) -> None:
-        """Wait for all servers and verify that they can take weights; from then on they are checked every second.
-
-        Raises:
-            WeightSyncError: one did not answer in time, or lacks the routes.
-        """
-        self.run(self._connect(deadline_s), deadline_s + 2 * self.timeout_s)
-
-    async def _connect(self, deadline_s: float) -> None:
-        deadline = time.monotonic() + deadline_s
-        for server in (replica.server for replica in self.replicas):
-            await server.wait_until_healthy(max(0.0, deadline - time.monotonic()))
-            try:
-                await server.retried(server.weight_version)
-            except WeightSyncError as error:
-                raise WeightSyncError(
-                    f"the server at {server.root} has no weight routes, so it cannot be trained against "
-                    f"({error}); use vf-serve, vf-vllm, or vLLM with VLLM_SERVER_DEV_MODE=1."
-                ) from error
-        if self._checking is None:
-            self._checking = asyncio.create_task(self._check_all())
-
-    def push(self, update: WeightUpdate) -> None:
-        """Bring every server that can be reached to these weights.
-
-        A server that cannot be reached is left out, and gets them when it is back. Where none can be reached, they
-        are waited for.
-
-        Raises:
-            WeightSyncError: a server refused, or none could be reached in time.
-        """
-        self.run(self._push(update), 2 * self.timeout_s + self.restart_timeout_s + 2 * HEALTH_S)
-
-    async def _push(self, update: WeightUpdate) -> None:
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                await self._updating.acquire()
-        except TimeoutError:
-            raise WeightSyncError(
-                f"the weights of step {update.version} did not reach the rollout server: another server is still "
-                "being given earlier weights at the deadline (weight_sync_timeout)."
-            ) from None
-        before, self._current = self._current, update
-        self._pushed.add(str(update.version))
-        try:
-            await self._apply_where_reachable(update)
-        except BaseException as error:
-            # a server that comes back must not get what was refused, or what a run that is stopped removes
-            self._current = before
-            if not isinstance(error, WeightSyncError):
-                raise
-            raise WeightSyncError(
-                f"the weights of step {update.version} did not reach the rollout server: {error}"
-            ) from error
-        finally:
-            self._updating.release()
-
-    async def _apply_where_reachable(self, update: WeightUpdate) -> None:
-        deadline = time.monotonic() + self.restart_timeout_s
-        while not await self._apply(await self._reachable(), update, self._on_version):
-            if time.monotonic() + _RETRY_S >= deadline:
-                raise NoAnswerError(self.replicas[0].down or "it does not answer")
-            await asyncio.sleep(_RETRY_S)
-
-    async def _reachable(self) -> list[Replica]:
-        """Return the servers that are up, and where nothing else brings them back, those that answer."""
-        down = [replica for replica in self.replicas if replica.down is not None]
-        if self._checking is not None and len(down) < len(self.replicas):
-            # the checks bring the others back and give them these weights: a host that is gone delays no push
-            answers = [False] * len(down)
-        else:
-            answers = await gather_owned(replica.server.is_healthy(self._health_s) for replica in down)
-        left_out = {replica.url for replica, is_healthy in zip(down, answers, strict=True) if not is_healthy}
-        return [replica for replica in self.replicas if replica.url not in left_out]
-
-    async def _apply(
-        self, replicas: Sequence[Replica], update: WeightUpdate, loaded: Callable[[int], None] | None = None
-    ) -> list[Replica]:
-        """Give weights to servers, use those that hold them now, and return these."""
-        deadline = time.monotonic() + self.timeout_s
-        reached = await apply_update(replicas, update, deadline, mark_down=self.mark_down, loaded=loaded)
-        for replica in reached:
-            self.mark_up(replica.url)
-        return reached
-
-    # -- checks between pushes ----------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        """Begin to check the servers, where that does not run."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._check_all())
 
     async def _check_all(self) -> None:
-        while True:
+        # a server that is up, and is not trained against, need not be asked
+        while self._is_connected or self.down:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_INTERVAL_S):
                     await self._went_down.wait()
@@ -364,13 +367,21 @@ class ServerPool(LoadBalancer):
 
     async def _checked(self, replica: Replica) -> None:
         try:
-            await self.check(replica)
+            if self._pushed:
+                await self._check_weights(replica)
+            elif replica.down is not None and await self._answers(replica):
+                self._mark_up(replica)
         except Exception as error:
             # whatever a server answers: without these checks none would come back
             logger.warning("%s could not be brought back yet: %s", replica.server.root, error)
 
-    async def check(self, replica: Replica) -> None:
-        """Ask a server for its version, give it the newest weights where it holds others, and mark it up.
+    async def _answers(self, replica: Replica) -> bool:
+        """Return whether a server can be reached; a client object takes no such question, only calls."""
+        can_be_asked = replica.backend is None or isinstance(replica.backend, HttpBackend)
+        return not can_be_asked or await replica.server.is_up(min(HEALTH_S, self.timeout_s))
+
+    async def _check_weights(self, replica: Replica) -> None:
+        """Ask a server for its version, give it the newest weights where it holds others, and use it.
 
         A restart shows in the version: pushed versions are numbers, and a server that was just started calls its
         weights something else.
@@ -378,14 +389,14 @@ class ServerPool(LoadBalancer):
         Raises:
             WeightSyncError: it refused.
         """
-        update, began = self._current, self._clock()
-        if update is None or (replica.down is not None and not await replica.server.is_healthy(self._health_s)):
+        update, began = self._current, time.monotonic()
+        if update is None or (replica.down is not None and not await self._answers(replica)):
             return
         try:
-            name = await replica.server.weight_version(self._health_s)
+            name = await replica.server.weight_version(min(HEALTH_S, self.timeout_s))
         except NoAnswerError as error:
             if not error.timed_out:
-                self.mark_down(replica.url, str(error))
+                self._mark_down(replica, str(error))
             return
         if name in replica.versions:
             replica.verified_at = began
@@ -394,36 +405,139 @@ class ServerPool(LoadBalancer):
             return
         async with self._updating:
             if name != str(update.version):
-                self.mark_down(replica.url, f"it holds weights {name!r} where {update.version} was pushed")
-                if not await self._apply([replica], update):
-                    return
+                self._mark_down(replica, f"it holds weights {name!r} where {update.version} was pushed")
+                await self._bring_up(replica, _stages(update))
                 logger.warning("%s was given the weights of step %d again", replica.server.root, update.version)
-            elif replica.is_paused:
-                # it did not answer at the end of a push
-                await replica.resume(time.monotonic() + self.timeout_s)
-            self.mark_up(replica.url)
+            else:
+                # one that is paused did not answer at the end of a push
+                await self._bring_up(replica, [Replica.resume] if replica.is_paused else [])
 
-    def holds_pushed_weights(self, url: str) -> bool:
+    async def _bring_up(self, replica: Replica, stages: Sequence[Stage]) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            for stage in stages:
+                await _tried(stage, replica, deadline)
+        except BaseException:
+            await self._release()
+            raise
+        self._mark_up(replica)
+
+    # -- pushes -------------------------------------------------------------------------------------------------
+
+    async def connect(self, deadline_s: float) -> None:
+        """Wait for all servers and verify that they can take weights; from then on they are checked every second.
+
+        Raises:
+            WeightSyncError: one did not answer in time, or lacks the routes.
+        """
+        self._enter_loop()
+        deadline = time.monotonic() + deadline_s
+        for server in (replica.server for replica in self.replicas):
+            await server.wait_until_up(max(0.0, deadline - time.monotonic()))
+            try:
+                await retry(server.weight_version, CONTROL_RETRIES, log_retry)
+            except WeightSyncError as error:
+                raise WeightSyncError(
+                    f"the server at {server.root} has no weight routes, so it cannot be trained against "
+                    f"({error}); use vf-serve, vf-vllm, or vLLM with VLLM_SERVER_DEV_MODE=1."
+                ) from error
+        self._is_connected = True
+        self._watch()
+
+    async def push(self, update: WeightUpdate) -> None:
+        """Bring every server that is up to these weights, each stage ending on all of them first.
+
+        A server that is down gets them when it is back. Where all are, the push waits for one.
+
+        Raises:
+            WeightSyncError: a server refused, or none could be reached in time.
+        """
+        async with self._turn(update):
+            give_up_at = time.monotonic() + self.restart_timeout_s
+            reached: list[Replica] = []
+            while not reached:
+                deadline, reached = time.monotonic() + self.timeout_s, await self._reachable()
+                for stage in _stages(update):
+                    if stage is Replica.resume and reached and self._on_version is not None:
+                        self._on_version(update.version)
+                    tries = [_tried(stage, replica, deadline) for replica in reached]
+                    outcomes = await asyncio.gather(*tries, return_exceptions=True)
+                    reached = self._still_there(reached, outcomes)
+                if not reached:
+                    if time.monotonic() + _RETRY_S >= give_up_at:
+                        raise NoAnswerError(self.replicas[0].down or "it does not answer")
+                    await asyncio.sleep(_RETRY_S)
+            for replica in reached:
+                self._mark_up(replica)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, update: WeightUpdate) -> AsyncIterator[None]:
+        """Let nothing else load meanwhile, and make this what all servers are to hold, where it succeeds."""
+        self._enter_loop()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._updating.acquire()
+        except TimeoutError:
+            raise WeightSyncError(
+                f"the weights of step {update.version} did not reach the rollout server: another server is still "
+                "being given earlier weights at the deadline (weight_sync_timeout)."
+            ) from None
+        before, self._current = self._current, update
+        self._pushed.add(str(update.version))
+        try:
+            yield
+        except BaseException as error:
+            # a server that comes back must not get what was refused, or what a run that is stopped removes
+            self._current = before
+            # nor may one stay paused, where the run is stopped: it would answer nobody
+            await self._release()
+            if not isinstance(error, WeightSyncError):
+                raise
+            raise WeightSyncError(
+                f"the weights of step {update.version} did not reach the rollout server: {error}"
+            ) from error
+        finally:
+            self._updating.release()
+
+    async def _reachable(self) -> list[Replica]:
+        """Return the servers that are up; where none is, those that answer."""
+        up = [replica for replica in self.replicas if replica.down is None]
+        # the checks bring the others back and give them these weights: a host that is gone delays no push
+        if up:
+            return up
+        answers = await gather_owned(self._answers(replica) for replica in self.replicas)
+        return [replica for replica, answered in zip(self.replicas, answers, strict=True) if answered]
+
+    def _still_there(self, replicas: Sequence[Replica], outcomes: Sequence[BaseException | None]) -> list[Replica]:
+        """Return the servers that answered; the others are down, or the push ends with their refusal."""
+        for replica, failure in zip(replicas, outcomes, strict=True):
+            if isinstance(failure, NoAnswerError) and not failure.timed_out:
+                self._mark_down(replica, str(failure))
+            elif failure is not None:
+                raise failure
+        return [replica for replica, failure in zip(replicas, outcomes, strict=True) if failure is None]
+
+    async def holds_pushed_weights(self, url: str) -> bool:
         """Return whether the server at `url` says that it holds pushed weights, or none were pushed."""
-        return not self._pushed or self.run(self._is_verified(url), 4 * HEALTH_S + 2 * self.timeout_s)
+        return not self._pushed or await self._is_verified(self._replica(url))
 
-    def wait_until_restored(self, url: str, timeout_s: float) -> bool:
+    async def wait_until_restored(self, url: str, timeout_s: float) -> bool:
         """Wait until a server that was restarted holds pushed weights; False where it does not in time."""
-        if not self._pushed:
-            return False
         deadline = time.monotonic() + timeout_s
-        return self.run(self._until_verified(url, deadline), timeout_s + 4 * HEALTH_S + 2 * self.timeout_s)
+        return bool(self._pushed) and await self._until_verified(self._replica(url), deadline)
 
-    async def _until_verified(self, url: str, deadline: float) -> bool:
-        while not await self._is_verified(url):
+    def _replica(self, url: str) -> Replica:
+        return next(replica for replica in self.replicas if replica.url == url)
+
+    async def _until_verified(self, replica: Replica, deadline: float) -> bool:
+        while not await self._is_verified(replica):
             await asyncio.sleep(_RETRY_S)
             if time.monotonic() >= deadline:
                 return False
         return True
 
-    async def _is_verified(self, url: str) -> bool:
-        replica, began = self._replica(url), self._clock()
-        restarts = replica.restarts
+    async def _is_verified(self, replica: Replica) -> bool:
+        restarts, began = replica.restarts, time.monotonic()
         # a check that runs may have begun before, and one may fail
         for _ in range(4):
             await asyncio.shield(self._check(replica))
@@ -431,6 +545,154 @@ class ServerPool(LoadBalancer):
                 break
         return replica.restarts == restarts and replica.verified_at >= began
 
+    # -- the pool's thread --------------------------------------------------------------------------------------
+
+    def thread(self) -> LoopThread:
+        """Return the pool's event loop in its thread, started where it does not run."""
+        if self._thread is None or not self._thread.is_alive:
+            self._thread = LoopThread(close_last=self._end, failed=_log_failure, name="verifiers-servers")
+            self._thread.start()
+            self._thread.loop.call_soon_threadsafe(self._enter_loop)
+        return self._thread
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine on the pool's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.thread().loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on the pool's loop and wait for its result; not to be called on that loop.
+
+        Args:
+            work: the coroutine.
+            timeout_s: seconds that it may take; longer than any push when left out.
+
+        Raises:
+            DeadlineError: the coroutine did not end in time, or code blocks the loop for `stall_timeout_s`.
+            GenerationError: code of the environment ended the loop.
+            WeightSyncError: what the coroutine raised, or the pool was stopped.
+        """
+        ending_s = SHUTDOWN_S + _RETRY_S
+        if timeout_s is None:
+            timeout_s = 2 * self.timeout_s + self.restart_timeout_s + 2 * HEALTH_S
+        try:
+            return self.thread().run(work, timeout_s, stall_s=self.stall_timeout_s, ending_s=ending_s)
+        except concurrent.futures.CancelledError:
+            raise WeightSyncError("the rollout servers were released while they were asked for something.") from None
+
+    def stop(self) -> None:
+        """End the pool's thread, and leave no server paused. May be called twice."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.close()
+        if thread.is_alive:
+            # code of the environment blocks the loop, and no server may stay paused for it
+            releasing = threading.Thread(target=lambda: asyncio.run(self._release()), daemon=True)
+            releasing.start()
+            releasing.join(2 * SHUTDOWN_S)
+
+    async def _end(self) -> None:
+        # the files that a restarted server would load from are about to be removed
+        self._current = None
+        await self._release()
+        await self.close()
+
+    async def _release(self) -> None:
+        """Let no server stay paused; one that does not answer is left."""
+        deadline = time.monotonic() + SHUTDOWN_S
+        tries = [_tried(Replica.release, replica, deadline) for replica in self.replicas if replica.is_paused]
+        await asyncio.gather(*tries, return_exceptions=True)
+
+
+Stage = Callable[[Replica, float], Awaitable[None]]
+
+
+def _stages(update: WeightUpdate) -> tuple[Stage, Stage, Stage]:
+    """Return what a server goes through to get weights."""
+    return Replica.pause, functools.partial(Replica.load, update=update), Replica.resume
+
+
+def _tried(stage: Stage, replica: Replica, deadline: float) -> Coroutine[Any, Any, None]:
+    attempt = functools.partial(stage, replica, deadline)
+    return retry(attempt, CONTROL_RETRIES, log_retry, deadline=deadline, passing=passes_in_place)
+
+
+def _weight(group: Hashable, url: str) -> bytes:
+    """Return what a group prefers a server by: the highest wins."""
+    return hashlib.blake2b(f"{group!r} {url}".encode(), digest_size=8).digest()
+
 
 def _log_failure(error: BaseException) -> None:
     logger.warning("the thread of the rollout servers failed: %r", error)
+
+
+class SessionAffinity:
+    """One rollout's handle on several servers: its calls go to one of them until that one fails."""
+
+    def __init__(self, pool: ServerPool, group: Hashable) -> None:
+        self._pool, self._group = pool, group
+        self._home: Replica | None = None
+        self._failed: list[Replica] = []
+        # servers that broke off the present call or erred under it, each with its number of outages before
+        self._suspect: set[tuple[Replica, int]] = set()
+        self.base_url, self.api_key = pool.base_url, pool.api_key
+
+    async def call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """Make one call as `Backend.call` does; a server that cannot be reached is replaced by each of the others.
+
+        Raises:
+            ProviderError: also where servers were lost twice under the call, with no answer in between.
+        """
+        tried: list[Replica] = []
+        while True:
+            self._refuse_what_crashes()
+            replica = self._home = await self._pool.choose(self._group, self._home, self._failed)
+            self.base_url, outages = replica.url, replica.outages
+            tried.append(replica)
+            try:
+                answer = await self._pool.call_on(replica, path, arguments)
+            except RetryableError as error:
+                if error.status != 429:
+                    # a limit is best waited for where the prefix is; after anything else, the next try goes elsewhere
+                    self._failed.append(replica)
+                # vLLM answers with an error first, and then ends
+                if error.broke or (error.status or 0) >= 500:
+                    self._suspect.add((replica, outages))
+                if not error.unreachable or all(one in tried for one in self._pool.usable()):
+                    raise
+            else:
+                self._suspect.clear()
+                return answer
+
+    def _refuse_what_crashes(self) -> None:
+        lost = [replica.url for replica, outages in self._suspect if replica.outages > outages]
+        if len(lost) >= _MOST_LOST:
+            self._suspect.clear()
+            raise ProviderError(
+                f"{' and then '.join(lost)} broke off while answering the same request; it is not sent to another "
+                "server, because it may crash them"
+            )
+
+    async def close(self) -> None:
+        """Do nothing: connections belong to the pool."""
+
+
+def credentials(backend: Backend) -> tuple[str, dict[str, str]]:
+    """Return the API key and the headers that a backend's servers are sent; records of a run must not hold them."""
+    headers: dict[str, str] = {}
+    for index, one in enumerate(each_server(backend)):
+        given = one.endpoint.headers if isinstance(one, HttpBackend) else {}
+        headers |= {f"{index}:{name}": value for name, value in given.items()}
+    return backend.api_key, headers
+
+
+def each_server(backend: Backend) -> list[Backend]:
+    """Return the backend of each server, where there are several behind one."""
+    return backend.backends if isinstance(backend, ServerPool) else [backend]
+
+
+def backend_for(client: Any) -> Backend:
+    """Return the backend for one server, as `single_backend_for`, or for a list of several of the same model."""
+    if not isinstance(client, (list, tuple)):
+        return single_backend_for(client)
+    return single_backend_for(client[0]) if len(client) == 1 else ServerPool(client)

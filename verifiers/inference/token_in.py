@@ -31,7 +31,7 @@ from verifiers.inference.rendering import (
     TurnRenderer,
     derender_body,
 )
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject
 
 __all__ = [

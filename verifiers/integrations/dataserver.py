@@ -18,7 +18,7 @@ from verifiers.data.row_source import PlannedBlock, StagedRows
 from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, Error, GradingError
 from verifiers.integrations.dataserver_client import (
-    RETRY_WAITS_S,
+    MAX_ATTEMPTS,
     Dataserver,
     Grade,
     RemoteGrader,
@@ -57,7 +57,7 @@ class RemoteEnv(SingleTurnEnv):
         seed: of the curriculum's draws, in place of the server's.
         token_var: environment variable that holds the server's bearer token.
         timeout_s: of one try of a request, in seconds; grades get ten more than the server gives its graders.
-        retry_waits_s: seconds before each repetition of a request; then rollouts are grading errors.
+        max_attempts: tries of a request; then rollouts are grading errors.
         **kwargs: as in `Environment`, e.g. `sampling_args`; no rubric, for the server grades.
 
     Raises:
@@ -77,7 +77,7 @@ class RemoteEnv(SingleTurnEnv):
         seed: int | None = None,
         token_var: str | None = None,
         timeout_s: float = 90.0,
-        retry_waits_s: Sequence[float] = RETRY_WAITS_S,
+        max_attempts: int = MAX_ATTEMPTS,
         **kwargs: Any,
     ) -> None:
         for name in ("rubric", "message_type"):
@@ -86,7 +86,7 @@ class RemoteEnv(SingleTurnEnv):
                     f"a RemoteEnv was given {name}=, which the dataserver decides; leave it out, or set it in the "
                     "server's file."
                 )
-        server = Dataserver(url, token_var, timeout_s, tuple(retry_waits_s))
+        server = Dataserver(url, token_var, timeout_s, max_attempts)
         meta = server.meta()
         names = _chosen(meta, dataset, stage)
         eval_names = _checked(meta, eval_dataset) if eval_dataset is not None else []

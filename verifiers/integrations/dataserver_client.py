@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verifiers.data.curriculum import Curriculum, staged_curriculum_from
-from verifiers.errors import ConfigError, InfraError
+from verifiers.errors import ConfigError, InfraError, ProviderError
 from verifiers.inference.endpoint import proxy_for
-from verifiers.inference.retries import is_retryable_status
+from verifiers.inference.retry import RetryableError, RetryPolicy, retry, status_may_pass
 from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import message_text
 from verifiers.rubrics.scoring import is_finite_number
 
 __all__ = [
-    "RETRY_WAITS_S",
+    "MAX_ATTEMPTS",
     "Dataserver",
     "Grade",
     "RemoteGrader",
@@ -32,14 +32,11 @@ __all__ = [
 
 logger = logging.getLogger("verifiers.envs")
 
-RETRY_WAITS_S = (1.0, 2.0, 4.0)
+MAX_ATTEMPTS = 4
+_BACKOFF_S = 2.0
 _QUOTED_BYTES = 300
 # time of a grading request beyond that of the server's graders
 _GRADE_MARGIN_S = 10.0
-
-
-class _FailedTry(Exception):
-    """Raised by a try that may succeed when it is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +79,13 @@ class Dataserver:
         url: its address, without a path, e.g. "http://127.0.0.1:9000".
         token_var: environment variable that holds its bearer token; None for none.
         timeout_s: seconds of one try, up to the last byte of its answer.
-        retry_waits_s: seconds to wait before each repetition of a request that failed.
+        max_attempts: tries of a request in all, where it may pass.
     """
 
     url: str
     token_var: str | None = None
     timeout_s: float = 90.0
-    retry_waits_s: Sequence[float] = field(default=RETRY_WAITS_S)
+    max_attempts: int = MAX_ATTEMPTS
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -148,14 +145,11 @@ class Dataserver:
         # a session a request: scoring runs on any loop, and none is known to be the last
         timeout = aiohttp.ClientTimeout(total=self.timeout_s if timeout_s is None else timeout_s)
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers()) as session:
-            for wait_s in (*self.retry_waits_s, None):
-                try:
-                    return await self._try(session, path, data)
-                except _FailedTry as error:
-                    if wait_s is None:
-                        raise InfraError(self._gave_up(error)) from error
-                await asyncio.sleep(wait_s)
-        raise AssertionError("the last try returns or raises")
+            policy = RetryPolicy(max_attempts=self.max_attempts, base_s=_BACKOFF_S)
+            try:
+                return await retry(functools.partial(self._try, session, path, data), policy)
+            except ProviderError as error:
+                raise InfraError(f"the dataserver at {self.url} gave no answer: {error}.") from error
 
     async def _try(self, session: Any, path: str, data: bytes | None) -> Any:
         import aiohttp
@@ -166,11 +160,12 @@ class Dataserver:
             async with session.request("GET" if data is None else "POST", self.url + path, **options) as response:
                 if 300 <= response.status < 400:
                     raise self._redirected(path, response.status, response.headers.get("Location"))
-                return self._read(path, response.status, await response.read())
+                status, content = response.status, await response.read()
         except TimeoutError as error:
-            raise _FailedTry(f"{path}: no answer within {session.timeout.total:g} s") from error
+            raise RetryableError(f"{path}: no answer within {session.timeout.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise _FailedTry(f"{path}: {error or type(error).__name__}") from error
+            raise RetryableError(f"{path}: {error or type(error).__name__}") from error
+        return self._read(path, status, content)
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
@@ -188,10 +183,10 @@ class Dataserver:
             try:
                 return json.loads(content)
             except ValueError as error:
-                raise _FailedTry(f"{path} answered with invalid JSON: {content[:_QUOTED_BYTES]!r}") from error
+                raise RetryableError(f"{path} answered with invalid JSON: {content[:_QUOTED_BYTES]!r}") from error
         said = _message(content)
-        if is_retryable_status(status):
-            raise _FailedTry(f"{path} answered with status {status}: {said}")
+        if status_may_pass(status):
+            raise RetryableError(f"{path} answered with status {status}: {said}")
         hint = "; raise max_body_mib or max_batch under `server` in its file" if status == 413 else ""
         raise ConfigError(f"the dataserver at {self.url} refused {path} with status {status}: {said}{hint}.")
 
@@ -200,10 +195,6 @@ class Dataserver:
             f"the dataserver at {self.url} answered {path} with status {status}, a redirect to {location!r}, "
             "which is not followed; give the address that it names."
         )
-
-    def _gave_up(self, error: Exception) -> str:
-        tries = len(self.retry_waits_s) + 1
-        return f"the dataserver at {self.url} gave no answer in {tries} tries; the last: {error}."
 
 
 # -- grades ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from verifiers.data.row_source import PlannedBlock
 from verifiers.data.sampler import check_size
 from verifiers.errors import ConfigError, GradingError
 from verifiers.integrations.dataserver import sample_requests
-from verifiers.integrations.dataserver_client import RETRY_WAITS_S, Dataserver, RemoteGrader, completion_for_wire
+from verifiers.integrations.dataserver_client import MAX_ATTEMPTS, Dataserver, RemoteGrader, completion_for_wire
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,7 +42,7 @@ def remote_reward(
     *,
     token_var: str | None = None,
     timeout_s: float = 90.0,
-    retry_waits_s: Sequence[float] = RETRY_WAITS_S,
+    max_attempts: int = MAX_ATTEMPTS,
     max_items: int = 256,
 ) -> Callable[..., list[float | None]]:
     """Make a reward function for TRL's trainers whose grades are a dataserver's.
@@ -59,7 +59,7 @@ def remote_reward(
         url: of the dataserver, without a path.
         token_var: environment variable that holds the server's bearer token.
         timeout_s: of one try of a request, in seconds.
-        retry_waits_s: seconds before each repetition of a request.
+        max_attempts: tries of a request.
         max_items: completions in one request; fewer where the server takes fewer.
 
     Raises (when it is called):
@@ -67,7 +67,7 @@ def remote_reward(
             evaluates over a `RemoteRLDataset`.
         GradingError: no completion could be graded, also after retries.
     """
-    server = Dataserver(url, token_var, timeout_s, tuple(retry_waits_s))
+    server = Dataserver(url, token_var, timeout_s, max_attempts)
     check_size("max_items", max_items, 1)
 
     @functools.cache
@@ -153,7 +153,7 @@ class RemoteRLDataset:
         max_steps: optimizer steps in the run; None takes the server's.
         fetch_size: prompts in one request; None: those of a block. A smaller one cuts a block into several requests.
         seed: of the draws, in place of the server's.
-        token_var, timeout_s, retry_waits_s: as in `RemoteEnv`.
+        token_var, timeout_s, max_attempts: as in `RemoteEnv`.
 
     Raises:
         ConfigError: sizes that cannot be; no `max_steps`; a stage that gets no block; a dataset with fewer rows than
@@ -176,7 +176,7 @@ class RemoteRLDataset:
         seed: int | None = None,
         token_var: str | None = None,
         timeout_s: float = 90.0,
-        retry_waits_s: Sequence[float] = RETRY_WAITS_S,
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> None:
         micro_steps = gradient_accumulation_steps if steps_per_generation is None else steps_per_generation
         processes = int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
@@ -186,7 +186,7 @@ class RemoteRLDataset:
         self.steps_per_generation = check_size("steps_per_generation", micro_steps, 1)
         self.micro_steps_per_block = self.steps_per_generation * check_size("num_iterations", num_iterations, 1)
         self.prompts_per_block = self._prompts(check_size("num_processes", processes, 1))
-        self._server = Dataserver(url, token_var, timeout_s, tuple(retry_waits_s))
+        self._server = Dataserver(url, token_var, timeout_s, max_attempts)
         meta = self._server.meta()
         steps = meta.total_steps if max_steps is None else max_steps
         if steps is None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verifiers.inference.limits import ActivityReading
 from verifiers.monitoring.stage_timer import STAGES, StageUse
+from verifiers.rollouts.activity import ActivityReading
 
 __all__ = ["RunTime", "interval_metrics"]
 

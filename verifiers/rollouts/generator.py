@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, DeadlineError, GenerationError, GeneratorClosedError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.limits import Limiter, RolloutActivity
-from verifiers.inference.load_balancer import backend_for
-from verifiers.inference.retries import RetryPolicy
-from verifiers.inference.server_pool import ServerPool
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryPolicy
+from verifiers.inference.server_pool import ServerPool, backend_for
 from verifiers.inference.token_in import token_in_for
 from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread, LoopWatchdog
+from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 from verifiers.rollouts.run import Run

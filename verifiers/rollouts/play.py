@@ -9,7 +9,8 @@ import uuid
 from typing import Any, Protocol
 
 from verifiers.errors import ConfigError, ModelError, OverlongPromptError
-from verifiers.inference.limits import NoMoreSlotsError, counted_slot
+from verifiers.inference.limiter import NoMoreSlotsError
+from verifiers.rollouts.activity import counted_slot
 from verifiers.rollouts.recording_client import RolloutClient, rows_from_turns
 from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from, straggler, timed_out
 from verifiers.rollouts.run import Run

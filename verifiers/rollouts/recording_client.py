@@ -17,9 +17,9 @@ from typing import Any, overload
 from verifiers.errors import ConfigError, EmptyModelResponseError, OverlongPromptError
 from verifiers.inference.answers import check_tokens, counted_tokens, version_number
 from verifiers.inference.endpoint import CHAT, COMPLETIONS, DERENDER, GENERATE, Backend
-from verifiers.inference.limits import Limiter, call_with_retries
-from verifiers.inference.load_balancer import LoadBalancer
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryPolicy, retry
+from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.token_in import ChatCall, TokenIn, TokenTurns
 from verifiers.inference.wire import (
     WireObject,
@@ -222,7 +222,7 @@ class RolloutClient:
         group: Hashable = None,
     ) -> None:
         # the turns of one rollout share a prefix, which one of several servers then holds
-        self._backend = backend.for_rollout(group) if isinstance(backend, LoadBalancer) else backend
+        self._backend = backend.for_rollout(group) if isinstance(backend, ServerPool) else backend
         self._limiter = limiter
         self._retry = retry or RetryPolicy()
         self._model = model
@@ -384,7 +384,7 @@ class RolloutClient:
             )
             return answer
 
-        return await call_with_retries(attempt, self._retry, self._count_retry, self._limiter, throttled=samples)
+        return await retry(attempt, self._retry, self._count_retry, self._limiter, throttled=samples)
 
     def _version_now(self) -> int:
         return self._policy_version() if self._policy_version is not None else 0

@@ -20,9 +20,10 @@ from typing import Any
 
 from verifiers.errors import ConfigError, RolloutWorkerError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.limits import Limiter, NoMoreSlotsError, RolloutActivity
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.limiter import Limiter, NoMoreSlotsError
+from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.token_in import TokenIn
+from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.rollouts.rollout import Group, Rollout, RolloutRequest, failure_from
 from verifiers.rubrics.scoring import grading_deadline

@@ -7,19 +7,16 @@ import contextlib
 import functools
 import importlib
 import inspect
-import json
 import os
-import random
 import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verifiers.concurrency import threads_for
 from verifiers.errors import ConfigError, GradingError, ModelError
-from verifiers.inference.endpoint import is_async_client, sdk_name
-from verifiers.inference.retries import is_retryable_status
+from verifiers.inference.endpoint import CHAT, ClientBackend
+from verifiers.inference.retry import RetryableError, RetryPolicy, retry
 from verifiers.log import url_without_secrets
 from verifiers.parsers.messages import content_text, message_field
 
@@ -27,7 +24,6 @@ __all__ = ["Gate", "JudgeCall", "LazyOpenAI"]
 
 _TRY_TIMEOUT_S = 60.0
 _BACKOFF_S = 0.5
-MAX_JUDGE_THREADS = 32
 _LONGEST_WAIT_S = 20.0
 _SHORTEST_SECRET = 8  # shorter keys are placeholders such as EMPTY
 
@@ -152,8 +148,7 @@ class JudgeCall:
             is used: a judge's answers are not the policy's.
         sampling_args: OpenAI's; entries that are None are left out, max_tokens is sent as max_completion_tokens.
         timeout_s: for all tries together, in seconds.
-        tries: how often it is tried where that makes sense; a client of the `openai` package, and a rollout's, also
-            retries by itself, so what it gives up on is not tried again.
+        tries: how often it is tried where that makes sense; retries of an SDK's client are switched off.
     """
 
     client: Any
@@ -170,79 +165,46 @@ class JudgeCall:
             ConfigError: there is no API key.
         """
         deadline = asyncio.timeout(self.timeout_s)
+        client = self.client.untrained if hasattr(type(self.client), "untrained") else self.client
+        policy = RetryPolicy(max_attempts=self.tries, base_s=_BACKOFF_S, cap_s=_LONGEST_WAIT_S)
+        attempt = functools.partial(_answer, ClientBackend(client), self._arguments(text))
         try:
             async with deadline:
-                return await self._tried(text)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise GradingError(f"The judge {self.model!r} gave no answer within {self.timeout_s:g} s.") from error
+                return await retry(attempt, policy)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if deadline.expired():
+                text = f"The judge {self.model!r} gave no answer within {self.timeout_s:g} s."
+                raise GradingError(text) from error
+            raise GradingError(self._failure(error)) from error
 
-    async def _tried(self, text: str) -> str:
-        for number in range(1, self.tries + 1):
-            try:
-                return await self._once(text)
-            except ConfigError:
-                raise
-            except Exception as error:
-                if number < self.tries and self._may_pass(error):
-                    wait_s = min(_LONGEST_WAIT_S, _BACKOFF_S * 2 ** (number - 1)) * random.random()
-                    await asyncio.sleep(wait_s)
-                    continue
-                raise GradingError(self._failure(error, number)) from error
-        raise AssertionError("tries is at least 1")
-
-    async def _once(self, text: str) -> str:
-        client = self.client
-        if hasattr(type(client), "untrained"):
-            client = client.untrained
+    def _arguments(self, text: str) -> dict[str, Any]:
         arguments = {name: value for name, value in self.sampling_args.items() if value is not None}
         if "max_tokens" in arguments:
             arguments.setdefault("max_completion_tokens", arguments["max_tokens"])
             del arguments["max_tokens"]
-        arguments.update(model=self.model, messages=[{"role": "user", "content": text}])
-        create = client.chat.completions.create
-        cannot_block = isinstance(client, LazyOpenAI) or is_async_client(client, create)
-        response = await create(**arguments) if cannot_block else await _in_thread(create, arguments)
-        choices = message_field(response, "choices")
-        if not choices:
-            raise _NoAnswerError("it answered without a choice")
-        answer = content_text(message_field(message_field(choices[0], "message"), "content"))
-        if not answer.strip():
-            reason = message_field(choices[0], "finish_reason")
-            raise _NoAnswerError(f"it answered with an empty message (finish_reason {reason!r})")
-        return answer
+        return {**arguments, "model": self.model, "messages": [{"role": "user", "content": text}]}
 
-    def _may_pass(self, error: Exception) -> bool:
-        """Return whether another try may succeed that the client has not made already."""
-        if isinstance(error, (_NoAnswerError, json.JSONDecodeError)):
-            return True
-        if isinstance(error, ModelError) or sdk_name(self.client):
-            return False
-        status = getattr(error, "status_code", None)
-        if isinstance(status, int):
-            return is_retryable_status(status)
-        named = type(error).__name__ in ("APIConnectionError", "APITimeoutError")
-        return named or isinstance(error, (ConnectionError, TimeoutError))
-
-    def _failure(self, error: Exception, tries: int) -> str:
-        text = f"{error}" if isinstance(error, _NoAnswerError) else f"{type(error).__name__}: {error}"
+    def _failure(self, error: Exception) -> str:
+        url, key = getattr(self.client, "base_url", None), getattr(self.client, "api_key", None)
+        text = str(error).removeprefix(f"{url}: ")
+        if not isinstance(error, ModelError):
+            text = f"{type(error).__name__}: {text}"
         # servers quote the key that they refuse
-        key = getattr(self.client, "api_key", None)
         if isinstance(key, str) and len(key) >= _SHORTEST_SECRET:
             text = text.replace(key, "***")
-        after = f" after {tries} tries" if tries > 1 else ""
-        url = getattr(self.client, "base_url", None)
         # a mock has any attribute
         at = f" ({url_without_secrets(str(url))})" if isinstance(url, str) or type(url).__name__ == "URL" else ""
-        return f"The judge {self.model!r} gave no verdict{after}{at}: {text}"
+        return f"The judge {self.model!r} gave no verdict{at}: {text}"
 
 
-class _NoAnswerError(Exception):
-    """The endpoint answered without text."""
-
-
-async def _in_thread(create: Any, arguments: dict[str, Any]) -> Any:
-    # apart from the threads of reward functions, which a slow judge must not hold up
-    result = await threads_for("judge", MAX_JUDGE_THREADS).run(lambda: create(**arguments))
-    return await result if inspect.isawaitable(result) else result
+async def _answer(backend: ClientBackend, arguments: Mapping[str, Any]) -> str:
+    choices = message_field(await backend.call(CHAT, arguments), "choices")
+    if not choices:
+        raise RetryableError("it answered without a choice", empty=True)
+    answer = content_text(message_field(message_field(choices[0], "message"), "content"))
+    if not answer.strip():
+        reason = message_field(choices[0], "finish_reason")
+        raise RetryableError(f"it answered with an empty message (finish_reason {reason!r})", empty=True)
+    return answer

@@ -15,11 +15,11 @@ import trl
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.errors import ConfigError
+from verifiers.inference.endpoint import is_loopback
 from verifiers.train.validation.eval_settings import adjust_evaluation
 from verifiers.train.validation.process_settings import adjust_ddp_timeout
 from verifiers.train.validation.run_settings import refuse_bad_settings, refuse_unsupported_fields
 from verifiers.train.validation.sampling_args import refuse_biased_sampling
-from verifiers.train.weight_sync.choice import is_local
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -233,7 +233,7 @@ class GRPOConfig(trl.GRPOConfig):
             return False
         if self.rollout_device is not None:
             return self.rollout_device.startswith("cpu")
-        return all(is_local(url) for url in self.server_urls or [self.server_url])
+        return all(is_loopback(url) for url in self.server_urls or [self.server_url])
 
     @property
     def may_be_stale(self) -> bool:

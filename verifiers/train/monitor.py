@@ -16,14 +16,14 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import NothingScoredError
 from verifiers.evals.provenance import versions
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.limits import RolloutActivity
-from verifiers.inference.load_balancer import credentials
+from verifiers.inference.server_pool import credentials
 from verifiers.log import Redactor, secrets_of_run
 from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
 from verifiers.monitoring.learning import LearningSignal, NothingLearned
 from verifiers.monitoring.run_log import METRICS, SAMPLES, ErrorCounts, RunRecord, SampleChoice, Trend, read_lines
 from verifiers.monitoring.stage_timer import StageTimer, peak_memory
 from verifiers.monitoring.time_metrics import RunTime, interval_metrics
+from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_metrics, curriculum_metrics
 from verifiers.train.batching.packing import all_micro_batches

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verifiers.inference.endpoint import CHAT, COMPLETIONS
-from verifiers.inference.retries import RetryPolicy
+from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.wire import WireObject, given_arguments, request_body
 from verifiers.rollouts.recording_client import RecordedAnswer, RolloutClient
 from verifiers.workers.connection import Connection, error_from

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from verifiers import errors
 from verifiers.errors import ConfigError, WorkerCallError
-from verifiers.inference.limits import NoMoreSlotsError
+from verifiers.inference.limiter import NoMoreSlotsError
 
 __all__ = ["ROW_FIELDS", "Connection", "error_from", "failure_data", "refuse_unsendable"]
 

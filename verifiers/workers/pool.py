@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from verifiers.concurrency import at_loop_end
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, RolloutWorkerError
-from verifiers.inference.limits import Limiter
+from verifiers.inference.limiter import Limiter
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.types import RolloutScore, State

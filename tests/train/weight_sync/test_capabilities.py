@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import ConfigError, WeightSyncError
-from verifiers.inference.rollout_server import ServerClient
+from verifiers.inference.server_client import ServerClient
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import (
     WEIGHT_SYNCS,

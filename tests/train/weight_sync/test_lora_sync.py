@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verifiers.errors import ConfigError, WeightSyncError
-from verifiers.inference import rollout_server
+from verifiers.inference import server_pool
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import LoraSync, WeightSync
 
@@ -88,7 +88,7 @@ def test_the_model_keeps_its_bits(tmp_path: Path) -> None:
 
 def test_a_refused_adapter_is_said_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the server answers at once, on a machine that is not crowded
-    monkeypatch.setattr(rollout_server, "SHUTDOWN_S", 20.0)
+    monkeypatch.setattr(server_pool, "SHUTDOWN_S", 20.0)
     faults = {
         # nothing is there to be unloaded yet, which is not a failure
         "/v1/unload_lora_adapter": Fault(404, body="not found"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from verifiers.errors import WeightSyncError
-from verifiers.inference import rollout_server
+from verifiers.inference import server_pool
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import NcclSync, WeightSync, nccl
 from verifiers.train.weight_sync.nccl import packed
@@ -157,7 +157,7 @@ def test_a_restarted_server_joins_again_and_gets_the_kept_copy(server: FakeOpenA
     for tensor in live.values():
         tensor.zero_()
     server.weight_version = "default"
-    assert sync.pool.wait_until_restored(server.url, 30.0)
+    assert sync.pool.run(sync.pool.wait_until_restored(server.url, 30.0))
     assert len(made) == 2
     again = received(calls(server, "/update_weights")[1]["update_info"], made[1].buffers, nccl.BUFFER_BYTES)
     assert all(torch.equal(again[name], tensor) for name, tensor in WEIGHTS.items())
@@ -184,8 +184,8 @@ def test_a_refusal_is_raised_while_the_broadcast_hangs(
     server: FakeOpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the server answers at once, on a machine that is not crowded
-    monkeypatch.setattr(rollout_server, "SHUTDOWN_S", 20.0)
-    monkeypatch.setattr(rollout_server, "HEALTH_S", 20.0)
+    monkeypatch.setattr(server_pool, "SHUTDOWN_S", 20.0)
+    monkeypatch.setattr(server_pool, "HEALTH_S", 20.0)
     never = threading.Event()
 
     class Hanging(Recorded):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from verifiers.errors import WeightProbeError, WeightSyncError
-from verifiers.inference.rollout_server import NoAnswerError
+from verifiers.inference.server_client import NoAnswerError
 from verifiers.inference.server_pool import ServerPool
 from verifiers.train.weight_sync import verification
 from verifiers.train.weight_sync.verification import LogprobCheck, ProbeResult
@@ -21,10 +21,10 @@ class Restarted(ServerPool):
 
     holds, comes_back, waits = False, True, 0
 
-    def holds_pushed_weights(self, url: str) -> bool:
+    async def holds_pushed_weights(self, url: str) -> bool:
         return self.holds
 
-    def wait_until_restored(self, url: str, timeout_s: float) -> bool:
+    async def wait_until_restored(self, url: str, timeout_s: float) -> bool:
         self.waits += 1
         return self.comes_back
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verifiers.errors import NotFiniteError, WeightProbeError, WeightSyncError
-from verifiers.inference.rollout_server import NoAnswerError, ServerClient
+from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.config import lora_defaults
 from verifiers.train.weight_sync import (
@@ -158,7 +158,7 @@ def test_a_push_writes_one_version_and_removes_the_one_before(tmp_path: Path) ->
         assert [kept.name for kept in path.parent.iterdir()] == ["version-8"]
         # a restarted server can still load the newest one
         server.weight_version = "default"
-        assert sync.pool.wait_until_restored(server.url, 30.0)
+        assert sync.pool.run(sync.pool.wait_until_restored(server.url, 30.0))
         assert server.weight_version == 8
     assert seen == {"keys": ["model.weight"], "metadata": {"format": "pt", "version": "7"}}
     sync.close()

@@ -18,7 +18,7 @@ from verifiers.errors import ConfigError, ProviderError
 if TYPE_CHECKING:
     from verifiers.inference.endpoint import Backend
     from verifiers.inference.endpoint_registry import EndpointEntry
-    from verifiers.inference.limits import Limiter
+    from verifiers.inference.limiter import Limiter
 
 __all__ = [
     "OPENAI_KEY",
@@ -120,9 +120,8 @@ def open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, 
         ConfigError: an address or a limit that cannot work.
     """
     from verifiers.evals.evaluation_loop import iter_requests
-    from verifiers.inference.adaptive_limiter import limiter_for
     from verifiers.inference.endpoint_registry import open_backend
-    from verifiers.inference.limits import Limiter
+    from verifiers.inference.limiter import Limiter, limiter_for
     from verifiers.testing.fake_model import FAKE_URL, FakeEndpoint, play_judges
 
     if entry.urls == (FAKE_URL,):
@@ -141,7 +140,7 @@ def open_endpoint(args: argparse.Namespace, entry: EndpointEntry, dataset: Any, 
         maximum=entry.max_concurrent,
         requests_per_second=args.requests_per_second or entry.requests_per_second,
     )
-    return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry), seed=args.seed or 0), limiter
+    return open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry)), limiter
 
 
 def require_key(args: argparse.Namespace, entry: EndpointEntry) -> None:

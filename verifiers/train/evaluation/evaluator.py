@@ -13,11 +13,12 @@ from typing import Any
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.limits import RolloutActivity, SubLimiter
-from verifiers.inference.load_balancer import credentials, each_server
+from verifiers.inference.limiter import SubLimiter
+from verifiers.inference.server_pool import credentials, each_server
 from verifiers.inference.wire import neutral_where_unset
 from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
+from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import Run

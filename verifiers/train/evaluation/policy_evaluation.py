@@ -18,7 +18,7 @@ from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
 from verifiers.evals.evaluation_run import EvaluationRun
 from verifiers.evals.statistics import Estimate
 from verifiers.evals.summary import RunSummary, summarize
-from verifiers.inference.limits import SubLimiter
+from verifiers.inference.limiter import SubLimiter
 from verifiers.reports.evaluation import write_evaluation_report
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.errors import WeightSyncError
-from verifiers.inference.rollout_server import RefusedError, ServerClient
+from verifiers.inference.server_client import RefusedError, ServerClient
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 
 __all__ = [

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from verifiers.errors import ConfigError
+from verifiers.inference.endpoint import is_loopback
 from verifiers.train.weight_sync.lora import LoraSync
 from verifiers.train.weight_sync.nccl import NcclSync
 from verifiers.train.weight_sync.protocol import ServerSync
 from verifiers.train.weight_sync.shared_directory import DirectorySync
 
-__all__ = ["SYNC_TYPES", "WEIGHT_SYNCS", "choose_sync", "is_local"]
+__all__ = ["SYNC_TYPES", "WEIGHT_SYNCS", "choose_sync"]
 
 SYNC_TYPES: dict[str, type[ServerSync]] = {sync.kind: sync for sync in (DirectorySync, NcclSync, LoraSync)}
 """The kinds that a run can name."""
@@ -36,15 +35,6 @@ def choose_sync(
         raise ConfigError(f"weight_sync is {kind!r}; choose one of {', '.join(WEIGHT_SYNCS)}.")
     if kind == "lora":
         return LoraSync(urls, directory, timeout_s, api_key)
-    if kind == "nccl" or (kind == "auto" and directory is None and not all(map(is_local, urls))):
+    if kind == "nccl" or (kind == "auto" and directory is None and not all(map(is_loopback, urls))):
         return NcclSync(urls, timeout_s, api_key)
     return DirectorySync(urls, directory, timeout_s, api_key)
-
-
-def is_local(url: str) -> bool:
-    """Return whether a URL names this host by its loopback address."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

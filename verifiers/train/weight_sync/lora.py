@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.inference.rollout_server import RefusedError, ServerClient
+from verifiers.inference.replica import Load
+from verifiers.inference.server_client import RefusedError, ServerClient
 from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.shared_directory import DirectorySync
 
@@ -77,16 +78,19 @@ class LoraSync(DirectorySync):
     def _write(self, tensors: Mapping[str, Any], version: int) -> Path:
         return self._files.write(tensors, version, name="adapter_model.safetensors", config=self._config)
 
-    async def _load(self, server: ServerClient, directory: Path, timeout_s: float) -> None:
+    def _load_of(self, directory: Path) -> Load:
         name = {"lora_name": self.policy_name}
-        # not load_inplace: vLLM would read the file again at every step
-        try:
-            await server.request("POST", "/v1/unload_lora_adapter", name, timeout_s=timeout_s)
-        except RefusedError as error:
-            if error.status != 404:
-                raise
-        body = {**name, "lora_path": str(directory)}
-        await server.request("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s)
+
+        async def load(server: ServerClient, timeout_s: float) -> None:
+            # not load_inplace: vLLM would read the file again at every step
+            try:
+                await server.request("POST", "/v1/unload_lora_adapter", name, timeout_s)
+            except RefusedError as error:
+                if error.status != 404:
+                    raise
+            await server.request("POST", "/v1/load_lora_adapter", {**name, "lora_path": str(directory)}, timeout_s)
+
+        return load
 
 
 def adapter_tensors(model: Any, whole: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:

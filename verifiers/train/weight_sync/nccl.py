@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import WeightSyncError
-from verifiers.inference.rollout_server import PARTIALLY_LOADED, ServerClient, WeightUpdate, time_left
+from verifiers.inference.replica import PARTIALLY_LOADED, WeightUpdate, time_left
+from verifiers.inference.retry import retry
+from verifiers.inference.server_client import CONTROL_RETRIES, RefusedError, ServerClient, passes_in_place
 from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.protocol import ServerSync
 
@@ -144,10 +146,13 @@ class NcclSync(ServerSync):
             self._make_group = _on_present_device()
 
         async def load(server: ServerClient, timeout_s: float) -> None:
-            await self._load(server, tensors, time.monotonic() + timeout_s)
+            try:
+                await self._load(server, tensors, time.monotonic() + timeout_s)
+            except RefusedError as error:
+                # for good: it may stand in a collective that the next load would wait for
+                raise WeightSyncError(str(error)) from error
 
-        # a server that refused may stand in a collective that the next one would wait for
-        self.pool.push(WeightUpdate(version, load, is_repeatable=False))
+        self.pool.run(self.pool.push(WeightUpdate(version, load)))
 
     def close(self) -> None:
         super().close()
@@ -179,7 +184,8 @@ class NcclSync(ServerSync):
     async def _group_with(self, server: ServerClient, deadline: float) -> NcclGroup:
         group = self._groups.get(server.root)
         if group is not None:
-            name = await server.retried(lambda: server.weight_version(time_left(deadline)), deadline)
+            ask = functools.partial(server.weight_version, time_left(deadline))
+            name = await retry(ask, CONTROL_RETRIES, deadline=deadline, passing=passes_in_place)
             # a server that was restarted has no group, and its weights have neither name; the second of two
             # loads in a row finds the name from before the first
             if name.isdecimal() or name == PARTIALLY_LOADED:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from verifiers.errors import ConfigError, NotFiniteError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.rollout_server import ServerClient
+from verifiers.inference.server_client import ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.train.weight_sync.capabilities import Capabilities
 
@@ -129,7 +129,7 @@ class ServerSync(WeightSync):
         self.pool = ServerPool([ServerClient(url).url for url in urls], api_key=api_key, timeout_s=timeout_s)
 
     def connect(self, deadline_s: float) -> None:
-        self.pool.connect(deadline_s)
+        self.pool.run(self.pool.connect(deadline_s), deadline_s + 2 * self.pool.timeout_s)
 
     def close(self) -> None:
         self.pool.stop()

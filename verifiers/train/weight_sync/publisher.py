@@ -13,8 +13,7 @@ from transformers import TrainerCallback
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import ConfigError, WeightProbeError, WeightSyncError
 from verifiers.inference.endpoint import Backend
-from verifiers.inference.load_balancer import backend_for, each_server
-from verifiers.inference.server_pool import ServerPool
+from verifiers.inference.server_pool import ServerPool, backend_for, each_server
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync import InProcessSync, choose_sync, has_tied_tensors
 from verifiers.train.weight_sync.capabilities import check_capabilities, old_server, read_capabilities
@@ -265,7 +264,8 @@ class WeightPublisher:
             WeightSyncError: a server did not take the weights.
             WeightProbeError: a server took them and samples from others.
         """
-        self._push_once(version)
+        with self._weights.tensors(self.sync) as tensors:
+            self.sync.push(tensors.items(), version)
         # the first push sends what the server has; only the second can reveal a stale head
         is_doubtful = self._are_doubtful() or self._pushes < 2
         due = is_doubtful or (self._args.probe_every > 0 and self._pushes % self._args.probe_every == 0)
@@ -275,10 +275,6 @@ class WeightPublisher:
             self.check(version)
         elif due:
             self._check.begin(version, self.pool)
-
-    def _push_once(self, version: int) -> None:
-        with self._weights.tensors(self.sync) as tensors:
-            self.sync.push(tensors.items(), version)
 
     def _are_doubtful(self) -> bool:
         """Return whether since the last push a server was restarted, or refused a load and was asked again."""
@@ -305,7 +301,8 @@ class WeightPublisher:
                 raise
             logger.warning("%s Sending tied weights under each of their names from now on.", error)
             self.sync.sends_tied = True
-            self._push_once(version)
+            with self._weights.tensors(self.sync) as tensors:
+                self.sync.push(tensors.items(), version)
             try:
                 self._check.run(version, self.pool)
             except WeightProbeError as again:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import WeightSyncError
-from verifiers.inference.rollout_server import ServerClient, WeightUpdate
+from verifiers.inference.replica import Load, WeightUpdate
 from verifiers.train.weight_sync.protocol import ServerSync
 
 __all__ = ["DirectorySync", "VersionFiles"]
@@ -189,11 +189,8 @@ class DirectorySync(ServerSync):
         _copy_shared_memory(tensors)
         directory = self._write(tensors, version)
 
-        async def load(server: ServerClient, timeout_s: float) -> None:
-            await self._load(server, directory, timeout_s)
-
         try:
-            self.pool.push(WeightUpdate(version, load))
+            self.pool.run(self.pool.push(WeightUpdate(version, self._load_of(directory))))
         except BaseException:
             self._files.remove(directory)
             raise
@@ -208,9 +205,9 @@ class DirectorySync(ServerSync):
     def _write(self, tensors: Mapping[str, Any], version: int) -> Path:
         return self._files.write(tensors, version, name="model.safetensors")
 
-    async def _load(self, server: ServerClient, directory: Path, timeout_s: float) -> None:
+    def _load_of(self, directory: Path) -> Load:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        await server.request("POST", "/collective_rpc", body, timeout_s=timeout_s)
+        return lambda server, timeout_s: server.request("POST", "/collective_rpc", body, timeout_s)
 
 
 def _copy_shared_memory(tensors: dict[str, Any]) -> None:

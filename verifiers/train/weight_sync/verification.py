@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import DeadlineError, Error, WeightProbeError
 from verifiers.inference.answers import check_tokens, read_completion
-from verifiers.inference.rollout_server import NoAnswerError, ServerClient
+from verifiers.inference.retry import retry
+from verifiers.inference.server_client import (
+    CONTROL_RETRIES,
+    NoAnswerError,
+    ServerClient,
+    log_retry,
+    passes_in_place,
+)
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
 from verifiers.train.weight_sync.capabilities import log_probs_are_raw
@@ -89,7 +96,8 @@ async def ask_server(
         check_tokens(answer, server.root, needed=False, vocab_size=None, has_prompt=True)
         return answer
 
-    return await server.retried(attempt, time.monotonic() + limit_s)
+    deadline = time.monotonic() + limit_s
+    return await retry(attempt, CONTROL_RETRIES, log_retry, deadline=deadline, passing=passes_in_place)
 
 
 def compare_answer(
@@ -166,7 +174,8 @@ class LogprobCheck:
         self._patience_s, self._limit_s = patience_s, limit_s
         self._server_is_half = False
         self._version: int | None = None
-        self._requests: list[_Request] = []
+        self._pool: ServerPool | None = None
+        self._asked: list[tuple[ServerClient, concurrent.futures.Future[dict[str, Any]]]] = []
 
     @classmethod
     def of_run(
@@ -222,13 +231,15 @@ class LogprobCheck:
         deadline = time.monotonic() + pool.restart_timeout_s
         while True:
             try:
-                return self._compare(server, self._ask(server, version, pool).wait(), version)
+                # it has deadlines of its own
+                return self._compare(server, pool.run(self._answer(server, version, pool), math.inf), version)
             except (NoAnswerError, WeightProbeError) as error:
                 if isinstance(error, NoAnswerError):
                     restarted = not error.timed_out
                 else:
-                    restarted = not pool.holds_pushed_weights(server.url)
-                if not restarted or not pool.wait_until_restored(server.url, deadline - time.monotonic()):
+                    restarted = not pool.run(pool.holds_pushed_weights(server.url))
+                left_s = deadline - time.monotonic()
+                if not restarted or not pool.run(pool.wait_until_restored(server.url, left_s)):
                     raise
 
     def note_dtype(self, dtype: str | None) -> None:
@@ -237,8 +248,8 @@ class LogprobCheck:
 
     def begin(self, version: int, pool: ServerPool) -> None:
         """Ask the servers while the trainer computes; `finish` compares their answers."""
-        self._version = version
-        self._requests = [self._ask(server, version, pool) for server in pool.servers]
+        self._version, self._pool = version, pool
+        self._asked = [(server, pool.begin(self._answer(server, version, pool))) for server in pool.servers]
 
     def finish(self) -> int | None:
         """Compare the answers that `begin` asked for, with the weights that were pushed then.
@@ -250,40 +261,37 @@ class LogprobCheck:
             NoAnswerError: a server did not answer in time.
             DeadlineError: code of the environment blocks the event loop.
         """
-        version, requests = self._version, self._requests
+        version, asked, pool = self._version, self._asked, self._pool
         self.forget()
-        if version is None:
+        if version is None or pool is None:
             return None
-        for request in requests:
+        for server, answer in asked:
             try:
-                self._compare(request.server, request.wait(), version)
+                self._compare(server, pool.run(_result(answer), math.inf), version)
             except DeadlineError:
                 raise  # no server is asked while code of the environment blocks the loop
             except NoAnswerError as error:
                 if error.timed_out:
                     raise
                 # a server that was killed meanwhile samples nothing before it has the pushed weights again
-                root = request.server.root
-                logger.warning("%s could not be asked for the log-probs of its weights: %s", root, error)
+                logger.warning("%s could not be asked for the log-probs of its weights: %s", server.root, error)
             except Error:
                 return version
         return None
 
     def forget(self) -> None:
         """Drop the answers that `begin` asked for."""
-        self._version, self._requests = None, []
+        self._version, self._asked, self._pool = None, [], None
 
     def abandon(self) -> None:
         """Drop the answers, and cancel their requests."""
-        requests = self._requests
+        for _, answer in self._asked:
+            answer.cancel()
         self.forget()
-        for request in requests:
-            request.answer.cancel()
 
-    def _ask(self, server: ServerClient, version: int, pool: ServerPool) -> _Request:
-        limit_s, try_s = self._limit_s, self._patience_s
-        work = ask_server(server, version=version, timeout_s=limit_s, try_s=try_s, **self._question())
-        return _Request(pool, server, work, self._patience_s)
+    def _answer(self, server: ServerClient, version: int, pool: ServerPool) -> Coroutine[Any, Any, dict[str, Any]]:
+        options = {"version": version, "timeout_s": self._limit_s, "try_s": self._patience_s, **self._question()}
+        return _patient_answer(server, pool, self._patience_s, options)
 
     def _compare(self, server: ServerClient, answer: dict[str, Any], version: int) -> None:
         half = self._trains_in_half or self._server_is_half
@@ -291,27 +299,21 @@ class LogprobCheck:
         self._on_result(compare_answer(server, answer, self._score, version=version, tolerance=tolerance))
 
 
-class _Request:
-    """One request to a server, which has a deadline of its own; asked on the pool's event loop."""
-
-    def __init__(
-        self, pool: ServerPool, server: ServerClient, ask: Coroutine[Any, Any, dict[str, Any]], patience_s: float
-    ) -> None:
-        self.server = server
-        self.answer = pool.begin(ask)
-        self._pool = pool
-        self._until = time.monotonic() + patience_s
-
-    def wait(self) -> dict[str, Any]:
-        """Return the answer, or raise what asking raised."""
-        while not self.answer.done():
-            patience_s = max(0.0, self._until - time.monotonic())
-            wait_s = min(patience_s, threading.TIMEOUT_MAX) or _POLL_S
-            self._pool.run(self._ended_within(wait_s), wait_s + 60.0)
-            if not self.answer.done() and not self._pool.holds_pushed_weights(self.server.url):
-                text = f"{self.server.root} did not answer a log-prob check and did not report the pushed weights"
+async def _patient_answer(
+    server: ServerClient, pool: ServerPool, patience_s: float, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Ask a server on the pool's loop; beyond the patience only for as long as it has the pushed weights."""
+    answer = asyncio.create_task(ask_server(server, **options))
+    try:
+        while not (await asyncio.wait([answer], timeout=patience_s))[0]:
+            patience_s = _POLL_S
+            if not await pool.holds_pushed_weights(server.url):
+                text = f"{server.root} did not answer a log-prob check and did not report the pushed weights"
                 raise NoAnswerError(text, timed_out=True)
-        return self.answer.result()
+        return answer.result()
+    finally:
+        answer.cancel()
 
-    async def _ended_within(self, timeout_s: float) -> None:
-        await asyncio.wait([asyncio.wrap_future(self.answer)], timeout=timeout_s)
+
+async def _result(answer: concurrent.futures.Future[dict[str, Any]]) -> dict[str, Any]:
+    return await asyncio.wrap_future(answer)

@@ -11,7 +11,7 @@ import pytest
 
 from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import ClientBackend
-from verifiers.inference.limits import Limiter, NoMoreSlotsError
+from verifiers.inference.limiter import Limiter, NoMoreSlotsError
 from verifiers.rollouts.recording_client import RolloutClient
 from verifiers.testing import FakeClient
 

@@ -1,4 +1,4 @@
-"""Limits of model calls: rollouts in flight, requests a second, tries of one call; and counts of what is in flight.
+"""The limit of an endpoint: rollouts in flight and requests a second, fixed or following the provider's answers.
 
 One limiter is shared by everything that runs on an endpoint.
 """
@@ -7,28 +7,40 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import random
-import threading
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from verifiers.errors import ConfigError, EmptyModelResponseError, Error, ProviderError
-from verifiers.inference.retries import RetryableError, RetryPolicy
+from verifiers.errors import ConfigError, Error
+from verifiers.inference.endpoint import is_loopback
 
 __all__ = [
-    "ActivityReading",
+    "LOCAL_MAXIMUM",
+    "REMOTE_MAXIMUM",
+    "AdaptiveLimiter",
     "Limiter",
     "NoMoreSlotsError",
-    "RolloutActivity",
+    "ResizableSlots",
     "SubLimiter",
-    "call_with_retries",
-    "counted_slot",
+    "limiter_for",
 ]
 
-T = TypeVar("T")
+logger = logging.getLogger("verifiers.rollouts")
+
+LOCAL_MAXIMUM = 256
+"""Default of rollouts in flight on a server of this machine, which queues by itself."""
+
+REMOTE_MAXIMUM = 1024
+"""Default bound of adaptive growth."""
+
+_START = 20
+_USED = 0.8
+_CUT = 0.8
+_STEP = 0.05
+_COOL_DOWN_S = 15.0
 
 # [True] in the context of a rollout that has made no request yet; its tasks share the list
 _asks_first: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("asks_first", default=None)
@@ -38,10 +50,48 @@ class NoMoreSlotsError(Error, RuntimeError):
     """A rollout waited for a slot when the limiter was closed, so it never began: the run was interrupted."""
 
 
-class _Slots(Protocol):
-    async def acquire(self) -> Any: ...
+class ResizableSlots:
+    """A semaphore whose size may change while it is held and waited for; waiters are served in order.
 
-    def release(self) -> None: ...
+    Shrinking takes nothing from those who hold a slot: no new one is given until enough have come back.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def acquire(self) -> None:
+        """Wait for a slot and take it."""
+        if self.taken < self.size and not self._waiters:
+            self.taken += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                # it was given the slot in the moment in which it was cancelled
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Give one slot back."""
+        self.taken -= 1
+        self._serve()
+
+    def resize(self, size: int) -> None:
+        """Set the number of slots."""
+        self.size = size
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiters and self.taken < self.size:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self.taken += 1
+                waiter.set_result(None)
 
 
 class Limiter:
@@ -75,9 +125,7 @@ class Limiter:
         self.is_closed = False
         self._queued = 0
         self._queue_emptied = asyncio.Event()
-        self._slots: _Slots | None = (
-            asyncio.Semaphore(self.max_concurrent) if self.max_concurrent is not None else None
-        )
+        self._slots = ResizableSlots(self.max_concurrent) if self.max_concurrent is not None else None
         self._throttle: Any = None
         self._throttle_queue: asyncio.Lock | None = None
 
@@ -224,146 +272,92 @@ class SubLimiter(Limiter):
         await self.whole.wait_for_request()
 
 
-async def call_with_retries(
-    attempt: Callable[[], Awaitable[T]],
-    policy: RetryPolicy,
-    on_retry: Callable[[RetryableError], None] | None = None,
-    limiter: Limiter | None = None,
-    *,
-    throttled: bool = True,
-) -> T:
-    """Await `attempt()` until it succeeds, fails for good, or `policy.max_attempts` tries are used up.
+# -- a limit that follows the provider -------------------------------------------------------------------------------
+
+
+class AdaptiveLimiter(Limiter):
+    """A bound on rollouts in flight that follows the provider's answers and 429s, as the retry loop reports them.
+
+    It grows when as many calls as the limit were answered in a row without a 429, with at least 80 % of it used: by
+    doubling, and above the size it was last cut to by 5 %. A 429 cuts it to 0.8 of itself, and then it stays for
+    15 s, or for the Retry-After where the server sends one: what was sent before the cut is refused together.
 
     Args:
-        attempt: makes one try.
-        policy: number of tries, and waits.
-        on_retry: called with each failure that is followed by another try.
-        limiter: bounds the requests begun per second, and learns of every answer and of every 429.
-        throttled: each try waits for the limiter's `requests_per_second`.
-
-    Raises:
-        ProviderError: the last failure; its message says how many tries were made.
-        EmptyModelResponseError: the last answer was empty.
-    """
-    for number in range(1, policy.max_attempts + 1):
-        if limiter is not None and throttled:
-            await limiter.wait_for_request()
-        try:
-            result = await attempt()
-        except RetryableError as error:
-            if limiter is not None and error.status == 429:
-                limiter.rate_limited(error.retry_after_s)
-            if number == policy.max_attempts or (error.unresolved and number > 1):
-                text = f"{error} (after {number} attempts)" if number > 1 else str(error)
-                if error.empty:
-                    raise EmptyModelResponseError(text) from error
-                raise ProviderError(text, status=error.status, body=error.body) from error
-            if on_retry is not None:
-                on_retry(error)
-            await asyncio.sleep(policy.wait_s(number, error.retry_after_s, random.random()))
-        else:
-            if limiter is not None:
-                limiter.answered()
-            return result
-    raise AssertionError("max_attempts is at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class ActivityReading:
-    """Sums since the start; the difference of two readings belongs to the time between them.
+        start: rollouts in flight at first.
+        maximum: it never grows beyond this.
+        requests_per_second: as of `Limiter`.
+        clock: seconds that only ever grow; for tests.
 
     Attributes:
-        generating_s: seconds in which at least one rollout was running.
-        busy_s: seconds in which at least one rollout was running or being scored.
-        rollout_s: seconds of all rollouts that ran, added up; divided by the time, the mean number in flight.
-        queued_s: the same of rollouts that waited for a slot of the limiter.
+        cuts: how often it was cut.
     """
 
-    generating_s: float = 0.0
-    busy_s: float = 0.0
-    rollout_s: float = 0.0
-    queued_s: float = 0.0
+    _slots: ResizableSlots
 
-    def __sub__(self, before: ActivityReading) -> ActivityReading:
-        return ActivityReading(
-            self.generating_s - before.generating_s,
-            self.busy_s - before.busy_s,
-            self.rollout_s - before.rollout_s,
-            self.queued_s - before.queued_s,
-        )
-
-    def __add__(self, other: ActivityReading) -> ActivityReading:
-        return ActivityReading(
-            self.generating_s + other.generating_s,
-            self.busy_s + other.busy_s,
-            self.rollout_s + other.rollout_s,
-            self.queued_s + other.queued_s,
-        )
-
-
-class RolloutActivity:
-    """Counts of the rollouts that wait, run and are scored, added up over time. Thread-safe.
-
-    Args:
-        clock: gives seconds; another one for tests.
-
-    Attributes:
-        queued, running, scoring: rollouts now.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.queued = self.running = self.scoring = self._most_running = 0
+    def __init__(
+        self,
+        start: int = _START,
+        maximum: int = REMOTE_MAXIMUM,
+        requests_per_second: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if start < 1 or maximum < 1:
+            raise ConfigError(f"start is {start} and maximum {maximum}; both must be 1 or more.")
+        super().__init__(min(start, maximum), requests_per_second)
+        self.maximum = maximum
         self._clock = clock
-        self._lock = threading.Lock()
-        self._since = clock()
-        self._sums = [0.0, 0.0, 0.0, 0.0]
+        self._clean = 0
+        self._doubles_below = maximum
+        self._quiet_until = -float("inf")
 
-    def change(self, *, queued: int = 0, running: int = 0, scoring: int = 0) -> None:
-        """Add to the counts; negative numbers take away."""
-        with self._lock:
-            self._add_elapsed()
-            self.queued += queued
-            self.running += running
-            self.scoring += scoring
-            self._most_running = max(self._most_running, self.running)
+    def answered(self) -> None:
+        limit = self._slots.size
+        if self.in_flight < _USED * limit or limit >= self.maximum or self._clock() < self._quiet_until:
+            return
+        self._clean += 1
+        if self._clean >= limit:
+            grown = 2 * limit if limit < self._doubles_below else limit + max(1, round(_STEP * limit))
+            if limit < self._doubles_below:
+                grown = min(grown, self._doubles_below)
+            self._set(min(grown, self.maximum))
 
-    def read(self) -> ActivityReading:
-        """Return the sums up to now."""
-        with self._lock:
-            self._add_elapsed()
-            return ActivityReading(*self._sums)
-
-    def take_most_running(self) -> int:
-        """Return the most rollouts that ran at once since the last call."""
-        with self._lock:
-            most, self._most_running = self._most_running, self.running
-            return most
-
-    def _add_elapsed(self) -> None:
+    def rate_limited(self, retry_after_s: float | None) -> None:
+        self._clean = 0
         now = self._clock()
-        passed, self._since = now - self._since, now
-        if self.running:
-            self._sums[0] += passed
-            self._sums[2] += passed * self.running
-        if self.running or self.scoring:
-            self._sums[1] += passed
-        if self.queued:
-            self._sums[3] += passed * self.queued
+        if now < self._quiet_until:
+            return
+        self._quiet_until = now + (_COOL_DOWN_S if retry_after_s is None else max(1.0, retry_after_s))
+        limit = max(1, int(_CUT * self._slots.size))
+        self._doubles_below = limit
+        self._set(limit)
+
+    def _set(self, limit: int) -> None:
+        logger.debug("rollouts in flight: at most %d, was %d", limit, self._slots.size)
+        self._clean = 0
+        self.max_concurrent = limit
+        self._slots.resize(limit)
 
 
-@asynccontextmanager
-async def counted_slot(limiter: Limiter, activity: RolloutActivity) -> AsyncIterator[None]:
-    """Hold a slot; count the rollout as queued until it has the slot, and as running while it holds it."""
-    activity.change(queued=1)
-    queued = 1
-    try:
-        async with limiter.slot():
-            activity.change(queued=-1, running=1)
-            queued = 0
-            try:
-                yield
-            finally:
-                activity.change(running=-1)
-    finally:
-        if queued:
-            activity.change(queued=-1)
+def limiter_for(
+    base_urls: str | Sequence[str],
+    max_concurrent: int | None = None,
+    *,
+    maximum: int | None = None,
+    requests_per_second: float | None = None,
+) -> Limiter:
+    """Return an endpoint's limit: what the user says, else a fixed one on this machine, else an adaptive one.
+
+    Args:
+        base_urls: the endpoint's addresses; all of them on this machine make it a local one.
+        max_concurrent: the user's choice; wins over everything. None leaves it to the kind of endpoint.
+        maximum: of a local endpoint, the limit (default 256); of a remote one, where growth ends (default 1,024).
+        requests_per_second: as of `Limiter`.
+    """
+    if max_concurrent is not None:
+        return Limiter(max_concurrent, requests_per_second)
+    urls = [base_urls] if isinstance(base_urls, str) else base_urls
+    if all(is_loopback(url) for url in urls):
+        return Limiter(LOCAL_MAXIMUM if maximum is None else maximum, requests_per_second)
+    return AdaptiveLimiter(
+        maximum=REMOTE_MAXIMUM if maximum is None else maximum, requests_per_second=requests_per_second
+    )

@@ -3,39 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
 
-from verifiers.errors import EmptyModelResponseError, ProviderError
-from verifiers.inference.limits import Limiter, call_with_retries
-from verifiers.inference.retries import RetryableError, RetryPolicy, is_retryable_status, retry_after_s
+from verifiers.errors import EmptyModelResponseError, ProviderError, WeightSyncError
+from verifiers.inference.limiter import Limiter
+from verifiers.inference.retry import RetryableError, RetryPolicy, may_pass, retry, retry_after_s
+from verifiers.inference.server_client import NoAnswerError, RefusedError
 
 QUICK = RetryPolicy(max_attempts=4, base_s=0.0)
 
 
-@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503, 504, 529])
-def test_statuses_that_may_pass_are_retried(status: int) -> None:
-    assert is_retryable_status(status)
+class APIConnectionError(Exception):
+    """As the openai package names it."""
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
-def test_statuses_that_fail_the_same_way_again_are_not(status: int) -> None:
-    assert not is_retryable_status(status)
+class StatusError(Exception):
+    def __init__(self, status: int, text: str = "") -> None:
+        super().__init__(text)
+        self.status_code = status
+
+
+PASSING = [
+    *map(StatusError, (408, 409, 425, 429, 500, 502, 503, 504, 529)),
+    RetryableError("late"),
+    NoAnswerError("gone"),
+    RefusedError("busy", 503),
+    ConnectionResetError(),
+    TimeoutError(),
+    json.JSONDecodeError("cut", "{", 1),
+    APIConnectionError(),
+]
+FINAL = [
+    *map(StatusError, (400, 401, 403, 404, 413, 422)),
+    StatusError(429, "insufficient_quota"),
+    RefusedError("no such route", 404),
+    WeightSyncError("for good"),
+    ProviderError("tried five times", status=503),
+    ValueError(),
+]
+
+
+@pytest.mark.parametrize(("errors", "passing"), [(PASSING, True), (FINAL, False)], ids=["passing", "final"])
+def test_what_is_worth_another_try(errors: list[Exception], passing: bool) -> None:
+    assert [error for error in errors if may_pass(error) != passing] == []
 
 
 async def test_a_failure_that_passes_is_invisible_to_the_caller() -> None:
     failures = [RetryableError("busy", status=503), RetryableError("reset")]
-    seen: list[RetryableError] = []
+    seen: list[Exception] = []
 
     async def attempt() -> str:
         if failures:
             raise failures.pop(0)
         return "answer"
 
-    assert await call_with_retries(attempt, QUICK, seen.append) == "answer"
-    assert [error.status for error in seen] == [503, None]
+    assert await retry(attempt, QUICK, seen.append) == "answer"
+    assert [str(error) for error in seen] == ["busy", "reset"]
 
 
 async def test_the_last_failure_is_raised_with_its_status_and_the_number_of_attempts() -> None:
@@ -43,7 +71,7 @@ async def test_the_last_failure_is_raised_with_its_status_and_the_number_of_atte
         raise RetryableError("busy", status=503, body="come back later")
 
     with pytest.raises(ProviderError, match=r"busy \(after 4 attempts\)") as caught:
-        await call_with_retries(attempt, QUICK)
+        await retry(attempt, QUICK)
     assert caught.value.status == 503
     assert caught.value.body == "come back later"
 
@@ -57,7 +85,7 @@ async def test_a_final_failure_is_tried_once() -> None:
         raise ProviderError("bad key", status=401)
 
     with pytest.raises(ProviderError, match="bad key"):
-        await call_with_retries(attempt, QUICK)
+        await retry(attempt, QUICK)
     assert tries == 1
 
 
@@ -65,7 +93,7 @@ async def test_cancellation_passes_through_the_loop() -> None:
     async def attempt() -> None:
         raise RetryableError("busy")
 
-    task = asyncio.create_task(call_with_retries(attempt, RetryPolicy(max_attempts=9, base_s=1000.0, cap_s=1000.0)))
+    task = asyncio.create_task(retry(attempt, RetryPolicy(max_attempts=9, base_s=1000.0, cap_s=1000.0)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -123,12 +151,12 @@ async def test_a_limiter_learns_of_every_answer_and_of_every_429_and_of_nothing_
         return "answer"
 
     watcher = Watcher()
-    await call_with_retries(attempt, QUICK, None, watcher)
+    await retry(attempt, QUICK, None, watcher)
     assert watcher.heard == [0.0, None, "answered"]
     failures = [RetryableError("slow down", status=429)] * 4
     watcher.heard.clear()
     with pytest.raises(ProviderError):
-        await call_with_retries(attempt, QUICK, None, watcher)
+        await retry(attempt, QUICK, None, watcher)
     assert watcher.heard == [None] * 4
 
 
@@ -141,5 +169,21 @@ async def test_an_empty_answer_is_asked_for_again_and_ends_as_one() -> None:
         raise RetryableError("nothing in it", empty=True)
 
     with pytest.raises(EmptyModelResponseError, match=r"nothing in it \(after 4 attempts\)"):
-        await call_with_retries(attempt, QUICK)
+        await retry(attempt, QUICK)
     assert tries == 4
+
+
+async def test_no_try_begins_after_the_deadline_and_an_error_of_another_kind_stays_what_it_was() -> None:
+    tries = 0
+
+    async def attempt() -> None:
+        nonlocal tries
+        tries += 1
+        raise RefusedError("busy", 503)
+
+    with pytest.raises(RefusedError, match=r"busy$"):
+        await retry(attempt, QUICK, deadline=time.monotonic() - 1.0)
+    assert tries == 1
+    with pytest.raises(RefusedError, match=r"busy$"):
+        await retry(attempt, QUICK)
+    assert tries == 5

@@ -1,0 +1,277 @@
+"""The retry of calls: one loop, one table of the failures that may pass, one rule for the waits.
+
+Calls of the policy, of judges and of the dataserver and control calls of rollout servers all go through `retry`.
+Waits grow by a factor of two with full jitter (Brooker, "Exponential Backoff And Jitter", AWS 2015), or follow
+Retry-After.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import errno
+import json
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from verifiers.errors import EmptyModelResponseError, ModelError, OverlongPromptError, ProviderError
+from verifiers.inference.context_overflow import is_context_overflow
+
+if TYPE_CHECKING:
+    from verifiers.inference.limiter import Limiter
+
+__all__ = [
+    "RetryPolicy",
+    "RetryableError",
+    "broke",
+    "client_error",
+    "may_pass",
+    "reason",
+    "retry",
+    "retry_after_s",
+    "status_error",
+    "status_may_pass",
+]
+
+T = TypeVar("T")
+
+
+class RetryableError(ProviderError):
+    """A failed try that may succeed when repeated. Never leaves `retry`, which raises a ProviderError in the end.
+
+    Attributes:
+        retry_after_s: the server's wish, in seconds, or None.
+        unreachable: the server could not be reached, or the connection broke; an answer that was late is not that.
+        empty: it was an answer with nothing in it.
+        broke: the connection was there, and broke before the answer was.
+        unresolved: the host's name has no address, which is tried twice at most: it is mostly a typo.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        body: str = "",
+        retry_after_s: float | None = None,
+        unreachable: bool = False,
+        empty: bool = False,
+        broke: bool = False,
+        unresolved: bool = False,
+    ) -> None:
+        super().__init__(message, status=status, body=body)
+        self.unresolved = unresolved
+        self.retry_after_s = retry_after_s
+        self.unreachable = unreachable
+        self.empty = empty
+        self.broke = broke
+
+    def given_up(self, attempts: int) -> ModelError:
+        """Return the error for the caller after so many attempts."""
+        text = f"{self} (after {attempts} attempts)" if attempts > 1 else str(self)
+        if self.empty:
+            return EmptyModelResponseError(text)
+        return ProviderError(text, status=self.status, body=self.body)
+
+
+# -- the table: what is worth another try ----------------------------------------------------------------------------
+
+_STATUSES = frozenset({408, 409, 425, 429})
+_ERRORS = (ConnectionError, TimeoutError, json.JSONDecodeError)
+# of the openai package, whose import costs half a second
+_CLASSES = frozenset({"APIConnectionError", "APITimeoutError", "APIResponseValidationError"})
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether what failed may succeed when it is tried again.
+
+    Yes: the statuses 408, 409, 425, 429 and 5xx, and no usable answer at all (refused, reset, late, unreadable,
+    empty). No: every other status, as it would be the same again, an account without money, and an error that was
+    raised after retries.
+    """
+    if isinstance(error, ModelError):
+        return isinstance(error, RetryableError)
+    status = getattr(error, "status", None) or getattr(error, "status_code", None)
+    if isinstance(status, int):
+        return status_may_pass(status, str(error))
+    return isinstance(error, _ERRORS) or type(error).__name__ in _CLASSES
+
+
+def status_may_pass(status: int, text: str = "") -> bool:
+    """Return the same for an HTTP status and the text of the answer."""
+    # an account without money answers 429 too, and waiting does not fill it
+    return (status in _STATUSES or status >= 500) and not (status == 429 and "insufficient_quota" in text)
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Number of tries of a call, and the waits between them.
+
+    Attributes:
+        max_attempts: tries in all; 1 never retries.
+        base_s: mean of the first wait is half of this, in seconds; each later one doubles.
+        cap_s: longest wait between two tries that is ours to choose, in seconds.
+        retry_after_cap_s: longest wait that a server may ask for, in seconds; limits by the minute ask for 60.
+    """
+
+    max_attempts: int = 5
+    base_s: float = 0.5
+    cap_s: float = 30.0
+    retry_after_cap_s: float = 120.0
+
+    def wait_s(self, attempt: int, retry_after_s: float | None, jitter: float) -> float:
+        """Return the seconds to wait after the given attempt (1, 2, ...); `jitter` is uniform in [0, 1).
+
+        What a server asks for is never cut short by jitter, only spread: those it refused together would otherwise
+        come back together.
+        """
+        if retry_after_s is not None:
+            wished_s = min(self.retry_after_cap_s, retry_after_s)
+            return wished_s + jitter * max(self.base_s, wished_s / 10)
+        return min(self.cap_s, self.base_s * 2 ** (attempt - 1)) * jitter
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[T]],
+    policy: RetryPolicy,
+    on_retry: Callable[[Exception], None] | None = None,
+    limiter: Limiter | None = None,
+    *,
+    throttled: bool = True,
+    deadline: float = math.inf,
+    passing: Callable[[Exception], bool] = may_pass,
+) -> T:
+    """Await `attempt()` until it succeeds, fails for good, or tries or time are used up.
+
+    Args:
+        attempt: makes one try.
+        policy: number of tries, and waits.
+        on_retry: called with each failure that is followed by another try.
+        limiter: bounds the requests begun per second, and learns of every answer and of every 429.
+        throttled: each try waits for the limiter's `requests_per_second`.
+        deadline: time of time.monotonic after which no try begins.
+        passing: narrows the table for a caller that has another answer to some failures.
+
+    Raises:
+        ProviderError: the last RetryableError; its message says how many tries were made.
+        EmptyModelResponseError: the last answer was empty.
+        Exception: any other failure, as it was.
+    """
+    for number in range(1, policy.max_attempts + 1):
+        if limiter is not None and throttled:
+            await limiter.wait_for_request()
+        try:
+            result = await attempt()
+        except Exception as error:
+            if not passing(error):
+                raise
+            failed = error if isinstance(error, RetryableError) else None
+            wish_s = failed.retry_after_s if failed else None
+            if limiter is not None and failed and failed.status == 429:
+                limiter.rate_limited(wish_s)
+            wait_s = policy.wait_s(number, wish_s, random.random())
+            is_typo = failed is not None and failed.unresolved and number > 1
+            if number == policy.max_attempts or is_typo or time.monotonic() + wait_s >= deadline:
+                if failed is None:
+                    raise
+                raise failed.given_up(number) from error
+            if on_retry is not None:
+                on_retry(error)
+            await asyncio.sleep(wait_s)
+        else:
+            if limiter is not None:
+                limiter.answered()
+            return result
+    raise AssertionError("max_attempts is at least 1")
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that an answer asks to wait: `retry-after-ms`, or Retry-After of RFC 9110.
+
+    Args:
+        headers: of the answer; looked up by lower-case names.
+    """
+    milliseconds = _number(headers.get("retry-after-ms"))
+    if milliseconds is not None:
+        return milliseconds / 1000
+    value = headers.get("retry-after")
+    seconds = _number(value)
+    if seconds is not None or not value:
+        return seconds
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _number(value: str | None) -> float | None:
+    try:
+        number = float(value or "")
+    except ValueError:
+        return None
+    return max(0.0, number) if math.isfinite(number) else None
+
+
+# -- failures of a model call ----------------------------------------------------------------------------------------
+
+# a connection that was there and is lost: the system's numbers, and classes of aiohttp's and httpx's
+_LOST = frozenset({errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE})
+_BREAKS = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ReadError", "RemoteProtocolError"})
+
+
+def status_error(url: str, status: int, text: str, retry_after: float | None) -> Exception:
+    """Return the exception for an answer with an error status."""
+    if is_context_overflow(status, text):
+        return OverlongPromptError(_server_message(text))
+    message = f"{url} answered {status}: {_server_message(text)}"
+    if status_may_pass(status, text):
+        return RetryableError(message, status=status, body=text, retry_after_s=retry_after)
+    return ProviderError(message, status=status, body=text)
+
+
+def client_error(base_url: str, error: Exception) -> Exception:
+    """Translate an exception of another client; its class and status decide, its text is kept."""
+    status = getattr(error, "status_code", None)
+    text = f"{type(error).__name__}: {error}"
+    if is_context_overflow(status, text):
+        return OverlongPromptError(str(error))
+    if isinstance(status, int) and not may_pass(error):
+        return ProviderError(text, status=status, body=text)
+    if not may_pass(error):
+        return error
+    if isinstance(status, int):
+        headers = getattr(getattr(error, "response", None), "headers", None) or {}
+        return RetryableError(text, status=status, body=text, retry_after_s=retry_after_s(headers))
+    unreachable = type(error).__name__ == "APIConnectionError" or isinstance(error, ConnectionError)
+    return RetryableError(f"{base_url or 'the client'}: {text}", unreachable=unreachable, broke=broke(error))
+
+
+def broke(error: BaseException) -> bool:
+    """Return whether an established connection was lost, by the error's class or number."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _LOST
+    cause = error.__cause__
+    return type(error).__name__ in _BREAKS or (cause is not None and type(cause).__name__ in _BREAKS)
+
+
+def _server_message(text: str) -> str:
+    """Return the sentence inside an OpenAI error body, or the start of the body."""
+    try:
+        error = json.loads(text)
+        inner = error.get("error", error) if isinstance(error, dict) else error
+        message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
+        return str(message or text)[:500]
+    except (ValueError, AttributeError):
+        return text[:500] or "(empty body)"
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception's text, or its class where it has none."""
+    return str(error) or type(error).__name__
