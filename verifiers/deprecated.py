@@ -59,9 +59,6 @@ FORMER_NAMES = {
     "verifiers.train.ledger:Ledger": "verifiers.train.checkpoint.block_log:BlockLog",
     "verifiers.train.ledger:block_record": "verifiers.train.checkpoint.block_log:block_record",
     "verifiers.train.ledger:read_ledger": "verifiers.train.checkpoint.block_log:read_block_log",
-    "verifiers.train.loss.importance_sampling:correction_weights": (
-        "verifiers.train.loss.importance_sampling:importance_weights"
-    ),
     "verifiers.train.watching.history:read_history": "verifiers.monitoring.history:read_history",
     "verifiers.train.watching.report:write_training_report": "verifiers.reports.training_run:write_training_report",
     "verifiers.train.weight_sync:HeldSync": "verifiers.train.weight_sync.in_process:InProcessSync",
