@@ -10,7 +10,7 @@ import torch
 
 from verifiers.train.loss.entropy_bonus import EntropyBonus
 from verifiers.train.loss.loss_metrics import LossMetrics
-from verifiers.train.loss.policy_loss import Measured
+from verifiers.train.loss.policy_loss import MeasuredLoss
 
 
 def run_updates(updates: list[list[list[float]]], **settings: Any) -> tuple[list[float], dict[str, float]]:
@@ -34,7 +34,7 @@ def run_updates(updates: list[list[list[float]]], **settings: Any) -> tuple[list
         for entropies in micro_batches:
             applied.append(bonus.coefficient)
             values = {"entropy": torch.tensor(entropies)}
-            bonus.note(Measured(torch.tensor(0.5), values, torch.ones(1).bool()))
+            bonus.note(MeasuredLoss(torch.tensor(0.5), values, torch.ones(1).bool()))
         bonus.end_update()
     return applied[::2], metrics.take(lambda own: [own])
 

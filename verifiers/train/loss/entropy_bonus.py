@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verifiers.train.loss.loss_metrics import LossMetrics
-from verifiers.train.loss.policy_loss import Measured
+from verifiers.train.loss.policy_loss import MeasuredLoss
 from verifiers.train.processes.distributed import Ranks
 
 __all__ = ["EntropyBonus"]
@@ -42,7 +42,7 @@ class EntropyBonus:
             return 0.0
         return float(self._trainer.entropy_coef)
 
-    def note(self, measured: Measured) -> None:
+    def note(self, measured: MeasuredLoss) -> None:
         """Add a micro-batch of the update."""
         if self.is_on:
             entropies: Tensor = measured.values["entropy"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from verifiers.train.loss.loss_types import LOSS_TYPES, LossSettings, TokenTerms
 
 __all__ = [
-    "Measured",
+    "MeasuredLoss",
     "importance_weights",
     "kl_terms",
     "measure_mismatch",
@@ -22,7 +22,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLoss:
     """What was measured beside a loss, without gradient.
 
     Attributes:
@@ -44,7 +44,7 @@ def policy_loss(
     *,
     entropy_coef: float = 0.0,
     trained_RC: Tensor | None = None,
-) -> tuple[Tensor, Measured]:
+) -> tuple[Tensor, MeasuredLoss]:
     """Return the sum over tokens of weight x loss; over the micro-batches of an update that is its mean.
 
     Args:
@@ -76,7 +76,7 @@ def policy_loss(
         values["kl"] = terms.of_tokens(k3_RC)
     losses_R = -(batch["token_weights"].unsqueeze(1) * terms.sampled(objective_RC)).sum(1)
     loss = losses_R.sum()
-    measured = Measured(loss.detach(), values, losses_R.detach().isfinite())
+    measured = MeasuredLoss(loss.detach(), values, losses_R.detach().isfinite())
     if entropy_coef:
         loss = loss - entropy_coef * terms.sampled(entropy_RC).sum() / batch["update_tokens"]
     return loss, measured
