@@ -111,7 +111,7 @@ def run(given: dict[str, Any]) -> None:
         (output_dir / f"failure-{rank}.json").write_text(json.dumps(failure))
         raise
     rows = [
-        (prompt, ids, mask, logps, batch["step"], batch["advantages"][place].tolist())
+        (prompt, ids, mask, logps, batch["step"], float(batch["advantages"][place].sum() / sum(mask)))
         for prompt, ids, mask, logps, batch, place in trainer.rows()
     ]
     final = {"start": start, "weights": tiny_world.weights(trainer), "rows": rows, "log": trainer.state.log_history}

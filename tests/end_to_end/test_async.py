@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import verifiers as vf
 from verifiers.errors import GenerationError
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.loss.importance_sampling import importance_weights
+from verifiers.train.loss.policy_loss import importance_weights
 from verifiers.train.weight_sync import DirectorySync
 
 
@@ -268,36 +269,29 @@ def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
     make_fake_trainer: Callable[..., Any], path: str
 ) -> None:
     """The fake server's log-probs belong to no model: every sampled token is off policy."""
-    corrected = []
     with FakeOpenAIServer(letters) as fake:
         trainer = make_fake_trainer(
             tiny_world.single_turn(), fake.url, num_batches_ahead=1, max_steps=4, **PATHS[path]
         )
-        weigh = trainer.corrected_loss._weight_advantages
-
-        def watched(inputs: dict[str, Any], current: torch.Tensor) -> Any:
-            before = {**inputs, "current": current}
-            mismatch = weigh(inputs, current)
-            corrected.append((before, inputs["advantages"]))
-            return mismatch
-
-        trainer.corrected_loss._weight_advantages = watched
+        trainer.keeps_logps = True
         trainer.train()
     first_seen: dict[str, torch.Tensor] = {}
-    for inputs, weighted in corrected:
-        mask = inputs["tool_mask"].bool()
+    ratios: dict[int, list[float]] = {}
+    for batch in trainer.seen:
+        mask = batch["loss_mask"].bool()
         # the proximal policy of a micro-batch stays what it was when it was first trained, or its block was
-        identity = str(inputs["completion_ids"].tolist())
-        assert ("old_per_token_logps" in inputs) == (path in STORED)
-        proximal = inputs.get("old_per_token_logps", inputs["current"])
+        identity = str(batch["completion_ids"].tolist())
+        assert ("old_logps" in batch) == (path in STORED)
+        proximal = batch.get("old_logps", batch["current_logps"])
         if identity not in first_seen and path != "two updates a pass":
-            assert torch.allclose(proximal[mask], inputs["current"][mask], atol=1e-5)
+            assert torch.allclose(proximal[mask], batch["current_logps"][mask], atol=1e-5)
         assert torch.equal(first_seen.setdefault(identity, proximal), proximal)
-        ratio = (proximal - inputs["sampling_per_token_logps"]).exp()
-        expected = torch.where(mask, ratio.clamp(max=trainer.args.vllm_importance_sampling_clip_max), 1.0)
-        assert torch.allclose(weighted, inputs["advantages"].unsqueeze(1) * expected, atol=1e-6)
-        assert ((ratio - 1)[mask].abs() > 1e-3).all()
-    assert len(corrected) == 8
+        ratio = (proximal - batch["sampler_logps"]).exp()[mask]
+        assert ((ratio - 1).abs() > 1e-3).all()
+        ratios.setdefault(batch["step"], []).extend(ratio.tolist())
+    assert len(trainer.seen) == 8
+    means = [sum(of_step) / len(of_step) for of_step in ratios.values()]
+    assert trainer.logged("sampling/importance_sampling_ratio/mean") == pytest.approx(means, rel=1e-4)
     assert min(trainer.logged("mismatch_kl")) > 0
 
 
@@ -311,7 +305,7 @@ def test_without_the_correction_stale_tokens_are_clipped_against_the_samplers_lo
         stale.train()
     assert stale.args.may_be_stale
     for batch in stale.seen:
-        assert torch.equal(batch["old_per_token_logps"], batch["sampling_per_token_logps"])
+        assert torch.equal(batch["old_logps"], batch["sampler_logps"])
     assert min(stale.logged("mismatch_kl")) > 0
 
 
@@ -339,10 +333,12 @@ def test_the_share_that_the_correction_clips_is_measured_as_its_mode_sees_it(
         trainer.train()
     ratios, clipped, kl = [], [], []
     for batch in trainer.seen:
-        mask = batch["tool_mask"].bool()
-        arguments = (batch["current_logps"], batch["sampling_per_token_logps"], batch["tool_mask"])
-        free = importance_weights(*arguments, mode=mode, clip_max=None, clip_min=None)
-        bound = importance_weights(*arguments, mode=mode, clip_max=2.0, clip_min=None)
+        mask = batch["loss_mask"].bool()
+        arguments = (batch["current_logps"], batch["sampler_logps"], batch["loss_mask"])
+        bound = importance_weights(*arguments, trainer.args)
+        without_bound = copy.copy(trainer.args)
+        without_bound.vllm_importance_sampling_clip_max = None
+        free = importance_weights(*arguments, without_bound)
         ratios += free[mask].tolist()
         clipped += ((free - bound).abs() > 1e-5)[mask].tolist()
         difference = (arguments[0] - arguments[1])[mask]

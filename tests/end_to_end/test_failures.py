@@ -55,7 +55,7 @@ def outcome_counts(trainer: Any) -> dict[str, float]:
 def trained_advantages(trainer: Any) -> list[float]:
     found = []
     for *_, batch, place in trainer.rows():
-        found.append(float(batch["advantages"][place] / batch["row_weights"][place]))
+        found.append(float(batch["advantages"][place][batch["loss_mask"][place].bool()][0]))
     return sorted(found)
 
 

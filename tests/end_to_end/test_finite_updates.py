@@ -17,7 +17,7 @@ import verifiers as vf
 from verifiers.errors import NotFiniteError
 from verifiers.train.checkpoint.block_log import read_block_log
 
-LARGEST = 3e38
+LARGEST = 3.4e38
 
 
 class After(TrainerCallback):
@@ -69,7 +69,9 @@ def make(
 ) -> Callable[..., tuple[Any, After]]:
     def make_one(*, spoils_at: int | None = None, value: float = math.nan, **settings: Any) -> tuple[Any, After]:
         after = After(spoils_at, value)
-        settings = {"lr_scheduler_type": "linear", "max_steps": 4, **settings}
+        # a mean of finite advantages is finite; the sum over a rollout's tokens overflows
+        by_sums = {"loss_type": "luspo", "max_completion_length": 20}
+        settings = {"lr_scheduler_type": "linear", "max_steps": 4, **by_sums, **settings}
         env = Overflowing(dataset=tiny_world.rows(40), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
         trainer = new_trainer(model_dir, env, server.url, **settings)
         trainer.add_callback(after)
@@ -129,7 +131,9 @@ def test_an_update_that_is_not_finite_is_not_applied_and_its_rollouts_are_record
     assert all("not_finite" not in counts for counts in by_block.values())
     lines = [line for line in caplog.messages if "is not finite" in line]
     assert len(lines) == len(steps)
-    assert all(f"block 1: example {example} (generations 0-3)" in line for line in lines)
+    # no rollout of the other prompt
+    assert all(f"by rollouts of block 1: example {example} (generations" in line for line in lines)
+    assert all(line.count("example") == 1 for line in lines)
     assert all(torch.isfinite(tensor).all() for tensor in tiny_world.weights(trainer).values())
     metrics = (Path(trainer.args.output_dir) / "metrics.jsonl").read_text().splitlines()
     assert sum(json.loads(line).get("updates/not_finite") or 0 for line in metrics) == len(steps)
@@ -169,7 +173,7 @@ def test_a_logged_loss_is_the_mean_of_the_updates_that_have_one(make: Callable[.
     overflowing(two, {1})
     two.train()
     each = one.logged("loss")
-    assert two.logged("loss") == pytest.approx([each[0], (each[2] + each[3]) / 2], abs=1e-6)
+    assert two.logged("loss") == pytest.approx([each[0], (each[2] + each[3]) / 2], rel=1e-5)
     assert two.logged("updates/not_finite") == [1.0, 0.0]
 
 

@@ -188,9 +188,9 @@ def test_an_environments_own_advantages_reach_the_loss(
     # a given advantage is a signal though the rewards are all equal
     assert trainer.logged("rollouts/groups_replaced") == [0.0]
     for batch in trainer.seen:
-        mask = batch["tool_mask"].bool()
+        mask = batch["loss_mask"].bool()
         places = (mask.cumsum(1) - 1).float()
-        expected = torch.where(mask, places, 0.0) if per_token else torch.full((len(mask),), 7.0)
+        expected = torch.where(mask, places if per_token else 7.0, 0.0)
         assert torch.equal(batch["advantages"], expected)
 
 

@@ -24,8 +24,8 @@ TOLERANCE = 1e-4
 
 
 def largest_difference(trainer: Any, batch: dict[str, Any]) -> float:
-    sampled = batch["tool_mask"].bool()
-    return float((batch["current_logps"] - batch["sampling_per_token_logps"])[sampled].abs().max())
+    sampled = batch["loss_mask"].bool()
+    return float((batch["current_logps"] - batch["sampler_logps"])[sampled].abs().max())
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_example_20_through_the_real_server(
             trainer.keeps_logps = True
             trainer.train()
             batch = trainer.seen[0]
-            first = batch["tool_mask"].bool() & (batch["completion_ids"] == 5)
+            first = batch["loss_mask"].bool() & (batch["completion_ids"] == 5)
             assert first.any()
-            for name in ("sampling_per_token_logps", "current_logps"):
+            for name in ("sampler_logps", "current_logps"):
                 assert batch[name][first].tolist() == pytest.approx([value] * int(first.sum()), abs=1e-5)
 
 

@@ -46,7 +46,7 @@ def loss_and_gradient(trainer: Any, inputs: Batch) -> tuple[float, Tensor]:
 
 
 def environment_tokens(batch: Batch) -> Tensor:
-    return batch["completion_mask"].bool() & ~batch["tool_mask"].bool()
+    return batch["completion_mask"].bool() & ~batch["loss_mask"].bool()
 
 
 def test_the_masks_cover_what_they_say(trainer: Any) -> None:
@@ -65,7 +65,7 @@ def test_changing_a_prompt_token_changes_the_log_probs_of_the_completion(trainer
     changed = loss_inputs(trainer.seen[0])
     last = batch["prompt_ids"].shape[1] - 3
     changed["prompt_ids"][:, last] = (batch["prompt_ids"][:, last] + 1) % 38
-    sampled = batch["tool_mask"].bool()
+    sampled = batch["loss_mask"].bool()
     difference = (
         trainer.logprobs.of_model(trainer.model, changed) - trainer.logprobs.of_model(trainer.model, batch)
     ).abs()
@@ -75,7 +75,7 @@ def test_changing_a_prompt_token_changes_the_log_probs_of_the_completion(trainer
 def test_the_policy_sees_what_the_environment_said(trainer: Any) -> None:
     batch, changed = loss_inputs(trainer.seen[0]), loss_inputs(trainer.seen[0])
     said = environment_tokens(batch)
-    sampled = batch["tool_mask"].bool()
+    sampled = batch["loss_mask"].bool()
     logps = trainer.logprobs.of_model(trainer.model, batch)
     for row in range(len(said)):
         place = int(said[row].nonzero()[3])
@@ -91,46 +91,44 @@ def test_the_policy_sees_what_the_environment_said(trainer: Any) -> None:
 def test_nothing_recorded_about_an_environment_token_reaches_loss_or_gradient(
     trainer: Any, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "loss_type", loss_type)
+    monkeypatch.setattr(trainer.args, "loss_type", loss_type)
     batch = loss_inputs(trainer.seen[0])
+    if loss_type == "cispo":
+        monkeypatch.setattr(trainer.args, "epsilon_high", 5.0)
     if loss_type == "luspo":
-        monkeypatch.setattr(trainer, "importance_sampling_level", "sequence")
+        monkeypatch.setattr(trainer.args, "importance_sampling_level", "sequence")
     loss, gradient = loss_and_gradient(trainer, batch)
     assert gradient.abs().max() > 0
     said = environment_tokens(batch)
-    for name in ("sampling_per_token_logps", "old_per_token_logps", "advantages"):
+    for name in ("sampler_logps", "old_logps", "advantages"):
         changed = dict(batch)
-        if name == "advantages":
-            changed[name] = batch[name].unsqueeze(1).expand(-1, said.shape[1]).clone()
-        elif name == "old_per_token_logps":
-            changed[name] = trainer.logprobs.of_model(trainer.model, batch)
-        else:
-            changed[name] = batch[name].clone()
+        old = trainer.logprobs.of_model(trainer.model, batch)
+        changed[name] = old if name == "old_logps" else batch[name].clone()
         same = loss_and_gradient(trainer, changed)
         changed[name] = torch.where(said, torch.full_like(changed[name], -3.5), changed[name])
         other = loss_and_gradient(trainer, changed)
         assert other[0] == same[0]
         assert torch.equal(other[1], same[1])
-        if name != "advantages":
-            assert same[0] == pytest.approx(loss, abs=1e-5)
+        assert same[0] == pytest.approx(loss, abs=1e-5)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_the_policys_own_log_prob_of_an_environment_token_carries_no_loss(
     trainer: Any, beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "beta", beta)
+    monkeypatch.setattr(trainer.args, "beta", beta)
     batch = loss_inputs(trainer.seen[0])
-    batch["ref_per_token_logps"] = batch["sampling_per_token_logps"] - 0.1
+    if beta:
+        batch["reference_logps"] = batch["sampler_logps"] - 0.1
     said = environment_tokens(batch)
-    score = tiny_world.GRPOTrainer._get_per_token_logps_and_entropies
+    score = trainer.logprobs.score
     loss, gradient = loss_and_gradient(trainer, batch)
 
     def shifted(*args: Any, **kwargs: Any) -> Any:
-        logps, *rest = score(trainer, *args, **kwargs)
-        return (torch.where(said, logps * 3.0 - 1.0, logps), *rest)
+        found = score(*args, **kwargs)
+        return found._replace(logps_RC=torch.where(said, found.logps_RC * 3.0 - 1.0, found.logps_RC))
 
-    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", shifted)
+    monkeypatch.setattr(trainer.logprobs, "score", shifted)
     shifted_loss, shifted_gradient = loss_and_gradient(trainer, batch)
     assert shifted_loss == pytest.approx(loss, abs=1e-7)
     assert torch.allclose(shifted_gradient, gradient, atol=1e-7)

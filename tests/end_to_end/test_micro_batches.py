@@ -78,14 +78,15 @@ def a_plan(ranks: int) -> BatchPlan:
 
 
 def use(trainer: Any, patch: pytest.MonkeyPatch, **values: Any) -> None:
-    """Return the settings that the loss reads from the trainer, and those that it reads from its config."""
+    """Change settings of the loss, in the config and where the trainer keeps them."""
+    patch.setattr(trainer.entropy_bonus, "is_on", "entropy_coef" in values)
     for name, value in values.items():
         if hasattr(trainer.args, name):
             patch.setattr(trainer.args, name, value)
         if hasattr(trainer, name):
             patch.setattr(trainer, name, value)
     if values.get("loss_type") == "cispo":
-        patch.setattr(trainer, "epsilon_high", 1.2)
+        patch.setattr(trainer.args, "epsilon_high", 1.2)
 
 
 def noisy(trainer: Any, batches: MicroSteps, names: tuple[str, ...]) -> None:
@@ -95,7 +96,7 @@ def noisy(trainer: Any, batches: MicroSteps, names: tuple[str, ...]) -> None:
         for salt, name in enumerate(names):
             noise = (batch["completion_ids"] * 37 + salt) % 11 / 10 - 0.5
             # what nobody sampled may have any value
-            batch[name] = torch.where(batch["tool_mask"].bool(), logps + noise, 200.0)
+            batch[name] = torch.where(batch["loss_mask"].bool(), logps + noise, 200.0)
 
 
 def update(
@@ -115,7 +116,9 @@ def update(
             loss.backward()
             losses.append(float(loss.detach()))
         assert trainer.accelerator.sync_gradients
-        measured = trainer.corrected_loss.metrics.take()
+        if ranks == 1:
+            trainer.entropy_bonus.end_update()
+        measured = trainer.loss_metrics.take(lambda own: [own])
         if ranks == 1:
             logged = measured
     gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]) / ranks
@@ -145,7 +148,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl": {"beta": 0.2},
     "no correction": {"vllm_importance_sampling_correction": False},
     "sequence ratios": {"importance_sampling_level": "sequence", "vllm_importance_sampling_correction": False},
-    "entropy bonus": {"entropy_coef": 0.3, "_entropy_bonus_enabled": True},
+    "entropy bonus": {"entropy_coef": 0.3},
 }
 
 
@@ -161,9 +164,9 @@ def test_a_budget_changes_neither_loss_nor_gradient_nor_what_is_logged(
     trainer: Any, loss_type: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(trainer, monkeypatch, loss_type=loss_type, **VARIANTS[variant])
-    names: tuple[str, ...] = ("old_per_token_logps",)
+    names: tuple[str, ...] = ("old_logps",)
     if "beta" in VARIANTS[variant]:
-        names = (*names, "ref_per_token_logps")
+        names = (*names, "reference_logps")
     forked = loss_type != "vespo" and variant != "sequence ratios"
     results = []
     for budget in (None, BUDGET):
@@ -216,7 +219,7 @@ def test_any_number_of_ranks_and_any_budget_give_one_gradient(
     results = []
     for ranks, budget in ((1, None), (2, None), (2, BUDGET), (3, 1), (4, 10**6)):
         batches = cut(trainer, a_block(), a_plan(ranks), budget)
-        noisy(trainer, batches, ("old_per_token_logps",))
+        noisy(trainer, batches, ("old_logps",))
         results.append(update(trainer, batches, monkeypatch)[:2])
     for other in results[1:]:
         assert_same((*results[0], {}), (*other, {}))
@@ -242,7 +245,7 @@ def test_the_most_uncertain_tokens_are_those_of_a_whole_micro_batch_on_any_numbe
         batches = cut(trainer, a_block(), a_plan(ranks), None)
         assert {len(held) for by_rank in batches for held in by_rank} == {1}
         held.append([sorted(torch.cat([p["rollout_index"] for (p,) in by_rank]).tolist()) for by_rank in batches])
-        noisy(trainer, batches, ("old_per_token_logps",))
+        noisy(trainer, batches, ("old_logps",))
         entropies.clear()
         for gathered in (of_one_rank, of_all_ranks):
             micro_batch = iter([*range(len(batches))] * ranks)

@@ -100,7 +100,7 @@ def rows_by_update(block: TrainingBlock, micro_batches_per_update: int) -> list[
             for place in range(len(cell["prompt_ids"])):
                 if cell["sampled_tokens"][place]:
                     prompt, ids, mask, logps = (tuple(column) for column in tiny_world.sequence(cell, place))
-                    advantage = float(cell["advantages"][place] / cell["row_weights"][place])
+                    advantage = float(cell["advantages"][place][cell["loss_mask"][place].bool()][0])
                     found.append((prompt, ids, mask, logps, round(advantage, 5)))
         updates.append(sorted(found))
     return updates

@@ -28,18 +28,17 @@ def test_the_kl_in_the_reward_is_none_at_first_and_grows_with_training(make_trai
     assert math.copysign(1.0, kl[2]) == math.copysign(1.0, penalty[2])
 
 
-def test_gspo_token_with_a_named_kl_clips_nothing_at_the_first_update(make_trainer: Callable[..., Any]) -> None:
+def test_gspo_with_a_named_kl_clips_nothing_at_the_first_update(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(
         tiny_world.single_turn(),
         max_steps=2,
         num_iterations=2,
         loss_type="grpo",
-        importance_sampling_level="sequence_token",
+        importance_sampling_level="sequence",
         epsilon=1e-6,
         beta=0.1,
         kl_estimator="k2",
         advantage_estimator="rloo",
-        geometric_mask_min=0.5,
         learning_rate=1e-3,
     )
     trainer.train()

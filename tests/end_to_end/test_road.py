@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import tiny_world
-import trl
 from forks import Forks
 
 from verifiers.data.sampler import RepeatSampler
@@ -30,7 +29,7 @@ ROAD = [
     "advantages",
     "shuffle_tensor_dict",
     "split_tensor_dict",
-    "TRL's _compute_loss",
+    "GRPOTrainer._compute_loss",
 ]
 
 
@@ -65,7 +64,7 @@ def recorded_road() -> Iterator[list[str]]:
         (training_block, "block_advantages", "advantages"),
         (training_block, "shuffle_tensor_dict", "shuffle_tensor_dict"),
         (training_block, "split_tensor_dict", "split_tensor_dict"),
-        (trl.GRPOTrainer, "_compute_loss", "TRL's _compute_loss"),
+        (tiny_world.GRPOTrainer, "_compute_loss", "GRPOTrainer._compute_loss"),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for owner, attribute, name in steps:

@@ -42,7 +42,7 @@ def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Calla
     assert trainer.logged("rows/trained") == [16.0]
     by_rollout: dict[int, list[float]] = {}
     for *_, batch, place in rows:
-        sampled, weight = int(batch["sampled_tokens"][place]), float(batch["row_weights"][place])
+        sampled, weight = int(batch["sampled_tokens"][place]), float(batch["token_weights"][place])
         by_rollout.setdefault(int(batch["rollout_index"][place]), []).append(sampled)
         assert weight > 0.0
     assert sorted(by_rollout) == list(range(8))
@@ -57,8 +57,6 @@ def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Calla
             {"importance_sampling_level": "sequence", "loss_type": "luspo", "streaming": True},
             "importance_sampling_level='sequence'",
         ),
-        ({"importance_sampling_level": "sequence_token"}, "importance_sampling_level='sequence_token'"),
-        ({"geometric_mask_max": 1.5}, r"geometric_mask_min=None, geometric_mask_max=1\.5"),
         ({"loss_type": "vespo"}, "loss_type='vespo'"),
         ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode='sequence_mask'"),
         ({"off_policy_mask_threshold": 0.5}, r"off_policy_mask_threshold=0\.5"),
@@ -89,5 +87,5 @@ def test_prompts_have_unequal_lengths_so_that_padding_is_really_exercised(make_t
     assert len(prompts) > 2
     assert len(completions) > 2
     # prompts of unequal length share a pass: the end of the longer ones stands before their completions
-    assert any(not batch["tool_mask"][:, 0].all() for batch in trainer.seen)
+    assert any(not batch["loss_mask"][:, 0].all() for batch in trainer.seen)
     assert any(not batch["completion_mask"].all() for batch in trainer.seen)

@@ -223,8 +223,8 @@ class ObservedTrainer(GRPOTrainer):
         """Return the largest |trainer - sampler| log-prob, in nats, over trained tokens of on-policy micro-steps."""
         worst = 0.0
         for batch in self.seen:
-            trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
-            gap = (batch["current_logps"] - batch["sampling_per_token_logps"]).abs()[trained]
+            trained = (batch["completion_mask"] * batch["loss_mask"]).bool()
+            gap = (batch["current_logps"] - batch["sampler_logps"]).abs()[trained]
             worst = max(worst, gap.max().item() if gap.numel() else 0.0)
         return worst
 
@@ -237,7 +237,7 @@ def sequence(batch: Mapping[str, torch.Tensor], place: int) -> tuple[list[int], 
     """Prompt ids, then completion ids, loss mask and sampler log-probs from the first sampled token on."""
     prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
     real = batch["completion_mask"][place].bool()
-    names = ("completion_ids", "tool_mask", "sampling_per_token_logps")
+    names = ("completion_ids", "loss_mask", "sampler_logps")
     ids, mask, logps = (batch[name][place][real].tolist() for name in names)
     # where prompts of a pass differ in length, the end of the longer ones stands before their completions
     start = mask.index(1)

@@ -198,7 +198,7 @@ def texts_in(cells: Any, ranks: int) -> list[str]:
     for batch in (batch for of_rank in cells for batch in of_rank):
         for row in range(len(batch["prompt_ids"])):
             if batch["sampled_tokens"][row]:
-                ids = batch["completion_ids"][row][batch["tool_mask"][row].bool()].tolist()
+                ids = batch["completion_ids"][row][batch["loss_mask"][row].bool()].tolist()
                 found.append(text_of(ids))
     return found
 
@@ -238,8 +238,6 @@ def arguments() -> Any:
         loss_type="dapo",
         scale_rewards="group",
         advantage_estimator="group",
-        geometric_mask_min=None,
-        geometric_mask_max=None,
         require_full_groups=False,
         mask_truncated_completions=False,
         zero_truncated_completions=False,

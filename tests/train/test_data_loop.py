@@ -77,7 +77,7 @@ def a_block(rewards: Sequence[float]) -> ScoredBlock:
 
 def reference(batch: MicroBatch) -> Tensor:
     """Return log-probs under which each token of rollout i is 0.1 i nats less likely than when it was sampled."""
-    return batch["sampling_per_token_logps"] - 0.1 * batch["rollout_index"].unsqueeze(1)
+    return batch["sampler_logps"] - 0.1 * batch["rollout_index"].unsqueeze(1)
 
 
 def run_ranks(block: ScoredBlock, **settings: Any) -> tuple[list[list[MicroBatch]], list[dict[str, float]]]:
@@ -157,9 +157,9 @@ def test_the_kl_of_a_rollout_is_subtracted_from_its_reward_whichever_ranks_train
     wanted = group_advantages([penalised[:4], penalised[4:]], "none").advantages
     found = {}
     for batch in (batch for own in batches for batch in own):
-        # a row of dapo has the weight 1
-        found |= dict(zip(batch["rollout_index"].tolist(), batch["advantages"].tolist(), strict=True))
-        assert "ref_per_token_logps" not in batch
+        of_rows = batch["advantages"].sum(1) / batch["sampled_tokens"]
+        found |= dict(zip(batch["rollout_index"].tolist(), of_rows.tolist(), strict=True))
+        assert "reference_logps" not in batch
     found.pop(-1, None)
     assert [found[index] for index in range(8)] == pytest.approx([*wanted[0], *wanted[1]], abs=1e-5)
     assert logged[0] == logged[1]

@@ -10,54 +10,43 @@ import ast
 import inspect
 import re
 import textwrap
+import tomllib
 from collections.abc import Iterable
-from importlib.metadata import requires, version
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trl
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from transformers import Trainer
 from trl.trainer.utils import RepeatSampler as TrlRepeatSampler
 
 from verifiers.data.sampler import RepeatSampler
+from verifiers.train.loss import entropy_bonus
+from verifiers.train.loss.loss_types import LOSS_TYPES
 from verifiers.train.trainer import GRPOTrainer
-from verifiers.train.validation.loss_settings import LOSS_TYPES
 
-PINNED = ">=1.16,<1.17"
+PINNED = ">=1.16,<2"
 
-PRIVATE_NAMES = {
-    "_compute_loss",
+PRIVATE_NAMES = {"_compute_loss", "_last_world_entropy", "_logs", "_metrics", "_prepare_inputs", "_step"}
+"""Members of `trl.GRPOTrainer` that the trainer and its parts override or use beyond its documented surface."""
+
+PRIVATE_NAMES_OF_TRANSFORMERS = {
     "_determine_best_metric",
     "_evaluate",
     "_get_grad_norm",
-    "_get_per_token_logps_and_entropies",
     "_load_best_model",
     "_load_from_checkpoint",
-    "_logs",
-    "_metrics",
-    "_prepare_inputs",
     "_save",
     "_save_checkpoint",
-    "_step",
-    "_tokenizer",
 }
-"""Members of `trl.GRPOTrainer` that the trainer overrides or reads beyond its documented surface."""
+"""Members of `transformers.Trainer`, likewise."""
 
 
 def tree_of(function: Any) -> ast.AST:
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
-
-
-def inputs_read(function: Any) -> set[str]:
-    """Return the keys that a function reads of its argument `inputs`."""
-    found = set()
-    for node in ast.walk(tree_of(function)):
-        if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "inputs":
-            found.add(ast.literal_eval(node.slice))
-        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
-        if called and getattr(node.func.value, "id", "") == "inputs":
-            found.add(ast.literal_eval(node.args[0]))
-    return found
 
 
 def self_attributes(owner: type, written: bool) -> set[str]:
@@ -71,80 +60,37 @@ def self_attributes(owner: type, written: bool) -> set[str]:
 
 
 def test_trl_is_the_one_that_was_read() -> None:
-    pins = [Requirement(line) for line in requires("verifiers") or [] if Requirement(line).name == "trl"]
-    assert [set(str(pin.specifier).split(",")) for pin in pins] == [set(PINNED.split(","))]
-    assert pins[0].specifier.contains(version("trl"))
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    required = [Requirement(line) for line in project["optional-dependencies"]["train"]]
+    (pin,) = (one.specifier for one in required if one.name == "trl")
+    assert pin == SpecifierSet(PINNED)
+    assert pin.contains(version("trl"))
 
 
-@pytest.mark.parametrize("name", sorted(PRIVATE_NAMES))
+def test_at_most_six_private_names_of_trl_are_used() -> None:
+    assert len(PRIVATE_NAMES) <= 6
+
+
+@pytest.mark.parametrize("name", sorted(PRIVATE_NAMES | PRIVATE_NAMES_OF_TRANSFORMERS))
 def test_a_private_name_still_exists(name: str) -> None:
-    classes = [owner for owner in trl.GRPOTrainer.__mro__ if owner is not object]
-    assert hasattr(trl.GRPOTrainer, name) or any(
-        name in self_attributes(owner, written=True) for owner in classes if owner.__module__.startswith("trl")
-    )
+    owner = trl.GRPOTrainer if name in PRIVATE_NAMES else Trainer
+    assert hasattr(owner, name) or name in self_attributes(owner, written=True)
 
 
-def test_no_other_private_name_of_trl_is_used() -> None:
+def test_no_other_private_name_is_used() -> None:
     classes = [owner for owner in GRPOTrainer.__mro__ if owner.__module__.startswith("verifiers.")]
     assert classes == [GRPOTrainer]
-    ours = {name for owner in classes for name in {*self_attributes(owner, written=True), *vars(owner)}}
-    read = {name for owner in classes for name in self_attributes(owner, written=False)}
-    foreign = {name for name in read if name.startswith("_") and not name.startswith("__")} - ours
-    overridden = {name for name in vars(GRPOTrainer) if name.startswith("_") and hasattr(trl.GRPOTrainer, name)}
-    assert foreign <= PRIVATE_NAMES
-    assert {name for name in overridden if not name.startswith("__")} <= PRIVATE_NAMES
-
-
-def test_the_loss_still_reads_what_we_pass() -> None:
-    read = inputs_read(trl.GRPOTrainer._compute_loss)
-    passed = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
-    passed |= {"sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"}
-    passed |= {"num_items_in_batch"}
-    assert passed <= read
-    # further inputs are those of image models; a new one would mean a new term in the loss
-    images = {
-        "pixel_values",
-        "image_grid_thw",
-        "num_images",
-        "pixel_attention_mask",
-        "spatial_shapes",
-        "num_tiles",
-        "image_sizes",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "image_position_ids",
-    }
-    assert read - passed <= images
-
-
-def test_the_loss_still_has_the_terms_that_our_weights_assume() -> None:
-    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
-    for term in (
-        'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
-        "per_token_loss = per_token_loss + self.beta * per_token_kl",
-        "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()",
-        "loss = (per_token_loss * mask).sum() / mask.sum().clamp(min=1.0)",
-        "loss = (per_token_loss * mask).sum() / (per_token_loss.size(0) * self.max_completion_length)",
-        'normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
-        "normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
-        "if self.use_vllm and self.vllm_importance_sampling_correction",
-        "loss = loss - apply_coef * entropy_loss",
-        "loss = loss + self.router_aux_loss_coef * aux_loss / normalizer",
-        "if self.accelerator.sync_gradients:",
-    ):
-        assert term in source, term
-
-
-def test_log_probs_come_before_advantages_are_read() -> None:
-    """The correction is put into the advantages while log-probs are computed."""
-    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
-    assert source.index("self._get_per_token_logps_and_entropies(") < source.index('inputs["advantages"]')
+    ours = {*self_attributes(GRPOTrainer, written=True), *vars(GRPOTrainer)}
+    foreign = self_attributes(GRPOTrainer, written=False) - ours
+    overridden = {name for name in vars(GRPOTrainer) if hasattr(trl.GRPOTrainer, name)}
+    private = {name for name in foreign | overridden if name.startswith("_") and not name.startswith("__")}
+    assert private <= PRIVATE_NAMES | PRIVATE_NAMES_OF_TRANSFORMERS
+    # the parts get the trainer itself in one place more
+    assert "self._trainer._last_world_entropy" in inspect.getsource(entropy_bonus)
 
 
 def test_a_micro_step_is_one_call_of_the_loss_and_one_backward_pass() -> None:
     """Ours runs all micro-batches but the last by itself; transformers' own backward is the last one's."""
-    from transformers import Trainer
-
     source = inspect.getsource(Trainer.training_step)
     call, backward = source.index("self.compute_loss(model, inputs"), source.index("self.accelerator.backward(loss")
     assert source.index("self._prepare_inputs(inputs)") < call < backward
@@ -162,23 +108,11 @@ def test_there_is_no_loss_type_we_do_not_know() -> None:
 
 
 def test_the_trainer_still_asks_us_for_its_inputs() -> None:
-    from transformers import Trainer
-
     assert "self._prepare_inputs(inputs)" in inspect.getsource(Trainer.training_step)
     assert "self._step += 1" in inspect.getsource(trl.GRPOTrainer.training_step)
-    assert list(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)[:6] == [
-        "self",
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-    ]
 
 
 def test_evaluations_and_saves_still_go_through_what_we_override() -> None:
-    from transformers import Trainer
-
     source = inspect.getsource(Trainer._maybe_log_save_evaluate)
     order = ["self.log(logs", "self._evaluate(", "self._determine_best_metric(", "self._save_checkpoint("]
     assert sorted(order, key=source.index) == order

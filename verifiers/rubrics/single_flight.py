@@ -27,7 +27,7 @@ class SingleFlight:
         while (call := self._calls.get(place)) is not None:
             await asyncio.wait([call])
             if not call.cancelled():
-                return call.result()  # type: ignore[no-any-return]
+                return call.result()
         call = self._calls[place] = loop.create_future()
         try:
             call.set_result(await work())
@@ -36,4 +36,4 @@ class SingleFlight:
         finally:
             call.cancel()
             del self._calls[place]
-        return call.result()  # type: ignore[no-any-return]
+        return call.result()

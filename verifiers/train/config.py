@@ -64,11 +64,9 @@ class GRPOConfig(trl.GRPOConfig):
         dynamic_sampling_max_groups: at most so many replacements a block; twice the prompts of a block when left out.
         skip_zero_advantage_rows: leave out rollouts whose advantage is 0, which saves their forward and backward pass
             and changes neither loss nor gradient. Off where anything else reaches the loss: beta, an entropy term,
-            loss_type "bnpo". What TRL measures in the loss (entropy, clipping) is then over the rest.
+            loss_type "bnpo". What is measured in the loss (entropy, clipping) is then over the rest.
         vllm_importance_sampling_correction: weight tokens by min(pi_old / sampler, cap), as TRL does, whatever the
             server; `vllm_importance_sampling_mode`, `..._clip_max` and `..._clip_min` give mode and bounds.
-        geometric_mask_min, geometric_mask_max: rows whose geometric mean of proximal / sampler is outside are not
-            trained; with any `vllm_importance_sampling_mode`. None for no bound.
         advantage_estimator: "group" (GRPO, scaled as `scale_rewards` says), "rloo" (leave-one-out),
             "reinforce_plus_plus" (whitened over the block), or "reinforce_plus_plus_baseline" (the group's mean
             subtracted first).
@@ -139,8 +137,6 @@ class GRPOConfig(trl.GRPOConfig):
     dynamic_sampling_max_groups: int | None = None
     skip_zero_advantage_rows: bool = True
     vllm_importance_sampling_mode: str = "token_truncate"
-    geometric_mask_min: float | None = None
-    geometric_mask_max: float | None = None
     advantage_estimator: str = "group"
     kl_estimator: str | None = None
     kl_in_reward: bool = False

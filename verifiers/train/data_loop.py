@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import TrainerCallback
 
@@ -26,8 +25,8 @@ from verifiers.train.batching.streaming import BlockStream
 from verifiers.train.batching.training_block import TrainingBlock, build_training_block, rows_to_score
 from verifiers.train.checkpoint.block_log import ranges_by_example
 from verifiers.train.config import GRPOConfig
-from verifiers.train.loss.kl_penalty import RewardPenalty
 from verifiers.train.loss.logprobs import PolicyLogprobs
+from verifiers.train.loss.reward_penalty import RewardPenalty
 from verifiers.train.processes.distributed import Ranks
 
 __all__ = ["DataLoop", "StopsBetweenBlocks", "empty_epoch", "reward_of_the_environment"]
@@ -42,12 +41,12 @@ class RankSteps:
     Attributes:
         micro_steps: micro-batches by micro-step.
         metrics: of the block, with its last micro-step.
-        rescale: of a streamed micro-step that ends an update: the factor for the update's gradient.
+        gradient_scale: of a streamed micro-step that ends an update: the factor for the update's gradient.
     """
 
     micro_steps: list[list[MicroBatch]]
     metrics: dict[str, float] = field(default_factory=dict)
-    rescale: float | None = None
+    gradient_scale: float | None = None
 
 
 class DataLoop:
@@ -68,7 +67,8 @@ class DataLoop:
         log: called on every rank with the metrics of a block.
 
     Attributes:
-        rescale: the factor for the gradient of the update that the present micro-step ends, where it is streamed.
+        gradient_scale: the factor for the gradient of the update that the present micro-step ends, where the block is
+            streamed; None where there is none.
     """
 
     def __init__(
@@ -98,15 +98,14 @@ class DataLoop:
         """Forget the block in training: a new run begins."""
         self._block_id: int | None = None
         self._micro_steps: list[list[MicroBatch]] = []
-        self._rescales: dict[int, float] = {}
+        self._gradient_scales: dict[int, float] = {}
         self._stream: BlockStream | None = None
         self._waiting: ScoredBlock | None = None
-        self._update_loss: Tensor | float = 0.0
         self._not_applied: set[int] = set()
         # of the block in training: what was logged of it, and the places that each update of a pass trains
         self._logged: tuple[ScoredBlock, int, list[Dropped]] | None = None
         self._places: list[set[int]] = []
-        self.rescale: float | None = None
+        self.gradient_scale: float | None = None
         self._warned_over_budget = False
 
     def micro_batches(self, optimizer_step: int, micro_step: int) -> list[MicroBatch]:
@@ -123,11 +122,11 @@ class DataLoop:
             self._begin_block(position.block_id, optimizer_step)
         if position.micro_step == len(self._micro_steps):
             self._take(self._ranks.scatter(lambda: self._produce_streamed(position)), position.micro_step)
-        self.rescale = self._rescales.get(position.micro_step)
+        self.gradient_scale = self._gradient_scales.get(position.micro_step)
         return self._micro_steps[position.micro_step]
 
     def _begin_block(self, block_id: int, step: int) -> None:
-        self._micro_steps, self._rescales, self._logged = [], {}, None
+        self._micro_steps, self._gradient_scales, self._logged = [], {}, None
         if self._args.streaming:
             self._ranks.on_rank_0(lambda: self._begin_stream(block_id, step))
         else:
@@ -140,8 +139,8 @@ class DataLoop:
     def _take(self, received: RankSteps, first: int) -> None:
         """Hold the micro-steps that rank 0 sent, with the log-probs that they need before they are first trained."""
         self._micro_steps += received.micro_steps
-        if received.rescale is not None:
-            self._rescales[first] = received.rescale
+        if received.gradient_scale is not None:
+            self._gradient_scales[first] = received.gradient_scale
         self._score(received.micro_steps)
         if received.metrics:
             self._log(received.metrics)
@@ -195,7 +194,7 @@ class DataLoop:
         metrics: dict[str, float] = {}
         if position.micro_step == self._micro_steps_reached(stream.optimizer_step) - 1:
             metrics = self._finish_block(*stream.finish(), stream.optimizer_step)
-        return [RankSteps([micro_batches], metrics, streamed.rescale) for micro_batches in streamed.by_rank]
+        return [RankSteps([micro_batches], metrics, streamed.gradient_scale) for micro_batches in streamed.by_rank]
 
     def _finish_block(self, block: ScoredBlock, trained: TrainingBlock, step: int) -> dict[str, float]:
         trained.dropped += self._not_reached(block, trained, step)
@@ -278,30 +277,11 @@ class DataLoop:
         for batch in (batch for micro_batches in micro_steps for batch in micro_batches):
             if not args.vllm_importance_sampling_correction and args.may_be_stale:
                 # nothing else tells stale tokens from fresh ones: the clipping then acts on current / sampler
-                batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+                batch["old_logps"] = batch["sampler_logps"]
             elif trained_again:
-                batch["old_per_token_logps"] = self._logprobs.old(batch)
+                batch["old_logps"] = self._logprobs.old(batch)
             if self._beta != 0.0:
-                batch["ref_per_token_logps"] = self._logprobs.of_reference(batch)
-
-    def rescale_update(self, model: Any, loss: Tensor) -> Tensor:
-        """Give the gradient of a streamed update the right denominator, once its last micro-step has run.
-
-        Args:
-            model: whose gradients they are.
-            loss: of the micro-step.
-
-        Returns:
-            The loss such that the sum over the update, which transformers logs, is the update's.
-        """
-        self._update_loss = self._update_loss + loss.detach()
-        if self.rescale is None:
-            return loss
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.rescale)
-        total, self._update_loss = self._update_loss, 0.0
-        return loss + total * (self.rescale - 1.0)
+                batch["reference_logps"] = self._logprobs.of_reference(batch)
 
 
 def _places(micro_steps: MicroSteps) -> set[int]:

@@ -1,8 +1,8 @@
 """GRPOTrainer: one class over TRL's, which holds the parts of a run.
 
-Inherited from `trl.GRPOTrainer`: `_compute_loss` with all loss types, the reference model, PEFT, FSDP, DeepSpeed,
-logging and callbacks. The parts: the batch plan, the rollout prefetcher, the data loop, the weight publisher, the
-evaluator, checkpoints and the monitor. tests/train/test_trl_contract.py guards the names of TRL that are used.
+Inherited from `trl.GRPOTrainer`: settings, the reference model, PEFT, FSDP, DeepSpeed, logging and callbacks. The
+parts: the batch plan, the rollout prefetcher, the data loop, the loss, the weight publisher, the evaluator,
+checkpoints and the monitor. tests/train/test_trl_contract.py guards the names of TRL that are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import refuse_unstreamable
-from verifiers.train.batching.training_block import TrainingBlock
+from verifiers.train.batching.training_block import TrainingBlock, only_advantages_matter
 from verifiers.train.checkpoint.checkpoint import model_name
 from verifiers.train.checkpoint.run_directory import RunDirectory, raises_checkpoint_error
 from verifiers.train.checkpoint.weights import CheckpointWeights
@@ -35,9 +35,12 @@ from verifiers.train.cpu_linear import use_onednn
 from verifiers.train.data_loop import DataLoop, StopsBetweenBlocks, empty_epoch, reward_of_the_environment
 from verifiers.train.evaluation.eval_sets import choose_eval_sets
 from verifiers.train.evaluation.evaluator import Evaluator, log_evaluation
+from verifiers.train.loss.entropy_bonus import EntropyBonus
 from verifiers.train.loss.finite_updates import FiniteUpdates
-from verifiers.train.loss.grpo_loss import CorrectedLoss, micro_step_loss, only_advantages_matter
 from verifiers.train.loss.logprobs import PolicyLogprobs, fuse_heads
+from verifiers.train.loss.loss_metrics import LossMetrics
+from verifiers.train.loss.micro_step import micro_step_loss, scale_gradients
+from verifiers.train.loss.policy_loss import policy_loss
 from verifiers.train.models import check_model_path, disable_dropout, get_tokenizer, hub_options, raises_load_error
 from verifiers.train.monitor import MonitorCallback, RunMonitor
 from verifiers.train.planned_run import planned_run
@@ -150,7 +153,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.timer = self.monitor.timer
         self.weights = PolicyWeights(self.ranks, lambda: self.accelerator.unwrap_model(self.model))
         self.logprobs = PolicyLogprobs(
-            super()._get_per_token_logps_and_entropies,
             self.accelerator,
             self.ranks,
             policy=lambda: self.model,
@@ -166,7 +168,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             trains_in_half=self.model.dtype in (torch.bfloat16, torch.float16) or args.bf16 or args.fp16,
             on_result=lambda result: self._log_values({"sampling/probe_difference": result.largest_difference}),
         )
-        tokenizer = self.processing_class
+        tokenizer: Any = self.processing_class
         self.publisher = WeightPublisher(args, client, weight_sync, self.weights, tokenizer, self._rows, self.check)
         self.evaluator = Evaluator(
             args,
@@ -204,7 +206,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             blocks=self.session.finished_blocks,
         )
         self.lifecycle = RunLifecycle(plan, self.ranks, self.directory, self.session, self.evaluator, self.monitor)
-        self.corrected_loss = CorrectedLoss(args)
+        self.loss_metrics = LossMetrics()
+        self.entropy_bonus = EntropyBonus(self, self.ranks, self.loss_metrics)
         self.data_loop = DataLoop(
             plan,
             args,
@@ -212,7 +215,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.logprobs,
             beta=self.beta,
             timer=self.timer,
-            pad_token_id=self._tokenizer.pad_token_id,
+            pad_token_id=tokenizer.pad_token_id,
             skip_zero_advantage=only_advantages_matter(args, self.beta, self.aux_loss_enabled),
             prefetcher=self.session.open,
             record=self._record_block,
@@ -278,7 +281,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _forget_earlier_run(self) -> None:
         self.data_loop.reset()
-        self.corrected_loss.reset()
+        self.loss_metrics.take(lambda own: [own])
+        self.entropy_bonus.reset()
         self.updates.reset()
         # a run that was stopped inside an update left other values
         self.last_block, self._step = None, 0
@@ -321,10 +325,14 @@ class GRPOTrainer(trl.GRPOTrainer):
     # -- loss ---------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Take a micro-step as TRL does; at the end of a streamed update its gradient gets the right denominator."""
+        """Take a micro-step as TRL does; at the end of a streamed update its gradient gets the actual weights."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        loss = self.data_loop.rescale_update(model, loss) if self.args.streaming else loss
-        return self.updates.end_micro_step(loss)
+        scale = self.data_loop.gradient_scale
+        if scale is not None:
+            scale_gradients(model, scale)
+        if self.accelerator.sync_gradients:
+            self.entropy_bonus.end_update()
+        return self.updates.end_micro_step(loss, 1.0 if scale is None else scale)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -335,25 +343,35 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """Return the loss of a micro-step, micro-batch by micro-batch."""
-        loss = micro_step_loss(self.accelerator, model, inputs["micro_batches"], self._compute_loss)
-        self.corrected_loss.metrics.end_micro_step()
-        return loss
+        return micro_step_loss(self.accelerator, model, inputs["micro_batches"], self._compute_loss)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        with self.corrected_loss.call(self, inputs, self._metrics) as prepared:
-            loss: Tensor = super()._compute_loss(model, prepared)
-        self.updates.note_call(loss, inputs["rollout_index"], self.corrected_loss.is_finite_R)
-        return loss
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        # the first thing that TRL's loss calls: its advantages can be corrected before they are read
-        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        return self.corrected_loss.correct(logps, training=self.model.training), entropies, aux_loss
+        scored = self.logprobs.score(model, inputs, experts=self.aux_loss_enabled)
+        entropy_RC, mask_RC = scored.entropy_RC, inputs["loss_mask"]
+        assert entropy_RC is not None
+        quantile = self.top_entropy_quantile
+        loss, measured = policy_loss(
+            scored.logps_RC,
+            entropy_RC,
+            inputs,
+            self.args,
+            entropy_coef=self.entropy_bonus.coefficient,
+            trained_RC=self.get_high_entropy_mask(entropy_RC, mask_RC, 1 - quantile) if quantile < 1.0 else None,
+        )
+        if scored.router_loss is not None:
+            loss = loss + self.router_aux_loss_coef * scored.router_loss * mask_RC.sum() / inputs["update_tokens"]
+            measured.values["aux_loss"] = scored.router_loss.detach().expand(int(mask_RC.sum()))
+        self.loss_metrics.add(measured.values)
+        self.entropy_bonus.note(measured)
+        self.updates.note_call(loss, inputs["rollout_index"], measured.is_finite_R)
+        # a token's weight is its share of the whole update, and replicas take the mean of their ranks' gradients, as
+        # transformers does of their losses; micro-steps are added up by both
+        return loss * self.accelerator.num_processes
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, with what micro-batches measured joined over ranks, and the trainer's time by stage."""
         if self.model.training:
-            self._log_values(self.corrected_loss.take_metrics(self.accelerator.num_processes))
+            self._log_values(self.loss_metrics.take(self.ranks.gather))
             # the log of a run's end has the steps since the last one
             if "loss" in logs or "train_runtime" in logs:
                 logs.update(self.monitor.interval(self.state.global_step))

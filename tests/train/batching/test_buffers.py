@@ -18,8 +18,8 @@ def buffer() -> TensorDict:
     return {
         "prompt_ids": torch.tensor([[0], [1], [2], [10], [11], [12]]),
         "advantages": torch.tensor(ADVANTAGES),
-        "ref_per_token_logps": None,
-        "num_items_in_batch": torch.tensor(6.0),
+        "reference_logps": None,
+        "update_tokens": torch.tensor(6.0),
     }
 
 
@@ -34,8 +34,8 @@ def test_a_shuffle_moves_all_tensors_by_one_permutation() -> None:
     assert column(shuffled, "prompt_ids") == [11, 0, 12, 2, 10, 1]
     expected = [0.2333333, 0.1, -0.1666667, -0.1, -0.0666667, 0]
     assert column(shuffled, "advantages") == pytest.approx(expected, abs=1e-6)
-    assert shuffled["ref_per_token_logps"] is None
-    assert column(shuffled, "num_items_in_batch") == [6.0]
+    assert shuffled["reference_logps"] is None
+    assert column(shuffled, "update_tokens") == [6.0]
 
 
 def test_a_split_keeps_rows_aligned_and_none_none() -> None:
@@ -44,8 +44,8 @@ def test_a_split_keeps_rows_aligned_and_none_none() -> None:
     assert column(second, "prompt_ids") == [2, 10, 1]
     assert column(second, "advantages") == pytest.approx([-0.1, -0.0666667, 0], abs=1e-6)
     for chunk in (first, second):
-        assert chunk["ref_per_token_logps"] is None
-        assert column(chunk, "num_items_in_batch") == [6.0]
+        assert chunk["reference_logps"] is None
+        assert column(chunk, "update_tokens") == [6.0]
 
 
 def test_a_generator_shuffles_the_same_way_from_the_same_seed() -> None:

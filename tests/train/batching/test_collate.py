@@ -61,14 +61,14 @@ def padded(samples: list[TrainingSample], padding: int = 0) -> MicroBatch:
     return pad_rows(append_padding(row_tensors(samples), padding, PAD), PAD)
 
 
-def test_rows_are_padded_under_trls_names_and_to_the_longest_of_them() -> None:
+def test_rows_are_padded_to_the_longest_of_them() -> None:
     batch = padded(mixed_samples())
     # of the third prompt the tokens past the shortest one stand before its completion, without loss
     assert batch["prompt_ids"].tolist() == [[1, 2], [1, 2], [1, 8]]
     assert batch["prompt_mask"].all()
     assert batch["completion_ids"].tolist() == [[3, 4, 9, 5, 6], [3, 4, 5, 0, 0], [2, 7, 6, 0, 0]]
     assert batch["completion_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
-    assert batch["advantages"].tolist() == [0.5, -0.5, -0.5]
+    assert batch["advantages"].tolist() == [[0.5, 0.5, 0, 0.5, 0.5], [-0.5, -0.5, -0.5, 0, 0], [0, 0, -0.5, 0, 0]]
     assert batch["policy_versions"].tolist() == [7, 0, 0]
     assert batch["rollout_index"].tolist() == [0, 2, 2]
     assert batch["sampled_tokens"].tolist() == [4, 3, 1]
@@ -78,10 +78,10 @@ def test_rows_are_padded_under_trls_names_and_to_the_longest_of_them() -> None:
 
 def test_the_loss_mask_covers_sampled_tokens_alone() -> None:
     batch = padded(mixed_samples())
-    assert batch["tool_mask"].tolist() == [[1, 1, 0, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]]
-    logps = batch["sampling_per_token_logps"]
+    assert batch["loss_mask"].tolist() == [[1, 1, 0, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]]
+    logps = batch["sampler_logps"]
     assert logps[0].tolist() == [-0.75, -1.0, 0.0, -1.25, -1.5]
-    assert (logps[batch["tool_mask"] == 0] == 0).all()
+    assert (logps[batch["loss_mask"] == 0] == 0).all()
 
 
 def test_trained_ids_are_the_sampled_ids() -> None:
@@ -91,7 +91,7 @@ def test_trained_ids_are_the_sampled_ids() -> None:
             batch[f"{side}_ids"][index][batch[f"{side}_mask"][index].bool()] for side in ("prompt", "completion")
         ]
         assert torch.cat(found).tolist() == sample.row.prompt_ids + sample.row.completion_ids
-        sampled = batch["completion_ids"][index][batch["tool_mask"][index].bool()]
+        sampled = batch["completion_ids"][index][batch["loss_mask"][index].bool()]
         mask = sample.row.loss_mask
         assert sampled.tolist() == [ids for ids, kept in zip(sample.row.completion_ids, mask, strict=True) if kept]
 
@@ -162,14 +162,12 @@ def test_a_row_without_sampled_tokens_is_skipped_beside_one_that_has_them() -> N
 def test_a_padding_row_is_seen_by_attention_and_not_by_the_loss() -> None:
     batch = pad_rows(append_padding(row_tensors([]), 2, 5), PAD)
     assert batch["prompt_ids"].tolist() == batch["completion_ids"].tolist() == [[5], [5]]
-    for name, value in (("prompt_mask", 1), ("completion_mask", 1), ("tool_mask", 0)):
+    for name, value in (("prompt_mask", 1), ("completion_mask", 1), ("loss_mask", 0)):
         assert (batch[name] == value).all()
-    for name, value in (("advantages", 0), ("sampled_tokens", 0), ("rollout_index", -1), ("policy_versions", -1)):
+    for name, value in (("sampled_tokens", 0), ("rollout_index", -1), ("policy_versions", -1)):
         assert batch[name].tolist() == [value] * 2
+    assert batch["advantages"].tolist() == [[0.0], [0.0]]
     assert batch["is_padding"].all()
-    # beside a row with an advantage a token
-    beside = padded([dataclasses.replace(mixed_samples()[2], advantage=[2.0])], padding=1)
-    assert beside["advantages"].tolist() == [[0.0, 2.0], [0.0, 0.0]]
 
 
 def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
@@ -177,16 +175,11 @@ def test_each_row_stays_one_row_through_shuffle_and_split() -> None:
     assert row_lengths(whole) == [7, 5, 5, 2]
     parts = [pad_rows(part, PAD) for part in split_tensor_dict(shuffle_tensor_dict(whole, (2, 3, 0, 1)), (1, 3))]
     assert [part["completion_ids"].tolist() for part in parts] == [
-        [[7, 6]],
+        [[6]],
         [[0, 0, 0, 0, 0], [3, 4, 9, 5, 6], [3, 4, 5, 0, 0]],
     ]
     assert [part["rollout_index"].tolist() for part in parts] == [[2], [-1, 0, 2]]
-    assert [part["tool_mask"].sum(1).tolist() for part in parts] == [[1], [0, 4, 3]]
-
-
-def test_completions_of_one_token_keep_a_second_column() -> None:
-    samples = [TrainingSample(TokenSequence([1, 2, 3], [4], [1], [-0.5], [0]), 1.0, 0, 1)] * 2
-    assert padded(samples)["completion_ids"].tolist() == [[3, 4], [3, 4]]
+    assert [part["loss_mask"].sum(1).tolist() for part in parts] == [[1], [0, 4, 3]]
 
 
 @pytest.mark.parametrize(
@@ -206,12 +199,3 @@ def test_a_row_that_cannot_be_trained_is_refused(change: dict[str, Any], message
 def test_no_rows_at_all_are_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="append_padding"):
         padded([])
-
-
-def test_a_list_of_advantages_of_the_wrong_length_is_refused() -> None:
-    sample = dataclasses.replace(mixed_samples()[0], advantage=[1.0])
-    with pytest.raises(ConfigError, match="1 advantages for 4 sampled tokens"):
-        row_tensors([sample])
-    scored = mixed_block()
-    with pytest.raises(ConfigError, match="1 advantages for 4 sampled tokens"):
-        block_samples(scored, {scored.rollouts[0].key: [1.0]})

@@ -71,8 +71,6 @@ def some_settings(loss_type: str, **values: Any) -> Any:
         "off_policy_mask_threshold": None,
         "vllm_importance_sampling_mode": "token_truncate",
         "advantage_estimator": "group",
-        "geometric_mask_min": None,
-        "geometric_mask_max": None,
     }
     return SimpleNamespace(**{**defaults, **values})
 
@@ -94,45 +92,29 @@ class Prefetcher:
 
 
 def streamed(block: ScoredBlock, plan: BatchPlan, args: Any, **options: Any) -> tuple[MicroSteps, list[float], Any]:
-    """Return the micro-batches, the rescaling of each update, and what was dropped."""
+    """Return the micro-batches, the scale of each update's gradient, and what was dropped."""
     prefetcher: Any = Prefetcher(block, options.pop("oldest", None))
     stream = BlockStream(prefetcher, plan, args, 0, block.block_id, 0, **options)
     parts = [stream.next() for _ in range(plan.steps_per_generation)]
-    rescales = [part.rescale for part in parts if part.rescale is not None]
+    scales = [part.gradient_scale for part in parts if part.gradient_scale is not None]
     _, trained = stream.finish()
-    return [part.by_rank for part in parts], rescales, trained.dropped
+    return [part.by_rank for part in parts], scales, trained.dropped
 
 
-def influence(
-    micro_steps: MicroSteps, rescales: Sequence[float], plan: BatchPlan, loss_type: str
-) -> dict[int, float]:
-    """By token id (which tells rollout and row): what its losses are multiplied by in the gradient of an update.
-
-    TRL's means over rows, tokens and micro-batches, of one update after another, the mean over ranks, times what the
-    update's gradient is multiplied by; see `verifiers.train.batching.weighting`.
-    """
-    accumulated, ranks = plan.gradient_accumulation_steps, plan.num_processes
-    found: dict[int, float] = {}
-    for number, by_rank in enumerate(micro_steps):
-        rescale = rescales[number // accumulated]
-        for cell in all_micro_batches([by_rank]):
-            for row in range(len(cell["prompt_ids"])):
-                tokens = int(cell["sampled_tokens"][row])
-                if not tokens:
-                    continue
-                share = float(cell["row_weights"][row]) * rescale
-                if loss_type in ("dapo", "cispo", "vespo"):
-                    share /= float(cell["num_items_in_batch"]) * accumulated / plan.steps_per_generation
-                else:
-                    per_row = tokens if loss_type in ("grpo", "sapo") else 1
-                    share /= accumulated * ranks * len(cell["prompt_ids"]) * per_row
-                found[whose(cell, row)] = share
-    return found
+def influence(micro_steps: MicroSteps, scales: Sequence[float], plan: BatchPlan) -> dict[int, float]:
+    """Return by token id (which tells rollout and row) the weight of its tokens in the gradient of their update."""
+    return {
+        whose(cell, row): float(cell["token_weights"][row]) * scales[number // plan.gradient_accumulation_steps]
+        for number, by_rank in enumerate(micro_steps)
+        for cell in all_micro_batches([by_rank])
+        for row in range(len(cell["prompt_ids"]))
+        if cell["sampled_tokens"][row]
+    }
 
 
 def whose(batch: dict[str, torch.Tensor], row: int) -> int:
     """Return the token id that all sampled tokens of a row share."""
-    return int(batch["completion_ids"][row][batch["tool_mask"][row].bool()][0])
+    return int(batch["completion_ids"][row][batch["loss_mask"][row].bool()][0])
 
 
 Sizes = dict[str, int]
@@ -174,11 +156,9 @@ def test_a_streamed_update_weighs_every_token_as_the_whole_block_does(
     sizes = {**sizes, "updates": 1}
     plan = a_plan(sizes)
     block, args = a_block(plan, seed), some_settings(loss_type)
-    micro_steps, rescales, dropped = streamed(block, plan, args, skip_zero_advantage=skip)
+    micro_steps, scales, dropped = streamed(block, plan, args, skip_zero_advantage=skip)
     whole = build_training_block(block, plan, args, 0, skip_zero_advantage=skip)
-    assert influence(micro_steps, rescales, plan, loss_type) == pytest.approx(
-        influence(whole.micro_steps, [1.0], plan, loss_type), rel=1e-5
-    )
+    assert influence(micro_steps, scales, plan) == pytest.approx(influence(whole.micro_steps, [1.0], plan), rel=1e-5)
     assert sorted(map(str, dropped)) == sorted(map(str, whole.dropped))
 
 
@@ -189,8 +169,8 @@ def test_every_rollout_is_in_its_planned_micro_batch_or_dropped_with_a_reason(
 ) -> None:
     plan = a_plan(sizes)
     block, args = a_block(plan, seed), some_settings("dapo")
-    micro_steps, rescales, dropped = streamed(block, plan, args, skip_zero_advantage=skip, oldest=oldest)
-    assert len(rescales) == sizes["updates"]
+    micro_steps, scales, dropped = streamed(block, plan, args, skip_zero_advantage=skip, oldest=oldest)
+    assert len(scales) == sizes["updates"]
     place = {key: index for index, key in enumerate(plan.requests(0))}
     trained = set()
     for number, by_rank in enumerate(micro_steps):
@@ -221,11 +201,11 @@ def test_every_update_of_a_streamed_block_divides_by_what_is_in_it(
 ) -> None:
     plan = a_plan({**sizes, "updates": 2})
     block, args = a_block(plan, seed), some_settings(loss_type)
-    micro_steps, rescales, _ = streamed(block, plan, args)
+    micro_steps, scales, _ = streamed(block, plan, args)
     accumulated = plan.gradient_accumulation_steps
     for update in range(2):
         part = micro_steps[update * accumulated : (update + 1) * accumulated]
-        shares = influence(part, [rescales[update]], plan, loss_type)
+        shares = influence(part, [scales[update]], plan)
         tokens = {
             whose(cell, row): int(count)
             for cell in all_micro_batches(part)
@@ -247,10 +227,10 @@ def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
         plan = a_plan({**sizes, "groups_lie_across_micro_batches": False}, **changes)
         block, args = a_block(plan, seed), some_settings("dapo")
         if streams:
-            micro_steps, rescales, _ = streamed(block, plan, args)
+            micro_steps, scales, _ = streamed(block, plan, args)
         else:
-            micro_steps, rescales = build_training_block(block, plan, args, 0).micro_steps, [1.0] * sizes["updates"]
-        found.append(influence(micro_steps, rescales, plan, "dapo"))
+            micro_steps, scales = build_training_block(block, plan, args, 0).micro_steps, [1.0] * sizes["updates"]
+        found.append(influence(micro_steps, scales, plan))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
@@ -259,8 +239,8 @@ def test_any_number_of_ranks_trains_the_same_tokens_with_the_same_weight(
     ("setting", "message"),
     [
         ({"scale_rewards": "batch"}, "scale_rewards='batch' needs the rewards of the whole block"),
-        ({"loss_type": "bnpo"}, "loss_type='bnpo' divides by each micro-batch's own tokens"),
-        ({"entropy_coef": 0.1}, "an entropy bonus is a mean over each micro-batch"),
+        ({"loss_type": "bnpo"}, "loss_type='bnpo' divides by each micro-step's own tokens"),
+        ({"entropy_coef": 0.1}, "an entropy bonus is a mean over the tokens of the whole update"),
     ],
     ids=["batch", "bnpo", "entropy"],
 )

@@ -2,8 +2,6 @@
 
 A failed rollout has no reward, so it takes part in no mean and no deviation. Everything is computed in double
 precision on plain Python floats: blocks are small, and equal rewards must give exactly 0.
-
-Not promised here: any weighting of rollouts against each other in the loss (see `train.row_weights`).
 """
 
 from __future__ import annotations

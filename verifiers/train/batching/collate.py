@@ -1,9 +1,7 @@
-"""Rollouts to row tensors, and row tensors to padded micro-batches under the names that TRL's loss reads.
+"""Rollouts to row tensors, and row tensors to padded micro-batches.
 
 Row i of every column is the same training row. Token ids come from the trace as they are: nothing is cut,
 re-tokenized or realigned. A row that does not fit is dropped with a reason.
-
-Not promised here: weights that make each rollout count once (see `batching.weighting`).
 """
 
 from __future__ import annotations
@@ -95,9 +93,6 @@ def block_samples(
         The rows, and what was dropped: whole rollouts (one entry each), and rows that are too long. Rows of a
         rollout without a sampled token carry no loss; they are skipped silently as long as another row of
         the rollout is trained on. Where a row is dropped, the rollout's other rows make up the whole of it.
-
-    Raises:
-        ConfigError: where a list of advantages has not one value per sampled token of its rollout.
     """
     reasons = advantages.left_out if isinstance(advantages, BlockAdvantages) else {}
     samples: list[TrainingSample] = []
@@ -124,9 +119,6 @@ def _split_rollout(
     rollout: Rollout, advantage: float | list[float], max_seq_len: int | None
 ) -> tuple[list[tuple[TokenSequence, float | list[float]]], list[Dropped]]:
     """Split a rollout into rows to train on, each with its share of the advantage, and rows that are dropped."""
-    sampled = sum(row.sampled_tokens for row in rollout.rows)
-    if isinstance(advantage, list) and len(advantage) != sampled:
-        raise ConfigError(f"{rollout.key} has {len(advantage)} advantages for {sampled} sampled tokens")
     kept: list[tuple[TokenSequence, float | list[float]]] = []
     lost: list[Dropped] = []
     start = 0
@@ -154,9 +146,9 @@ def row_tensors(samples: Sequence[TrainingSample]) -> TensorDict:
         CPU columns by name. Lists of one tensor a row, of the length of its prompt or its completion:
 
         - `prompt_ids`, `completion_ids`: int64
-        - `tool_mask`: int64, 1 on sampled tokens alone, for the loss
-        - `sampling_per_token_logps`: float32, the sampler's, in nats; 0.0 off the sampled tokens
-        - `advantages`: float32, 0.0 off the sampled tokens; a tensor (R,) where no row has an advantage per token
+        - `loss_mask`: int64, 1 on sampled tokens alone, for the loss
+        - `sampler_logps`: float32, the sampler's, in nats; 0.0 off the sampled tokens
+        - `advantages`: float32, of each sampled token; 0.0 off them
 
         Tensors (R,): `policy_versions` (oldest version of the row's sampled tokens; -1 for a padding row),
         `rollout_index`, `sampled_tokens`, `rollout_sampled_tokens`, and `is_padding`, which is bool.
@@ -170,12 +162,15 @@ def row_tensors(samples: Sequence[TrainingSample]) -> TensorDict:
     return {
         "prompt_ids": [torch.tensor(sample.row.prompt_ids) for sample in samples],
         "completion_ids": [torch.tensor(sample.row.completion_ids) for sample in samples],
-        "tool_mask": masks,
-        "sampling_per_token_logps": [
+        "loss_mask": masks,
+        "sampler_logps": [
             torch.where(mask.bool(), torch.tensor(sample.row.logprobs, dtype=torch.float32), 0.0)
             for sample, mask in zip(samples, masks, strict=True)
         ],
-        "advantages": _advantages(samples, masks),
+        "advantages": [
+            torch.zeros(len(mask)).masked_scatter(mask.bool(), torch.tensor(sample.advantage).expand(int(mask.sum())))
+            for sample, mask in zip(samples, masks, strict=True)
+        ],
         "policy_versions": _counts(
             -1 if sample.rollout_index == PADDING_INDEX else sample.row.oldest_version for sample in samples
         ),
@@ -189,7 +184,7 @@ def row_tensors(samples: Sequence[TrainingSample]) -> TensorDict:
 def append_padding(rows: TensorDict, count: int, pad_token_id: int) -> TensorDict:
     """Append padding rows: one prompt and one completion token that attention sees and the loss does not.
 
-    A row masked whole would give NaN in some attention kernels, and an empty completion an IndexError in TRL.
+    A row masked whole would give NaN in some attention kernels.
 
     Args:
         pad_token_id: token id of both; any id of the vocabulary does.
@@ -198,8 +193,6 @@ def append_padding(rows: TensorDict, count: int, pad_token_id: int) -> TensorDic
         return rows
     row = TokenSequence([pad_token_id], [pad_token_id], loss_mask=[0], logprobs=[0.0], versions=[-1])
     padding = row_tensors([TrainingSample(row, 0.0, PADDING_INDEX, 0)] * count)
-    if isinstance(rows["advantages"], list):
-        padding["advantages"] = [torch.zeros(1) for _ in range(count)]
     joined: TensorDict = {}
     for name, column in rows.items():
         more = padding[name]
@@ -222,10 +215,9 @@ def row_lengths(rows: TensorDict) -> list[int]:
 def pad_rows(rows: TensorDict, pad_token_id: int) -> MicroBatch:
     """Pad the rows of one micro-batch to rectangles, R rows of prompts (R, P) and completions (R, C).
 
-    TRL pads prompts on the left and completions on the right, to the longest prompt plus the longest completion.
-    Here a prompt's tokens past the shortest prompt stand before the completion, masked out of the loss as an
-    environment's tokens are, so a row is as long as the longest of them and nothing is padded on the left (but a
-    padding row, whose prompt is shorter).
+    A prompt's tokens past the shortest prompt stand before the completion, masked out of the loss as an environment's
+    tokens are, so a row is as long as the longest of them and nothing is padded on the left (but a padding row, whose
+    prompt is shorter).
 
     Args:
         rows: columns of `row_tensors`, and any further ones of shape (R,).
@@ -243,7 +235,9 @@ def pad_rows(rows: TensorDict, pad_token_id: int) -> MicroBatch:
         raise ConfigError("no rows to pad; `append_padding` gives what stands where a rank has nothing to train on")
     is_padding = rows["is_padding"]
     assert isinstance(is_padding, Tensor)
-    shared = _shared_prompt([*map(len, prompts)], row_lengths(rows), is_padding.tolist())
+    # a padding row is shorter than any prompt need be
+    real = [len(prompt) for prompt, padding in zip(prompts, is_padding.tolist(), strict=True) if not padding]
+    shared = min(real or map(len, prompts))
     moved = [prompt[shared:] for prompt in prompts]
     kept = [prompt[:shared] for prompt in prompts]
     padded: MicroBatch = {
@@ -267,18 +261,6 @@ def pad_rows(rows: TensorDict, pad_token_id: int) -> MicroBatch:
     return padded
 
 
-def _shared_prompt(prompts: Sequence[int], lengths: Sequence[int], is_padding: Sequence[bool]) -> int:
-    """Return how many tokens of each prompt stay prompt: as many as the shortest one has."""
-    real = [place for place, padding in enumerate(is_padding) if not padding]
-    if not real:
-        return max(prompts)
-    shared = min(prompts[place] for place in real)
-    # TRL takes a tensor of one column for values of whole rows
-    if shared > 1 and max(lengths[place] for place in real) == shared + 1:
-        shared -= 1
-    return shared
-
-
 def rollout_tokens(rollout: Rollout) -> int:
     """Return the prompt and completion tokens of a rollout, over its rows."""
     return sum(map(_length, rollout.rows))
@@ -300,20 +282,6 @@ def _check_sample(sample: TrainingSample) -> None:
     }
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"a row of rollout {sample.rollout_index} has lists of different lengths: {lengths}")
-    if isinstance(sample.advantage, list) and len(sample.advantage) != row.sampled_tokens:
-        raise ConfigError(
-            f"a row of rollout {sample.rollout_index} has {len(sample.advantage)} advantages "
-            f"for {row.sampled_tokens} sampled tokens"
-        )
-
-
-def _advantages(samples: Sequence[TrainingSample], masks: Sequence[Tensor]) -> Tensor | list[Tensor]:
-    if not any(isinstance(sample.advantage, list) for sample in samples):
-        return torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
-    return [
-        torch.zeros(len(mask)).masked_scatter(mask.bool(), torch.tensor(sample.advantage).expand(int(mask.sum())))
-        for sample, mask in zip(samples, masks, strict=True)
-    ]
 
 
 def _counts(values: Iterable[int]) -> Tensor:

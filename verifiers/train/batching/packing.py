@@ -51,7 +51,7 @@ __all__ = [
 T = TypeVar("T")
 
 MicroBatch = dict[str, Tensor]
-"""Tensors of the rows that go through the model together, under the names that TRL's loss reads."""
+"""Tensors of the rows that go through the model together."""
 
 PADDING_LENGTH = 2
 """Tokens of a padding row."""

@@ -1,31 +1,32 @@
 """Micro-steps of a block that is still being generated: each as soon as its groups are scored, in plan order.
 
-The denominator of an update (its rollouts, or its sampled tokens) is known only when its last micro-step is. So all
-of its micro-steps are weighted by a provisional one, the same for each, and the gradient that they add up to is
-multiplied by provisional / actual before the optimizer's step: every loss type but bnpo divides by one number.
+How many rollouts and sampled tokens an update has is known only with its last micro-step. So all of its micro-steps
+are weighted by provisional numbers, and the gradient that they add up to is multiplied by actual / provisional weight
+before the optimizer's step. That is one number for every row, as means over each micro-step are refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.collate import Dropped, block_samples, row_tensors
+from verifiers.train.batching.collate import Dropped, TrainingSample
 from verifiers.train.batching.packing import MicroBatch, MicroSteps
 from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.training_block import (
     TrainingBlock,
+    UpdateSize,
     block_advantages,
     pack_update,
-    refuse_forked_ratios,
+    pick_rows,
     replaced_rollouts,
-    rollouts_without_gradient,
-    zero_advantage,
 )
 from verifiers.train.config import GRPOConfig
-from verifiers.train.validation.loss_settings import LOSS_TYPES
+from verifiers.train.loss.loss_types import UpdateRows, token_weights
 
 __all__ = ["BlockStream", "StreamedMicroStep", "refuse_unstreamable"]
 
@@ -36,11 +37,11 @@ class StreamedMicroStep:
 
     Attributes:
         by_rank: the micro-batches of each rank.
-        rescale: with the last micro-step of an update, the factor for the update's gradient; else None.
+        gradient_scale: with the last micro-step of an update, the factor for the update's gradient; else None.
     """
 
     by_rank: list[list[MicroBatch]]
-    rescale: float | None
+    gradient_scale: float | None
 
 
 @dataclass(slots=True)
@@ -63,8 +64,7 @@ class BlockStream:
     block: ScoredBlock | None = None
     _micro_steps: MicroSteps = field(default_factory=list)
     _dropped: list[Dropped] = field(default_factory=list)
-    _rollouts: int = 0
-    _tokens: int = 0
+    _counted: list[TrainingSample] = field(default_factory=list)
 
     def next(self) -> StreamedMicroStep:
         """Return the next micro-step, once its groups are scored."""
@@ -75,36 +75,23 @@ class BlockStream:
         groups = self.prefetcher.groups(self.block_id, 0, -(-last // group), self.optimizer_step)
         self.block = block = ScoredBlock(self.block_id, groups)
         here = {rollout.key for rollout in block.rollouts[first:last]}
-        samples, dropped = block_samples(
-            block,
-            block_advantages(block, self.args),
-            self.args.max_seq_len,
-            self.prefetcher.oldest_version(self.optimizer_step),
-        )
-        refuse_forked_ratios(block, samples, self.args)
-        rollouts = block.rollouts
-        samples = [sample for sample in samples if rollouts[sample.rollout_index].key in here]
-        self._dropped += [item for item in dropped if item.key in here]
-        # rollouts without a gradient count in the denominators all the same
-        self._rollouts += len({sample.rollout_index for sample in samples})
-        self._tokens += sum(sample.row.sampled_tokens for sample in samples)
-        if self.skip_zero_advantage:
-            skipped = rollouts_without_gradient(samples)
-            self._dropped += [zero_advantage(rollouts[index]) for index in sorted(skipped)]
-            samples = [sample for sample in samples if sample.rollout_index not in skipped]
-        place = number % plan.gradient_accumulation_steps
-        (by_rank,) = pack_update(
-            row_tensors(samples),
-            plan,
-            self.args,
-            self.pad_token_id,
-            micro_steps=range(place, place + 1),
-            rollouts_elsewhere=plan.completions_per_update - len({sample.rollout_index for sample in samples}),
-            tokens_elsewhere=self._provisional_tokens() - sum(sample.row.sampled_tokens for sample in samples),
-        )
+        oldest = self.prefetcher.oldest_version(self.optimizer_step)
+        picked = pick_rows(block, self.args, oldest, skip_zero_advantage=self.skip_zero_advantage)
+        self._dropped += [item for item in picked.dropped if item.key in here]
+        samples = [one for one in picked.samples if block.rollouts[one.rollout_index].key in here]
+        self._counted += samples
+        samples = [sample for sample in samples if sample.rollout_index not in picked.skipped]
+        planned = plan.completions_per_update
+        # near the actual number of tokens, so that losses before they are scaled are of their usual size
+        provisional = UpdateSize(planned, planned * (self.args.max_completion_length or 1))
+        (by_rank,) = pack_update(samples, provisional, 1, plan, self.args, self.pad_token_id)
         self._micro_steps.append(by_rank)
-        rescale = self._rescale() if place == plan.gradient_accumulation_steps - 1 else None
-        return StreamedMicroStep(by_rank, rescale)
+        if (number + 1) % plan.gradient_accumulation_steps:
+            return StreamedMicroStep(by_rank, None)
+        actual, self._counted = UpdateSize.of(self._counted), []
+        one = torch.ones(1)
+        weights = [token_weights(UpdateRows(one, one, *size), self.args) for size in (actual, provisional)]
+        return StreamedMicroStep(by_rank, float(weights[0] / weights[1]))
 
     def finish(self) -> tuple[ScoredBlock, TrainingBlock]:
         """Return the whole block and what was trained of it, once every micro-step was handed out."""
@@ -113,21 +100,9 @@ class BlockStream:
         dropped = [*self._dropped, *replaced_rollouts(block)]
         return block, TrainingBlock(self.block_id, self._micro_steps, advantages, dropped)
 
-    def _provisional_tokens(self) -> float:
-        # near the actual number, so that losses before they are rescaled are of their usual size
-        return float(self.plan.completions_per_update * (self.args.max_completion_length or 1))
-
-    def _rescale(self) -> float:
-        if LOSS_TYPES[self.args.loss_type].mean_over == "update tokens":
-            provisional, actual = self._provisional_tokens(), self._tokens
-        else:
-            provisional, actual = float(self.plan.completions_per_update), self._rollouts
-        self._rollouts = self._tokens = 0
-        return provisional / actual if actual else 1.0
-
 
 def refuse_unstreamable(*, experts: bool, deepspeed: bool) -> None:
-    """Refuse runs whose gradient cannot be rescaled after its last micro-step.
+    """Refuse runs whose gradient cannot be scaled after its last micro-step.
 
     Args:
         experts: the loss has the router's term of a mixture of experts.
@@ -139,10 +114,9 @@ def refuse_unstreamable(*, experts: bool, deepspeed: bool) -> None:
     if experts:
         raise ConfigError(
             "the router loss of a mixture-of-experts model is a mean over each micro-batch, which streaming "
-            "would rescale; set streaming=False."
+            "would scale with it; set streaming=False."
         )
     if deepspeed:
         raise ConfigError(
-            "DeepSpeed keeps gradients to itself, and streaming has to rescale them; set streaming=False, or use "
-            "FSDP."
+            "DeepSpeed keeps gradients to itself, and streaming has to scale them; set streaming=False, or use FSDP."
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
-from verifiers.rollouts.rollout import Rollout, ScoredBlock
+from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.advantages import BlockAdvantages, ScaleRewards, rollout_advantages, why_unscored
 from verifiers.train.batching.collate import (
     Dropped,
@@ -25,7 +25,6 @@ from verifiers.train.batching.collate import (
     row_tensors,
 )
 from verifiers.train.batching.packing import (
-    MicroBatch,
     MicroBatchLimit,
     MicroSteps,
     Packing,
@@ -36,21 +35,21 @@ from verifiers.train.batching.packing import (
     shuffle_tensor_dict,
     split_tensor_dict,
 )
-from verifiers.train.batching.weighting import num_items_in_batch, row_weights, weight_advantages
 from verifiers.train.config import GRPOConfig
-from verifiers.train.validation.loss_settings import LOSS_TYPES
+from verifiers.train.loss.loss_types import LOSS_TYPES, UpdateRows, token_weights
 from verifiers.types import RolloutKey
 
 __all__ = [
+    "PickedRows",
     "TrainingBlock",
+    "UpdateSize",
     "block_advantages",
     "build_training_block",
+    "only_advantages_matter",
     "pack_update",
-    "refuse_forked_ratios",
+    "pick_rows",
     "replaced_rollouts",
-    "rollouts_without_gradient",
     "rows_to_score",
-    "zero_advantage",
 ]
 
 
@@ -59,8 +58,7 @@ class TrainingBlock:
     """One block, ready to train on.
 
     Attributes:
-        micro_steps: tensors by [micro-step][rank][micro-batch], under the names that TRL's loss reads, and
-            `row_weights` (R,), `policy_versions` (R,), `sampled_tokens` (R,).
+        micro_steps: tensors by [micro-step][rank][micro-batch]: those of `row_tensors`, `pad_rows` and `pack_update`.
         dropped: rollouts and rows that are not trained on, with their reasons.
     """
 
@@ -98,43 +96,54 @@ def build_training_block(
         oldest_version: rollouts with tokens of an older policy version are dropped; None for none.
         penalties: subtracted from the rollouts' rewards before the advantages.
     """
+    picked = pick_rows(block, args, oldest_version, skip_zero_advantage=skip_zero_advantage, penalties=penalties)
+    order = plan.shuffle_order(block.block_id, plan.completions_per_block)
+    place = {rollout: index for index, rollout in enumerate(order)}
+    samples = sorted(picked.samples, key=lambda sample: place[sample.rollout_index])
+    micro_steps: MicroSteps = []
+    for update in range(plan.steps_per_generation // plan.gradient_accumulation_steps):
+        counted = [one for one in samples if place[one.rollout_index] // plan.completions_per_update == update]
+        trained = [sample for sample in counted if sample.rollout_index not in picked.skipped]
+        size, number = UpdateSize.of(counted), plan.gradient_accumulation_steps
+        micro_steps += pack_update(trained, size, number, plan, args, pad_token_id)
+    return TrainingBlock(block.block_id, micro_steps, picked.advantages, picked.dropped + replaced_rollouts(block))
+
+
+class PickedRows(NamedTuple):
+    """The rows of a block that count.
+
+    Attributes:
+        advantages: of the block's rollouts.
+        samples: the rows.
+        skipped: rollouts among them that are not computed, since their advantage is 0 on every token.
+        dropped: the rest, and those skipped.
+    """
+
+    advantages: BlockAdvantages
+    samples: list[TrainingSample]
+    skipped: set[int]
+    dropped: list[Dropped]
+
+
+def pick_rows(
+    block: ScoredBlock,
+    args: GRPOConfig,
+    oldest_version: int | None,
+    *,
+    skip_zero_advantage: bool,
+    penalties: Mapping[RolloutKey, float] | None = None,
+) -> PickedRows:
+    """Compute advantages and pick the rows that are trained; arguments as of `build_training_block`."""
     advantages = block_advantages(block, args, penalties)
     samples, dropped = block_samples(block, advantages, args.max_seq_len, oldest_version)
     refuse_forked_ratios(block, samples, args)
-    skipped = rollouts_without_gradient(samples) if skip_zero_advantage else set()
-    kept = [sample for sample in samples if sample.rollout_index not in skipped]
-    place = {
-        rollout: index for index, rollout in enumerate(plan.shuffle_order(block.block_id, plan.completions_per_block))
-    }
-
-    def update_of(sample: TrainingSample) -> int:
-        return place[sample.rollout_index] // plan.completions_per_update
-
-    updates = plan.steps_per_generation // plan.gradient_accumulation_steps
-    sizes, rollouts_elsewhere, tokens_elsewhere = [0] * updates, [set[int]() for _ in range(updates)], [0] * updates
-    for sample in samples:
-        update = update_of(sample)
-        if sample.rollout_index in skipped:
-            rollouts_elsewhere[update].add(sample.rollout_index)
-            tokens_elsewhere[update] += sample.row.sampled_tokens
-        else:
-            sizes[update] += 1
-    order = sorted(range(len(kept)), key=lambda row: place[kept[row].rollout_index])
-    rows = split_tensor_dict(shuffle_tensor_dict(row_tensors(kept), order), sizes)
-    micro_steps: MicroSteps = []
-    for update in range(updates):
-        micro_steps += pack_update(
-            rows[update],
-            plan,
-            args,
-            pad_token_id,
-            micro_steps=range(plan.gradient_accumulation_steps),
-            rollouts_elsewhere=len(rollouts_elsewhere[update]),
-            tokens_elsewhere=tokens_elsewhere[update],
-        )
-    dropped += [zero_advantage(block.rollouts[index]) for index in sorted(skipped)]
-    dropped += replaced_rollouts(block)
-    return TrainingBlock(block.block_id, micro_steps, advantages, dropped)
+    skipped: set[int] = set()
+    if skip_zero_advantage:
+        with_gradient = {sample.rollout_index for sample in samples if sample.has_gradient}
+        skipped = {sample.rollout_index for sample in samples} - with_gradient
+    for rollout in (block.rollouts[index] for index in sorted(skipped)):
+        dropped.append(Dropped(rollout.key, "zero_advantage", tokens=rollout_tokens(rollout)))
+    return PickedRows(advantages, samples, skipped, dropped)
 
 
 def rows_to_score(block: ScoredBlock, plan: BatchPlan, args: GRPOConfig, pad_token_id: int) -> MicroSteps:
@@ -169,12 +178,11 @@ def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], 
     Raises:
         ConfigError: with the setting; the rollout would weigh otherwise than the same tokens in one row.
     """
-    level, geometric = args.importance_sampling_level, (args.geometric_mask_min, args.geometric_mask_max)
-    mode, is_weighted = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
+    level, is_weighted = args.importance_sampling_level, args.vllm_importance_sampling_correction
+    mode = args.vllm_importance_sampling_mode
     per_row = {
         f"loss_type={args.loss_type!r}": LOSS_TYPES[args.loss_type].multiplies_ratios,
         f"importance_sampling_level={level!r}": level != "token",
-        f"geometric_mask_min={geometric[0]}, geometric_mask_max={geometric[1]}": geometric != (None, None),
         f"vllm_importance_sampling_mode={mode!r}": is_weighted and mode.startswith("sequence"),
         f"off_policy_mask_threshold={args.off_policy_mask_threshold}": args.off_policy_mask_threshold is not None,
     }
@@ -185,14 +193,8 @@ def refuse_forked_ratios(block: ScoredBlock, samples: Sequence[TrainingSample], 
             f"{block.rollouts[index].key} became {rows} rows, since a turn does not extend the one before, and "
             f"{setting} compares policies over each whole row, so the rollout would weigh otherwise than in one row; "
             "use loss_type='dapo' with importance_sampling_level='token', vllm_importance_sampling_mode="
-            "'token_truncate', no geometric mask and no off_policy_mask_threshold, or an environment that only "
-            "appends messages."
+            "'token_truncate' and no off_policy_mask_threshold, or an environment that only appends messages."
         )
-
-
-def zero_advantage(rollout: Rollout) -> Dropped:
-    """Return the record of a rollout that counts in the denominators and has no gradient."""
-    return Dropped(rollout.key, "zero_advantage", tokens=rollout_tokens(rollout))
 
 
 def replaced_rollouts(block: ScoredBlock) -> list[Dropped]:
@@ -208,53 +210,39 @@ def replaced_rollouts(block: ScoredBlock) -> list[Dropped]:
     ]
 
 
-def rollouts_without_gradient(samples: list[TrainingSample]) -> set[int]:
-    """Return the rollouts whose advantage is 0 on every sampled token."""
-    with_gradient = {sample.rollout_index for sample in samples if sample.has_gradient}
-    return {sample.rollout_index for sample in samples} - with_gradient
+class UpdateSize(NamedTuple):
+    """Rollouts and sampled tokens of a whole update, with those that are not computed."""
+
+    rollouts: int
+    tokens: int
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainingSample]) -> UpdateSize:
+        """Count the rows of an update."""
+        rollouts = {sample.rollout_index for sample in samples}
+        return cls(len(rollouts), sum(sample.row.sampled_tokens for sample in samples))
 
 
 def pack_update(
-    rows: TensorDict,
+    samples: Sequence[TrainingSample],
+    size: UpdateSize,
+    micro_steps: int,
     plan: BatchPlan,
     args: GRPOConfig,
     pad_token_id: int,
-    *,
-    micro_steps: range,
-    rollouts_elsewhere: int,
-    tokens_elsewhere: float,
 ) -> MicroSteps:
     """Order, split, weight and pad the rows of some micro-steps of an update.
 
     Args:
-        rows: what is trained in these micro-steps.
+        samples: what is computed in these micro-steps.
+        size: of the whole update.
+        micro_steps: their number.
         pad_token_id: fills sequences and stands in padding rows.
-        micro_steps: their numbers within the update.
-        rollouts_elsewhere, tokens_elsewhere: rollouts and sampled tokens of the update that are in none of `rows`.
     """
-    rows, packing = _packed(rows, len(micro_steps), plan, args, pad_token_id)
-    weights_R = _weights(rows, packing, args.loss_type, micro_steps, plan, rollouts_elsewhere)
-    advantages = rows["advantages"]
-    assert advantages is not None
-    rows |= {"row_weights": weights_R, "advantages": weight_advantages(advantages, weights_R)}
-    padded = [pad_rows(part, pad_token_id) for part in split_tensor_dict(rows, packing.sizes)]
-    nested = packing.nested(padded)
-    sampled = _tensor(rows, "sampled_tokens")
-    items = num_items_in_batch(
-        sampled,
-        num_micro_steps=plan.gradient_accumulation_steps,
-        steps_per_generation=plan.steps_per_generation,
-        tokens_without_rows=tokens_elsewhere,
-    )
-    cells = packing.ranks * plan.gradient_accumulation_steps
-    per_token = cells / max(1.0, float(sampled.sum()) + tokens_elsewhere)
-    for by_rank in nested:
-        for joint in zip(*by_rank, strict=True):
-            totals = _joint_totals(joint)
-            for batch in joint:
-                update_share = torch.tensor(float(batch["sampled_tokens"].sum()) * per_token)
-                batch.update(totals, num_items_in_batch=items, update_share=update_share)
-    return nested
+    rows, packing = _packed(row_tensors(samples), micro_steps, plan, args, pad_token_id)
+    rows["token_weights"] = token_weights(_update_rows(rows, packing, size), args)
+    rows["update_tokens"] = torch.tensor(float(max(size.tokens, 1)))
+    return packing.nested([pad_rows(part, pad_token_id) for part in split_tensor_dict(rows, packing.sizes)])
 
 
 def _packed(
@@ -272,47 +260,36 @@ def _packing(lengths: list[int], micro_steps: int, plan: BatchPlan, args: GRPOCo
     if args.top_entropy_quantile < 1.0:
         # a quantile over the tokens of a micro-batch: a micro-step has to stay whole
         return keep_micro_steps(lengths, micro_steps, plan.num_processes, MicroBatchLimit())
-    if LOSS_TYPES[args.loss_type].mean_over == "micro-batch tokens":
+    if LOSS_TYPES[args.loss_type].depends_on_micro_steps:
         # each micro-step counts the same, so by length the tokens of short rows would count more
         return keep_micro_steps(lengths, micro_steps, plan.num_processes, limit)
     return balance_by_length(lengths, micro_steps, plan.num_processes, limit)
 
 
-def _weights(
-    rows: TensorDict,
-    packing: Packing,
-    loss_type: str,
-    micro_steps: range,
-    plan: BatchPlan,
-    rollouts_elsewhere: int,
-) -> Tensor:
-    """Return the weight of each row, in the order of the packing."""
-    places_B3 = torch.tensor([(micro_steps[step], rank, number) for step, rank, number in packing.places()])
-    places_R3 = places_B3.repeat_interleave(torch.tensor(packing.sizes), dim=0)
-    return row_weights(
-        loss_type,
-        rollout_index_R=_tensor(rows, "rollout_index"),
-        sampled_tokens_R=_tensor(rows, "sampled_tokens"),
-        rollout_sampled_tokens_R=_tensor(rows, "rollout_sampled_tokens"),
-        micro_step_R=places_R3[:, 0],
-        rank_R=places_R3[:, 1],
-        micro_batch_R=places_R3[:, 2],
-        num_micro_steps=plan.gradient_accumulation_steps,
-        num_ranks=packing.ranks,
-        rollouts_without_rows=rollouts_elsewhere,
+def _update_rows(rows: TensorDict, packing: Packing, size: UpdateSize) -> UpdateRows:
+    sampled_R, rollout_tokens_R = rows["sampled_tokens"], rows["rollout_sampled_tokens"]
+    assert isinstance(sampled_R, Tensor)
+    assert isinstance(rollout_tokens_R, Tensor)
+    micro_steps = torch.tensor([step * packing.ranks + rank for step, rank, _ in packing.places()])
+    micro_step_R = micro_steps.repeat_interleave(torch.tensor(packing.sizes))
+    held = torch.bincount(micro_step_R, weights=sampled_R.double())
+    return UpdateRows(rollout_tokens_R, held[micro_step_R], *size, micro_steps=int((held > 0).sum()))
+
+
+def only_advantages_matter(args: GRPOConfig, beta: float, experts: bool) -> bool:
+    """Return whether a row whose advantage is 0 adds nothing to the loss, so that it can be left out.
+
+    Args:
+        beta: coefficient of the KL term.
+        experts: the loss has the router's term of a mixture of experts.
+    """
+    return (
+        args.skip_zero_advantage_rows
+        and beta == 0.0
+        and args.entropy_coef == 0.0
+        and not args.use_adaptive_entropy
+        and args.top_entropy_quantile >= 1.0
+        and not experts
+        # a mean over a micro-step's own tokens counts every row of it
+        and not LOSS_TYPES[args.loss_type].depends_on_micro_steps
     )
-
-
-def _joint_totals(joint: tuple[MicroBatch, ...]) -> MicroBatch:
-    """Return what all ranks together hold while each runs one micro-batch: TRL's means over a call are over this."""
-    return {
-        "call_tokens": sum((batch["sampled_tokens"].sum() for batch in joint), torch.tensor(0)),
-        "call_rows": torch.tensor(sum(len(batch["is_padding"]) for batch in joint)),
-        "call_padding_rows": sum((batch["is_padding"].sum() for batch in joint), torch.tensor(0)),
-    }
-
-
-def _tensor(rows: TensorDict, name: str) -> Tensor:
-    column = rows[name]
-    assert isinstance(column, Tensor)
-    return column

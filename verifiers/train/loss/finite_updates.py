@@ -49,15 +49,18 @@ class FiniteUpdates:
         """Keep the loss of a micro-batch, the places of its rollouts, and which of its rows are finite themselves."""
         self._calls.append((loss.detach(), rollout_index_R, is_finite_R))
 
-    def end_micro_step(self, loss: Tensor) -> Tensor:
+    def end_micro_step(self, loss: Tensor, scale: float = 1.0) -> Tensor:
         """Return the loss of the whole update with its last micro-step, for transformers to log; 0 until then.
 
         A loss that is not finite on any rank is 0 as well: `correct` leaves it out.
+
+        Args:
+            scale: with the last micro-step, the factor for the loss of all.
         """
         self._losses.append(loss)
         if not self._accelerator.sync_gradients:
             return torch.zeros_like(loss)
-        total, self._losses = torch.stack(self._losses).sum(), []
+        total, self._losses = torch.stack(self._losses).sum() * scale, []
         found = [one for one in self._ranks.gather(float(total)) if not math.isfinite(one)]
         self._loss = found[0] if found else None
         return torch.zeros_like(total) if found else total

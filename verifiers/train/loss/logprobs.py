@@ -15,7 +15,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl
@@ -31,6 +31,7 @@ from verifiers.train.processes.distributed import Ranks
 
 __all__ = [
     "PolicyLogprobs",
+    "Scored",
     "assemble_old_log_probs",
     "fuse_head",
     "fuse_heads",
@@ -103,7 +104,7 @@ def fuse_heads(trainer: Any) -> None:
 
 
 def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_float32: bool = False) -> None:
-    """Make TRL's call `model(..., labels=labels, fused_lm_head=True)` compute log-probs by `head_log_probs`.
+    """Make `model(..., labels=labels, fused_lm_head=True)` compute log-probs by `head_log_probs`.
 
     It has to be part of the model's forward: wrappers that shard it gather its weights there. Replaces what
     `trl.trainer.utils.add_fused_lm_head` has installed; any other call of the model stays as it was.
@@ -145,7 +146,7 @@ def fuse_head(model: Any, temperature: float, *, outputs: tuple[str, ...], in_fl
 
 
 def _router_loss(model: Any, body: Any, given: dict[str, Any]) -> Any:
-    """Return the load-balancing loss of a mixture of experts where TRL asked for it, else None."""
+    """Return the load-balancing loss of a mixture of experts where it is asked for, else None."""
     if not given.get("output_router_logits"):
         return None
     text = model.config.get_text_config()
@@ -153,11 +154,24 @@ def _router_loss(model: Any, body: Any, given: dict[str, Any]) -> Any:
     return load_balancing_loss_func(body.router_logits, text.num_experts, text.num_experts_per_tok, mask)
 
 
+class Scored(NamedTuple):
+    """What a model says of the completions of a micro-batch.
+
+    Attributes:
+        logps_RC: log-prob of each completion token.
+        entropy_RC: entropy of its distribution; None where the model's head was not asked for it.
+        router_loss: load-balancing loss of a mixture of experts; None where it was not asked for.
+    """
+
+    logps_RC: Tensor
+    entropy_RC: Tensor | None
+    router_loss: Tensor | None
+
+
 class PolicyLogprobs:
-    """Log-probs of completions at the training temperature, without gradient.
+    """Log-probs of completions at the training temperature; all but `score` without gradient.
 
     Args:
-        forward: TRL's `_get_per_token_logps_and_entropies`.
         accelerator: puts tensors on the model's device.
         ranks: of the run.
         policy: gives the trained model, as the accelerator wraps it.
@@ -169,7 +183,6 @@ class PolicyLogprobs:
 
     def __init__(
         self,
-        forward: Callable[..., tuple[Any, Any, Any]],
         accelerator: Any,
         ranks: Ranks,
         *,
@@ -181,24 +194,38 @@ class PolicyLogprobs:
     ) -> None:
         self._ranks = ranks
         ranks.register("score", self.of_policy)
-        self._forward, self._accelerator = forward, accelerator
+        self._accelerator = accelerator
         self._policy, self._reference, self._copy = policy, reference, copy
         self._batch_size, self._temperature = batch_size, temperature
+
+    def score(self, model: Any, batch: Mapping[str, Tensor], *, experts: bool = False) -> Scored:
+        """Score the completions of a micro-batch by a model whose head is fused.
+
+        Args:
+            experts: ask for the router's loss.
+        """
+        device, width = self._accelerator.device, batch["completion_ids"].size(1)
+        ids_RT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(device)
+        mask_RT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(device)
+        labels_RT = ids_RT.masked_fill(mask_RT == 0, IGNORED)
+        labels_RT[:, :-width] = IGNORED
+        options = {"output_router_logits": True} if experts else {}
+        with self._accelerator.autocast():
+            found = model(input_ids=ids_RT, attention_mask=mask_RT, labels=labels_RT, fused_lm_head=True, **options)
+        entropy_RC = None if found.entropy is None else found.entropy[:, -width:]
+        return Scored(found.log_probs[:, -width:], entropy_RC, found.aux_loss)
 
     @torch.no_grad()
     def of_model(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs (R, C) of a micro-batch's completions under a model."""
-        device = self._accelerator.device
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).to(device)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).to(device)
-        was_training = model.training
+        was_training, size = model.training, self._batch_size or len(batch["completion_ids"])
+        sides = [f"{side}_{kind}" for side in ("prompt", "completion") for kind in ("ids", "mask")]
+        parts = zip(*(batch[name].split(size) for name in sides), strict=True)
         model.eval()
         try:
-            width = batch["completion_ids"].size(1)
-            logps: Tensor = self._forward(model, ids, mask, width, batch_size=self._batch_size)[0]
+            return torch.cat([self.score(model, dict(zip(sides, part, strict=True))).logps_RC for part in parts])
         finally:
             model.train(was_training)
-        return logps
 
     def of_policy(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs (R, C) under the policy as it is now."""

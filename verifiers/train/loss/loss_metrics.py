@@ -1,87 +1,64 @@
-"""Metrics that TRL measures inside its loss, joined over micro-batches: means over sampled tokens, however packed.
-
-TRL logs the mean over its calls. With micro-batches of different sizes that would be another number for each packing,
-so here each call counts as what it is a mean of.
-"""
+"""Metrics that are measured in the loss: means and extremes over sampled tokens, however they are packed."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 __all__ = ["LossMetrics"]
 
-_PER_ROW_RATIO = ("clip_ratio/", "cispo_clip_ratio", "vespo/phi_seq_mean")
-"""Means over rows, not tokens, where ratios are those of whole sequences."""
-
-_OF_PADDING = {"vespo/phi_seq_mean": 1.0}
-"""The value that a padding row adds to a mean over rows, where that is not 0."""
+_Found = dict[str, tuple[float, float]]
+"""By name the sum and the count of a mean, or the extreme and 1."""
 
 
-_OF_THE_UPDATE = ("policy_loss", "entropy_coef")
-"""Metrics that are logged for an update in which no token is trained too."""
-
-
-@dataclass(slots=True)
 class LossMetrics:
-    """Sums over calls of the loss, until they are taken."""
+    """Sums over the micro-batches of one rank since the last log; a name that ends in min or max is an extreme."""
 
-    _sums: dict[str, float] = field(default_factory=dict)
-    _counts: dict[str, float] = field(default_factory=dict)
-    _extremes: dict[str, float] = field(default_factory=dict)
-    _micro_steps: int = 0
+    def __init__(self) -> None:
+        self._found: _Found = {}
 
-    def add(self, measured: Mapping[str, list[float]], batch: Mapping[str, Tensor], *, per_row: bool) -> None:
-        """Add what one call measured.
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add values by name, one a token or a row; those that are not a number count nothing."""
+        given = {name: one.double() for name, one in values.items() if one.numel()}
+        if not given:
+            return
+        found = []
+        for name, one in given.items():
+            is_number = ~one.isnan()
+            if name.endswith("min"):
+                total = torch.where(is_number, one, torch.inf).min()
+            elif name.endswith("max"):
+                total = torch.where(is_number, one, -torch.inf).max()
+            else:
+                total = torch.where(is_number, one, 0.0).sum()
+            found += [total, is_number.sum()]
+        # one transfer from the device for all of them
+        numbers = iter(torch.stack(found).tolist())
+        _join(self._found, {name: (total, count) for name, total, count in zip(given, numbers, numbers, strict=True)})
+
+    def take(self, gather: Callable[[_Found], list[_Found]]) -> dict[str, float]:
+        """Return the values over all ranks by name, without means over nothing, and start over.
 
         Args:
-            measured: TRL's values by name.
-            batch: the micro-batch, with `call_tokens`, `call_rows` and `call_padding_rows` over all ranks.
-            per_row: ratios are those of whole rows, so that means of them are over rows where they have one column.
+            gather: gives what every rank holds; each calls this.
         """
-        tokens = float(batch["call_tokens"])
-        for name, values in measured.items():
-            if not tokens and name not in _OF_THE_UPDATE:
-                # made of padding alone
-                continue
-            for value in values:
-                if math.isnan(value):
-                    continue
-                if name.endswith("_min"):
-                    self._extremes[name] = min(value, self._extremes.get(name, value))
-                elif name.endswith("_max"):
-                    self._extremes[name] = max(value, self._extremes.get(name, value))
-                elif name == "policy_loss":
-                    self._sums[name] = self._sums.get(name, 0.0) + value
-                elif name == "entropy_coef":
-                    self._count(name, value, 1.0)
-                elif name.startswith(_PER_ROW_RATIO) and (per_row or "phi" in name) and _one_column(batch):
-                    rows, padding = float(batch["call_rows"]), float(batch["call_padding_rows"])
-                    self._count(name, value * rows - _OF_PADDING.get(name, 0.0) * padding, rows - padding)
-                else:
-                    self._count(name, value * tokens, tokens)
-
-    def _count(self, name: str, total: float, count: float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + total
-        self._counts[name] = self._counts.get(name, 0.0) + count
-
-    def end_micro_step(self) -> None:
-        """Count a micro-step: the losses of its micro-batches add up to its loss."""
-        self._micro_steps += 1
-
-    def take(self) -> dict[str, float]:
-        """Return the joined values by name, without means over nothing, and start over."""
-        joined = {
-            name: total / self._counts.get(name, max(1, self._micro_steps)) for name, total in self._sums.items()
-        }
-        joined.update(self._extremes)
-        self._sums, self._counts, self._extremes, self._micro_steps = {}, {}, {}, 0
-        return joined
+        own, self._found = self._found, {}
+        joined: _Found = {}
+        for part in gather(own):
+            _join(joined, part)
+        return {name: total if _is_extreme(name) else total / count for name, (total, count) in joined.items()}
 
 
-def _one_column(batch: Mapping[str, Tensor]) -> bool:
-    """Return whether a ratio of rows stays one of rows; importance weights and advantages per token spread it."""
-    return batch["advantages"].dim() == 1
+def _is_extreme(name: str) -> bool:
+    return name.endswith(("min", "max"))
+
+
+def _join(found: _Found, more: _Found) -> None:
+    for name, (total, count) in more.items():
+        if not count:
+            continue
+        before, counted = found.get(name, (total if _is_extreme(name) else 0.0, 0.0))
+        joined = min(before, total) if name.endswith("min") else max(before, total)
+        found[name] = (joined if _is_extreme(name) else before + total, counted + count)

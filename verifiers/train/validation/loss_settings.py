@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from verifiers.errors import ConfigError
+from verifiers.train.loss.loss_types import LOSS_TYPES
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "IMPORTANCE_SAMPLING_MODES", "LOSS_TYPES", "LossType", "refuse_bad_loss"]
+__all__ = ["ADVANTAGE_ESTIMATORS", "IMPORTANCE_SAMPLING_MODES", "refuse_bad_loss"]
 
-
-@dataclass(frozen=True, slots=True)
-class LossType:
-    """Properties of a loss type of TRL that batching, importance sampling and checks of settings go by.
-
-    Attributes:
-        mean_over: what TRL's loss is a mean over: the tokens of the whole update, those of a micro-batch, the rows
-            of a micro-batch, or the rows, each by the mean over its tokens.
-        is_clipped: the objective is clipped, and `delta` bounds it.
-        multiplies_ratios: the ratios of a row's tokens are multiplied, so that what belongs to a token cannot be
-            part of its advantage.
-    """
-
-    mean_over: Literal["update tokens", "micro-batch tokens", "rows", "row means"]
-    is_clipped: bool = True
-    multiplies_ratios: bool = False
-
-
-LOSS_TYPES = {
-    "grpo": LossType("row means"),
-    "sapo": LossType("row means", is_clipped=False),
-    "bnpo": LossType("micro-batch tokens"),
-    "dr_grpo": LossType("rows"),
-    "dapo": LossType("update tokens"),
-    "cispo": LossType("update tokens", is_clipped=False),
-    "vespo": LossType("update tokens", is_clipped=False, multiplies_ratios=True),
-    "luspo": LossType("rows"),
-}
-"""Every loss type of trl 1.16, by its name."""
 
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -49,13 +20,10 @@ IMPORTANCE_SAMPLING_SETTINGS = (
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_cap",
-    "geometric_mask_min",
-    "geometric_mask_max",
 )
 """Settings without an effect where importance sampling is off."""
 
-RATIO_LEVELS = ("token", "sequence", "sequence_token")
-"""Values of `importance_sampling_level`: the first two are TRL's."""
+RATIO_LEVELS = ("token", "sequence")
 
 ADVANTAGE_ESTIMATORS = ("group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
@@ -98,11 +66,6 @@ def _refuse_bad_ratios(args: GRPOConfig) -> None:
             f"loss_type={args.loss_type!r} weighs by the ratio of the whole row at every level, so "
             f"importance_sampling_level={level!r} would change its metrics alone; leave it out."
         )
-    if args.loss_type == "luspo" and level == "sequence_token":
-        raise ConfigError(
-            "loss_type='luspo' multiplies the objective of a row by its length, which importance_sampling_level="
-            "'sequence_token' takes apart into tokens; set 'sequence'."
-        )
     if args.delta is not None and not loss_type.is_clipped:
         raise ConfigError(
             f"delta={args.delta:g} bounds the clipped objective, which loss_type={args.loss_type!r} does not have; "
@@ -128,16 +91,14 @@ def _refuse_bad_importance_sampling(args: GRPOConfig) -> None:
             f"{', '.join(f'{name}={getattr(args, name)!r}' for name in given)} would change the importance "
             "weights, which are off; set vllm_importance_sampling_correction=True, or leave that out."
         )
-    geometric = args.geometric_mask_min, args.geometric_mask_max
     # TRL copies the deprecated cap to clip_max later
-    cap = args.vllm_importance_sampling_cap
-    bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max if cap is None else cap
-    for prefix, (low, high) in {"vllm_importance_sampling_clip": bounds, "geometric_mask": geometric}.items():
-        if (low is not None and not 0 <= low <= 1) or (high is not None and not high >= 1):
-            raise ConfigError(
-                f"{prefix}_min={low} and {prefix}_max={high} leave out a ratio of 1, which is that of every token on "
-                f"policy; give {prefix}_min between 0 and 1, and {prefix}_max of 1 or more."
-            )
+    low, cap = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_cap
+    high = args.vllm_importance_sampling_clip_max if cap is None else cap
+    if (low is not None and not 0 <= low <= 1) or (high is not None and not high >= 1):
+        raise ConfigError(
+            f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} leave out a ratio "
+            "of 1, which is that of every token on policy; give a minimum of 0 to 1, and a maximum of 1 or more."
+        )
 
 
 def _refuse_bad_kl(args: GRPOConfig) -> None:

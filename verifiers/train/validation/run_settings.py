@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
-from verifiers.train.validation.loss_settings import LOSS_TYPES, refuse_bad_loss
+from verifiers.train.loss.loss_types import LOSS_TYPES
+from verifiers.train.validation.loss_settings import refuse_bad_loss
 from verifiers.train.weight_sync.choice import WEIGHT_SYNCS
 
 if TYPE_CHECKING:
@@ -130,9 +131,9 @@ def _refuse_unstreamable(args: GRPOConfig) -> None:
             "scale_rewards='batch' needs the rewards of the whole block before its first micro-batch is trained; "
             "use 'group' or 'none', or streaming=False."
         )
-    if LOSS_TYPES[args.loss_type].mean_over == "micro-batch tokens":
+    if LOSS_TYPES[args.loss_type].depends_on_micro_steps:
         raise ConfigError(
-            f"loss_type={args.loss_type!r} divides by each micro-batch's own tokens, which streaming cannot weigh; "
+            f"loss_type={args.loss_type!r} divides by each micro-step's own tokens, which streaming cannot weigh; "
             "use 'dapo', or streaming=False."
         )
     if args.top_entropy_quantile < 1.0:
@@ -142,8 +143,8 @@ def _refuse_unstreamable(args: GRPOConfig) -> None:
         )
     if args.entropy_coef != 0.0 or args.use_adaptive_entropy:
         raise ConfigError(
-            "an entropy bonus is a mean over each micro-batch, which streaming would rescale with the loss; set "
-            "entropy_coef=0.0, or streaming=False."
+            "an entropy bonus is a mean over the tokens of the whole update, whose number streaming does not know in "
+            "time; set entropy_coef=0.0, or streaming=False."
         )
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifiers.train.loss.kl_penalty import kl_terms
+from verifiers.train.loss.policy_loss import kl_terms
 
 REFERENCE = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.6931472), ("k2", 0.2402265)])
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.6931472), ("k2", 0.2402265), ("k3", 0.1931472)])
 def test_a_token_twice_as_likely_as_under_the_reference_gives_the_worked_numbers(
     estimator: str, expected: float
 ) -> None:
     logps, reference = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
     for corrected in (False, True):
-        assert kl_terms(logps, reference, None, estimator, corrected=corrected).item() == pytest.approx(expected)
+        found = kl_terms(logps, reference, torch.ones(1, 1), estimator, corrected=corrected)
+        assert found.item() == pytest.approx(expected)
     # sampled at 0.4, the token counts 0.5 / 0.4 times
-    old = torch.tensor([[0.4]]).log()
-    assert kl_terms(logps, reference, old, estimator, corrected=True).item() == pytest.approx(1.25 * expected)
+    ratio = torch.tensor([[1.25]])
+    assert kl_terms(logps, reference, ratio, estimator, corrected=True).item() == pytest.approx(1.25 * expected)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,9 @@ def test_a_token_twice_as_likely_as_under_the_reference_gives_the_worked_numbers
         ("k2", False, True, True),
         ("k2", False, False, False),
         ("k1", False, True, False),
+        ("k3", True, True, True),
+        ("k3", True, False, True),
+        ("k3", False, True, False),
     ],
 )
 def test_in_expectation_over_the_sampler_the_gradient_is_that_of_the_kl(
@@ -42,7 +46,8 @@ def test_in_expectation_over_the_sampler_the_gradient_is_that_of_the_kl(
     sampler = logps.detach() if on_policy else torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
     (wanted,) = torch.autograd.grad((logps.exp() * (logps - REFERENCE)).sum(), logits, retain_graph=True)
     # each token is a row of its own, as likely as the sampler makes it
-    terms = kl_terms(logps[:, None], REFERENCE[:, None], sampler[:, None], estimator, corrected=corrected)
+    ratio = (logps - sampler).exp()[:, None]
+    terms = kl_terms(logps[:, None], REFERENCE[:, None], ratio, estimator, corrected=corrected)
     (found,) = torch.autograd.grad((sampler.exp() * terms.squeeze(1)).sum(), logits)
     assert torch.allclose(found, wanted) is has_the_gradient
     if estimator == "k1" and not corrected:

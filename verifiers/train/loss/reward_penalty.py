@@ -1,13 +1,9 @@
-"""The KL to the reference model: as terms of the loss, or subtracted from the rewards.
-
-TRL's own term of the loss is k3 of Schulman ("Approximating KL divergence", 2020). Here are the estimators that it
-lacks, k1 and k2, and the penalty in the reward.
-"""
+"""The KL to the reference model, subtracted from the rewards."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,35 +12,11 @@ from torch import Tensor
 
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
 from verifiers.rollouts.rollout import ScoredBlock
-from verifiers.train.batching.collate import MicroBatch
 from verifiers.train.loss.logprobs import PolicyLogprobs
 from verifiers.train.processes.distributed import Ranks
 from verifiers.types import RolloutKey
 
-__all__ = ["RewardPenalty", "kl_terms"]
-
-
-def kl_terms(
-    logps_RC: Tensor, ref_logps_RC: Tensor, old_logps_RC: Tensor | None, estimator: str, *, corrected: bool
-) -> Tensor:
-    """Return an estimate (R, C) of KL(pi || pi_ref) at each token, in nats, to be put into the loss.
-
-    With d = log pi - log pi_ref, k1 is d and k2 is d^2 / 2. As a term of a loss k2 has the gradient of the KL in
-    expectation, and k1 none. The factor pi / pi_old, with gradient for k1 and without for k2, gives both that of the
-    KL, off policy too (Liu et al., arXiv:2510.01555).
-
-    Args:
-        logps_RC: log pi, with gradient.
-        ref_logps_RC, old_logps_RC: log pi_ref, and log pi_old; None for pi itself.
-        estimator: "k1" or "k2".
-        corrected: multiply by that factor.
-    """
-    difference_RC = logps_RC - ref_logps_RC
-    kl_RC = difference_RC if estimator == "k1" else difference_RC.square() / 2
-    if not corrected:
-        return kl_RC
-    ratio_RC = (logps_RC - (logps_RC.detach() if old_logps_RC is None else old_logps_RC)).exp()
-    return kl_RC * (ratio_RC if estimator == "k1" else ratio_RC.detach())
+__all__ = ["RewardPenalty"]
 
 
 @dataclass(slots=True)
@@ -68,7 +40,7 @@ class RewardPenalty:
     timer: StageTimer
 
     @in_stage("old_logprobs")
-    def measure(self, micro_batches: Sequence[MicroBatch]) -> dict[int, tuple[float, int]]:
+    def measure(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[int, tuple[float, int]]:
         """Return the KL (sum in nats, tokens) of each rollout of a block, over all ranks.
 
         Args:
@@ -80,10 +52,10 @@ class RewardPenalty:
             sums[index] = (sums[index][0] + kl, sums[index][1] + tokens)
         return dict(sums)
 
-    def _of_rows(self, batch: MicroBatch) -> list[tuple[int, float, int]]:
-        ref_RC = self.logprobs.of_reference(batch).to(batch["tool_mask"].device)
-        sampled_RC = batch["tool_mask"].bool()
-        kl_R = torch.where(sampled_RC, batch["sampling_per_token_logps"] - ref_RC, 0.0).double().sum(1)
+    def _of_rows(self, batch: Mapping[str, Tensor]) -> list[tuple[int, float, int]]:
+        ref_RC = self.logprobs.of_reference(batch).to(batch["loss_mask"].device)
+        sampled_RC = batch["loss_mask"].bool()
+        kl_R = torch.where(sampled_RC, batch["sampler_logps"] - ref_RC, 0.0).double().sum(1)
         rows = zip(batch["rollout_index"].tolist(), kl_R.tolist(), sampled_RC.sum(1).tolist(), strict=True)
         return [row for row in rows if row[0] >= 0]
 

@@ -1,0 +1,208 @@
+"""The loss of a policy on one micro-batch: objective, importance weights, KL and entropy, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verifiers.train.loss.loss_types import LOSS_TYPES, LossSettings, TokenTerms
+
+__all__ = [
+    "MeasuredLoss",
+    "importance_weights",
+    "kl_terms",
+    "measure_mismatch",
+    "policy_loss",
+    "policy_ratios",
+    "token_terms",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLoss:
+    """What was measured beside a loss, without gradient.
+
+    Attributes:
+        policy_loss: the loss without the entropy bonus.
+        values: by the name of the metric, one value for each sampled token or for each row that has some.
+        is_finite_R: False where a row's loss is not finite.
+    """
+
+    policy_loss: Tensor
+    values: dict[str, Tensor]
+    is_finite_R: Tensor
+
+
+def policy_loss(
+    logps_RC: Tensor,
+    entropy_RC: Tensor,
+    batch: Mapping[str, Tensor],
+    args: LossSettings,
+    *,
+    entropy_coef: float = 0.0,
+    trained_RC: Tensor | None = None,
+) -> tuple[Tensor, MeasuredLoss]:
+    """Return the sum over tokens of weight x loss; over the micro-batches of an update that is its mean.
+
+    Args:
+        logps_RC: log pi of each completion token, with gradient.
+        entropy_RC: entropies of their distributions, with gradient.
+        batch: the micro-batch: `loss_mask`, `advantages` and `sampler_logps` (R, C), `token_weights` (R,),
+            `update_tokens`, and where there are any `old_logps` (those of this pass, if not) and `reference_logps`.
+        args: settings.
+        entropy_coef: coefficient of the mean entropy over the update's tokens.
+        trained_RC: tokens whose objective counts; all that were sampled when left out.
+    """
+    loss_type, terms = LOSS_TYPES[args.loss_type], token_terms(logps_RC, batch, args)
+    objective_RC = loss_type.objective(terms, args)
+    if not loss_type.multiplies_ratios:
+        objective_RC = objective_RC * terms.correction_RC
+    if args.off_policy_mask_threshold is not None:
+        objective_RC = objective_RC * _near_sampler(terms, args.off_policy_mask_threshold)
+    if trained_RC is not None:
+        objective_RC = objective_RC * trained_RC
+    values = {"entropy": terms.of_tokens(entropy_RC), **loss_type.measure(terms, args), **_mismatch(terms, args)}
+    if "reference_logps" in batch:
+        reference_RC, estimator = terms.sampled(batch["reference_logps"]), args.kl_estimator or "k3"
+        # k3 is multiplied by the ratio of the row where that is the objective's, as in TRL
+        ratio = terms.ratio if estimator == "k3" else policy_ratios(terms.logps_RC, terms.old_RC, terms.mask_RC)
+        corrected = args.use_bias_correction_kl
+        kl_RC = kl_terms(terms.logps_RC, reference_RC, ratio, estimator, corrected=corrected)
+        objective_RC = objective_RC - args.beta * kl_RC
+        k3_RC = kl_terms(terms.logps_RC, reference_RC, terms.ratio, "k3", corrected=corrected)
+        values["kl"] = terms.of_tokens(k3_RC)
+    losses_R = -(batch["token_weights"].unsqueeze(1) * terms.sampled(objective_RC)).sum(1)
+    loss = losses_R.sum()
+    measured = MeasuredLoss(loss.detach(), values, losses_R.detach().isfinite())
+    if entropy_coef:
+        loss = loss - entropy_coef * terms.sampled(entropy_RC).sum() / batch["update_tokens"]
+    return loss, measured
+
+
+def token_terms(logps_RC: Tensor, batch: Mapping[str, Tensor], args: LossSettings) -> TokenTerms:
+    """Return what the objective is made of; arguments as of `policy_loss`."""
+    mask_RC = batch["loss_mask"].bool()
+    # tokens that nobody sampled may hold anything; a ratio of zeros cannot overflow
+    logps_RC, sampler_RC, advantage_RC = (
+        torch.where(mask_RC, values_RC, 0.0) for values_RC in (logps_RC, batch["sampler_logps"], batch["advantages"])
+    )
+    old_RC = torch.where(mask_RC, batch["old_logps"], 0.0) if "old_logps" in batch else logps_RC.detach()
+    ratio = policy_ratios(logps_RC, old_RC, mask_RC, args.importance_sampling_level)
+    correction_RC = torch.ones_like(old_RC)
+    if args.vllm_importance_sampling_correction:
+        correction_RC = importance_weights(old_RC, sampler_RC, mask_RC, args)
+    return TokenTerms(logps_RC, old_RC, sampler_RC, ratio, advantage_RC, correction_RC, mask_RC)
+
+
+def policy_ratios(logps_RC: Tensor, old_RC: Tensor, mask_RC: Tensor, level: str = "token") -> Tensor:
+    """Return pi / pi_old of each token (R, C), or at the level "sequence" its geometric mean over each row (R, 1).
+
+    The second is the ratio of GSPO (Zheng et al., "Group sequence policy optimization", arXiv:2507.18071).
+    """
+    log_ratio_RC = torch.where(mask_RC, logps_RC - old_RC, 0.0)
+    if level == "token":
+        return log_ratio_RC.exp()
+    return (log_ratio_RC.sum(1, keepdim=True) / mask_RC.sum(1, keepdim=True).clamp(min=1)).exp()
+
+
+def kl_terms(logps_RC: Tensor, reference_RC: Tensor, ratio: Tensor, estimator: str, *, corrected: bool) -> Tensor:
+    """Return an estimate (R, C) of KL(pi || pi_ref) at each token, in nats, to be put into the loss.
+
+    With d = log pi - log pi_ref, k1 is d, k2 is d^2 / 2 and k3 is e^-d - 1 + d (Schulman, "Approximating KL
+    divergence", 2020). As a term of a loss k2 has the gradient of the KL in expectation, and k1 none. The factor
+    pi / pi_old, with gradient for k1 and k3 and without for k2, gives all three that of the KL, off policy too
+    (Liu et al., arXiv:2510.01555).
+
+    Args:
+        logps_RC: log pi, with gradient.
+        reference_RC: log pi_ref.
+        ratio: pi / pi_old, with gradient.
+        estimator: "k1", "k2" or "k3".
+        corrected: multiply by that factor.
+    """
+    difference_RC = logps_RC - reference_RC
+    if estimator == "k1":
+        kl_RC = difference_RC
+    elif estimator == "k2":
+        kl_RC, ratio = difference_RC.square() / 2, ratio.detach()
+    else:
+        kl_RC = (-difference_RC).exp() - 1 + difference_RC
+    return kl_RC * ratio if corrected else kl_RC
+
+
+def importance_weights(old_RC: Tensor, sampler_RC: Tensor, mask_RC: Tensor, args: LossSettings) -> Tensor:
+    """Return the weights (R, C) between the sampler's policy mu and the proximal pi_old; 1.0 off the sampled tokens.
+
+    A truncated weight min(pi_old / mu, cap), without gradient, multiplies each token's objective: decoupled PPO
+    (Hilton et al., arXiv:2110.00641), with the truncation of Yao et al. ("Your efficient RL framework secretly brings
+    you off-policy RL training", 2025). "token_mask" with both bounds is IcePop (Ling team, arXiv:2510.18855).
+    Clipping acts on pi / pi_old and is not touched.
+
+    The mode is "token_" or "sequence_" (the product over a row's sampled tokens) and "truncate" (ratios are cut to
+    the bounds) or "mask" (ratios outside the bounds become 0).
+
+    Args:
+        old_RC, sampler_RC: log pi_old and log mu of each token, in nats.
+        mask_RC: 1 on sampled tokens.
+        args: mode and bounds, `vllm_importance_sampling_...`; None is no bound.
+    """
+    mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
+    high = args.vllm_importance_sampling_clip_max
+    ratio_RC = _sampler_ratios(old_RC, sampler_RC, mask_RC, mode)
+    low, high = 0.0 if low is None else low, float("inf") if high is None else high
+    if mode.endswith("truncate"):
+        weights_RC = ratio_RC.clamp(low, high)
+    else:
+        weights_RC = torch.where((ratio_RC >= low) & (ratio_RC <= high), ratio_RC, 0.0)
+    return torch.where(mask_RC.bool(), weights_RC, 1.0)
+
+
+def _sampler_ratios(old_RC: Tensor, sampler_RC: Tensor, mask_RC: Tensor, mode: str) -> Tensor:
+    """Return pi_old / mu (R, C) as a mode sees it: of each token, or in "sequence_" modes of each row."""
+    log_ratio_RC = torch.where(mask_RC.bool(), old_RC - sampler_RC, 0.0)
+    if mode.startswith("sequence"):
+        return log_ratio_RC.sum(1, keepdim=True).exp().expand_as(log_ratio_RC)
+    return log_ratio_RC.exp()
+
+
+def measure_mismatch(
+    old_RC: Tensor, sampler_RC: Tensor, mask_RC: Tensor, weights_RC: Tensor | None, args: LossSettings
+) -> dict[str, Tensor]:
+    """Return how far the sampler and the proximal policy are apart at each sampled token, by the name of the metric.
+
+    `mismatch_kl` is r - 1 - log r with r = pi_old / mu: an unbiased, never negative estimate of KL(mu || pi_old) in
+    nats (Schulman, "Approximating KL divergence", 2020). The ratios are those that the mode sees.
+
+    Args:
+        weights_RC: what `importance_weights` made of the ratios; None without importance sampling.
+    """
+    sampled_RC = mask_RC.bool()
+    old_RC, sampler_RC = old_RC.double(), sampler_RC.double()
+    log_ratio = (old_RC - sampler_RC)[sampled_RC]
+    ratio = _sampler_ratios(old_RC, sampler_RC, mask_RC, args.vllm_importance_sampling_mode)[sampled_RC]
+    weight = ratio if weights_RC is None else weights_RC[sampled_RC].double()
+    return {
+        "mismatch_kl": log_ratio.exp() - 1 - log_ratio,
+        "sampling/importance_sampling_ratio/mean": ratio,
+        "sampling/importance_sampling_ratio/min": ratio,
+        "sampling/importance_sampling_ratio/max": ratio,
+        "sampling/sampling_logp_difference/max": log_ratio.abs(),
+        "sampling/clipped_share": ((weight - ratio).abs() > 1e-5 * ratio.clamp(min=1.0)).double(),
+    }
+
+
+def _mismatch(terms: TokenTerms, args: LossSettings) -> dict[str, Tensor]:
+    if args.vllm_importance_sampling_correction:
+        return measure_mismatch(terms.old_RC, terms.sampler_RC, terms.mask_RC, terms.correction_RC, args)
+    # the old log-probs may be the sampler's own
+    return measure_mismatch(terms.logps_RC.detach(), terms.sampler_RC, terms.mask_RC, None, args)
+
+
+def _near_sampler(terms: TokenTerms, threshold: float) -> Tensor:
+    """Return False on rows of a negative advantage that are far off policy (DeepSeek-V3.2, arXiv:2512.02556)."""
+    counts_R1 = terms.mask_RC.sum(1, keepdim=True).clamp(min=1)
+    kl_R1 = (terms.sampler_RC - terms.logps_RC.detach()).sum(1, keepdim=True) / counts_R1
+    return (terms.advantage_RC >= 0) | (kl_R1 <= threshold)
