@@ -225,6 +225,8 @@ class BlockRun:
 
     def _note_end(self, rollout: Rollout) -> None:
         self._ended.add(rollout.key)
+        for row in rollout.rows:
+            row.pack()
         if self._dropping:
             self._drop()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,13 +95,19 @@ class TokenSequence:
             `Turn`); None where there are none.
     """
 
-    prompt_ids: list[int]
-    completion_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    prompt_ids: MutableSequence[int]
+    completion_ids: MutableSequence[int] = field(default_factory=list)
+    loss_mask: MutableSequence[int] = field(default_factory=list)
+    logprobs: MutableSequence[float] = field(default_factory=list)
+    versions: MutableSequence[int] = field(default_factory=list)
     is_truncated: bool = False
     unreported_version: int | None = None
+
+    def pack(self) -> None:
+        """Hold the same numbers as arrays, which take a third of a list's memory."""
+        self.prompt_ids, self.completion_ids = array("q", self.prompt_ids), array("q", self.completion_ids)
+        self.loss_mask, self.logprobs = array("b", self.loss_mask), array("d", self.logprobs)
+        self.versions = array("q", self.versions)
 
     @property
     def sampled_tokens(self) -> int:

@@ -85,7 +85,10 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
         "reward": rollout.reward,
         "metrics": rollout.metrics,
         "rows": [
-            [row.prompt_ids, row.completion_ids, row.loss_mask, row.logprobs, row.versions, row.is_truncated]
+            [
+                *map(list, (row.prompt_ids, row.completion_ids, row.loss_mask, row.logprobs, row.versions)),
+                row.is_truncated,
+            ]
             for row in rollout.rows
         ],
         "forks": rollout.forks,
