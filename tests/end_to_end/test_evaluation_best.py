@@ -167,7 +167,7 @@ def test_stored_evaluations_are_those_of_the_runs_lineage(make_trainer: Callable
     before = third.evaluate()
     third.train()
     aside = tmp_path.with_name(f"{tmp_path.name}-earlier-1")
-    assert steps_of(list(evals.iterdir())) == ["step-0-2", "step-0", "step-1"]
+    assert {path.name for path in evals.iterdir()} == {"step-0", "step-0-2", "step-1"}
     assert steps_of(list((aside / "evals").iterdir())) == [f"step-{step}" for step in range(5)]
     assert read_run(evals / "step-0-2").metadata["summary"]["rewards"]["reward"]["mean"] == before["eval_reward"]
 

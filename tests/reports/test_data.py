@@ -130,15 +130,6 @@ def test_the_examples_of_a_sample_are_known_without_its_rollouts(rows: Rows) -> 
         assert sampled_examples(numbers_of(made), most) == {group[0].example for group in kept}
 
 
-def test_rows_of_before_outcomes_were_told_count_where_they_have_a_reward(rows: Rows) -> None:
-    made = [rows(0, 0, reward=0.5), rows(0, 1, reward=None)]
-    for row in made:
-        del row["outcome"]
-    summary = summary_of(numbers_of(made), {}, "x/y")
-    assert summary["outcomes"] == {"completed": 1, "?": 1}
-    assert (summary["scored"], summary["measures"][0]["mean"]) == (1, 0.5)
-
-
 def test_the_summary_counts_failures_beside_the_means(rows: Rows) -> None:
     made = [rows(e, g, reward=float((e + g) % 2), right=1.0) for e in range(4) for g in range(4)]
     made[0] = rows(0, 0, reward=None, outcome="provider_error", right=1.0)

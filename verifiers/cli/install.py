@@ -81,10 +81,11 @@ def install(args: argparse.Namespace) -> int:
             ) from None
     if args.dry_run:
         return DONE
-    if _environments() == before:
+    after = _environments()
+    if after == before and not (args.ignore_pin or args.no_deps):
         # installers skip a package of the installed version, though its code may differ
         _run(alone)
-    after = _environments()
+        after = _environments()
     place = target if target.startswith("git+") else Path(target).as_uri()
     found = [env for env in after if env not in before] or [e for e in after if e["origin"] and e["origin"] in place]
     if not found:
