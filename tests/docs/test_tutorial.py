@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from clean_environment import COMMAND, CleanEnvironment
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+README = Path(__file__).parents[2] / "README.md"
+PAGE = README.parent / "docs" / "tutorial.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 
@@ -108,9 +109,9 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
         server.wait(30)
 
 
-def test_no_eval_word_of_the_page_was_shown_to_the_small_model() -> None:
+def test_no_eval_word_of_the_readme_was_shown_to_the_small_model() -> None:
     warm_start = pytest.importorskip("verifiers.train.tiny_model.warm_start", reason="needs the train extra")
-    code = next(text for _, title, text in BLOCK.findall(PAGE.read_text()) if title == "backward.py")
+    code = next(text for _, title, text in BLOCK.findall(README.read_text()) if title == "backward.py")
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     questions = namespace["load_environment"]().get_eval_dataset()["question"]
