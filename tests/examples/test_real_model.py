@@ -52,8 +52,8 @@ def test_an_adapter_of_the_real_model_is_trained_and_served(
 
     from verifiers.cli import train
 
-    smaller = {"max_steps = 16": "max_steps = 1", "accumulation_steps = 4": "accumulation_steps = 1",
-               "eval_on_start = true": "num_eval_prompts = 1", "eval_steps = 16": "eval_steps = 1"}  # fmt: skip
+    smaller = {"max_steps = 12": "max_steps = 1", "accumulation_steps = 4": "accumulation_steps = 1",
+               "eval_on_start = true": "num_eval_prompts = 1", "eval_steps = 12": "eval_steps = 1"}  # fmt: skip
     text = (EXAMPLE / "corrections.toml").read_text()
     for setting, less in smaller.items():
         assert setting in text
