@@ -43,7 +43,7 @@ def test_the_agent_asks_again_until_the_object_has_its_keys() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_adapter_of_the_real_model_is_trained_and_served(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
