@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,8 @@ def load_model(
     """Load a Hugging Face model directory, freeze it and check the cached against the plain forward pass.
 
     Args:
-        directory: holds config.json, weights and tokenizer files.
+        directory: holds config.json, weights and tokenizer files; or a LoRA adapter, which is merged into the base
+            model that its adapter_config.json names.
         device: ``cpu``, ``cuda`` or ``auto`` (cuda where there is one).
         dtype: ``float32``, ``bfloat16`` or ``auto``: bfloat16 on cuda for a checkpoint in 16 bits, else
             float32.
@@ -57,23 +59,29 @@ def load_model(
     transformers.logging.disable_progress_bar()
     if not directory.is_dir():
         raise StartError(f"--model {str(directory)!r} is not a directory; give the folder that holds config.json")
-    if not (directory / "config.json").is_file():
-        raise StartError(f"--model {str(directory)!r} holds no config.json; save the model there first")
+    adapter = directory / "adapter_config.json"
+    if not (adapter.is_file() or (directory / "config.json").is_file()):
+        raise StartError(
+            f"--model {str(directory)!r} holds no config.json and no adapter; save the model there first"
+        )
     place = _device(device)
     try:
-        config = transformers.AutoConfig.from_pretrained(directory)
+        base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
+        config = transformers.AutoConfig.from_pretrained(base)
         attention_windows(config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         number = _dtype(dtype, place, config)
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=number, output_loading_info=True
-        )
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=number, output_loading_info=True)
+        model, found = loaded
+        if adapter.is_file():
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, directory).merge_and_unload()
     except StartError:
         raise
     except Exception as error:
         # transformers raises dozens of kinds here; all mean that this directory cannot be served.
         raise StartError(f"cannot load --model {str(directory)!r}: {type(error).__name__}: {error}", 1) from error
-    model, found = loaded
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise StartError(

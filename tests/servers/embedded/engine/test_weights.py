@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from step_gate import StepGate
+from verifiers_embedded.engine.loading import load_model
 
 
 def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
@@ -275,3 +277,17 @@ async def test_what_is_no_regular_file_is_refused_and_requests_are_answered(
     assert (status, answer["error"]["param"]) == (400, "weights_path")
     assert str(tmp_path) in answer["error"]["message"]
     assert (await server.get("/health"))[0] == 200
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_is_served_merged_into_the_base_that_it_names(model_dir: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs the train extra")
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    # both matrices of the adapter are random, so that it changes every layer
+    wanted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    wanted.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path)
+    served = load_model(tmp_path, device="cpu", dtype="float32", max_model_len=None).model
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        torch.testing.assert_close(served(ids).logits, wanted(ids).logits, rtol=1e-3, atol=1e-3)
