@@ -106,14 +106,8 @@ async def score_rollouts(
         ConfigError: columns of differing lengths, or group functions, which need `score_group`.
     """
     count = len(prompts)
-    columns: list[Sequence[Any]] = [
-        prompts,
-        completions,
-        answers,
-        states,
-        tasks or ["default"] * count,
-        infos or [None] * count,
-    ]
+    columns: list[Sequence[Any]] = [prompts, completions, answers, states]
+    columns += [tasks or ["default"] * count, infos or [None] * count]
     if count and len({len(column) for column in columns}) > 1:
         lengths = ", ".join(f"{len(column)} {name}s" for name, column in zip(ARGUMENTS, columns, strict=True))
         raise ConfigError(f"The columns to score differ in length: {lengths}.")

@@ -19,6 +19,7 @@ import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from verifiers.concurrency import DaemonThreads, gather_owned, is_async_function, threads_for, without_partials
 from verifiers.errors import ConfigError, GradingError
@@ -118,14 +119,7 @@ class RewardCall:
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        try:
-            parameters = list(inspect.signature(func).parameters.values())
-        except (TypeError, ValueError):
-            # some builtins have no signature: the call itself will say what is wrong
-            parameters = []
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self._names = tuple(item.name for item in parameters if item.kind in by_name)
-        self._takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+        self._names, self._takes_everything = _parameters_of(func)
         self.is_group = not PLURALS.isdisjoint(self._names)
         self._is_async = is_async_function(func)
         # without `await` a judge's answer blocks its thread for seconds
@@ -150,6 +144,27 @@ class RewardCall:
             return await _settled(await threads.run(functools.partial(self.result, values)))
 
         return await gather_owned([result(values) for values in of_calls])
+
+
+_parameters: WeakKeyDictionary[Callable[..., Any], tuple[tuple[str, ...], bool]] = WeakKeyDictionary()
+
+
+def _parameters_of(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """Return the names of a function's parameters, and True where it takes any keyword."""
+    # reading a signature costs more than most reward functions; some callables cannot be kept
+    with contextlib.suppress(KeyError, TypeError):
+        return _parameters[func]
+    try:
+        parameters = list(inspect.signature(func).parameters.values())
+    except (TypeError, ValueError):
+        # some builtins have no signature: the call itself will say what is wrong
+        parameters = []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = tuple(item.name for item in parameters if item.kind in by_name)
+    takes_everything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+    with contextlib.suppress(TypeError):
+        _parameters[func] = names, takes_everything
+    return names, takes_everything
 
 
 async def _settled(result: Any) -> Any:
