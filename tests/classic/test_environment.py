@@ -34,7 +34,7 @@ def test_the_signatures_are_the_classic_ones() -> None:
     assert names(vf.MultiTurnEnv.rollout)[:7] == [
         "client", "model", "prompt", "answer", "task", "info", "sampling_args",
     ]  # fmt: skip
-    assert names(vf.MultiTurnEnv.is_completed) == ["messages", "state", "kwargs"]
+    assert names(vf.MultiTurnEnv.is_completed) == ["state"]
     assert names(env.init_state) == ["input", "client", "model", "sampling_args"]
     assert names(env.run_rollouts)[:8] == [
         "client", "model", "prompts", "answers", "tasks", "infos", "sampling_args", "max_concurrent",

@@ -151,14 +151,14 @@ def make_part(plan: BatchPlan, blocks: int) -> Any:
 
 
 def replacements(prefetcher: RolloutPrefetcher, block_id: int) -> list[RolloutKey]:
-    return [request.key for request in prefetcher.batch_request(block_id, 0).replacement_requests()]
+    return [request.key for request in prefetcher.batch_request(block_id, 0).replacements]
 
 
 def test_a_block_is_asked_for_in_the_plans_order_each_rollout_with_a_seed_of_its_own() -> None:
     plan = a_plan()
     prefetcher, _ = a_prefetcher(1, plan)
     request = prefetcher.batch_request(2, optimizer_step=7)
-    asked = request.requests()
+    asked = request.requests
     assert [(rollout.key.example_id, rollout.key.generation) for rollout in asked] == plan.requests(2)
     assert [rollout.prompt for rollout in asked] == [ROWS[rollout.key.example_id]["prompt"] for rollout in asked]
     assert [rollout.seed for rollout in asked] == [rollout_seed(plan.seed, rollout.key) for rollout in asked]

@@ -55,7 +55,7 @@ def call(env: Any, args: GRPOConfig, sent: dict[str, Any]) -> None:
 
     given = training_sampling_args(env, args)
     generator = AsyncBatchGenerator(env, "http://127.0.0.1:9/v1", "m", given, check_call=check)
-    generator._runner_options["check_call"](sent)
+    generator._run_options["check_call"](sent)
     assert checked == [sent]
 
 

@@ -86,9 +86,9 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
         "metrics": rollout.metrics,
         "rows": [
             [
-                *map(list, (row.prompt_ids, row.completion_ids, row.loss_mask, row.logprobs, row.versions)),
-                row.is_truncated,
-            ]
+                list(row.prompt_ids), list(row.completion_ids), list(row.loss_mask), list(row.logprobs),
+                list(row.versions), row.is_truncated,
+            ]  # fmt: skip
             for row in rollout.rows
         ],
         "forks": rollout.forks,

@@ -22,11 +22,18 @@ async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, An
     Args:
         request: {"row": ..., "items": [{"text", "tokens", "messages"}], "timeout_s"}.
     """
-    from verifiers.envs.conversation import new_state
+    from verifiers.envs.conversation import begin_turns
+    from verifiers.rollouts.play import begin_state
+    from verifiers.rollouts.rollout import RolloutRequest
+    from verifiers.types import RolloutKey
 
     row, states = request["row"], []
+    given = RolloutRequest(
+        RolloutKey(0, row.get("example_id", 0), 0), row["prompt"], row["answer"], row["task"], row["info"]
+    )
     for item in request["items"]:
-        state = new_state({**row, "info": dict(row["info"])}, None, "", None, environment.oai_tools)
+        state = begin_state(given, None, "", {})
+        begin_turns(state, environment.oai_tools)
         said = item["text"] if isinstance(row["prompt"], str) else item["messages"]
         state["completion"] = said
         response = _response(item)
