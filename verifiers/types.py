@@ -271,5 +271,8 @@ class Failure:
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        # asked by `from ... import`
+        raise AttributeError(name)
     # by name: an import would run upwards
     return importlib.import_module("verifiers.classic.import_paths").classic_name(__name__, name)

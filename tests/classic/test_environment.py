@@ -36,9 +36,6 @@ def test_the_signatures_are_the_classic_ones() -> None:
     ]  # fmt: skip
     assert names(vf.MultiTurnEnv.is_completed) == ["state"]
     assert names(env.init_state) == ["input", "client", "model", "sampling_args"]
-    assert names(env.run_rollouts)[:8] == [
-        "client", "model", "prompts", "answers", "tasks", "infos", "sampling_args", "max_concurrent",
-    ]  # fmt: skip
     assert names(env.a_generate)[:9] == [
         "inputs", "client", "model", "sampling_args", "score_rollouts", "max_concurrent", "max_concurrent_generation",
         "max_concurrent_scoring", "interleave_scoring",

@@ -327,10 +327,12 @@ def _adapt(cls: Any) -> None:
 
 
 def _is_classic(name: str, method: Any) -> bool:
+    if getattr(method, "is_present", False):
+        return False
     code = getattr(method, "__code__", None)
     first = code.co_varnames[1:2] if code is not None else ()
     if name in ("is_completed", "get_model_response", "post_rollout"):
-        return not getattr(method, "is_present", False) and first != ("state",)
+        return first != ("state",)
     if name == "run_rollouts":
         return first != ("requests",)
     if name == "env_response":

@@ -167,6 +167,9 @@ def change(state: State, entries: Mapping[str, Any] | None) -> None:
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        # asked by `from ... import`
+        raise AttributeError(name)
     from verifiers.classic.import_paths import classic_name
 
     return classic_name(__name__, name)

@@ -298,6 +298,9 @@ def result_text(result: RunResult, max_chars: int, timeout_s: float) -> str:
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        # asked by `from ... import`
+        raise AttributeError(name)
     from verifiers.classic.import_paths import classic_name
 
     return classic_name(__name__, name)

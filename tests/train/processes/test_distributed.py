@@ -119,7 +119,6 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
         "directory": SimpleNamespace(close=closes("lock")),
         "session": SimpleNamespace(close=lambda: RolloutSession.close(session)),
         "evaluator": evaluator,
-        "schedule": SimpleNamespace(),
         "monitor": None,
     }
     with pytest.raises(KeyboardInterrupt):
