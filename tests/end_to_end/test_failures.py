@@ -184,7 +184,7 @@ def test_launched_rollouts_are_the_sum_over_outcomes_whatever_happens(make_fake_
         for kind in KINDS
         for rollout in block
         if rollout.prompt[-1]["content"].startswith(f"{kind} ")
-        and any(row.prompt_ids in trained_prompts for row in rollout.rows)
+        and any(list(row.prompt_ids) in trained_prompts for row in rollout.rows)
     }
     assert trained == {"good", "long"}
 

@@ -23,7 +23,16 @@ from verifiers.types import (
     message_field,
 )
 
-__all__ = ["TurnCount", "add_response", "begin_turns", "call_model", "offered_tools", "said_so_far", "tools_of_info"]
+__all__ = [
+    "TurnCount",
+    "add_response",
+    "ask_model",
+    "begin_turns",
+    "call_model",
+    "offered_tools",
+    "said_so_far",
+    "tools_of_info",
+]
 
 
 class OfferedTools(list[Any]):
@@ -76,6 +85,19 @@ def add_response(state: State, prompt: Messages, response: ModelResponse, messag
     step["trajectory_id"] = state.get("trajectory_id")
     state["trajectory"].append(step)
     state["completion"] = joined(state["completion"], step["completion"])
+
+
+async def ask_model(env: Any, state: State, prompt: Messages) -> ModelResponse:
+    """Ask the policy of a rollout for its next answer; as `call_model`, with what the state has."""
+    return await call_model(
+        state["client"],
+        state["model"],
+        prompt,
+        message_type=env.message_type,
+        oai_tools=offered_tools(state, env.oai_tools),
+        sampling_args=state.get("sampling_args"),
+        logger=getattr(env, "logger", None),
+    )
 
 
 async def call_model(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from verifiers.envs.conversation import add_response, begin_turns, said_so_far
+from verifiers.envs.conversation import add_response, ask_model, begin_turns, said_so_far
 from verifiers.envs.environment import Environment, by_state
 from verifiers.envs.lifecycle import marked_methods, maybe_await
 from verifiers.errors import ConfigError, Error, OverlongPromptError
@@ -77,12 +77,14 @@ class MultiTurnEnv(Environment):
         The default asks every method marked `@vf.stop`, and notes in `stop_condition` which one held. An override
         need not ask for errors, `max_turns` and the like: those end a rollout in any case.
         """
+        return await self._stops(state, marked_methods(self, "stop"))
+
+    async def _stops(self, state: State, marked: Sequence[Callable[..., Any]]) -> bool:
         reason = self.bound_reached(state)
-        if reason is None:
-            for stop in marked_methods(self, "stop"):
-                if await maybe_await(stop, state):
-                    reason = stop.__name__
-                    break
+        for stop in marked if reason is None else ():
+            if await maybe_await(stop, state):
+                reason = stop.__name__
+                break
         if reason is not None:
             state["stop_condition"] = state.get("stop_condition") or reason
         return reason is not None
@@ -129,12 +131,16 @@ class MultiTurnEnv(Environment):
     async def _converse(self, state: State) -> None:
         """Let the policy and the environment speak in turns until the rollout is over."""
         reply: Messages | None = None
-        while not await self._is_over(state):
+        marked = marked_methods(self, "stop")
+        while not await self._is_over(state, marked):
             messages: Messages = said_so_far(state)
-            response = await maybe_await(self.get_model_response, state, messages)
+            if getattr(self.get_model_response, "__func__", None) is MultiTurnEnv.get_model_response:
+                response = await ask_model(self, state, messages)
+            else:
+                response = await maybe_await(self.get_model_response, state, messages)
             add_response(state, messages, response, self.message_type)
             reply = None
-            if await self._is_over(state):
+            if await self._is_over(state, marked):
                 break
             given = await maybe_await(self.env_response, said_so_far(state), state)
             if isinstance(given, tuple):
@@ -150,7 +156,9 @@ class MultiTurnEnv(Environment):
         elif (final := state.get("final_env_response")) is not None:
             state["completion"] = joined(state["completion"], final)
 
-    async def _is_over(self, state: State) -> bool:
+    async def _is_over(self, state: State, marked: Sequence[Callable[..., Any]]) -> bool:
+        if getattr(self.is_completed, "__func__", None) is MultiTurnEnv.is_completed:
+            return await self._stops(state, marked)
         # asked first, whatever else holds: overrides note in the state what they find
         is_completed = await maybe_await(self.is_completed, state)
         reason = self.bound_reached(state)

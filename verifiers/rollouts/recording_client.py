@@ -57,11 +57,36 @@ class RecordedAnswer:
 
 
 class RecordedResponse(WireObject):
-    """An answer without the tokens that its `turn` has."""
+    """An answer whose tokens are held once, in its `turn`, and made when an environment reads them here."""
 
     __slots__ = ("turn",)
 
     turn: Turn
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "prompt_token_ids":
+            return list(self.turn.prompt_ids)
+        value = super().__getattr__(name)
+        if name == "choices":
+            value[0] = _RecordedChoice(plain_data(value[0]))
+            value[0].turn = self.turn
+        return value
+
+
+class _RecordedChoice(WireObject):
+    __slots__ = ("turn",)
+
+    turn: Turn
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "token_ids":
+            return list(self.turn.completion_ids)
+        if name == "logprobs":
+            tokens = [f"token_id:{token_id}" for token_id in self.turn.completion_ids]
+            logprobs = list(self.turn.logprobs)
+            content = [{"token": token, "logprob": logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
+            return WireObject({"content": content, "tokens": tokens, "token_logprobs": logprobs})
+        return super().__getattr__(name)
 
 
 def without_tokens(response: Mapping[str, Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:

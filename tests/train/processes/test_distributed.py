@@ -112,7 +112,7 @@ def test_closing_a_run_gives_back_the_weights_whatever_else_fails(broken: str) -
     )
     session = SimpleNamespace(generator=SimpleNamespace(close=closes("generator")), prefetcher=None)
     session._publisher = SimpleNamespace(close=lambda: WeightPublisher.close(publisher))
-    evaluator = SimpleNamespace(give_up=lambda: None, state=dict)
+    evaluator = SimpleNamespace(stored=SimpleNamespace(own=set()))
     parts: Any = {
         "plan": SimpleNamespace(source=None),
         "ranks": None,

@@ -86,9 +86,13 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
         "metrics": rollout.metrics,
         "rows": [
             [
-                list(row.prompt_ids), list(row.completion_ids), list(row.loss_mask), list(row.logprobs),
-                list(row.versions), row.is_truncated,
-            ]  # fmt: skip
+                list(row.prompt_ids),
+                list(row.completion_ids),
+                list(row.loss_mask),
+                list(row.logprobs),
+                list(row.versions),
+                row.is_truncated,
+            ]
             for row in rollout.rows
         ],
         "forks": rollout.forks,
