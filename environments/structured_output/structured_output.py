@@ -21,7 +21,7 @@ Path = tuple[str | int, ...]
 
 
 class Domain(NamedTuple):
-    """A subject of texts; templates are separated by " / ", and the last third of them is for evaluation alone."""
+    """A subject of texts; templates are separated by " / ", and the last quarter of them is for evaluation alone."""
 
     groups: dict[str, list[str]]
     """Key of a nested object to the fields in it."""
@@ -47,6 +47,10 @@ DOMAINS = [
          "extras": ("batteries", "cable", "case", "cover", "manual", "stickers")},
         "{name} from {city} ordered a {item}. / A {item} was ordered by {name} in {city}. / "
         "{name} wants a {item} sent to {city}. / In {city}, {name} bought a {item}. / "
+        "The {item} goes to {city}, where {name} lives. / We sold a {item} to {name} of {city}. / "
+        "There is a new order from {city}: a {item} for {name}. / "
+        "{city} gets one more {item}, for which {name} paid. / "
+        "Order of {name}: a {item}, to be delivered in {city}. / {name} called from {city} to get a {item}. / "
         "Please send a {item} to {name} in {city}. / Our customer {name}, who lives in {city}, asks for a {item}.",
         {"count": "Make it {count} of them. / The number is {count}. / We need {count} in all.",
          "gift": "It is a gift.|It is not a gift. / Wrap it as a gift.|Do not wrap it as a gift. / "
@@ -60,6 +64,10 @@ DOMAINS = [
          "tests": ("blood", "eyes", "hearing", "heart", "lungs", "skin")},
         "{name} will see Doctor {doctor} {day}. / Doctor {doctor} sees {name} {day}. / "
         "{day}, {name} has an appointment with Doctor {doctor}. / Book {name} with Doctor {doctor} for {day}. / "
+        "The next patient of Doctor {doctor} is {name}, who comes {day}. / "
+        "{name} was told to visit Doctor {doctor} {day}. / {day} is the day when Doctor {doctor} examines {name}. / "
+        "Visit {day}: {name}, treated by Doctor {doctor}. / Doctor {doctor} moved the visit of {name} to {day}. / "
+        "We expect {name} {day}, and Doctor {doctor} will be there. / "
         "For {day}, put {name} down for Doctor {doctor}. / Doctor {doctor} is free {day}, so {name} comes then.",
         {"hour": "It begins at {hour} o'clock. / Come at {hour} o'clock. / The hour is {hour} o'clock.",
          "urgent": "It is urgent.|It is not urgent. / This is urgent.|This is not urgent. / "
@@ -73,6 +81,9 @@ DOMAINS = [
          "languages": ("Arabic", "Chinese", "English", "French", "German", "Spanish")},
         "{name} is a {job} in {city}. / {name} lives in {city} and works as a {job}. / "
         "The {job} {name} lives in {city}. / In {city}, {name} found work as a {job}. / "
+        "Everyone in {city} knows the {job} {name}. / {name} moved to {city} to be a {job}. / "
+        "A {job} by trade, {name} calls {city} home. / {city} needs a {job}, and {name} is one. / "
+        "As a {job}, {name} earns good money in {city}. / {name} of {city} trained as a {job}. / "
         "Meet {name}, a {job} from {city}. / {city} is where {name} became a {job}.",
         {"age": "{name} is {age} years old. / The age is {age}. / At {age}, {name} is still learning.",
          "married": "{name} is married.|{name} is not married. / Married: yes.|Married: no. / "
@@ -86,6 +97,12 @@ DOMAINS = [
         "{sender} sent a parcel to {receiver} in {city}. / To {city}: a parcel for {receiver}, sent by {sender}. / "
         "A parcel from {sender} is on its way to {receiver} in {city}. / "
         "{receiver} in {city} gets a parcel from {sender}. / "
+        "In {city} a parcel arrived for {receiver}, and the sender is {sender}. / "
+        "{receiver} picked up in {city} what {sender} had sent. / "
+        "{sender} shipped a box, which {receiver} received in {city}. / "
+        "Deliver this to {receiver}, {city}, with greetings from {sender}. / "
+        "The box for {receiver} left {sender} and reached {city}. / "
+        "{sender} paid the postage to {city}, and {receiver} says thanks. / "
         "The parcel that {sender} mailed to {receiver} went to {city}. / "
         "In {city}, {receiver} waits for the parcel of {sender}.",
         {"weight": "It weighs {weight} kg. / The weight is {weight} kg. / The scales show {weight} kg.",
@@ -100,7 +117,12 @@ DOMAINS = [
          "browsers": ("Brave", "Chrome", "Edge", "Firefox", "Opera", "Safari")},
         "{reporter} reported {day} that the {page} page is broken. / {day}, {reporter} found a bug in the {page} "
         "page. / The {page} page crashed {day}, says {reporter}. / A bug in the {page} page was reported by "
-        "{reporter} {day}. / {reporter} wrote {day}: the {page} page does not load. / "
+        "{reporter} {day}. / The {page} page has a bug, which {reporter} noticed {day}. / "
+        "{day} brought a complaint from {reporter} about the {page} page. / "
+        "When {reporter} opened the {page} page {day}, it froze. / "
+        "Bug of {day}: the {page} page, seen by {reporter}. / "
+        "According to {reporter}, the {page} page was empty {day}. / "
+        "{reporter} could not use the {page} page {day}. / {reporter} wrote {day}: the {page} page does not load. / "
         "Since {day} the {page} page fails, as {reporter} tells us.",
         {"users": "It hit {users} users. / {users} users saw it. / So far {users} users complained.",
          "solved": "It is solved.|It is not solved. / Solved: yes.|Solved: no. / Now it is solved.|Still not solved.",
@@ -142,7 +164,7 @@ def make_text(
 
     def say(templates: str) -> str:
         every = templates.split(BETWEEN)
-        kept = len(every) * 2 // 3
+        kept = len(every) * 3 // 4
         return rng.choice(every[kept:] if held_out else every[:kept])
 
     typed = [name for name in names if name in domain.clauses]
