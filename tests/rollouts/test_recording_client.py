@@ -330,3 +330,15 @@ def test_truncation_is_that_of_the_last_turn() -> None:
 def test_a_shorter_prompt_than_what_is_held_is_a_fork() -> None:
     rows, forks = rows_from_turns([turn([1, 2], [3, 4]), turn([1, 2, 3], [5])])
     assert (len(rows), forks) == (2, 1)
+
+
+async def test_a_training_answer_gives_its_tokens_where_they_are_read_and_as_the_server_sent_them_where_asked() -> (
+    None
+):
+    client = RolloutClient(ClientBackend(FakeClient("four")), model="m", require_tokens=True)
+    messages = [{"role": "user", "content": "2+2?"}]
+    plain = await client.chat.completions.create(model="m", messages=messages)
+    asked = await client.chat.completions.create(model="m", messages=messages, logprobs=True)
+    assert plain.choices[0].token_ids == list(client.turns[0].completion_ids) == asked.choices[0].token_ids
+    assert plain.prompt_token_ids == list(client.turns[0].prompt_ids)
+    assert [entry.token for entry in asked.choices[0].logprobs.content][:4] == list("four")

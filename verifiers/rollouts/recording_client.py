@@ -373,8 +373,10 @@ class RolloutClient:
             recorded = self._record(response, began[0], call)
             if recorded is not None and recorded.turn is not None and isinstance(response, WireObject):
                 # held once, in the trace: the prompts of a long rollout add up to many times its tokens
-                response = RecordedResponse(without_tokens(plain_data(response), given))
-                response.turn = recorded.turn
+                lean = without_tokens(plain_data(response), given)
+                if lean is not plain_data(response):
+                    response = RecordedResponse(lean)
+                    response.turn = recorded.turn
             return response, recorded
         except OverlongPromptError:
             self.overlong = True

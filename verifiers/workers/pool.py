@@ -209,11 +209,14 @@ class _Players:
         """
         if request.lost_workers >= _MOST_LOST_WORKERS:
             raise RolloutWorkerError(f"{_MOST_LOST_WORKERS} workers died under this rollout; it is not played again")
+        path = _path_to(self._env, env)
+        if path is None:
+            raise ConfigError(f"workers cannot play {type(env).__name__}, which {type(self._env).__name__} asked.")
         group = (request.key.block_id, request.key.example_id)
         with limiter.queueing():
             link = await self._pool.take(group)
         link.take(group)
-        player = _Player(link, self._index, _path_to(self._env, env) or (), group)
+        player = _Player(link, self._index, path, group)
         try:
             yield player
         finally:
