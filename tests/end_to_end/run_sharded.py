@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,14 @@ class Recording(tiny_world.ObservedTrainer):
 
     def keep_pushes(self) -> None:
         """Keep what is sent from now on."""
-        self.sent, push = [], self.publisher._push_once
+        self.sent, push = [], self.publisher.sync.push
 
-        def recording(version: int) -> None:
-            with self.weights.tensors(self.weight_sync) as tensors:
-                self.sent.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
-            push(version)
+        def recording(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+            sent = dict(tensors)
+            self.sent.append({name: tensor.detach().clone() for name, tensor in sent.items()})
+            push(sent.items(), version)
 
-        self.publisher._push_once = recording
+        self.publisher.sync.push = recording
 
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
