@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -37,6 +38,22 @@ def test_keys_are_found_in_headers_arguments_and_the_environment() -> None:
 
 def test_a_placeholder_is_no_secret() -> None:
     assert Redactor(["EMPTY", ""])("EMPTY hands") == "EMPTY hands"
+
+
+@pytest.mark.parametrize("key", ["completed", "assistant", "placeholder", "not-needed", "12345678", "example_id"])
+def test_a_key_that_other_texts_have_too_changes_no_outcome_role_name_or_number(key: str) -> None:
+    redact = Redactor(secrets_of_run("http://h/v1", key, {}, environ={}))
+    row = {"outcome": "completed", "example_id": 12345678, "completion": [{"role": "assistant", "content": "4"}]}
+    assert redact.data(row) == row
+
+
+def test_data_has_no_secret_in_its_texts() -> None:
+    row = {"error": f"refused {SECRET}", "info": [{"text": json.dumps({"key": SECRET})}], "reward": 1.0}
+    assert Redactor([SECRET]).data(row) == {
+        "error": "refused ***",
+        "info": [{"text": '{"key": "***"}'}],
+        "reward": 1.0,
+    }
 
 
 def test_logs_have_no_secret_in_text_arguments_or_traceback(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,6 @@ __all__ = [
     "gather_owned",
     "is_async_function",
     "threads_for",
-    "tick_s",
     "without_partials",
 ]
 
@@ -57,11 +56,6 @@ async def gather_owned(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [task.result() for task in running]
     # out here, where raising it leaves its own cause and context alone
     raise first
-
-
-def tick_s(limit_s: float) -> float:
-    """Return the seconds between two looks at what may last `limit_s` seconds."""
-    return min(1.0, limit_s / 4)
 
 
 _pending_ends: set[Callable[[], Awaitable[None]]] = set()

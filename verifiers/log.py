@@ -52,6 +52,11 @@ def setup_logging(level: int | str = "INFO", log_format: str | None = None, date
 REDACTED = "***"
 _SHORTEST = 8  # shorter keys are placeholders such as EMPTY, and shorter texts stand everywhere
 _SHORTEST_ELSEWHERE = 16
+_NEVER_SECRET = frozenset(
+    ("outcome", "role", "finish_reason", "stop_reason", "type", "kind", "status", "task", "env", "model")
+)
+_WORDS = re.compile(r"[a-z]+([ _-][a-z]+)*", re.IGNORECASE)
+_LONGEST_WORDS = 20
 _SECRET_NAME = re.compile(
     r"(key|token|secret|password|passwd|authorization|cookie|auth|credentials?)$", re.IGNORECASE
 )
@@ -80,6 +85,16 @@ class Redactor:
                 text = text.replace(form, REDACTED)
         return text
 
+    def data(self, value: Any) -> Any:
+        """Return JSON data with secrets taken out of its texts; its keys, names, roles and outcomes stay."""
+        if not self._forms:
+            return value
+        if isinstance(value, Mapping):
+            return {name: item if name in _NEVER_SECRET else self.data(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.data(item) for item in value]
+        return self(value) if isinstance(value, str) else value
+
     @contextlib.contextmanager
     def in_errors(self) -> Iterator[None]:
         """Take secrets out of the texts of what is raised inside, and of its causes; the class stays."""
@@ -104,13 +119,15 @@ def secrets_of_run(
 ) -> list[str]:
     """Return every value that must not be written: key, headers, credentials in the URL, keys of the environment.
 
+    A short key of plain words (`not-needed`) is none: local servers take any, and texts have such words.
+
     Args:
         base_url: of the endpoint; user, password and secret parameters are secrets.
         headers: of requests; long values, and those under names of secrets, are secrets.
         arguments: of the environment and of sampling; long texts under names like api_key are secrets.
         environ: variables whose names end in KEY, TOKEN, SECRET or the like are secrets; default `os.environ`.
     """
-    found = [api_key, *_secrets_in(arguments or {})]
+    found = [*([] if _is_of_words(api_key) else [api_key]), *_secrets_in(arguments or {})]
     for name, value in headers.items():
         if _SECRET_NAME.search(name) or len(value) >= 20:
             found += [value, value.rpartition(" ")[2]]
@@ -123,9 +140,14 @@ def secrets_of_run(
     except ValueError:
         pass  # no URL: the endpoint raises for it
     for name, value in (os.environ if environ is None else environ).items():
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_ELSEWHERE and not os.path.exists(value):
+        is_long = len(value) >= _SHORTEST_ELSEWHERE and not _is_of_words(value)
+        if _SECRET_NAME.search(name) and is_long and not os.path.exists(value):
             found.append(value)
     return found
+
+
+def _is_of_words(key: str) -> bool:
+    return len(key) < _LONGEST_WORDS and _WORDS.fullmatch(key.strip()) is not None
 
 
 def url_without_secrets(url: str) -> str:

@@ -1,8 +1,4 @@
-"""LoopThread: an event loop in a thread, for the generator's rollouts and for synchronous calls.
-
-And what notices code that blocks a loop: an ordinary thread can, since a coroutine that calls `time.sleep` releases
-the interpreter's lock. For code that does not release it, see `signals.py`.
-"""
+"""LoopThread: an event loop in a thread, for the generator's rollouts and for synchronous calls."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import faulthandler
 import logging
 import math
 import os
@@ -21,10 +18,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verifiers.concurrency import tick_s
 from verifiers.errors import DeadlineError, GenerationError
+from verifiers.interrupt import exit_if_blocked
 
-__all__ = ["BLOCKING_ADVICE", "LoopPulse", "LoopThread", "LoopWatchdog", "run_blocking", "running_function"]
+__all__ = ["BLOCKING_ADVICE", "LoopThread", "run_blocking", "running_function"]
 
 logger = logging.getLogger("verifiers")
 
@@ -38,6 +35,7 @@ BLOCKING_ADVICE = (
 
 _STOP_RECEIVED_S = 1.0
 _CLOSING_S = 3.0
+_TICK_S = 1.0
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
@@ -67,6 +65,8 @@ class LoopThread:
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._ran_at, self._suspected_at = time.monotonic(), math.inf
+        self._guard: concurrent.futures.Future[None] | None = None
 
     def start(self) -> None:
         """Start the thread. To be called once."""
@@ -97,6 +97,24 @@ class LoopThread:
     @failed.setter
     def failed(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
+
+    def blocked_by(self, limit_s: float) -> str | None:
+        """Return the function that has kept the loop from running anything for `limit_s` seconds; None for none.
+
+        To be called every second. A process that was stopped is not blocked: its loop runs by the next call.
+        """
+        now = time.monotonic()
+        if now - self._ran_at < max(limit_s, 2 * _TICK_S):
+            self._suspected_at = math.inf
+        elif self._suspected_at > now:
+            self._suspected_at = min(self._suspected_at, now + _TICK_S)
+        else:
+            return running_function(self._thread.ident)
+        return None
+
+    def exit_if_blocked(self, limit_s: float) -> None:
+        """End the process where one function lets nothing else run for `limit_s` seconds, until `close`."""
+        self._guard = asyncio.run_coroutine_threadsafe(exit_if_blocked(limit_s), self.loop)
 
     def run(
         self, work: Coroutine[Any, Any, T], timeout_s: float, *, stall_s: float = math.inf, ending_s: float = 0.0
@@ -137,16 +155,12 @@ class LoopThread:
         try:
             # an interrupt may come before this call has returned, while the loop runs the work already
             submitted = future = asyncio.run_coroutine_threadsafe(noted(), self.loop)
-            pulse = LoopPulse(self.loop)
             while not future.done():
                 # an interrupt that comes just before a wait does not end that wait, only the next one
                 left_s = max(0.0, began + timeout_s - time.monotonic())
-                due_s = min(tick_s(stall_s), left_s)
-                concurrent.futures.wait([future], due_s)
-                pulse.ask(due_s)
-                if not future.done() and pulse.silent_s >= stall_s:
+                concurrent.futures.wait([future], min(_TICK_S, left_s))
+                if not future.done() and (function := self.blocked_by(stall_s)):
                     ending_s = 0.0
-                    function = running_function(self._thread.ident)
                     raise DeadlineError(f"{function} blocks the event loop, for {stall_s:.3g} s by now")
                 if not future.done() and time.monotonic() >= began + timeout_s:
                     raise DeadlineError(f"work on the event loop did not end within {timeout_s:.3g} s")
@@ -177,6 +191,8 @@ class LoopThread:
         if self._thread.is_alive() and not self._is_blocked:
             self._is_blocked = True
             waited_s = _STOP_RECEIVED_S + _CLOSING_S * self._stop_received.is_set()
+            if self._guard is not None:
+                faulthandler.cancel_dump_traceback_later()
             logger.warning("something blocks the generator's loop: its thread did not end in %g s", waited_s)
 
     def _stop(self) -> None:
@@ -192,6 +208,7 @@ class LoopThread:
         try:
             try:
                 self._is_serving = True
+                self._tick()
                 loop.run_forever()
                 self._note_end(None)
             except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -212,6 +229,10 @@ class LoopThread:
         finally:
             asyncio.set_event_loop(None)
             loop.close()
+
+    def _tick(self) -> None:
+        self._ran_at = time.monotonic()
+        self.loop.call_later(_TICK_S, self._tick)
 
     def _note_end(self, cause: BaseException | None) -> None:
         if not self._is_closed:
@@ -273,85 +294,6 @@ async def _nothing() -> None:
 
 def _log_failure(error: BaseException) -> None:
     logger.debug("the loop of synchronous calls ended: %s", error)
-
-
-# -- what blocks a loop ----------------------------------------------------------------------------------------------
-
-
-class LoopPulse:
-    """The time for which an event loop runs nothing, as counted by another thread that asks the loop regularly.
-
-    Of an interval that lasted too long, twice its due length counts: the asking thread could not run either, because
-    the process was stopped or the machine was overloaded, and the loop has to get a chance to answer.
-
-    Attributes:
-        thread: identifier of the loop's thread, once the loop has answered.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.thread: int | None = None
-        self._loop = loop
-        self._counted_s, self._asked = 0.0, time.monotonic()
-        self._has_run = True
-        self.ask(0.0)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds for which the loop has run nothing."""
-        return 0.0 if self._has_run else self._counted_s
-
-    def ask(self, due_s: float) -> None:
-        """Count the time since the last call, which was to last `due_s` seconds, and ask the loop again."""
-        now = time.monotonic()
-        elapsed_s, self._asked = now - self._asked, now
-        if not self._has_run:
-            self._counted_s += min(elapsed_s, 2 * due_s)
-            return
-        self._counted_s, self._has_run = 0.0, False
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._answer)
-
-    def _answer(self) -> None:
-        self.thread, self._has_run = threading.get_ident(), True
-
-
-class LoopWatchdog:
-    """A thread that notices an event loop which runs nothing for `limit_s` seconds, and names the function.
-
-    Args:
-        loop: the loop. Thread-safe functions of it alone are called.
-        limit_s: seconds for which one piece of code may keep the loop from all others; may be changed meanwhile.
-        blocked: called once, in the watchdog's thread, with the function's name and place.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, blocked: Callable[[str], None]) -> None:
-        self.limit_s = limit_s
-        self._pulse, self._blocked = LoopPulse(loop), blocked
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="verifiers-watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread. To be called once."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; `blocked` is not called from now on. May be called twice."""
-        self._stopped.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            # it ends at once, unless it is in `blocked`
-            self._thread.join(1.0)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds for which the loop has run nothing."""
-        return self._pulse.silent_s
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(due_s := tick_s(self.limit_s)):
-            self._pulse.ask(due_s)
-            if self.silent_s >= self.limit_s:
-                self._blocked(running_function(self._pulse.thread))
-                return
 
 
 def running_function(thread_id: int | None) -> str:

@@ -104,7 +104,7 @@ CELLS: dict[tuple[str, str], Cell] = {
     ("disk full at checkpoint", "saving"): Ends("CheckpointError", "checkpoint-4"),
     **{("rank 1 raises", stage): Ends("RankError", "the second rank's own mistake") for stage in STAGES},
     **{("Ctrl-C", stage): Ends("interrupted", code=130) for stage in STAGES},
-    **{("SIGTERM", stage): Ends("ended by SIGTERM") for stage in STAGES},
+    **{("SIGTERM", stage): Ends("ended by SIGTERM", code=143) for stage in STAGES},
     **{("kill -9", stage): Ends("", code=-9) for stage in STAGES},
 }
 

@@ -32,7 +32,6 @@ from verifiers_embedded.routes.app import Routes
 
 import verifiers as vf
 from verifiers.cli.main import run_command
-from verifiers.cli.train import ended_if_held
 from verifiers.inference.replica import WeightUpdate
 from verifiers.train.run_lifecycle import RolloutSession
 
@@ -300,8 +299,7 @@ def _run(given: dict[str, Any], gate: Gate) -> int:
     if gate.fault == "generator thread killed" and trainer.accelerator.is_main_process:
         threading.Thread(target=_kill_generator, args=(gate, trainer), name="killer", daemon=True).start()
     try:
-        with ended_if_held(trainer.args, trainer.accelerator.is_main_process):
-            trainer.train(resume_from_checkpoint=True)
+        trainer.train(resume_from_checkpoint=True)
     finally:
         blocks = [trainer.plan.requests(block) for block in range(trainer.plan.blocks)]
         left = {

@@ -88,7 +88,7 @@ def test_an_environment_that_blocks_the_event_loop_ends_the_run_and_is_named(mak
             run = world.train()
             world.inject(run)
             run.kill(signal.SIGTERM)
-            expected = Ends("ended by SIGTERM", "")
+            expected = Ends("ended by SIGTERM", code=143)
         else:
             run = world.train(**{ended_by: DEADLINE_S})
             world.inject(run)
@@ -105,24 +105,12 @@ def test_an_environment_that_blocks_the_event_loop_ends_the_run_and_is_named(mak
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ended_by", ["deadline", "SIGTERM"])
-def test_an_environment_that_holds_the_interpreter_ends_the_run_and_is_named(make_world: Any, ended_by: str) -> None:
+def test_an_environment_that_holds_the_interpreter_ends_the_run_and_is_named(make_world: Any) -> None:
     world = make_world("interpreter held", "training")
-    if ended_by == "deadline":
-        run = world.train(async_generation_timeout=DEADLINE_S, grading_timeout=DEADLINE_S)
-        sentence, codes = "vf-train: a function of one of these threads has kept all others from running", (1,)
-    else:
-        run = world.train()
-        # nothing of Python can handle it; a shell's background job ignores SIGQUIT
-        sentence = "a signal arrived, and a function of one of these threads keeps Python"
-        codes = (-signal.SIGQUIT, -signal.SIGKILL)
+    run = world.train(async_generation_timeout=DEADLINE_S, grading_timeout=DEADLINE_S)
     world.inject(run)
-    if ended_by == "SIGTERM":
-        run.kill(signal.SIGTERM)
-    assert world.wait(run) in codes
-    said = run.log.read_text()
-    assert sentence in said
-    assert "in tries_too_many_ways" in said
+    assert world.wait(run) == 1
+    assert "in tries_too_many_ways" in run.log.read_text()
     go_on(world)
     assert world.record()["status"] == "finished"
     assert_every_row_is_accounted_for(world)

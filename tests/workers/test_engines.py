@@ -41,8 +41,8 @@ async def test_a_fault_of_a_worker_costs_its_own_rollouts_alone(what: str, new_e
     assert kinds == {"MemoryError" if what == "fill memory" else "RolloutWorkerError": 2}
     if what == "hang":
         text = str(next(one.failure for one in block.launched if one.failure is not None))
-        assert "setup_state (" in text
-        assert "has blocked the event loop for 1 s" in text
+        assert "one function has blocked the event loop" in text
+        assert "in do" in text
 
 
 @pytest.mark.parametrize("what", ["die once", "score die once"])

@@ -23,9 +23,9 @@ from verifiers.cli.evaluation.endpoint import (
     require_key,
     require_listener,
 )
-from verifiers.cli.interrupts import handle_interrupts
-from verifiers.cli.main import DONE, INTERRUPTED, CommandFailedError, make_importable, run_command
+from verifiers.cli.main import DONE, CommandFailedError, make_importable, run_command
 from verifiers.errors import ConfigError, Error
+from verifiers.interrupt import drained_by_signals
 from verifiers.keywords import check_keywords
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _evaluate(
         show_summary(run, summary, title=f"{args.env} / {run.metadata['model']}{shard}", as_json=args.json)
     if run.interruption.requested and not done:
         say(f"interrupted at {run.finished.count + run.ran} of {run.planned} rollouts; the same command continues")
-        return INTERRUPTED
+        return run.interruption.exit_code
     _save_dataset(args, run)
     return DONE
 
@@ -257,9 +257,8 @@ async def _run(
     line: Any = contextlib.nullcontext() if quiet else live_line(text)
     try:
         await require_listener(entry)
-        async with line:
-            with handle_interrupts("vf-eval", run.interruption, runner.grading_timeout_s):
-                await run.run(runner, dataset, store)
+        async with line, drained_by_signals("vf-eval", run.interruption, runner.grading_timeout_s):
+            await run.run(runner, dataset, store)
     finally:
         await runner.backend.close()
         await run_teardown(env)

@@ -20,9 +20,9 @@ from verifiers.cli.evaluation.endpoint import (
     require_key,
     require_listener,
 )
-from verifiers.cli.interrupts import handle_interrupts
 from verifiers.cli.main import DONE, CommandFailedError, run_command
 from verifiers.errors import ConfigError, Error
+from verifiers.interrupt import drained_by_signals
 
 if TYPE_CHECKING:
     from verifiers.cli.evaluation.external_run import ExternalRun
@@ -174,7 +174,7 @@ async def _serve(make_run: Any, entry: EndpointEntry, backend: Backend) -> None:
     run: ExternalRun = make_run()
     try:
         await require_listener(entry)
-        with handle_interrupts("vf-gateway", run, _BLOCKED_S):
+        async with drained_by_signals("vf-gateway", run, _BLOCKED_S, at_once=()):
             await run.serve()
     finally:
         await backend.close()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from verifiers.cli.arguments import CommandParser
 from verifiers.errors import ConfigError, Error
+from verifiers.interrupt import EndedBySignal
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -27,7 +28,6 @@ __all__ = [
     "FAILED",
     "INTERRUPTED",
     "USAGE",
-    "BlockedLoopError",
     "CommandFailedError",
     "hide_library_bars",
     "main",
@@ -97,20 +97,9 @@ class CommandFailedError(Error, RuntimeError):
     """Raised by a command whose task failed; never seen outside of the command line."""
 
 
-class BlockedLoopError(KeyboardInterrupt):
-    """Raised in the main thread inside of code that blocks the event loop; `except Exception` does not catch it.
-
-    Attributes:
-        exit_code: of the command that it ends.
-    """
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Run a command's body and turn what it raises into an exit code and one sentence."""
+    _open_closed_streams()
     try:
         return command()
     except ConfigError as error:
@@ -132,12 +121,23 @@ def run_command(name: str, command: Callable[[], int]) -> int:
             raise
         print(f"{name}: {_sentence_of(error)}", file=sys.stderr)
         return FAILED
-    except BlockedLoopError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except EndedBySignal as ended:
+        print(f"{name}: {ended}", file=sys.stderr)
+        raise
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null where a standard stream is closed: the next file that is opened would get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)
+            if null != number:
+                os.close(null)
+            setattr(sys, name, open(number, "r" if number == 0 else "w"))  # noqa: SIM115
 
 
 def _sentence_of(error: OSError) -> str:

@@ -16,10 +16,9 @@ from verifiers.cli.main import DONE, hide_library_bars, run_command
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
-    from verifiers.train.config import GRPOConfig
     from verifiers.train.run_file import EnvironmentTable, RunFile
 
-__all__ = ["ended_if_held", "main", "parser"]
+__all__ = ["main", "parser"]
 
 _TEARDOWN_AFTER_FAILURE_S = 1.5
 """A run that fails has ended within 5 seconds, whatever its environments and its server wait for."""
@@ -146,8 +145,7 @@ def train(
         trainer = GRPOTrainer(
             run.model.path, played, config, peft_config=peft_config, curriculum=curriculum, eval_env=played_eval
         )
-        with ended_if_held(config, is_rank_0):
-            trainer.train(resume_from_checkpoint=not fresh)
+        trainer.train(resume_from_checkpoint=not fresh)
         trainer.save_model()
         if is_rank_0:
             note_saved(output_dir, trainer.state.global_step, *of)
@@ -217,22 +215,6 @@ def in_workers(
         # its rows are checked, too
         evaluated(env)
     return played, {name: evaluated(one) for name, one in named.items()} or None
-
-
-def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractContextManager[None]:
-    """End the process where a function of the environment, which rank 0 runs, holds the interpreter."""
-    from verifiers.signals import exit_if_interpreter_is_held
-
-    if not is_rank_0:
-        return contextlib.nullcontext()
-    # writing a checkpoint to a slow disk holds the interpreter too, so not already at grading_timeout
-    limit_s = max(config.grading_timeout, config.async_generation_timeout)
-    return exit_if_interpreter_is_held(
-        limit_s,
-        f"vf-train: a function of one of these threads has kept all others from running for {limit_s:.3g} s (a "
-        "regular expression that tries too many ways?), or the process was stopped, so the run ends with exit code "
-        "1. The same command resumes it from its newest checkpoint.",
-    )
 
 
 @contextlib.contextmanager

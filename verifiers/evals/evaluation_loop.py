@@ -86,11 +86,16 @@ class Interruption:
 
     Args:
         drain_s: seconds that rollouts in flight get to finish.
+
+    Attributes:
+        requested: the run is to end.
+        exit_code: of a command whose run was ended so, by the signal.
     """
 
     def __init__(self, drain_s: float = 30.0) -> None:
         self.drain_s = drain_s
         self.requested = False
+        self.exit_code = 130
         self._deadline: asyncio.Timeout | None = None
         self._limiter: Limiter | None = None
 

@@ -23,7 +23,7 @@ from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy
 from verifiers.inference.server_pool import ServerPool, backend_for
 from verifiers.inference.token_in import token_in_for
-from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread, LoopWatchdog
+from verifiers.loop_thread import BLOCKING_ADVICE, LoopThread
 from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.block import BatchRequest, BlockRun, GroupPolicy
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
@@ -116,7 +116,6 @@ class AsyncBatchGenerator:
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: LoopThread | None = None
-        self._watchdog: LoopWatchdog | None = None
         self._limiter = Limiter(max_concurrent, requests_per_second)
         self.activity = RolloutActivity()
         self.launched = 0
@@ -131,9 +130,6 @@ class AsyncBatchGenerator:
                 raise GeneratorClosedError("the generator is closed; make a new one.")
             if self._thread is None:
                 self._thread = self._loop_thread()
-                limit_s = self._run_options["grading_timeout_s"]
-                self._watchdog = LoopWatchdog(self._thread.loop, limit_s, self._fail_blocked)
-                self._watchdog.start()
         return self
 
     def _loop_thread(self) -> LoopThread:
@@ -146,13 +142,22 @@ class AsyncBatchGenerator:
         thread.start()
         return thread
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of all rollouts, once started."""
+        assert self._thread is not None
+        return self._thread.loop
+
+    def exit_if_blocked(self, limit_s: float) -> None:
+        """End the process, all stacks printed, where one function lets nothing else run for `limit_s` seconds."""
+        assert self._thread is not None
+        self._thread.exit_if_blocked(limit_s)
+
     def close(self) -> None:
         """Cancel what is in flight, end the thread, and wake everyone who waits. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._watchdog is not None:
-            self._watchdog.stop()
         if self._thread is not None:
             self._thread.close()
 
@@ -371,15 +376,13 @@ class AsyncBatchGenerator:
                 self._failure = error
             self._changed.notify_all()
 
-    def _fail_blocked(self, function: str) -> None:
-        limit_s = self._run_options["grading_timeout_s"]
-        error = DeadlineError(
-            f"{function} has blocked the event loop of all rollouts for {limit_s:.3g} s (grading_timeout); "
-            f"{BLOCKING_ADVICE}."
-        )
-        self._fail(error)
-
     def _raise_if_broken(self) -> None:
+        limit_s = self._run_options["grading_timeout_s"]
+        if self._failure is None and self._thread is not None and (function := self._thread.blocked_by(limit_s)):
+            self._failure = DeadlineError(
+                f"{function} has blocked the event loop of all rollouts for {limit_s:.3g} s (grading_timeout); "
+                f"{BLOCKING_ADVICE}."
+            )
         if self._failure is not None:
             if isinstance(self._failure, (ConfigError, GenerationError)):
                 raise self._failure

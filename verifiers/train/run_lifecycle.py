@@ -13,6 +13,7 @@ from verifiers.envs.lifecycle import teardown_at_exit
 from verifiers.errors import CheckpointError
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.wire import refuse_biased_call
+from verifiers.interrupt import Termination
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.block import GroupPolicy
 from verifiers.rollouts.generator import AsyncBatchGenerator
@@ -25,7 +26,7 @@ from verifiers.train.checkpoint.run_directory import ResumePoint, RunDirectory, 
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.evaluator import Evaluator
 from verifiers.train.monitor import RunMonitor
-from verifiers.train.processes.distributed import Ranks
+from verifiers.train.processes.distributed import Ranks, ended_if_stuck
 from verifiers.train.weight_sync.protocol import WeightSync
 from verifiers.train.weight_sync.publisher import WeightPublisher
 
@@ -107,6 +108,8 @@ class RolloutSession:
             group_policy=_group_policy(args),
             drop_stragglers_after_s=args.drop_stragglers_after,
         ).start()
+        # writing a checkpoint to a slow disk holds the interpreter too, so not already at grading_timeout
+        self.generator.exit_if_blocked(max(args.grading_timeout, args.async_generation_timeout))
         self.prefetcher = RolloutPrefetcher(
             self._rows,
             self._plan,
@@ -247,16 +250,18 @@ class RunLifecycle:
             stack.callback(self._directory.close)
             stack.callback(self._session.close)
 
-    def abandon(self, error: BaseException) -> None:
-        """Give back what other processes would miss, where a run ends without time for `close`.
+    def ended_if_stuck(self, termination: Termination) -> contextlib.AbstractContextManager[None]:
+        """End rank 0 of several by a signal also inside a collective that does not end; it gives back what it can."""
 
-        Args:
-            error: what ends the run.
-        """
-        try:
-            self._session.weight_sync.close()
-        finally:
-            self._monitor.end(error)
+        def give_back(error: BaseException) -> None:
+            try:
+                self._session.weight_sync.close()
+            finally:
+                self._monitor.end(error)
+
+        if self._session.generator is None or self._ranks.count == 1:
+            return contextlib.nullcontext()
+        return ended_if_stuck(termination, self._session.generator.loop, give_back)
 
 
 def restore_curriculum(plan: BatchPlan, further: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from verifiers.data.adaptive_curriculum import CurriculumPolicy
 from verifiers.data.curriculum import Curriculum
+from verifiers.interrupt import Termination
 from verifiers.monitoring.stage_timer import in_stage
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_tokens, fill_completions_table
@@ -264,11 +265,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             RankError: another process of the run failed, was stopped or disappeared.
         """
 
-        def run() -> Any:
+        def run(termination: Termination) -> Any:
             self._forget_earlier_run()
             checkpoint = self.lifecycle.open(resume_from_checkpoint)
             self._add_last_callback()
-            with self.directory.rotation():
+            with self.directory.rotation(), self.lifecycle.ended_if_stuck(termination):
                 return super(GRPOTrainer, self).train(checkpoint, trial, ignore_keys_for_eval)
 
         return end_together(
@@ -276,7 +277,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             run,
             self.close,
             monitored=lambda: self.monitor.running(self.callback_handler.callbacks),
-            give_back=self.lifecycle.abandon,
         )
 
     def _forget_earlier_run(self) -> None:

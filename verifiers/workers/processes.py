@@ -22,14 +22,13 @@ from collections.abc import Callable
 from verifiers.envs.lifecycle import TEARDOWN_WITHIN_S
 from verifiers.workers.link import WorkerLink
 from verifiers.workers.worker import RolloutWorker
-from verifiers.workers.worker_setup import set_up_process
+from verifiers.workers.worker_setup import KEPT_LINES, last_words, set_up_process
 
 __all__ = ["ProcessEngine", "main"]
 
 logger = logging.getLogger("verifiers.workers")
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from verifiers.workers.processes import main; main({fd})"
-_LAST_LINES = 3
 _POLL_S = 0.02
 
 
@@ -74,7 +73,7 @@ class _Process:
     def __init__(self, process: subprocess.Popen[bytes], number: int) -> None:
         self._process, self._number = process, number
         self._is_killed = False
-        self._lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._logging = threading.Thread(target=self._log, name=f"verifiers-worker-{number}", daemon=True)
         self._logging.start()
 
@@ -91,7 +90,7 @@ class _Process:
         await asyncio.to_thread(self._logging.join, 1.0)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        last = f"; its last output: {' | '.join(self._lines)}" if code and self._lines else ""
+        last = f"; its last output: {last_words([*self._lines])}" if code and self._lines else ""
         if code == -signal.SIGKILL:
             by = "" if self._is_killed else " by SIGKILL (by hand, or because the machine is out of memory)"
             return f"was killed{by}{last}"

@@ -26,13 +26,12 @@ from verifiers.errors import ConfigError
 from verifiers.workers.link import WorkerLink
 from verifiers.workers.pool import NoRoomError
 from verifiers.workers.worker import RolloutWorker
-from verifiers.workers.worker_setup import set_up_process
+from verifiers.workers.worker_setup import KEPT_LINES, last_words, set_up_process
 
 __all__ = ["RayEngine", "RolloutActor"]
 
 logger = logging.getLogger("verifiers.workers")
 
-_LAST_LINES = 3
 _LONGEST_KEY = 64
 _CONNECT_S = 60.0
 _GREETING_S = 10.0
@@ -285,7 +284,7 @@ class _RayWorker:
             how = "was killed"
         else:
             how = f"died on the Ray node {self.node} ({_sentence_of(error)})"
-        last = " | ".join(self.output.last)
+        last = last_words([*self.output.last])
         return f"{how}; its last output: {last}" if error is not None and last else how
 
 
@@ -343,7 +342,7 @@ class _Output(asyncio.Protocol):
     """
 
     def __init__(self, number: int) -> None:
-        self.last: deque[str] = deque(maxlen=_LAST_LINES)
+        self.last: deque[str] = deque(maxlen=KEPT_LINES)
         self._number = number
         self._rest = b""
         self._transport: asyncio.Transport | None = None

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verifiers.loop_thread import BLOCKING_ADVICE, LoopWatchdog
-from verifiers.signals import exit_if_interpreter_is_held
+from verifiers.interrupt import exit_if_blocked
 from verifiers.workers.worker import RolloutWorker
 
-__all__ = ["set_up_process"]
+__all__ = ["KEPT_LINES", "last_words", "set_up_process"]
+
+KEPT_LINES = 500
+_LAST_LINES = 3
 
 Message = Mapping[str, Any]
 
@@ -36,17 +37,19 @@ def set_up_process(worker: RolloutWorker, load: Message, *, keeps_path: bool = F
 
 
 def _guard(guards: contextlib.ExitStack, blocked_s: float) -> None:
-    """End the process where one piece of code keeps all others from running for so many seconds."""
+    guard = asyncio.get_running_loop().create_task(exit_if_blocked(blocked_s))
+    guards.callback(guard.cancel)
 
-    def end(function: str) -> None:
-        print(f"{function} has blocked the event loop for {blocked_s:.3g} s; {BLOCKING_ADVICE}.", flush=True)
-        os._exit(1)
 
-    watchdog = LoopWatchdog(asyncio.get_running_loop(), blocked_s, end)
-    watchdog.start()
-    guards.callback(watchdog.stop)
-    held = f"a function of one of these threads has kept all others from running for {blocked_s:.3g} s"
-    guards.enter_context(exit_if_interpreter_is_held(blocked_s, held))
+def last_words(lines: Sequence[str]) -> str:
+    """Return the last lines of a process, or the innermost frames on its loop, where `exit_if_blocked` ended it."""
+    begins = [number for number, line in enumerate(lines) if line.startswith("Timeout (")]
+    if not begins:
+        return " | ".join(lines[-_LAST_LINES:])
+    stacks = "\n".join(lines[begins[-1] :]).split("(most recent call first):\n")
+    stack = next((stack for stack in stacks if "in _run_once" in stack), stacks[-1])
+    frames = " | ".join(line.strip() for line in stack.splitlines()[:_LAST_LINES])
+    return f"one function has blocked the event loop or held the interpreter: {frames}"
 
 
 class _SendsLogs(logging.Handler):

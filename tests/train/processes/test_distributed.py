@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-import verifiers.signals
+from verifiers import interrupt
 from verifiers.errors import RankError
+from verifiers.interrupt import EndedBySignal
 from verifiers.train.processes import distributed
 from verifiers.train.processes.distributed import end_together, on_rank_0, scatter_from_rank_0
 
@@ -45,8 +46,8 @@ def test_each_rank_gets_its_own_part_of_what_rank_0_made_and_every_rank_its_fail
     assert [f"rank {rank} is done" in done.stdout for rank in range(2)] == [True, True]
 
 
-def signals(*numbers: int) -> Callable[[], None]:
-    def work() -> None:
+def signals(*numbers: int) -> Callable[..., None]:
+    def work(*_: Any) -> None:
         for number in numbers:
             signal.raise_signal(number)
 
@@ -57,7 +58,7 @@ def signals(*numbers: int) -> Callable[[], None]:
 def test_a_second_signal_lets_a_run_give_back_all_that_it_holds(second: int) -> None:
     did = []
 
-    def work() -> None:
+    def work(_: Any) -> None:
         try:
             signal.raise_signal(signal.SIGINT)
         finally:
@@ -82,12 +83,12 @@ def test_a_signal_that_comes_while_a_finished_run_closes_ends_what_follows_and_n
         did.append("closed")
 
     with pytest.raises(KeyboardInterrupt):
-        end_together(ONE_PROCESS, lambda: None, close)
+        end_together(ONE_PROCESS, lambda _: None, close)
     assert did == ["closed"]
 
 
 def test_a_run_that_does_not_end_is_ended_by_a_later_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers.signals, "_ENDS_WITHIN_S", 0.0)
+    monkeypatch.setattr(interrupt, "_GIVEN_BACK_WITHIN_S", 0.0)
     with pytest.raises(SystemExit):
         end_together(ONE_PROCESS, signals(signal.SIGINT), signals(signal.SIGTERM))
 
@@ -133,7 +134,7 @@ def test_a_rank_above_0_is_killed_by_signals_while_it_trains(monkeypatch: pytest
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     rank = SimpleNamespace(**vars(RANK_1), wait_for_everyone=lambda: None)
     handlers = end_together(
-        rank, lambda: [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], lambda: None
+        rank, lambda _: [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], lambda: None
     )
     assert handlers == [signal.SIG_DFL, signal.SIG_DFL]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -155,7 +156,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Any]]
 
 
 GLOO = RuntimeError("[pair.cc:555] gloo: Connection closed by peer [127.0.0.1]:5432")
-SIGTERM = SystemExit("ended by SIGTERM")
+SIGTERM = EndedBySignal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("error", [GLOO, SIGTERM, ValueError("because of it")], ids=["gloo", "SIGTERM", "an error"])

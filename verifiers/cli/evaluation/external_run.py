@@ -124,7 +124,7 @@ class ExternalRun:
     ) -> None:
         self.env = _Sessions(self, host=host, port=port, train=train, eval_dataset=[{"question": "", "answer": ""}])
         self.runner = Run(self.env, backend, model, on_rollout=self._take, **settings)
-        self.progress, self.drain_s, self.requested = progress, drain_s, False
+        self.progress, self.drain_s, self.requested, self.exit_code = progress, drain_s, False, 0
         self._store, self._tokens = store, tokens
         self._budgets: dict[str, Budget] = {}
         self._offered: dict[str, asyncio.Future[ExternalSession]] = {}
@@ -141,6 +141,7 @@ class ExternalRun:
 
     def abort(self) -> None:
         """End the open sessions as cancelled."""
+        self.drain()
         self._is_aborted.set()
 
     async def serve(self) -> None:

@@ -6,6 +6,7 @@ the others. That ends a rank above 0 wherever it is, also inside a collective; r
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import datetime
@@ -13,16 +14,19 @@ import faulthandler
 import itertools
 import json
 import os
+import signal
+import socket
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verifiers.errors import RankError
-from verifiers.signals import ended_by_signals, is_by_signal, killed_by_signals
+from verifiers.interrupt import EndedBySignal, Termination, ended_by_signals, handlers
 
-__all__ = ["Ranks", "end_together", "on_all_ranks", "on_rank_0", "recorded", "scatter_from_rank_0"]
+__all__ = ["Ranks", "end_together", "ended_if_stuck", "on_all_ranks", "on_rank_0", "recorded", "scatter_from_rank_0"]
 
 T = TypeVar("T")
 
@@ -187,11 +191,10 @@ class Ranks:
 
 def end_together(
     accelerator: Any,
-    work: Callable[[], T],
+    work: Callable[[Termination], T],
     close: Callable[[], None],
     *,
     monitored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    give_back: Callable[[BaseException], None] = lambda error: None,
 ) -> T:
     """Run this rank's part of a run, and then `close`, whatever ends it.
 
@@ -202,22 +205,22 @@ def end_together(
         work: the part of this rank.
         close: gives back what this rank holds.
         monitored: makes a context that is left after `close`, with what ended the run.
-        give_back: releases shared resources (paused servers, pushed weights); called with what ended the run, in
-            another thread, where a signal finds rank 0 inside a call that does not return.
 
     Raises:
         RankError: another rank failed first.
     """
     several = accelerator.num_processes > 1
-    if several and not accelerator.is_main_process:
-        signals = killed_by_signals()
-    else:
-        signals = ended_by_signals(give_back if several else None)
     failures = _FirstFailure(accelerator.process_index) if several else None
-    with signals as termination:
+    with contextlib.ExitStack() as stack:
+        termination = Termination()
+        if accelerator.is_main_process:
+            termination = stack.enter_context(ended_by_signals(keep_after_failure=several))
+        else:
+            # it holds nothing that would be missed
+            stack.enter_context(handlers({signal.SIGINT: signal.SIG_DFL}))
         with monitored():
             try:
-                result = work()
+                result = work(termination)
                 if several:
                     # a rank that fails after this one is done must still end the run
                     accelerator.wait_for_everyone()
@@ -240,6 +243,47 @@ def end_together(
     return result
 
 
+@contextlib.contextmanager
+def ended_if_stuck(
+    termination: Termination, loop: asyncio.AbstractEventLoop, give_back: Callable[[BaseException], None]
+) -> Iterator[None]:
+    """Have another thread's loop end this process where a signal finds the main thread in a call without an end.
+
+    Args:
+        give_back: releases shared resources (paused servers, pushed weights); called before, with what ends the run.
+    """
+    if signal.getsignal(signal.SIGTERM) != termination.handle:
+        yield
+        return
+    arrived, wakes = socket.socketpair()
+    arrived.setblocking(False)
+    wakes.setblocking(False)
+
+    def end_process() -> None:
+        os.write(2, b"a signal ends this process, whose main thread is inside a call that does not return.\n")
+        try:
+            give_back(EndedBySignal(signal.SIGTERM))
+        finally:
+            os._exit(128 + signal.SIGTERM)
+
+    def check() -> None:
+        if not termination.has_begun:
+            threading.Thread(target=end_process, daemon=True).start()
+
+    def note() -> None:
+        if {signal.SIGINT, signal.SIGTERM} & set(arrived.recv(4096)):
+            loop.call_later(_HANDLED_WITHIN_S, check)
+
+    loop.call_soon_threadsafe(loop.add_reader, arrived, note)
+    # the C code behind Python's handlers writes to it at once
+    before = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        wakes.close()
+
+
 def recorded(main: Callable[[], T]) -> T:
     """Call a program's main function; under torchrun its exception reaches torchrun's report, with traceback."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
@@ -250,6 +294,7 @@ def recorded(main: Callable[[], T]) -> T:
     return result
 
 
+_HANDLED_WITHIN_S = 1.2
 _STORE_TIMEOUT_S = 5.0
 _TRACEBACK_CHARACTERS = 2**13
 
@@ -298,7 +343,7 @@ class _FirstFailure:
         """Return what to raise for an error of this rank: the error itself, or RankError where another was first."""
         atexit.register(_exit_within, _EXIT_S)
         follows = isinstance(error, RankError) or _broke_off(error)
-        first = self._exchange(None if follows or is_by_signal(error) else error)
+        first = self._exchange(None if follows or isinstance(error, (KeyboardInterrupt, EndedBySignal)) else error)
         is_of_other = first is not None and first["rank"] != self._rank
         cause = error
         if first is not None and is_of_other and not isinstance(error, (RankError, KeyboardInterrupt)):
