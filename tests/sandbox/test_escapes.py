@@ -24,7 +24,7 @@ import pytest
 
 from verifiers.errors import SandboxError
 from verifiers.sandbox import open_sandbox
-from verifiers.sandbox.process import AgentSandbox
+from verifiers.sandbox.agent_sandbox import AgentSandbox
 from verifiers.sandbox.spec import IsolationLevel, RunResult, Sandbox, SandboxSpec
 
 

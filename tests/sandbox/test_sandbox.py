@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from verifiers.errors import ConfigError, SandboxError
-from verifiers.sandbox import bubblewrap, open_sandbox, opening
-from verifiers.sandbox.process import AgentSandbox
+from verifiers.sandbox import agent_sandbox, bubblewrap, open_sandbox
+from verifiers.sandbox.agent_sandbox import AgentSandbox
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
 
 
@@ -342,7 +342,7 @@ def test_a_sandbox_works_in_the_event_loop_of_any_thread(isolation: IsolationLev
 async def test_the_level_is_announced_once_with_what_it_does_not_stop(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_announced", set())
+    monkeypatch.setattr(agent_sandbox, "_announced", set())
     with caplog.at_level(logging.INFO, "verifiers.sandbox"):
         for _ in range(2):
             await (await open_sandbox(SandboxSpec(isolation="process"))).close()
@@ -369,9 +369,9 @@ async def test_auto_falls_back_where_bubblewrap_fails_and_says_why(
         ([], r"pip install 'verifiers\[sandbox\]=="),
     ):
         monkeypatch.setattr(bubblewrap, "recipes", lambda found=found: found)
-        monkeypatch.setattr(opening, "_recipes", [])
-        monkeypatch.setattr(opening, "_unavailable", "")
-        monkeypatch.setattr(opening, "_announced", set())
+        monkeypatch.setattr(agent_sandbox, "_recipes", [])
+        monkeypatch.setattr(agent_sandbox, "_unavailable", "")
+        monkeypatch.setattr(agent_sandbox, "_announced", set())
         with pytest.raises(SandboxError, match=why):
             await open_sandbox(SandboxSpec(isolation="bubblewrap"))
         with caplog.at_level(logging.WARNING, "verifiers.sandbox"):
@@ -383,15 +383,15 @@ async def test_auto_falls_back_where_bubblewrap_fails_and_says_why(
 
 
 async def test_auto_never_falls_back_where_bubblewrap_has_worked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_recipes", [bubblewrap.Recipe("/bin/false", True)])
-    monkeypatch.setattr(opening, "_unavailable", "")
+    monkeypatch.setattr(agent_sandbox, "_recipes", [bubblewrap.Recipe("/bin/false", True)])
+    monkeypatch.setattr(agent_sandbox, "_unavailable", "")
     with pytest.raises(SandboxError, match="ended before it was ready"):
         await open_sandbox()
 
 
 async def test_bubblewrap_works_where_proc_cannot_be_mounted(contained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = bubblewrap.recipes()[0]._replace(proc=False)
-    monkeypatch.setattr(opening, "_recipes", [recipe])
+    monkeypatch.setattr(agent_sandbox, "_recipes", [recipe])
     async with await open_sandbox() as sandbox:
         assert (await sandbox.run("ls /proc; echo $(pwd)", timeout_s=60)).stdout == "/sandbox/home\n"
         assert (await sandbox.run("sleep 60", timeout_s=0.3)).timed_out

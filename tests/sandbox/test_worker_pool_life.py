@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 
 from verifiers.errors import WorkerCallError, WorkerError
-from verifiers.sandbox.process import AgentSandbox
+from verifiers.sandbox.agent_sandbox import AgentSandbox
 from verifiers.sandbox.spec import IsolationLevel
 from verifiers.sandbox.worker_pool import WorkerPool
 

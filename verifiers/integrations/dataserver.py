@@ -32,8 +32,6 @@ from verifiers.rubrics.scoring import arguments_of
 from verifiers.rubrics.shaping import completion_tokens
 from verifiers.types import MessageType, RolloutScore, State
 
-__all__ = ["RemoteEnv", "RemoteRows", "RemoteRubric", "load_environment"]
-
 _PAGE = 512
 _REMEMBERED_PARTS = 64
 

@@ -18,18 +18,6 @@ from verifiers.loop_thread import run_blocking
 from verifiers.parsers.messages import message_text
 from verifiers.rubrics.scoring import is_finite_number
 
-__all__ = [
-    "MAX_ATTEMPTS",
-    "Dataserver",
-    "Grade",
-    "RemoteGrader",
-    "RequestLimits",
-    "ServerMeta",
-    "completion_for_wire",
-    "encoded",
-    "rank_of_process",
-]
-
 logger = logging.getLogger("verifiers.envs")
 
 MAX_ATTEMPTS = 4

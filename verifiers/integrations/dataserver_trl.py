@@ -32,8 +32,6 @@ from verifiers.integrations.dataserver_client import MAX_ATTEMPTS, Dataserver, R
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["Place", "RemoteRLDataset", "remote_reward"]
-
 logger = logging.getLogger("verifiers.envs")
 
 

@@ -20,8 +20,6 @@ from verifiers.errors import ConfigError, InfraError
 from verifiers.installation import install_hint
 from verifiers.types import Messages, State
 
-__all__ = ["EpisodeThread", "GymEnv", "GymEpisode", "Transition", "make_gym", "text_of_observation"]
-
 T = TypeVar("T")
 
 

@@ -26,8 +26,6 @@ from verifiers.types import Messages, State
 if TYPE_CHECKING:
     from mcp import types as mcp_types
 
-__all__ = ["MCPEnv", "MCPServerConfig", "chat_names", "parameters_of", "result_text"]
-
 if importlib.util.find_spec("mcp") is None:
     raise ImportError(f"MCPEnv needs mcp; {install_hint('mcp')}.", name="mcp")
 

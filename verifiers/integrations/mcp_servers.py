@@ -15,8 +15,6 @@ from verifiers.installation import install_hint
 if TYPE_CHECKING:
     from mcp import types as mcp_types
 
-__all__ = ["MCPConnection", "MCPServerConfig"]
-
 _CLOSE_TIMEOUT_S = 10.0
 _STDERR_TAIL_BYTES = 4096
 

@@ -20,8 +20,6 @@ from verifiers.types import ChatMessage, Messages, State
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["OpenEnvEnv", "SessionLimits", "action_from_text", "action_hint", "observation_text", "only_text_field"]
-
 DEFAULT_SYSTEM_PROMPT = "You act in an environment. Read each observation and answer with your next action."
 
 _REFUSAL_CHARS = 2000

@@ -15,8 +15,6 @@ from typing import Any
 
 from verifiers.errors import ConfigError, InfraError
 
-__all__ = ["OpenEnvSession", "Refusal", "SessionLimits", "Step", "action_schema_of"]
-
 # errors of a policy's action, as opposed to those of the server or the session
 _ACTION_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 _LARGE_CHARS = 1 << 18  # a JSON text longer than this is parsed in a thread

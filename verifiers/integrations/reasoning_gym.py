@@ -19,8 +19,6 @@ from verifiers.types import Info, Messages, State
 if TYPE_CHECKING:
     from verifiers.sandbox.worker_pool import WorkerPool
 
-__all__ = ["COMPARING_TASKS", "DEFAULT_SYSTEM_PROMPT", "ReasoningGymEnv", "ReasoningGymRubric", "scoring_pool"]
-
 DEFAULT_SYSTEM_PROMPT = (
     "Think about the problem step by step. Then give the final answer, and nothing but it, between <answer> and "
     "</answer>. Where the problem shows an example, write the answer in exactly that form."

@@ -22,8 +22,6 @@ from verifiers.errors import ConfigError
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
-__all__ = ["Entry", "GymTask", "Row", "draw_split", "gym_tasks", "open_dataset"]
-
 Entry = dict[str, Any]
 """An item of reasoning-gym: question, answer, metadata."""
 

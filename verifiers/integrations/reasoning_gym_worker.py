@@ -24,17 +24,6 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 
-__all__ = [
-    "EVALUATING_TASKS",
-    "FORMULA_TASKS",
-    "dumps",
-    "is_formula",
-    "loads",
-    "open_scorer",
-    "score",
-    "score_in_worker",
-]
-
 EVALUATING_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose scorers call `eval` on an answer, to read a list."""
 

@@ -17,8 +17,6 @@ from verifiers.errors import ConfigError, InfraError
 from verifiers.installation import install_hint
 from verifiers.integrations.gymnasium import GymEnv, GymEpisode
 
-__all__ = ["TextArenaEnv", "TextArenaGame", "secret_of"]
-
 # games that read lists of words when they are made, and draw from them at each reset
 _WORD_GAMES = ("Hangman", "WordLadder", "WordSearch", "Wordle")
 _SECRET_KEYS = ("secret_word", "target_word", "secret_code", "game_number")

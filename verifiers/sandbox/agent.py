@@ -19,22 +19,23 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from verifiers.sandbox import relay
 from verifiers.sandbox.commands import answer_call, execute, read_file, remove_tree, say, write_file
 from verifiers.sandbox.confinement import (
     Limits,
     adopt_orphans,
     close_all_but,
     confine,
+    kill_everyone,
+    kill_group,
+    kill_trees,
+    kill_user,
     leave_keyring,
+    orphans,
     set_dumpable,
     tasks_of_user,
     unusable_path,
 )
 from verifiers.sandbox.frames import Frames, pack
-from verifiers.sandbox.killing import kill_everyone, kill_group, kill_trees, kill_user, orphans
-
-__all__ = ["Agent", "main"]
 
 _LOOK_S = 0.5
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -199,7 +200,10 @@ class Agent:
             elif kind == "relay":
                 # it outlives the program, which must not be able to put code of its own into it
                 set_dumpable(False)
-                relay.serve(message["target"])
+                # imported here, as asyncio takes longer to load than all else that a sandbox starts with
+                from verifiers.sandbox import relay
+
+                relay.run(message["target"])
             elif kind == "call":
                 answer_call(message, answer)
             elif kind == "read":

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from verifiers.installation import install_hint
 
-__all__ = ["HOME", "USER", "Recipe", "UserMap", "call_filter", "command", "in_cgroup", "recipes", "why_unavailable"]
-
 # all that can be written is one file system, so that there is one limit for it
 _SCRATCH = "/sandbox"
 HOME = f"{_SCRATCH}/home"

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["FrameError", "Frames", "pack"]
-
 _MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 

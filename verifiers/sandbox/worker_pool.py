@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, SandboxError, WorkerCallError, WorkerError, WorkerTimeoutError
+from verifiers.sandbox.agent_sandbox import AgentSandbox, installed_paths, module_places, open_agent_sandbox
 from verifiers.sandbox.commands import MAX_RESULT_BYTES
-from verifiers.sandbox.opening import installed_paths, module_places, open_agent_sandbox
-from verifiers.sandbox.process import AgentSandbox
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
-
-__all__ = ["WorkerPool"]
 
 T = TypeVar("T")
 

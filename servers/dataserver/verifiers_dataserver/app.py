@@ -36,8 +36,6 @@ from verifiers_dataserver.wire import (
     SampleRequest2,
 )
 
-__all__ = ["Routes"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 _INLINE_ROWS = 256

@@ -12,8 +12,6 @@ from verifiers.server_process import bind
 from verifiers_dataserver.config import load_configuration
 from verifiers_dataserver.serving import load, running
 
-__all__ = ["serve_in_background"]
-
 _START_S = 60.0
 
 

@@ -19,8 +19,6 @@ from verifiers_dataserver import __version__
 if TYPE_CHECKING:
     from verifiers_dataserver.serving import Loaded
 
-__all__ = ["main", "parser"]
-
 
 def parser() -> CommandParser:
     """Return the command line."""

@@ -10,8 +10,6 @@ from typing import Any
 from verifiers.errors import ConfigError
 from verifiers_dataserver.config import DatasetTable
 
-__all__ = ["prompts_of", "servable"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 _BATCH = 1000

@@ -18,16 +18,6 @@ from verifiers.errors import ConfigError
 from verifiers_dataserver.scores import BUILTIN
 from verifiers_dataserver.tasks import is_answer_from
 
-__all__ = [
-    "Configuration",
-    "DatasetTable",
-    "GraderTable",
-    "GraderUse",
-    "ServerTable",
-    "load_configuration",
-    "short_repr",
-]
-
 KNOWN_WITHOUT_TABLE = (*BUILTIN, "math", "rubric")
 
 

@@ -14,8 +14,6 @@ from verifiers_dataserver.columns import prompts_of, servable
 from verifiers_dataserver.config import Configuration, DatasetTable, EnvironmentTable, HubTable
 from verifiers_dataserver.tasks import Row
 
-__all__ = ["TaskRows", "load_datasets"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 _GRADERS_ONLY = frozenset({"metadata", "info", "task", "system_prompt"})

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ValidationError
 from verifiers.http_requests import has_key, read_body
 from verifiers_dataserver.config import short_repr
 
-__all__ = ["OPEN_PATHS", "Handler", "RequestError", "answer_errors", "read_request", "token_required"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

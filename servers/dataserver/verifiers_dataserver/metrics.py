@@ -11,8 +11,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from verifiers_dataserver.http import Handler
 from verifiers_dataserver.scores import Score
 
-__all__ = ["Metrics"]
-
 _BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 
 

@@ -12,8 +12,6 @@ from verifiers_dataserver import __version__
 from verifiers_dataserver.http import OPEN_PATHS
 from verifiers_dataserver.wire import GradeRequest, GradeRequest2, RowsRequest, SampleRequest, SampleRequest2
 
-__all__ = ["describe"]
-
 _ERRORS = {
     400: "The body cannot be read, or asks for what is not there",
     401: "The server requires a token, and the request has none",

@@ -13,8 +13,6 @@ from verifiers.errors import ConfigError
 from verifiers_dataserver.http import RequestError
 from verifiers_dataserver.wire import SampleRequest2
 
-__all__ = ["Sampler"]
-
 _INLINE_PROMPTS = 64
 _INLINE_ROWS = 20_000
 _REMEMBERED = 4096

@@ -16,8 +16,6 @@ from typing import Any, ClassVar, Protocol
 from verifiers.errors import ConfigError, GradingError
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
-__all__ = ["BUILTIN", "Score", "Scorer"]
-
 
 class Scorer(Protocol):
     """A built-in grader; its fields are the options that a configuration may set."""

@@ -20,8 +20,6 @@ from verifiers_dataserver.config import Configuration
 from verifiers_dataserver.datasets import TaskRows, load_datasets
 from verifiers_dataserver.grading.rewards import Rewards
 
-__all__ = ["Loaded", "load", "running", "serve"]
-
 _BACKLOG = 2048
 _FINISH_S = 3.0
 _SHUTDOWN_S = 1.0

@@ -8,8 +8,6 @@ from typing import Any
 
 from verifiers.parsers.parser import extract_boxed_answer
 
-__all__ = ["AnswerFrom", "Completion", "Row", "answer_part", "is_answer_from", "part_between"]
-
 AnswerFrom = str
 """The part of a completion that is its answer: "text", "after_think", "boxed", or "xml:TAG"."""
 

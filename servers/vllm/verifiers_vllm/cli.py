@@ -21,8 +21,6 @@ from verifiers_vllm.errors import StartError
 from verifiers_vllm.supervision import ServerGroup, answers, process_lives
 from verifiers_vllm.versions import installed_version, known_minor
 
-__all__ = ["main", "parser"]
-
 EXPOSED = (
     "anyone who reaches this port can replace the weights, pause the server and call worker methods by name, "
     "for vLLM's --api-key does not cover the weight routes"

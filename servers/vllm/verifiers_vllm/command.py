@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from verifiers_vllm.versions import Minor
 
-__all__ = ["environment_for", "is_cpu_build", "vllm_arguments"]
-
 
 def is_cpu_build(version: str) -> bool:
     """Return whether this vLLM computes on the CPU."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["StartError"]
-
 
 class StartError(Exception):
     """The server cannot be started; the message says why and what to do.

@@ -15,8 +15,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["close_layers", "load_with_every_core", "register", "reload_weights"]
-
 
 def register() -> None:
     """Register with vLLM, which calls this in each of its processes."""

@@ -13,8 +13,6 @@ import time
 
 from verifiers_vllm.supervision import SUPERVISOR_VARIABLE
 
-__all__ = ["main"]
-
 _POLL_S = 0.25
 
 

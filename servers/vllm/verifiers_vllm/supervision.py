@@ -18,8 +18,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["SUPERVISOR_VARIABLE", "ServerGroup", "answers", "process_lives"]
-
 SUPERVISOR_VARIABLE = "VERIFIERS_VLLM_SUPERVISOR"
 _GRACE_S = 8.0
 

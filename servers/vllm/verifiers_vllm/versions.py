@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from verifiers_vllm.errors import StartError
 
-__all__ = ["MINORS", "Minor", "installed_version", "known_minor"]
-
 
 @dataclass(frozen=True)
 class Minor:

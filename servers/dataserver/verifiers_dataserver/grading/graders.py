@@ -26,8 +26,6 @@ from verifiers_dataserver.tasks import Completion, Row, answer_part
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["BuiltinGrader", "Grader", "HttpGrader", "MathGrader", "PythonGrader", "Task"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 INLINE_CHARS = 20_000

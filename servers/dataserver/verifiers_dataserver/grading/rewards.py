@@ -32,8 +32,6 @@ from verifiers_dataserver.grading.rubrics import RubricGrader
 from verifiers_dataserver.scores import BUILTIN, JsonSchema, Score
 from verifiers_dataserver.tasks import is_answer_from
 
-__all__ = ["DatasetReward", "Rewards"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 _GRACE_S = 2.0

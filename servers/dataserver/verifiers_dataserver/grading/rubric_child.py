@@ -15,8 +15,6 @@ from typing import Any
 from verifiers.errors import WorkerError, WorkerTimeoutError
 from verifiers_dataserver.config import EnvironmentTable
 
-__all__ = ["RubricChild"]
-
 # long: the server itself loaded the environment at start-up, so loading it succeeds
 _LOAD_S = 900.0
 _LINE_BYTES = 256 << 20

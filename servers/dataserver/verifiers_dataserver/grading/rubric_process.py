@@ -13,8 +13,6 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["graded", "main"]
-
 
 async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
     """Score one group by the environment's rubric.

@@ -21,8 +21,6 @@ from verifiers_dataserver.grading.graders import Task, failed, score_of
 from verifiers_dataserver.grading.rubric_child import RubricChild
 from verifiers_dataserver.scores import Score
 
-__all__ = ["RubricGrader"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 _GRACE_S = 2.0

@@ -16,8 +16,6 @@ from verifiers.errors import GradingError
 from verifiers_dataserver.scores import BUILTIN, Scorer
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
-__all__ = ["call_grader", "check_grader", "lower_priority", "score_builtin", "score_in_worker"]
-
 _NICENESS = 10
 _TRIES = 20
 
