@@ -79,7 +79,7 @@ def own_scores(task: str) -> tuple[list[str | None], list[float]]:
 
 def entries(env: vf.ReasoningGymEnv) -> list[dict[str, Any]]:
     """Return the entries of the training rows."""
-    from verifiers.integrations.reasoning_gym_rows import draw_split
+    from verifiers.integrations.reasoning_gym import draw_split
 
     train, _ = draw_split(
         env.gym_tasks, num_train=env.num_train_examples, num_eval=env.num_eval_examples, seed=env.seed

@@ -171,16 +171,6 @@ def test_sizes_that_do_not_divide_are_warned_of_with_both_numbers(
     assert calls == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_a_block_can_be_fetched_in_parts(recorder: RecordingServer) -> None:
-    sizes = {"per_device_train_batch_size": 64, "num_generations": 16, "max_steps": 2}
-    parts, whole = RemoteRLDataset(recorder.url, fetch_size=3, **sizes), RemoteRLDataset(recorder.url, **sizes)
-    assert [parts[index] for index in range(8)] == [whole[index] for index in range(8)]
-    calls = [(body["generation_step"], body["batch_size"]) for body in recorder.calls("/v2/sample")]
-    assert calls == [(0, 3), (0, 1), (1, 3), (1, 1), (0, 4), (1, 4)]
-    with pytest.raises(ConfigError, match="fetch_size is 5, but a block holds 4"):
-        RemoteRLDataset(recorder.url, fetch_size=5, **sizes)
-
-
 def test_a_stage_that_ends_inside_a_block_holds_to_its_end_and_that_is_logged(
     recorder: RecordingServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -295,7 +285,7 @@ def test_rewards_are_joined_on_completion_index_and_what_failed_is_none(recorder
         {"completion_index": item["completion_index"], "reward": None if "?" in item["completion"] else 0.5}
         for item in reversed(items)
     ]
-    reward = remote_reward(recorder.url, max_items=3)
+    reward = remote_reward(recorder.url)
     found = reward(
         prompts=["p"] * 5,
         completions=["a", "b?", "c", "d", "e"],
@@ -304,8 +294,6 @@ def test_rewards_are_joined_on_completion_index_and_what_failed_is_none(recorder
         trainer_state=object(),
     )
     assert found == [0.5, None, 0.5, 0.5, 0.5]
-    sizes = [[item["sample_id"] for item in body["items"]] for body in recorder.calls("/v2/grade")]
-    assert sizes == [["easy:0", "easy:0"], ["easy:1", "easy:1", "easy:2"]]
     assert recorder.calls("/v2/grade")[0]["items"][1]["completion_tokens"] == 2
     assert reward.__name__ == "remote_reward"
 

@@ -23,7 +23,7 @@ from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, InfraError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.integrations import dataserver_client
+from verifiers.integrations import dataserver as remote
 from verifiers.integrations.dataserver import RemoteEnv
 from verifiers.rollouts.rollout import Group, RolloutRequest
 from verifiers.rollouts.run import Run
@@ -223,7 +223,7 @@ async def test_a_completion_that_the_server_cannot_grade_is_a_grading_error_and_
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let waits between tries take no time."""
-    monkeypatch.setattr(dataserver_client, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr(remote, "_BACKOFF_S", 0.0)
 
 
 @pytest.mark.usefixtures("quick")

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from remote_world import RecordingServer, dataserver
 
 from verifiers.errors import InfraError
-from verifiers.integrations.dataserver import RemoteEnv
-from verifiers.integrations.dataserver_client import (
+from verifiers.integrations.dataserver import (
     Dataserver,
     Grade,
+    RemoteEnv,
     RemoteGrader,
     RequestLimits,
     completion_for_wire,
@@ -69,9 +69,9 @@ def test_an_answer_that_is_none_is_no_grade_at_all(recorder: RecordingServer) ->
 def test_requests_hold_what_the_server_takes_and_groups_stay_whole(
     recorder: RecordingServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def sent(limits: RequestLimits, *sample_ids: str, **options: Any) -> list[list[int]]:
+    def sent(limits: RequestLimits, *sample_ids: str) -> list[list[int]]:
         recorder.requests.clear()
-        found = grader(recorder.url, limits, **options).grades(items(*sample_ids), {"seed": 3})
+        found = grader(recorder.url, limits).grades(items(*sample_ids), {"seed": 3})
         assert [grade.reward for grade in found] == [1.0] * len(sample_ids)
         bodies = recorder.calls("/v2/grade")
         assert all(len(encoded(body)) <= limits.max_body_bytes and body["seed"] == 3 for body in bodies)
@@ -79,7 +79,6 @@ def test_requests_hold_what_the_server_takes_and_groups_stay_whole(
 
     one = len(encoded(items("a:0")[0]))
     assert sent(RequestLimits(4), "a:0", "a:0", "a:1", "a:1", "a:2") == [[0, 1, 2, 3], [4]]
-    assert sent(RequestLimits(4), "a:0", "a:0", "a:1", "a:1", "a:2", max_items=3) == [[0, 1], [2, 3, 4]]
     assert sent(RequestLimits(4, max_body_bytes=100 + 3 * one), "a:0", "a:0", "a:1", "a:1") == [[0, 1], [2, 3]]
     assert caplog.messages == []
     assert sent(RequestLimits(2), "a:0", "a:1", "a:1", "a:1") == [[0], [1, 2], [3]]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from remote_world import RecordingServer
 
 from verifiers.errors import ConfigError, InfraError
-from verifiers.integrations.dataserver_client import Dataserver, encoded
+from verifiers.integrations.dataserver import Dataserver, encoded
 
 
 @contextmanager
