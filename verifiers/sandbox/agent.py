@@ -44,8 +44,6 @@ _SOCKET_BYTES = 208 << 10
 
 
 class _Run:
-    """A command under way."""
-
     # plain, as `dataclasses` would take a fifth of the time that a sandbox needs to start
     __slots__ = ("answer", "being_killed", "deadline", "id", "kind", "pid", "timed_out")
 
@@ -158,7 +156,6 @@ class Agent:
                 self._kill(run)
 
     def reply(self, message: dict[str, Any]) -> None:
-        """Send a message to the program."""
         try:
             self.control.sendall(pack(message))
         except OSError:
@@ -183,7 +180,6 @@ class Agent:
         self._runs[pid] = _Run(message, pid, started)
 
     def _become(self, message: dict[str, Any], fds: Sequence[int]) -> int:
-        """Run a forked process's work; return its exit code."""
         kind = message["kind"]
         answer = fds[1]
         if kind == "call":
@@ -289,14 +285,12 @@ class Agent:
             self.reply(run.answer)
 
     def _kill_at_once(self) -> None:
-        """Kill also what other commands have started, in one system call where there is one for it."""
         if self.contained:
             kill_everyone()
         elif self.limits.uid is not None:
             kill_user(self.limits.uid)
 
     def kill_all(self) -> None:
-        """Kill everything in the sandbox."""
         self._kill_at_once()
         for pid in self._runs:
             kill_group(pid)
@@ -313,7 +307,6 @@ def _numbers(path: str, names: tuple[str, ...], place: int = 1) -> int:
 
 
 def _import_module(module: str, paths: list[str]) -> str | None:
-    """Import a module where calls are forked from; None, or the sentence that says why it could not be."""
     sys.path.extend(path for path in paths if path not in sys.path)
     try:
         importlib.import_module(module)

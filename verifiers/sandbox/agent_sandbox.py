@@ -83,7 +83,6 @@ class AgentSandbox(Sandbox):
         self._loop.add_reader(control, self._receive)
 
     async def begin(self, configuration: dict[str, Any]) -> None:
-        """Configure the agent and wait until it is ready. Raises SandboxError."""
         self._post(configuration)
         answer = await asyncio.shield(self._ready)
         if answer.get("lost"):
@@ -140,7 +139,6 @@ class AgentSandbox(Sandbox):
         self._answers.clear()
 
     def _post(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Queue a message; its descriptors are closed once they are sent."""
         try:
             data = bytearray(pack({**message, "fds": len(fds)}))
         except (FrameError, TypeError) as error:
@@ -206,7 +204,6 @@ class AgentSandbox(Sandbox):
             self._post({"op": "kill", "id": number})
 
     async def _answer(self, number: int, answer: Answer, timeout_s: float) -> dict[str, Any]:
-        """Return what the agent says of a command. When the caller stops waiting, the command is killed."""
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
                 message = await answer
@@ -368,7 +365,6 @@ class _AgentProcess(SandboxProcess):
 
 
 def _raise_for(message: dict[str, Any], err: Drain, path: str) -> None:
-    """Raise the error that a file access ended with, if any."""
     if message["exit"] == 0:
         return
     number, _, text = err.text.partition(" ")
@@ -381,11 +377,7 @@ def _raise_for(message: dict[str, Any], err: Drain, path: str) -> None:
 
 
 async def open_agent_sandbox(spec: SandboxSpec) -> AgentSandbox:
-    """Open a sandbox of the level process or bubblewrap; "auto" takes bubblewrap where it works.
-
-    Raises:
-        SandboxError: the system does not allow it.
-    """
+    """Open a sandbox of the level process or bubblewrap; "auto" takes bubblewrap where it works."""
     global _unavailable
     level = spec.isolation
     if level == "auto":
@@ -451,7 +443,6 @@ async def _open(spec: SandboxSpec, level: str, recipe: bubblewrap.Recipe | None 
 
 
 def _announce(sandbox: AgentSandbox) -> None:
-    """Log once a process which level is in use and what it does not stop."""
     if sandbox.isolation in _announced:
         return
     _announced.add(sandbox.isolation)
@@ -483,7 +474,6 @@ def _spare_user() -> int | None:
 
 
 def _configuration(spec: SandboxSpec, level: str, uid: int | None) -> dict[str, Any]:
-    """Return the first message to the agent."""
     names = ("memory_bytes", "file_bytes", "processes", "open_files")
     return {name: getattr(spec, name) for name in names} | {
         "isolation": level,
@@ -554,7 +544,6 @@ _NOT_READABLE = ("/", "/proc", "/sys", "/dev", "/tmp", "/etc", "/sandbox")
 
 @functools.cache
 def _python_places() -> tuple[str, ...]:
-    """Return the directories that this Python and its installed packages live in."""
     executable = os.path.realpath(sys.executable)
     places = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, os.path.dirname(executable)]
     places += site.getsitepackages()

@@ -63,7 +63,6 @@ def _open(path: str, limits: Limits, flags: int, contained: bool) -> int:
 
 
 def read_file(request: dict[str, Any], limits: Limits, contained: bool) -> None:
-    """Copy a file to stdout."""
     fd = _open(request["path"], limits, os.O_RDONLY, contained)
     left = request["max_bytes"]
     while data := os.read(fd, 1 << 16):
@@ -74,7 +73,6 @@ def read_file(request: dict[str, Any], limits: Limits, contained: bool) -> None:
 
 
 def write_file(request: dict[str, Any], limits: Limits, contained: bool) -> None:
-    """Copy stdin to a file."""
     fd = _open(request["path"], limits, os.O_WRONLY | os.O_CREAT, contained)
     # only now: a special file would have been truncated before it was looked at
     os.ftruncate(fd, 0)
@@ -83,7 +81,6 @@ def write_file(request: dict[str, Any], limits: Limits, contained: bool) -> None
 
 
 def _answer(request: dict[str, Any]) -> bytes:
-    """Call a function and return what came of it, as JSON."""
     try:
         module, _, path = request["function"].partition(":")
         found: Any = importlib.import_module(module)

@@ -95,7 +95,6 @@ def _drop_rights() -> None:
 
 
 def close_all_but(keep: set[int]) -> None:
-    """Close every descriptor above stderr that is not in `keep`."""
     lowest = 3
     for fd in sorted(fd for fd in keep if fd >= 3):
         os.closerange(lowest, fd)
@@ -213,7 +212,6 @@ def _look(pid: int | str) -> _Seen | None:
 
 
 def _scan() -> dict[int, _Seen]:
-    """Return every process that can be seen."""
     try:
         names = [name for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
@@ -222,7 +220,6 @@ def _scan() -> dict[int, _Seen]:
 
 
 def _living(scan: dict[int, _Seen], roots: Collection[int]) -> set[int]:
-    """Return the roots and their descendants that still run."""
     children: dict[int, list[int]] = {}
     for pid, seen in scan.items():
         children.setdefault(seen.parent, []).append(pid)

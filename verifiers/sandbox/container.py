@@ -53,7 +53,6 @@ async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
 
 
 def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
-    """Return the command that starts the container."""
     limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0}
     if spec.cpu_time_s is not None:
         limits["cpu"] = max(1, round(spec.cpu_time_s))
@@ -96,7 +95,6 @@ class _Client:
             close_all(theirs)
 
     async def ended(self, limit_s: float | None) -> bool:
-        """Wait for its end; False when it did not come in time."""
         return await ended(self.process, limit_s)
 
     async def end(self) -> None:
@@ -106,8 +104,6 @@ class _Client:
 
 
 class ContainerSandbox(Sandbox):
-    """A sandbox that is a container. Opened by `open_container`."""
-
     def __init__(self, spec: SandboxSpec, tool: str) -> None:
         self.isolation = tool
         self.spec = spec
@@ -119,7 +115,6 @@ class ContainerSandbox(Sandbox):
         self._err = Drain(self._main.stderr, 1 << 14, lambda: None)
 
     async def wait_until_ready(self) -> None:
-        """Wait until the container's main process says that it runs."""
         try:
             async with asyncio.timeout(_START_S):
                 line = await self._out.read_line()
@@ -220,7 +215,6 @@ class ContainerSandbox(Sandbox):
         return await self.start(["python3", "-I", "-S", "-c", source, target])
 
     async def kill_started(self, process: ContainerProcess, note: str) -> None:
-        """Kill one started process inside."""
         self._started.discard(process)
         if self._closing is None:
             await self._kill_inside(_KILL_ONE, note)
@@ -280,7 +274,6 @@ class ContainerProcess(SandboxProcess):
         await self.end()
 
     async def end(self) -> None:
-        """End the tool's command and close the pipes."""
         await self._client.end()
         self.release()
 

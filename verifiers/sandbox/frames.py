@@ -18,7 +18,6 @@ class FrameError(Exception):
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Return the bytes of a message."""
     body = json.dumps(message).encode()
     if len(body) > _MAX_FRAME_BYTES:
         raise FrameError(f"a message of {len(body)} bytes is over the limit of {_MAX_FRAME_BYTES}")

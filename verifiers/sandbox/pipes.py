@@ -60,13 +60,7 @@ class _Reader(abc.ABC):
 
 
 class Drain(_Reader):
-    """A reader that keeps the first bytes of a pipe and counts the others.
-
-    Args:
-        fd: the pipe's reading end, which is closed by `close`.
-        keep_bytes: how much is kept.
-        flooded: called once, when `FLOOD_BYTES` were thrown away.
-    """
+    """A reader that keeps the first bytes of a pipe and counts the others; after `FLOOD_BYTES` it calls `flooded`."""
 
     def __init__(self, fd: int, keep_bytes: int, flooded: Callable[[], None]) -> None:
         self.kept = bytearray()

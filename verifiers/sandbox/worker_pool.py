@@ -236,7 +236,6 @@ class _Workers:
         self._stopping = asyncio.Event()
 
     def submit(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a call on the loop, from any thread; starts the loop with the first."""
         with self._lock:
             if self.closed:
                 call.close()
@@ -252,7 +251,6 @@ class _Workers:
         return WorkerError(f"The worker pool {self._name!r} is closed.")
 
     async def call(self, request: dict[str, Any], timeout_s: float) -> Any:
-        """Wait for a worker and have it answer."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -313,7 +311,6 @@ class _Workers:
         await asyncio.gather(*(worker.sandbox.close() for worker in self.all))
 
     def close(self) -> None:
-        """End the calls, the workers and the thread."""
         with self._lock:
             if self.closed or self.process != os.getpid():
                 return
