@@ -82,13 +82,7 @@ def filled_up(columns: int, dtype: torch.dtype) -> int:
 
 
 def row_groups(lengths: Sequence[int], most: int, dtype: torch.dtype) -> Rows:
-    """Group neighbouring rows, which read as many columns as their longest has.
-
-    Args:
-        lengths: columns that each row has to see, best in falling order.
-        most: columns there are.
-        dtype: of the keys.
-    """
+    """Group neighbouring rows, which read as many columns as their longest has; lengths are best in falling order."""
     groups: list[tuple[int, int, int]] = []
     first, longest, wasted = 0, 0, 0
     for row, length in enumerate(lengths):

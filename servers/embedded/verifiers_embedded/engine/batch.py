@@ -36,16 +36,7 @@ class ActiveBatch:
     """A batch of up to `slots` sequences, row i of the cache belonging to ``sequences[i]``.
 
     A prompt's last token is not prefilled: it goes through the decode pass like every token after it, so that
-    all logits that are sampled from come from one place.
-
-    Args:
-        model: a causal language model of transformers, frozen and in eval mode.
-        slots: most sequences at once.
-        max_model_len: most tokens of one sequence, prompt and completion together.
-        prefix_bytes: memory for keys and values of finished sequences, which later prompts may continue.
-        backend: of torch.compile, for the passes of one token a sequence; None runs them as they are.
-        record: `decoding.cuda_graph`, for the same passes; None runs them as they are.
-        cache_tokens: most rows times columns of the cache; None: all that the slots can need.
+    all logits that are sampled from come from one place. The arguments are those of `Engine`.
     """
 
     def __init__(
@@ -82,7 +73,6 @@ class ActiveBatch:
 
     @property
     def allocated(self) -> tuple[int, int]:
-        """Cache rows and columns that memory is held for."""
         return self._cache.allocated
 
     @property
@@ -146,7 +136,6 @@ class ActiveBatch:
         self._prefill(range(len(self.sequences)))
 
     def step(self) -> Draw:
-        """Sample the next token of every sequence."""
         if self._sampler is None:
             self._sampler = BatchSampler([item.request.sampling for item in self.sequences], self._device)
             rows = enumerate(self.sequences)
@@ -234,11 +223,7 @@ class ActiveBatch:
                 self._cache.move([first] * len(others), others, len(prompt), self._device)
 
     def _extend(self, starts: list[tuple[int, int]]) -> None:
-        """Compute keys and values behind those that rows already have.
-
-        Args:
-            starts: (row, number of tokens it has).
-        """
+        """Compute keys and values behind those that rows already have: (row, number of tokens it has)."""
         if not starts:
             return
         columns = self._filled_up(max(len(self.sequences[row].tokens) for row, _ in starts))
@@ -324,12 +309,7 @@ class ActiveBatch:
 def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list[int]:
     """Order the rows by falling length from block to block, and as they are now within one, so that few move.
 
-    Sequences grow alike, so their order holds until one comes or goes.
-
-    Args:
-        lengths: of the sequences, in tokens.
-        rows: where they are now; None for new ones.
-        block: rows whose order does not matter.
+    Sequences grow alike, so their order holds until one comes or goes. `rows` are their places now; None for new.
     """
     count = len(lengths)
     order = sorted(range(count), key=lambda item: (-lengths[item], count if rows[item] is None else rows[item]))
@@ -348,8 +328,7 @@ def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list
 def attention_windows(config: Any) -> dict[str, int | None]:
     """Return the kinds of attention the model's layers have, each with its window in tokens (None: all tokens).
 
-    Raises:
-        StartError: the model has layers of another kind, such as recurrent or chunked ones.
+    Raises StartError for layers of another kind, such as recurrent or chunked ones.
     """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)

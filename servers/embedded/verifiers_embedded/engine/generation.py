@@ -42,9 +42,7 @@ class GenerationRequest:
 
     Args:
         prompt_ids: the prompt's token ids, at least one.
-        max_tokens: most tokens to sample, at least 1; the caller has clipped it to the room left in the
-            context.
-        sampling: temperature, truncation and seed.
+        max_tokens: at least 1; the caller has clipped it to the room left in the context.
         eos_ids: ids that end the completion; the id itself is kept.
         stop: strings that end the completion as soon as they appear in its text.
         grammar: what the text must follow; None where it is free.
@@ -136,7 +134,6 @@ class Sequence:
             )
 
     def finish(self, reason: FinishReason) -> Generation:
-        """Return the completion as it stands, to be answered with `reason`."""
         starts = [start for _, start in self.span_starts]
         ends = [*starts[1:], len(self.log_probs)]
         # An aborted sequence may have no token yet, and then no span.

@@ -25,16 +25,11 @@ class Prefix:
 
     @property
     def bytes(self) -> int:
-        """Memory that is held."""
         return sum(tensor.numel() * tensor.element_size() for pair in self.states for tensor in pair)
 
 
 class PrefixStore:
-    """Prefixes by their tokens, the least recently used given up first. Used by the engine's thread only.
-
-    Args:
-        max_bytes: the most memory for keys and values; 0 keeps nothing.
-    """
+    """Prefixes by their tokens, the least recently used given up first. Used by the engine's thread only."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -86,7 +81,6 @@ class PrefixStore:
             self._drop(next(iter(self._held)))
 
     def clear(self) -> None:
-        """Drop all entries: the weights have changed."""
         self._held.clear()
         self._by_block.clear()
         self._by_last_block.clear()

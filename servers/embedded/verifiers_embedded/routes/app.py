@@ -45,8 +45,7 @@ from verifiers_embedded.routes.requests import (
     TokenRequest,
 )
 from verifiers_embedded.text.grammars import Form, form_of_chat, lark_grammar
-from verifiers_embedded.text.prompts import ChatText
-from verifiers_embedded.text.reasoning import begun_by
+from verifiers_embedded.text.prompts import ChatText, begun_by
 
 MAX_BODY_BYTES = 64 * 2**20
 _INLINE_CHARACTERS = 20_000
@@ -56,9 +55,6 @@ class Routes:
     """The handlers and what they share.
 
     Args:
-        engine: a started engine.
-        loaded: the model it serves.
-        text: the tokenizer, as the engine decodes with it.
         model_name: the name requests give in ``model``.
         seed: of the stream from which requests without a seed get theirs.
         api_key: what requests must bring as a bearer token; None asks for none.
@@ -113,7 +109,6 @@ class Routes:
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
         chat = parse(ChatRequest, await read_json(request))
         self._check_model(chat.model)
         prompt_ids = await self._render(chat)
@@ -123,7 +118,6 @@ class Routes:
         return web.json_response(chat_completion(chat, prompt_ids, await self._generate(jobs), self._text))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
         asked = parse(TextRequest, await read_json(request))
         self._check_model(asked.model)
         prompts = []
@@ -177,11 +171,9 @@ class Routes:
         return web.json_response({"prompt": self._text.decode_all(asked.tokens)})
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models."""
         return web.json_response({"object": "list", "data": [self._entry()]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """GET /v1/models/NAME."""
         self._check_model(request.match_info["name"])
         return web.json_response(self._entry())
 

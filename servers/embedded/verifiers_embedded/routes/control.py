@@ -23,14 +23,6 @@ log = logging.getLogger("verifiers_embedded")
 
 
 class ControlRoutes:
-    """The handlers and what they share.
-
-    Args:
-        engine: a started engine.
-        loaded: the model it serves.
-        model_name: its name in answers.
-    """
-
     def __init__(self, engine: Engine, loaded: LoadedModel, model_name: str) -> None:
         self._engine = engine
         self._loaded = loaded
@@ -38,7 +30,6 @@ class ControlRoutes:
         self._reloading = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes, for an application."""
         return [
             web.post("/pause", json_only(self.pause)),
             web.post("/resume", json_only(self.resume)),
@@ -58,12 +49,10 @@ class ControlRoutes:
         return web.json_response({"status": "paused"})
 
     async def resume(self, request: web.Request) -> web.Response:
-        """POST /resume."""
         await asyncio.wrap_future(self._engine.resume())
         return web.json_response({"status": "resumed"})
 
     async def is_paused(self, request: web.Request) -> web.Response:
-        """GET /is_paused."""
         return web.json_response({"is_paused": self._engine.is_paused})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
@@ -80,13 +69,11 @@ class ControlRoutes:
         return web.json_response({"results": [None]})
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
-        """POST /update_weight_version."""
         label = parse(VersionRequest, await read_json(request)).new_version
         await asyncio.wrap_future(self._engine.name_version(label))
         return web.json_response({"success": True, "new_version": label})
 
     async def weight_info(self, request: web.Request) -> web.Response:
-        """GET /weight_info."""
         return web.json_response(
             {
                 "weight_version": self._engine.weight_version,

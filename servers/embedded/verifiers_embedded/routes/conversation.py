@@ -13,8 +13,6 @@ from verifiers_embedded.text.prompts import RESERVED_TEMPLATE_ARGUMENTS
 
 
 class Called(BaseModel):
-    """The function of a tool call; its arguments are JSON text."""
-
     name: Text
     arguments: Text
 
@@ -67,14 +65,10 @@ class Message(Body):
 
 
 class Function(BaseModel):
-    """A function that a tool offers."""
-
     name: Text
 
 
 class Tool(BaseModel):
-    """A tool as the chat template prints it."""
-
     function: Function
 
 
@@ -86,8 +80,6 @@ class NamedTool(BaseModel):
 
 
 class PlainFormat(BaseModel):
-    """Any text, or any JSON object."""
-
     model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object"]
 
@@ -103,8 +95,6 @@ class NamedSchema(BaseModel):
 
 
 class SchemaFormat(BaseModel):
-    """JSON that fits a schema."""
-
     model_config = ConfigDict(extra="forbid")
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -158,7 +148,6 @@ class Conversation(Body):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is shown."""
         return self.tools  # type: ignore[return-value]
 
     @property

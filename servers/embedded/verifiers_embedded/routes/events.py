@@ -25,8 +25,7 @@ from verifiers_embedded.routes.answers import (
     usage,
 )
 from verifiers_embedded.routes.requests import ChatRequest, Delivery, TextRequest, TokenRequest
-from verifiers_embedded.text.prompts import ChatText
-from verifiers_embedded.text.reasoning import TAGS, begun_by, split_reasoning
+from verifiers_embedded.text.prompts import CLOSING, OPENING, ChatText, begun_by, split_reasoning
 
 DONE = b"data: [DONE]\n\n"
 
@@ -61,8 +60,6 @@ class Progress:
 
 
 class Watched:
-    """One completion that is sent while it grows."""
-
     def __init__(self, index: int, progress: Progress) -> None:
         self.index = index
         self._progress = progress
@@ -76,12 +73,10 @@ class Watched:
         self._progress.wake()
 
     def follow(self, future: Future[Generation]) -> None:
-        """Take the engine's promise of the whole."""
         self.future = future
         future.add_done_callback(lambda _: self._progress.wake())
 
     def result(self) -> Generation:
-        """Return the whole, once it is there."""
         assert self.future is not None
         return self.future.result()
 
@@ -108,24 +103,18 @@ class Writer(Protocol):
     def first(self, index: int) -> dict[str, Any] | None:
         """Return an event before the first token of a choice, if there is one."""
 
-    def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]:
-        """Return the event for new tokens."""
+    def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]: ...
 
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
         """Return what is left of a choice, and why it ended."""
 
-    def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """Return the event with the numbers of tokens."""
+    def counts(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
 
 
 async def events(
     watched: Sequence[Watched], progress: Progress, writer: Writer, delivery: Delivery
 ) -> AsyncIterator[bytes]:
-    """Return the stream of one answer, to be written as it is.
-
-    Raises:
-        Exception: what the engine answered a completion with.
-    """
+    """Return the stream of one answer, to be written as it is. Raises what the engine answered a completion with."""
     for item in watched:
         first = writer.first(item.index)
         if first is not None:
@@ -151,7 +140,6 @@ async def events(
 
 
 def encoded(event: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
     return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -165,7 +153,7 @@ class ChatWriter:
         marks = text.call_marks if request.shown_tools else ()
         self._waits_for_all = "" in marks
         ends = (*request.stop_strings, *(mark for mark in marks if mark))
-        held = TAGS if text.splits_reasoning else ()
+        held = (OPENING, CLOSING) if text.splits_reasoning else ()
         self._sendable = [SendableText(text.decode, ends, held) for _ in range(request.n)]
         self._sent = [("", "") for _ in range(request.n)]
 

@@ -15,12 +15,6 @@ from verifiers_embedded.routes.http import Handler
 
 
 class Metrics:
-    """Counters and gauges of the server.
-
-    Args:
-        engine: whose queue is shown.
-    """
-
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
         self._answers = Counter(
@@ -43,7 +37,6 @@ class Metrics:
         paused.set_function(lambda: float(engine.is_paused))
 
     def count_tokens(self, jobs: Sequence[GenerationRequest], generations: Sequence[Generation]) -> None:
-        """Count finished completions."""
         for job, generation in zip(jobs, generations, strict=True):
             self._prompt.inc(len(job.prompt_ids))
             self._sampled.inc(len(generation.token_ids))

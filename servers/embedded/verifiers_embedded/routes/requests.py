@@ -53,22 +53,18 @@ class Decoding(RequestBody):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of a completion; None for the room left in the context."""
         return self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end a completion."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def most_likely(self) -> int:
-        """Tokens to draw from, as the sampler takes it; 0 for all."""
         return min(max(self.top_k, 0), _MAX_TOP_K)
 
     @property
     def seed_64(self) -> int | None:
-        """The seed modulo 2**64: any whole number is one."""
         return None if self.seed is None else self.seed % 2**64
 
 
@@ -95,7 +91,6 @@ class Delivery(Body):
 
     @property
     def include_usage(self) -> bool:
-        """True where a stream ends with the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -154,17 +149,14 @@ class ChatRequest(Conversation, Constrained, Delivery, Decoding):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is shown: none with `tool_choice` "none"."""
         return [] if self.tool_choice == "none" else super().shown_tools
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of a completion; None for the room left in the context."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def wants_logprobs(self) -> bool:
-        """True where log-probabilities are answered."""
         return self.logprobs
 
 
@@ -201,7 +193,6 @@ class TextRequest(Constrained, Delivery, Decoding):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
@@ -213,12 +204,10 @@ class TextRequest(Constrained, Delivery, Decoding):
 
     @property
     def top_logprobs(self) -> int:
-        """Alternatives a token, beside the sampled one."""
         return self.logprobs or 0
 
     @property
     def wants_logprobs(self) -> bool:
-        """True where log-probabilities are answered."""
         return self.logprobs is not None
 
 
@@ -231,12 +220,10 @@ class SamplingParams(Decoding):
 
     @property
     def top_logprobs(self) -> int:
-        """Alternatives a token, beside the sampled one."""
         return self.logprobs or 0
 
     @property
     def wants_logprobs(self) -> bool:
-        """True where log-probabilities are answered."""
         return self.logprobs is not None
 
 
@@ -251,7 +238,6 @@ class TokenRequest(Delivery, RequestBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True where log-probabilities are answered."""
         return self.sampling_params.wants_logprobs
 
 
@@ -274,7 +260,6 @@ class TokenizeRequest(RequestBody):
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation to render where no text is given."""
         assert self.messages is not None
         return Conversation.model_construct(
             messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs

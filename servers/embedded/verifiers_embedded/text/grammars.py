@@ -27,8 +27,6 @@ BLANKS = "[ \\n\\r\\t]{1,32}"
 
 @dataclass(frozen=True)
 class Function:
-    """A tool that a call can name, and the JSON text of the schema of its arguments."""
-
     name: str
     parameters: str
 
@@ -39,7 +37,6 @@ class Form:
 
     Args:
         schema: JSON text of a schema; None for calls alone.
-        functions: those that can be called; none for JSON alone.
         several: whether one answer may hold more than one call.
         param: the request's field that asked for it.
     """
@@ -60,16 +57,8 @@ def form_of_chat(
 ) -> Form | None:
     """Return the form of a chat request's answer; None where it is free.
 
-    Args:
-        schema: as `Constrained.schema_text` gives it. Where the request has tools, too, they may be called
-            instead.
-        forced: as `ChatRequest.forced` gives it.
-        tools: those of the request.
-        several: whether one answer may hold more than one call.
-        tool_format: the format in which the served model calls tools.
-
-    Raises:
-        ApiError: JSON and a call are asked for at once, or calls in a format that has no grammar here.
+    Where the request has a schema and tools, they may be called instead. Raises ApiError where JSON and a call are
+    asked for at once, or calls in a format that has no grammar here.
     """
     if schema is not None and forced:
         raise ApiError(
@@ -91,11 +80,7 @@ def form_of_chat(
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[Function, ...]:
-    """Return the named functions, ready to be forced.
-
-    Raises:
-        ApiError: the parameters of one are not a schema of an object.
-    """
+    """Return the named functions, ready to be forced. Raises ApiError unless parameters are a schema of an object."""
     found = []
     for place, tool in enumerate(tools):
         function = tool["function"]
@@ -115,9 +100,8 @@ def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tu
 def schema_text(schema: Mapping[str, Any], param: str) -> str:
     """Return a schema as JSON text.
 
-    Raises:
-        ApiError: it is too long, nested too deeply, or has too many references. Each of them would cost
-            stack or time that no library bounds.
+    Raises ApiError where it is too long, nested too deeply, or has too many references: each of them would cost stack
+    or time that no library bounds.
     """
     if (depth := _depth(schema)) > MAX_DEPTH:
         raise ApiError(

@@ -22,16 +22,12 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool: the tool's name, and its arguments as JSON text."""
-
     name: str
     arguments: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion's text, divided: what was said, and which tools are called."""
-
     content: str
     calls: tuple[ToolCall, ...] = ()
 
@@ -184,7 +180,6 @@ def _function_call(text: str) -> ToolCall | None:
 
 
 def _json_end(text: str) -> int | None:
-    """Return the end of the JSON object that `text` begins with."""
     try:
         return json.JSONDecoder().raw_decode(text)[1]
     except (ValueError, RecursionError):

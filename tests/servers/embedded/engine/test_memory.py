@@ -10,8 +10,7 @@ import pytest
 import torch
 from verifiers_embedded.engine.engine import Engine
 from verifiers_embedded.engine.generation import Generation, GenerationRequest, Sequence
-from verifiers_embedded.engine.loading import load_model
-from verifiers_embedded.engine.memory import available_bytes, cgroup_bytes
+from verifiers_embedded.engine.loading import available_bytes, cgroup_bytes, load_model
 from verifiers_embedded.engine.sampling import SamplingParameters
 from verifiers_embedded.errors import StartError
 
