@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -25,14 +24,14 @@ class Metrics:
         self._ends = Counter("vf_completions", "Finished completions", ["finish_reason"], registry=self._registry)
         for name, text in (("running", "that have a slot"), ("waiting", "that wait for a slot")):
             gauge = Gauge(f"vf_sequences_{name}", f"Sequences {text}", registry=self._registry)
-            gauge.set_function(partial(_count, engine, name))
+            gauge.set_function(lambda name=name: engine.counts[name])
         for name, text in (
             ("hits", "Prompts that continue a finished sequence"),
             ("tokens_reused", "Prompt tokens whose keys and values were kept"),
             ("bytes", "Memory of kept keys and values"),
         ):
             gauge = Gauge(f"vf_prefix_{name}", text, registry=self._registry)
-            gauge.set_function(partial(_prefixes, engine, name))
+            gauge.set_function(lambda name=name: engine.prefixes[name])
         paused = Gauge("vf_paused", "1 while no token is sampled until a resume", registry=self._registry)
         paused.set_function(lambda: float(engine.is_paused))
 
@@ -62,11 +61,3 @@ class Metrics:
         return web.Response(
             body=generate_latest(self._registry), headers={"Content-Type": "text/plain; version=0.0.4"}
         )
-
-
-def _prefixes(engine: Engine, name: str) -> float:
-    return engine.prefixes[name]
-
-
-def _count(engine: Engine, name: str) -> float:
-    return engine.counts[name]

@@ -68,6 +68,20 @@ class Decoding(RequestBody):
         return None if self.seed is None else self.seed % 2**64
 
 
+class CountedLogprobs(Decoding):
+    """Decoding where `logprobs` is the number of alternatives a token, beside the sampled one."""
+
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def top_logprobs(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+
 class StreamOptions(Body):
     """The options of a stream: `include_usage` adds a last event with the counts of tokens."""
 
@@ -160,14 +174,13 @@ class ChatRequest(Conversation, Constrained, Delivery, Decoding):
         return self.logprobs
 
 
-class TextRequest(Constrained, Delivery, Decoding):
+class TextRequest(Constrained, Delivery, CountedLogprobs):
     """The body of a completion: OpenAI's four forms of prompt are a text, texts, ids, or several prompts' ids."""
 
     prompt: Annotated[
         Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)],
         Field(description=f"a text, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
     ]
-    logprobs: TopLogprobs | None = None
     echo: Flag = False
     add_special_tokens: Flag = True
     best_of: Annotated[Whole, Field(ge=1)] | None = None
@@ -202,29 +215,12 @@ class TextRequest(Constrained, Delivery, Decoding):
         """Most tokens of a completion; 16 where the request leaves it open, as with OpenAI."""
         return _COMPLETIONS_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    @property
-    def top_logprobs(self) -> int:
-        return self.logprobs or 0
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
-
-
-class SamplingParams(Decoding):
+class SamplingParams(CountedLogprobs):
     """vLLM's sampling parameters of a generation from token ids."""
 
-    logprobs: TopLogprobs | None = None
     detokenize: Flag | None = None
     output_kind: Any = only()
-
-    @property
-    def top_logprobs(self) -> int:
-        return self.logprobs or 0
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
 
 
 class TokenRequest(Delivery, RequestBody):
