@@ -19,13 +19,6 @@ _REMEMBERED = 4096
 
 
 class Sampler:
-    """A sampler of rows by the curriculum.
-
-    Args:
-        curriculum: the stages.
-        sizes: rows of each dataset.
-    """
-
     def __init__(self, curriculum: Curriculum, sizes: Mapping[str, int]) -> None:
         self.curriculum = curriculum
         self.sizes = dict(sizes)

@@ -41,8 +41,6 @@ class SampleRequest(_Request):
 
 
 class GradeItem(_Request):
-    """A completion to grade."""
-
     sample_id: str
     completion: str
     completion_tokens: Count | None = None

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from verifiers_dataserver.cli import main
-from verifiers_dataserver.columns import servable
 from verifiers_dataserver.config import DatasetTable, load_configuration
+from verifiers_dataserver.datasets import servable
 
 from verifiers.errors import ConfigError
 
