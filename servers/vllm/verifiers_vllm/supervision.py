@@ -106,7 +106,7 @@ def _state(stat: Path) -> tuple[str, int]:
         return "?", -1
 
 
-# -- in the server's process ------------------------------------------------------------------------------------------
+# -- in the server's process ---------------------------------------------------------------------------------------
 
 
 def follow(supervisor: int) -> None:
