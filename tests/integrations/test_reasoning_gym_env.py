@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib.util
 import json
@@ -157,21 +156,6 @@ async def test_a_task_that_only_compares_text_starts_no_process(monkeypatch: pyt
     assert state["metrics"] == {"score": 1.0, "exact_match": 1.0}
 
 
-async def test_one_call_of_the_scorer_serves_all_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    class Pool:
-        async def call(self, *arguments: Any, timeout_s: float) -> dict[str, Any]:
-            calls.append(arguments)
-            return {"score": 0.25, "raised": ""}
-
-    monkeypatch.setattr(adapter, "scoring_pool", Pool)
-    env = env_of("countdown")
-    states = await scored(env, ["1", "2"])
-    assert len(calls) == 2
-    assert states[0]["metrics"] == {"score": 0.25, "exact_match": 0.0, "scoring_timeout": 0.0, "scorer_raised": 0.0}
-
-
 async def test_an_answer_that_makes_the_scorer_raise_scores_nothing_and_is_counted() -> None:
     (state,) = await scored(env_of("prime_factorization"), ["not a number"])
     assert state["reward"] == 0.0
@@ -200,16 +184,6 @@ async def test_a_pool_that_cannot_work_is_a_failed_grade_and_never_a_zero(
         assert (rollout.outcome, rollout.reward, rollout.metrics["scoring_timeout"]) == (Outcome.COMPLETED, 0.0, 1.0)
     else:
         assert (rollout.outcome, rollout.reward) == (Outcome.GRADING_ERROR, None)
-
-
-async def test_a_scorer_that_only_compares_and_yet_raises_is_a_failed_grade(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = env_of("spell_backward")
-    row = env.get_dataset()[0]
-    state = vf.State(completion=completion("x"), info=row["info"])
-    worker = adapter.reasoning_gym_worker
-    monkeypatch.setattr(worker, "score", lambda *arguments: {"score": 0.0, "raised": "KeyError"})
-    await env.rubric.score_group([state])
-    assert "The scorer of task 'spell_backward' raised KeyError." in state["grading_errors"][0]["error"]
 
 
 async def test_an_answer_that_ends_its_worker_scores_nothing_where_an_empty_one_does_no_harm(
@@ -316,16 +290,6 @@ async def test_what_would_get_past_the_scorers_guard_is_held_by_the_process_arou
         assert getattr(caught.value, "kind", "") != "TypeError"
 
 
-async def test_scores_come_from_several_event_loops_at_once() -> None:
-    env = env_of("countdown")
-    answer = env.get_dataset()[0]["answer"]
-
-    def in_own_loop() -> float:
-        return float(asyncio.run(scored(env, [answer]))[0]["reward"])
-
-    assert await asyncio.gather(*(asyncio.to_thread(in_own_loop) for _ in range(4))) == [1.0] * 4
-
-
 # -- arguments --------------------------------------------------------------------------------------------------
 
 
@@ -348,7 +312,3 @@ def test_no_training_rows_or_no_evaluation_rows_are_possible() -> None:
 def test_an_unknown_reward_is_named() -> None:
     with pytest.raises(vf.ConfigError, match="reward='both' is unknown"):
         env_of("gcd", reward="both")
-
-
-def test_a_task_has_no_column_that_would_bind_it_in_a_group() -> None:
-    assert "task" not in env_of("gcd").get_dataset().column_names

@@ -106,41 +106,6 @@ def _check_groups(by_rank: list[dict[int, list[dict[str, Any]]]], group: int) ->
         assert all(together.count(sample) == group for sample in set(together))
 
 
-def test_each_generation_step_is_one_request(recorder: RecordingServer) -> None:
-    """Per-device batch 64, groups of 16, accumulation 1: (0, 4), (1, 4), (2, 4) in the first three steps."""
-    dataset = RemoteRLDataset(recorder.url, per_device_train_batch_size=64, num_generations=16, max_steps=3)
-    assert len(dataset) == 12
-    for index in (row for row in range(12) for _ in range(16)):
-        dataset[index]
-    calls = [(body["generation_step"], body["batch_size"]) for body in recorder.calls("/v2/sample")]
-    assert calls == [(0, 4), (1, 4), (2, 4)]
-    assert [body["optimizer_step"] for body in recorder.calls("/v2/sample")] == [0, 1, 2]
-
-
-def test_the_place_of_a_row_is_its_generation_step_and_slot(recorder: RecordingServer) -> None:
-    """Two devices, groups of 2, 3 completions per device and micro-step, 4 micro-steps: 12 prompts a block."""
-    dataset = RemoteRLDataset(
-        recorder.url,
-        per_device_train_batch_size=3,
-        num_generations=2,
-        gradient_accumulation_steps=4,
-        num_processes=2,
-        max_steps=2,
-    )
-    assert dataset.prompts_per_block == 12
-    assert [tuple(dataset.place(index)) for index in (0, 1, 2, 5, 6, 11, 12)] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (0, 5),
-        (0, 6),
-        (0, 11),
-        (1, 0),
-    ]
-    with pytest.raises(IndexError):
-        dataset[24]
-
-
 @pytest.mark.parametrize(("micro_steps", "accumulation", "steps"), [(4, 2, [0, 2, 4]), (1, 4, [0, 0, 0, 0, 1, 1])])
 def test_blocks_of_other_lengths_than_an_update_keep_the_step(
     recorder: RecordingServer, micro_steps: int, accumulation: int, steps: list[int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from remote_world import RecordingServer, dataserver
+from remote_world import RecordingServer
 
 from verifiers.errors import InfraError
 from verifiers.integrations.dataserver import (
@@ -93,29 +92,6 @@ def test_a_completion_that_no_request_holds_is_a_failed_grade_of_its_own(recorde
     assert found[0].reward == 1.0
     assert found[1].reward is None
     assert "over the dataserver's max_body_mib" in str(found[1].error)
-
-
-def test_a_large_batch_reaches_a_real_server_in_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "verifiers")
-    with dataserver(tmp_path, server={"max_batch": 8, "max_body_mib": 1}) as url:
-        known = Dataserver(url).meta().limits
-        assert (known.max_batch, known.max_body_bytes) == (8, 2**20)
-        assert known.grade_timeout_s > 0
-        # each is 200,000 bytes in UTF-8, twice that escaped, and only two would fit then
-        long = items(*["easy:3"] * 10, text="3 " + "é" * 100_000)
-        found = grader(url, known).grades(long, {})
-        assert [(grade.reward, grade.error) for grade in found] == [(0.0, None)] * 10
-        assert [grade.reward for grade in grader(url, known).grades(items(*["easy:3"] * 17, text="3"), {})] == [
-            1
-        ] * 17
-
-
-def test_a_server_that_says_nothing_of_its_limits_is_borne(recorder: RecordingServer) -> None:
-    assert Dataserver(recorder.url).meta().limits == RequestLimits(1024, 8 * 2**20, 0.0)
-    recorder.meta = {"max_batch": 5, "max_body_bytes": 1000, "grade_timeout_s": 7.5}
-    assert Dataserver(recorder.url).meta().limits == RequestLimits(5, 1000, 7.5)
-    recorder.meta = {"max_body_bytes": None, "grade_timeout_s": None}
-    assert Dataserver(recorder.url).meta().limits == RequestLimits(1024, 8 * 2**20, 0.0)
 
 
 @pytest.mark.parametrize(("timeout_s", "grade_timeout_s", "waited_s"), [(90.0, 300.0, 310.0), (90.0, 0.0, 90.0)])

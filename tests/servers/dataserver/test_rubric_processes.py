@@ -124,22 +124,6 @@ async def test_an_environment_that_loads_longer_than_a_request_may_take_grades_a
     assert world.starts == 1
 
 
-async def test_loading_is_no_part_of_the_time_of_a_group(world: World) -> None:
-    world.gate.unlink()
-    grader = world.grader(timeout_s=0.4)
-    grader._grace_s = 0.4
-    waiting = asyncio.create_task(graded(grader, "1"))
-    await world.until(lambda: world.starts == 1)
-    # longer than the group's time and what the process may be silent beyond it
-    await asyncio.sleep(1.2)
-    child: Any = grader._child
-    # for a busy machine
-    child._grace_s = 30.0
-    world.gate.touch()
-    assert await waiting == [1.0]
-    assert world.starts == 1
-
-
 async def test_an_environment_that_cannot_be_loaded_is_an_error_each_time(world: World) -> None:
     grader = world.grader("broken")
     for _ in range(2):
@@ -156,16 +140,6 @@ async def test_groups_beside_one_that_halts_their_process_are_graded_in_the_time
     hanging, *others = await graded(grader, "hang", *"121111")
     assert others == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert "in time" in hanging
-
-
-async def test_a_time_that_leaves_no_second_chance_is_warned_of(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert world.grader(wait_s=2.0)._timeout_s == pytest.approx(0.8)
-    world.grader(wait_s=60.0, timeout_s=20.0)
-    assert caplog.text == ""
-    world.grader(wait_s=60.0, timeout_s=50.0)
-    assert "gets 28 s for a group instead of its timeout_s of 50" in caplog.text
 
 
 async def test_several_that_halt_their_process_hold_up_no_second_chance(world: World, impatient: None) -> None:

@@ -192,17 +192,6 @@ def test_a_server_is_asked_whether_it_is_ready_where_it_is_bound(host: str, root
     assert cli._reached_at(host, 80) == root
 
 
-def test_opening_up_says_what_it_exposes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._is_loopback("127.0.0.1")
-    assert cli._is_loopback("localhost")
-    assert cli._is_loopback("::1")
-    assert not cli._is_loopback("0.0.0.0")
-    assert not cli._is_loopback("gpu-7")
-    assert "replace the weights" in cli.EXPOSED
-    assert "--api-key does not cover" in cli.EXPOSED
-    assert cli.EXPOSED.split()[0] in cli.parser().format_help()
-
-
 def test_the_page_on_commands_names_its_own_options_and_their_defaults() -> None:
     page = (Path(__file__).parents[3] / "docs/reference/commands.md").read_text()
     part = page.split("## vf-vllm")[1].split("\n## ")[0]

@@ -12,10 +12,6 @@ import torch
 import transformers
 from sequences import sequence
 from verifiers_embedded.engine.batch import ActiveBatch
-from verifiers_embedded.engine.engine import Engine
-from verifiers_embedded.engine.generation import GenerationRequest
-from verifiers_embedded.engine.sampling import SamplingParameters
-from verifiers_embedded.engine.weights import match_weights
 
 CONTEXT = 256
 
@@ -71,35 +67,3 @@ def test_one_compilation_serves_all_steps_of_a_size_and_every_push(model: Any) -
             check(batch, model)
             batch.keep_only([False, False])
     assert backend.compiled == 2
-
-
-@pytest.mark.slow
-def test_a_compiled_engine_samples_the_same_tokens_before_and_after_a_push(
-    model: Any, model_dir: Path, other_dir: Path, reference: Any
-) -> None:
-    backend = Backend()
-
-    def engine_of(model: Any, chosen: Any) -> Engine:
-        engine = Engine(model, decode=lambda ids: "", slots=4, max_model_len=CONTEXT, threads=1, backend=chosen)
-        engine.start()
-        return engine
-
-    plain_model = transformers.AutoModelForCausalLM.from_pretrained(model_dir).eval().requires_grad_(False)
-    engines = [engine_of(model, backend), engine_of(plain_model, None)]
-    requests = [
-        GenerationRequest(tuple(range(5, 8 + number)), 30, SamplingParameters(seed=number)) for number in range(6)
-    ]
-    try:
-        for directory in (None, other_dir):
-            if directory is not None:
-                for engine, held in zip(engines, (model, plain_model), strict=True):
-                    engine.reload(match_weights(held, reference.tensors(directory))).result(10)
-            futures = [[engine.submit(request) for request in requests] for engine in engines]
-            ours, theirs = ([future.result(60) for future in listed] for listed in futures)
-            assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
-            for mine, other in zip(ours, theirs, strict=True):
-                assert mine.log_probs == pytest.approx(other.log_probs, abs=1e-4)
-    finally:
-        for engine in engines:
-            engine.stop()
-    assert backend.compiled == 1

@@ -123,9 +123,3 @@ def test_what_shares_less_than_a_block_is_not_used() -> None:
     assert store.find([*range(BLOCK - 1), 999, *range(50)]) is None
     assert store.find(list(range(BLOCK - 1))) is None
     assert store.find(list(range(BLOCK + 1)))[1] == BLOCK + 1
-
-
-def test_what_is_larger_than_the_memory_is_not_kept() -> None:
-    store = PrefixStore(100)
-    store.keep(list(range(64)), states(64))
-    assert (len(store), store.bytes) == (0, 0)

@@ -69,22 +69,6 @@ async def test_whatever_a_random_model_says_parses_and_fits_the_schema(
         jsonschema.validate(json.loads(text), PERSON)
 
 
-@pytest.mark.slow
-async def test_any_object_is_one_in_object_mode(start: Any, byte_level_dir: Path) -> None:
-    server = await start(byte_level_dir)
-    body = {"model": "m", "prompt": "an object:", "max_tokens": 400, "temperature": 1.5}
-    answers = [
-        await server.chat(n=16, max_tokens=400, seed=3, response_format={"type": "json_object"}),
-        (await server.post("/v1/completions", {**body, "n": 16, "response_format": {"type": "json_object"}}))[1],
-    ]
-    for answer in answers:
-        ended = [choice for choice in answer["choices"] if choice["finish_reason"] == "stop"]
-        assert ended
-        for choice in ended:
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            assert isinstance(json.loads(text), dict)
-
-
 async def test_max_tokens_and_stop_strings_cut_a_constrained_answer(start: Any) -> None:
     server = await start()
     choice = (await server.chat(max_tokens=9, **fits(LETTERS_SCHEMA)))["choices"][0]
@@ -92,17 +76,6 @@ async def test_max_tokens_and_stop_strings_cut_a_constrained_answer(start: Any) 
     choice = (await server.chat(max_tokens=99, stop=["a", "b"], seed=4, **fits(LETTERS_SCHEMA)))["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert set(choice["message"]["content"]) <= set('"c')
-
-
-async def test_a_greedy_answer_is_the_likeliest_that_is_allowed(start: Any, model_dir: Path, reference: Any) -> None:
-    server = await start()
-    answer = await server.chat(max_tokens=99, temperature=0, **fits(LETTERS_SCHEMA))
-    prompt, ids, log_probs = server.sampled(answer)
-    assert log_probs == pytest.approx(letters_log_probs(reference, model_dir, server, prompt, ids), abs=1e-4)
-    logits = reference.logits(model_dir, prompt + ids)[len(prompt) - 1 : -1]
-    letters = [server.loaded.tokenizer.convert_tokens_to_ids(letter) for letter in "abc"]
-    for place in range(1, LETTERS + 1):
-        assert ids[place] == letters[int(logits[place][letters].argmax())]
 
 
 # -- exactness --------------------------------------------------------------------------------------------------
