@@ -81,11 +81,6 @@ def parser() -> CommandParser:
         help="memory for keys and values of finished sequences: a next turn computes only what is new",
     )
     add(
-        "--compile",
-        action="store_true",
-        help="torch.compile for the passes of one token a sequence; takes some time at the first requests",
-    )
-    add(
         "--cuda-graphs",
         action="store_true",
         help="on a GPU, replay the passes of one token a sequence as CUDA graphs, at fixed shapes",

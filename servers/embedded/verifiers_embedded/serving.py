@@ -7,9 +7,7 @@ import asyncio
 import secrets
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from aiohttp import web
@@ -38,7 +36,6 @@ class Service:
         prefix_bytes: memory for keys and values of finished sequences.
         tool_format, splits_reasoning: as in `ChatText`.
         seed: of the stream from which requests without a seed get theirs.
-        backend: of torch.compile, such as "inductor"; None compiles nothing.
         record: `decoding.cuda_graph`, or None to record no passes.
         api_key: what requests must bring as a bearer token; None asks for none.
     """
@@ -54,7 +51,6 @@ class Service:
         tool_format: str = "auto",
         splits_reasoning: bool = False,
         seed: int = 0,
-        backend: str | Callable[..., Any] | None = None,
         record: Record | None = None,
         api_key: str | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
@@ -68,7 +64,6 @@ class Service:
             max_model_len=loaded.max_model_len,
             threads=threads,
             prefix_bytes=prefix_bytes,
-            backend=backend,
             record=record,
             cache_tokens=loaded.cache_tokens,
         )
@@ -140,7 +135,6 @@ def serve(arguments: argparse.Namespace, model: Path, name: str, api_key: str | 
         tool_format=arguments.tool_call_parser,
         splits_reasoning=arguments.reasoning_parser == "think",
         seed=secrets.randbits(64) if arguments.seed is None else arguments.seed % 2**64,
-        backend="inductor" if arguments.compile else None,
         record=cuda_graph if arguments.cuda_graphs else None,
         api_key=api_key,
         max_body_bytes=arguments.max_body_mib * 2**20,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Listed
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -45,7 +43,6 @@ class ActiveBatch:
         slots: int,
         max_model_len: int,
         prefix_bytes: int = 0,
-        backend: str | Callable[..., Any] | None = None,
         record: Record | None = None,
         cache_tokens: int | None = None,
     ) -> None:
@@ -56,10 +53,10 @@ class ActiveBatch:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._windows = attention_windows(model.config)
-        fixed = backend is not None or record is not None
-        one_token = model if backend is None else torch.compile(model, backend=backend, dynamic=False)
-        run = partial(self._one_token, one_token)
-        self._fixed_pass = FixedPass(lambda last: run(last, self.allocated[1]), record) if fixed else None
+        fixed = record is not None
+        self._fixed_pass = None
+        if record is not None:
+            self._fixed_pass = FixedPass(lambda last: self._one_token(last, self.allocated[1]), record)
         self._by_length = install(model) and not fixed
         use_onednn(model)
         self._packs_prompts = self._by_length and list(self._windows.values()) == [None]
@@ -158,13 +155,13 @@ class ActiveBatch:
             return self._fixed_pass(last, self._cache.place)[: len(lengths)]
         columns = self._filled_up(max(lengths))
         with laid_out(row_groups(lengths, columns, self._dtype) if self._by_length else None):
-            return self._one_token(self._model, upload([tokens, places], self._device), columns)
+            return self._one_token(upload([tokens, places], self._device), columns)
 
-    def _one_token(self, forward: Callable[..., Any], last: torch.Tensor, columns: int) -> torch.Tensor:
+    def _one_token(self, last: torch.Tensor, columns: int) -> torch.Tensor:
         """Return the logits after ids at positions, `last` (2, rows); waits for nothing."""
         ids, positions = last[0], last[1]
         self._cache.begin_decode(positions, columns)
-        output = forward(
+        output = self._model(
             input_ids=ids[:, None],
             position_ids=positions[:, None],
             attention_mask=self._masks(positions[:, None], columns),

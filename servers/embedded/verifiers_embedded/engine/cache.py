@@ -17,7 +17,7 @@ from verifiers_embedded.engine.decoding import upload
 
 _COLUMN_STEP = 64
 _MOST_SHAPES = 7
-"""Sizes of a cache of fixed shapes; torch gives up compiling after 8."""
+"""Sizes of a cache of fixed shapes."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ class SlotCache(Cache):
     Args:
         max_cells: most rows times columns, unless a reservation that does not fit asks for more.
         fixed: allocate all rows, and columns in few sizes, for passes that read all that is allocated: what
-            is compiled or recorded for these shapes then fits every step. Such memory is held while idle, too.
+            is recorded for these shapes then fits every step. Such memory is held while idle, too.
 
     Attributes:
         place: changes where the tensors move in memory.

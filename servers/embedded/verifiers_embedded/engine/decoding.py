@@ -56,14 +56,12 @@ class FixedPass:
             where it is, with one `place`.
     """
 
-    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], record: Record | None) -> None:
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], record: Record) -> None:
         self._run, self._record = run, record
         self._recorded: tuple[int, torch.Tensor, Run] | None = None
 
     def __call__(self, last: torch.Tensor, place: int) -> torch.Tensor:
         """Return the logits, until the next call; `place` changes with the addresses of what the pass uses."""
-        if self._record is None:
-            return self._run(last)
         if self._recorded is None or self._recorded[0] != place:
             # the old recording's memory first
             self._recorded = None

@@ -48,7 +48,6 @@ class Engine:
         max_model_len: most tokens of one sequence, prompt and completion together.
         prefix_bytes: memory for keys and values of finished sequences; a prompt that begins like one of them
             is computed from there on. A reload empties it.
-        backend: of torch.compile, such as "inductor"; None compiles nothing.
         record: `decoding.cuda_graph`, or None to record no passes.
         cache_tokens: slots times longest sequence that the key-value cache may hold; further requests wait, and
             where sequences outgrow it, the shortest waits too and is computed again. None: all that may be needed.
@@ -63,7 +62,6 @@ class Engine:
         max_model_len: int,
         threads: int | None = None,
         prefix_bytes: int = 0,
-        backend: str | Callable[..., Any] | None = None,
         record: Record | None = None,
         cache_tokens: int | None = None,
     ) -> None:
@@ -71,7 +69,7 @@ class Engine:
         self._decode = decode
         self._slots = slots
         self._threads = threads
-        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, backend, record, cache_tokens)
+        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, record, cache_tokens)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
