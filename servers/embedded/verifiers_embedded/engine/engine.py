@@ -315,7 +315,7 @@ class Engine:
                 ended.append(False)
                 continue
             if sequence.watcher is not None:
-                sequence.watcher.advance(sequence)
+                sequence.watcher(sequence)
             if reason is not None:
                 answers.append((sequence, sequence.finish(reason), None))
             keep.append(reason is None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from verifiers_embedded.engine.constraints import Grammar, Guide
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
@@ -72,11 +73,8 @@ class Generation:
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-class Watcher(Protocol):
-    """Receiver of a completion's progress."""
-
-    def advance(self, sequence: Sequence) -> None:
-        """Take note of a new token; called in the engine's thread, so it must return at once and raise nothing."""
+Watcher = Callable[["Sequence"], None]
+"""Called with a sequence after each of its tokens, in the engine's thread: returns at once and raises nothing."""
 
 
 @dataclass(eq=False, slots=True)

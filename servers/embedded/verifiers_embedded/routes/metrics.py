@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -22,18 +22,20 @@ class Metrics:
         self._prompt = Counter("vf_prompt_tokens", "Prompt tokens read", registry=self._registry)
         self._sampled = Counter("vf_generation_tokens", "Tokens sampled", registry=self._registry)
         self._ends = Counter("vf_completions", "Finished completions", ["finish_reason"], registry=self._registry)
-        for name, text in (("running", "that have a slot"), ("waiting", "that wait for a slot")):
-            gauge = Gauge(f"vf_sequences_{name}", f"Sequences {text}", registry=self._registry)
-            gauge.set_function(lambda name=name: engine.counts[name])
-        for name, text in (
-            ("hits", "Prompts that continue a finished sequence"),
-            ("tokens_reused", "Prompt tokens whose keys and values were kept"),
-            ("bytes", "Memory of kept keys and values"),
-        ):
-            gauge = Gauge(f"vf_prefix_{name}", text, registry=self._registry)
-            gauge.set_function(lambda name=name: engine.prefixes[name])
-        paused = Gauge("vf_paused", "1 while no token is sampled until a resume", registry=self._registry)
-        paused.set_function(lambda: float(engine.is_paused))
+
+        def show(name: str, text: str, read: Callable[[], float]) -> None:
+            Gauge(name, text, registry=self._registry).set_function(read)
+
+        show("vf_sequences_running", "Sequences that have a slot", lambda: engine.counts["running"])
+        show("vf_sequences_waiting", "Sequences that wait for a slot", lambda: engine.counts["waiting"])
+        show("vf_prefix_hits", "Prompts that continue a finished sequence", lambda: engine.prefixes["hits"])
+        show(
+            "vf_prefix_tokens_reused",
+            "Prompt tokens whose keys and values were kept",
+            lambda: engine.prefixes["tokens_reused"],
+        )
+        show("vf_prefix_bytes", "Memory of kept keys and values", lambda: engine.prefixes["bytes"])
+        show("vf_paused", "1 while no token is sampled until a resume", lambda: float(engine.is_paused))
 
     def count_tokens(self, jobs: Sequence[GenerationRequest], generations: Sequence[Generation]) -> None:
         for job, generation in zip(jobs, generations, strict=True):
