@@ -16,10 +16,8 @@ import verifiers as vf
 from verifiers.errors import WorkerError
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.integrations import reasoning_gym as adapter
-from verifiers.integrations.reasoning_gym import COMPARING_TASKS, scoring_pool
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.rollouts.run import Run
-from verifiers.sandbox import open_sandbox
 from verifiers.testing import FakeClient
 from verifiers.types import Outcome, RolloutKey
 
@@ -122,13 +120,6 @@ async def test_answers_score_what_reasoning_gyms_own_score_is(task: str) -> None
 @pytest.mark.parametrize("task", [task for task in every_task() if task not in SAMPLE])
 async def test_answers_score_what_reasoning_gyms_own_score_is_for_every_other_task(task: str) -> None:
     await check_scores(task)
-
-
-def test_reasoning_gym_has_the_tasks_that_this_was_written_for() -> None:
-    assert len(every_task()) >= 105
-    assert set(every_task()) >= COMPARING_TASKS | {*SAMPLE, *HIDDEN_ORACLES}
-    worker = adapter.reasoning_gym_worker
-    assert set(every_task()) >= worker.EVALUATING_TASKS | worker.FORMULA_TASKS
 
 
 async def test_a_mix_scores_each_row_by_its_own_task_and_settings() -> None:
@@ -261,33 +252,6 @@ async def test_a_malicious_answer_does_nothing(task: str, tmp_path: Path) -> Non
     assert max(state["reward"] for state in states) <= 0.05
     assert not path.exists()
     assert all(state["metrics"]["exact_match"] == 0.0 for state in states)
-
-
-@pytest.mark.parametrize("harm", ["takes 10 GB", "ends the process", "writes a file", "opens a socket"])
-async def test_what_would_get_past_the_scorers_guard_is_held_by_the_process_around_it(
-    harm: str, tmp_path: Path
-) -> None:
-    async with await open_sandbox() as sandbox:
-        if harm in ("writes a file", "opens a socket") and sandbox.isolation != "bubblewrap":
-            pytest.skip("a plain child process stops neither files nor sockets")
-    path = tmp_path / "written"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-        calls: dict[str, tuple[Any, ...]] = {
-            "takes 10 GB": ("builtins:bytearray", 10 * 2**30),
-            "ends the process": ("os:_exit", 0),
-            "writes a file": ("builtins:open", str(path), "w"),
-            "opens a socket": ("socket:create_connection", list(server.getsockname())),
-        }
-        with pytest.raises(vf.Error) as caught:
-            await scoring_pool().call(*calls[harm], timeout_s=60)
-        with pytest.raises(BlockingIOError):
-            server.accept()
-    assert not path.exists()
-    if harm in ("writes a file", "opens a socket"):
-        # refused by the system, not for what the call would have returned
-        assert getattr(caught.value, "kind", "").endswith(("Error", "Refused"))
-        assert getattr(caught.value, "kind", "") != "TypeError"
 
 
 # -- arguments --------------------------------------------------------------------------------------------------

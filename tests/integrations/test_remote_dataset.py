@@ -169,27 +169,6 @@ def test_a_stage_that_ends_after_the_run_takes_no_block_of_it(recorder: Recordin
             assert found == {"easy"}, (max_steps, border)
 
 
-def test_what_a_plan_finds_before_a_run_is_found_here(
-    recorder: RecordingServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    recorder.sizes = {"easy": 8, "hard": 3}
-    recorder.stages = [
-        {"name": "a", "until_step": 2, "datasets": ["easy"]},
-        {"name": "b", "until_step": 4, "datasets": ["hard"]},
-    ]
-    sizes = {"per_device_train_batch_size": 16, "num_generations": 4}
-    with pytest.raises(ConfigError, match="block 2 takes 4 different rows of dataset 'hard', which has 3"):
-        RemoteRLDataset(recorder.url, max_steps=4, **sizes)
-    assert caplog.messages == []
-    RemoteRLDataset(recorder.url, max_steps=2, **sizes)
-    assert caplog.messages == []
-    recorder.sizes["hard"] = 4
-    RemoteRLDataset(recorder.url, max_steps=5, **sizes)
-    assert caplog.messages == [
-        "the curriculum ends at step 4, the run at step 5: stage 'b' holds for the steps between."
-    ]
-
-
 def test_the_length_of_a_run_is_the_servers_or_must_be_given(recorder: RecordingServer) -> None:
     sizes = {"per_device_train_batch_size": 4, "num_generations": 4}
     with pytest.raises(ConfigError, match="give max_steps"):

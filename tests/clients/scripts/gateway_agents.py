@@ -123,10 +123,6 @@ def litellm(stream, provider="openai", base=BASE_URL):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def litellm_as_anthropic(stream):
-    return litellm(stream, "anthropic", BASE_URL.removesuffix("/v1"))
-
-
 def openai_agents(stream, kind="OpenAIChatCompletionsModel"):
     import agents
     import openai
@@ -143,10 +139,6 @@ def openai_agents(stream, kind="OpenAIChatCompletionsModel"):
         return result.final_output
 
     return asyncio.run(run())
-
-
-def openai_agents_responses(stream):
-    return openai_agents(stream, "OpenAIResponsesModel")
 
 
 def smolagents(stream):
@@ -166,24 +158,6 @@ def pydantic_ai(stream):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=BASE_URL, api_key=KEY))
-    return _pydantic_ai(pydantic_ai.Agent(model, instructions="Add.", tools=[add]), stream)
-
-
-def pydantic_ai_responses(stream):
-    import pydantic_ai
-    from pydantic_ai.models.openai import OpenAIResponsesModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    model = OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=BASE_URL, api_key=KEY))
-    return _pydantic_ai(pydantic_ai.Agent(model, instructions="Add.", tools=[add]), stream)
-
-
-def pydantic_ai_anthropic(stream):
-    import pydantic_ai
-    from pydantic_ai.models.anthropic import AnthropicModel
-    from pydantic_ai.providers.anthropic import AnthropicProvider
-
-    model = AnthropicModel(MODEL, provider=AnthropicProvider(base_url=BASE_URL, api_key=KEY))
     return _pydantic_ai(pydantic_ai.Agent(model, instructions="Add.", tools=[add]), stream)
 
 

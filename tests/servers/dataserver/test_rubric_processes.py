@@ -130,18 +130,6 @@ async def test_an_environment_that_cannot_be_loaded_is_an_error_each_time(world:
         assert await graded(grader, "1") == ["rubric: the grader's process ended without an answer"]
 
 
-async def test_groups_beside_one_that_halts_their_process_are_graded_in_the_time_that_is_left(
-    world: World, impatient: None
-) -> None:
-    """As where a pattern matches without end and holds the lock of the interpreter."""
-    grader = world.grader(load_s=0.4)
-    grader._grace_s = 0.3
-    assert await graded(grader, "1") == [1.0]
-    hanging, *others = await graded(grader, "hang", *"121111")
-    assert others == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
-    assert "in time" in hanging
-
-
 async def test_several_that_halt_their_process_hold_up_no_second_chance(world: World, impatient: None) -> None:
     grader = world.grader()
     grader._grace_s = 0.3

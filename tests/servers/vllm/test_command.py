@@ -176,22 +176,6 @@ def test_a_port_that_a_killed_server_lets_go_of_a_moment_later_is_waited_for() -
     letting_go.join()
 
 
-@pytest.mark.parametrize(
-    ("host", "root"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:80"),
-        ("", "http://127.0.0.1:80"),
-        ("0.0.0.0", "http://127.0.0.1:80"),
-        ("::", "http://[::1]:80"),
-        ("::1", "http://[::1]:80"),
-        ("fe80::2", "http://[fe80::2]:80"),
-        ("gpu-7", "http://gpu-7:80"),
-    ],
-)
-def test_a_server_is_asked_whether_it_is_ready_where_it_is_bound(host: str, root: str) -> None:
-    assert cli._reached_at(host, 80) == root
-
-
 def test_the_page_on_commands_names_its_own_options_and_their_defaults() -> None:
     page = (Path(__file__).parents[3] / "docs/reference/commands.md").read_text()
     part = page.split("## vf-vllm")[1].split("\n## ")[0]

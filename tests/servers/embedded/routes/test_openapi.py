@@ -122,13 +122,6 @@ async def test_what_the_schema_allows_is_taken_and_what_it_forbids_is_refused(st
                 assert any(field in answer["error"]["message"] for field in fields)
 
 
-async def test_a_wrong_method_is_told_the_right_ones(start: Any) -> None:
-    server = await start()
-    async with server.session.put(server.base + "/tokenize") as response:
-        assert (response.status, response.headers["Allow"]) == (405, "POST")
-        component(await described(server), "Error").validate(await response.json())
-
-
 async def test_with_a_key_the_description_asks_for_it_and_says_so(start: Any) -> None:
     server = await start(api_key="secret")
     status, answer = await server.get("/openapi.json")

@@ -59,15 +59,6 @@ async def test_a_prompt_with_tokens_the_model_lacks_does_not_end_the_engine(star
     assert (await server.get("/health"))[0] == 200
 
 
-async def test_neutral_and_harmless_fields_are_accepted(start: Any) -> None:
-    server = await start()
-    await server.chat(
-        stream=False, n=1, tools=[], tool_choice="none", response_format={"type": "text"}, logit_bias={},
-        top_logprobs=0, presence_penalty=0.0, frequency_penalty=0, user="u", store=True, metadata={},
-        stop=None, temperature=None, chat_template_kwargs={"enable_thinking": False},
-    )  # fmt: skip
-
-
 async def test_a_body_that_is_not_json_is_refused(start: Any) -> None:
     server = await start()
     for body in (b"", b"{", b"[1]", b'"text"', b"\xff"):
