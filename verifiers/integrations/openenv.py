@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -65,7 +66,7 @@ class Refusal:
 class OpenEnvSession:
     """One episode on a server: `open`, then `reset` and `step`, then `close`. For one task at a time.
 
-    A task of its own reads the socket, so that a server's pings are answered while the policy generates.
+    The socket is always read, so that a server's pings are answered while the policy generates.
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str], limits: SessionLimits) -> None:
@@ -74,8 +75,8 @@ class OpenEnvSession:
         self._limits = limits
         self._http: Any = None
         self._socket: Any = None
-        self._reader: asyncio.Task[None] | None = None
-        self._inbox: asyncio.Queue[str | None] = asyncio.Queue(16)
+        # the next message, always awaited
+        self._next: asyncio.Task[Any] | None = None
         self._end = ""
 
     async def open(self) -> None:
@@ -101,7 +102,7 @@ class OpenEnvSession:
             ) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise InfraError(f"The connection to {self.url!r} failed: {error or type(error).__name__}.") from error
-        self._reader = asyncio.create_task(self._read(), name="openenv-session")
+        self._next = asyncio.create_task(self._socket.receive(), name="openenv-session")
 
     async def reset(self, arguments: Mapping[str, Any]) -> Step | Refusal | None:
         """Start the episode; None where the session ended before an answer."""
@@ -133,17 +134,20 @@ class OpenEnvSession:
         if http is None:
             return
         try:
-            if self._reader is not None and not self._reader.done():
+            if self._next is not None and not self._next.done():
                 async with asyncio.timeout(self._limits.close_timeout_s):
-                    # the server frees the session before it hangs up: then the next one finds room
                     await self._socket.send_str(_encoded("close", None))
-                    await asyncio.wait([self._reader])
+                    # the server frees the session before it hangs up: then the next one finds room
+                    while not self._socket.closed:
+                        await asyncio.shield(self._next)
+                        self._next = asyncio.create_task(self._socket.receive())
         except (TimeoutError, OSError):
             pass
         finally:
-            if self._reader is not None:
-                self._reader.cancel()
-                await asyncio.wait([self._reader])
+            if self._next is not None:
+                self._next.cancel()
+                await asyncio.wait([self._next])
+                self._next = None
             await http.close()
 
     def failure(self, answer: Refusal | None) -> InfraError:
@@ -153,44 +157,34 @@ class OpenEnvSession:
         kind = answer.code or "an error without a code"
         return InfraError(f"The OpenEnv server at {self.url!r} answered {kind}: {answer.text}.")
 
-    async def _read(self) -> None:
+    async def _exchange(self, request: str, expected: str) -> Any:
+        """Send one request and read its answer; None where the session has ended."""
         import aiohttp
 
+        if self._next is None:
+            return None
+        limit_s = self._limits.message_timeout_s
         try:
-            async for message in self._socket:
-                if message.type is not aiohttp.WSMsgType.TEXT:
-                    break
-                await self._inbox.put(message.data)
-        finally:
+            async with asyncio.timeout(limit_s):
+                # what came unasked has the reason for the session's end
+                if not self._next.done():
+                    with contextlib.suppress(OSError):
+                        await self._socket.send_str(request)
+                message = await asyncio.shield(self._next)
+        except TimeoutError as error:
+            raise InfraError(
+                f"The OpenEnv server at {self.url!r} did not answer within message_timeout_s={limit_s:g}."
+            ) from error
+        if message.type is not aiohttp.WSMsgType.TEXT:
             most = self._limits.max_message_bytes
             self._end = (
                 f"A message of {self.url!r} was longer than max_message_bytes={most}; raise it."
                 if self._socket.close_code == 1009
                 else f"The OpenEnv server at {self.url!r} closed the session (code {self._socket.close_code})."
             )
-            if not self._inbox.full():
-                self._inbox.put_nowait(None)
-
-    async def _exchange(self, request: str, expected: str) -> Any:
-        """Send one request and read its answer; None where the session has ended."""
-        limit_s = self._limits.message_timeout_s
-        if self._http is None or self._reader is None:
             return None
-        try:
-            async with asyncio.timeout(limit_s):
-                if not self._reader.done():
-                    try:
-                        await self._socket.send_str(request)
-                    except OSError:
-                        pass  # the server's last message has the reason
-                elif self._inbox.empty():
-                    return None
-                text = await self._inbox.get()
-        except TimeoutError as error:
-            raise InfraError(
-                f"The OpenEnv server at {self.url!r} did not answer within message_timeout_s={limit_s:g}."
-            ) from error
-        return None if text is None else await _decoded(text, expected)
+        self._next = asyncio.create_task(self._socket.receive(), name="openenv-session")
+        return await _decoded(message.data, expected)
 
 
 def _encoded(kind: str, data: Mapping[str, Any] | None) -> str:
