@@ -22,7 +22,7 @@ from typing import Any
 
 from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox import bubblewrap
-from verifiers.sandbox.commands import remove_tree
+from verifiers.sandbox.agent import remove_tree
 from verifiers.sandbox.frames import FrameError, Frames, pack
 from verifiers.sandbox.pipes import Drain, Feed, LineReader, SandboxProcess, close_all, ended, open_pipes
 from verifiers.sandbox.spec import READ_BYTES, Sandbox, SandboxSpec, checked_command

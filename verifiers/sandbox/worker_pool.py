@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, SandboxError, WorkerCallError, WorkerError, WorkerTimeoutError
+from verifiers.sandbox.agent import MAX_RESULT_BYTES
 from verifiers.sandbox.agent_sandbox import AgentSandbox, installed_paths, module_places, open_agent_sandbox
-from verifiers.sandbox.commands import MAX_RESULT_BYTES
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
 
 T = TypeVar("T")
