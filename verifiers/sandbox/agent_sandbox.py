@@ -24,12 +24,17 @@ from verifiers.errors import ConfigError, SandboxError
 from verifiers.sandbox import bubblewrap
 from verifiers.sandbox.agent import remove_tree
 from verifiers.sandbox.frames import FrameError, Frames, pack
-from verifiers.sandbox.pipes import Drain, Feed, LineReader, SandboxProcess, close_all, ended, open_pipes
+from verifiers.sandbox.pipes import Drain, SandboxProcess, close_all, drained, ended, open_pipes
 from verifiers.sandbox.spec import READ_BYTES, Sandbox, SandboxSpec, checked_command
 
 logger = logging.getLogger("verifiers.sandbox")
 
 _START_S = 30.0
+_CLOSE_S = 10.0
+_KILL_S = 15.0
+_FILE_S = 30.0
+# the agent kills at the deadline; past this much more the agent itself is taken for dead
+_GRACE_S = 15.0
 _BOOT = "import sys; sys.path.append(sys.argv[2]); from verifiers.sandbox.agent import main; main()"
 # the part of the range that nothing else hands out users from (systemd's list of user ids)
 _USERS = range(1_879_048_192, 2_147_483_646)
@@ -39,12 +44,6 @@ _NOBODY = 65534
 _recipes: list[bubblewrap.Recipe] = []
 _unavailable = ""
 _announced: set[str] = set()
-_CLOSE_S = 10.0
-_KILL_S = 15.0
-_FILE_S = 30.0
-# the agent kills at the deadline; past this much more the agent itself is taken for dead
-_GRACE_S = 15.0
-
 
 Answer = asyncio.Future[dict[str, Any]]
 
@@ -224,22 +223,10 @@ class AgentSandbox(Sandbox):
         self, kind: str, *, stdin: bytes | None, keep_bytes: int, timeout_s: float, **request: Any
     ) -> tuple[dict[str, Any], Drain, Drain]:
         """Run something to its end, feeding and draining its pipes; return the agent's report, stdout and stderr."""
-        number, answer, (to_stdin, from_stdout, from_stderr) = self._spawn(
-            stdin is not None, kind=kind, timeout_s=timeout_s, **request
-        )
-        feed = Feed(to_stdin, stdin, close_after=True) if stdin is not None else None
-        out = Drain(from_stdout, keep_bytes, lambda: self._kill_run(number))
-        err = Drain(from_stderr, self.spec.output_bytes, lambda: self._kill_run(number))
-        try:
+        number, answer, pipes = self._spawn(stdin is not None, kind=kind, timeout_s=timeout_s, **request)
+        with drained(pipes, stdin, keep_bytes, self.spec.output_bytes, lambda: self._kill_run(number)) as (out, err):
             message = await self._answer(number, answer, timeout_s)
-            out.finish()
-            err.finish()
-            return message, out, err
-        finally:
-            if feed is not None:
-                feed.close()
-            out.close()
-            err.close()
+        return message, out, err
 
     async def import_module(self, module: str, paths: Sequence[str], timeout_s: float) -> str | None:
         """Import a module where calls are forked from; None, or the sentence that says why it could not be."""
@@ -340,13 +327,7 @@ class _AgentProcess(SandboxProcess):
     ) -> None:
         self._answer = answer
         self._ask_to_kill = lambda: sandbox._kill_run(number)
-        limit = sandbox.spec.output_bytes
-        to_stdin, from_stdout, from_stderr = pipes
-        super().__init__(
-            Feed(to_stdin, close_after=False),
-            LineReader(from_stdout, limit),
-            Drain(from_stderr, limit, self._ask_to_kill),
-        )
+        super().__init__(pipes, sandbox.spec.output_bytes, self._ask_to_kill)
         answer.add_done_callback(lambda answer: self.release())
 
     async def wait(self, *, timeout_s: float | None = None) -> int | None:

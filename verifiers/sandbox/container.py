@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from verifiers.errors import SandboxError
-from verifiers.sandbox.pipes import Drain, Feed, LineReader, SandboxProcess, close_all, ended, open_pipes
+from verifiers.sandbox.pipes import Drain, LineReader, SandboxProcess, close_all, drained, ended, open_pipes
 from verifiers.sandbox.spec import READ_BYTES, Sandbox, SandboxSpec
 
 HOME = "/sandbox"
@@ -78,7 +78,7 @@ class _Client:
     """A running command of the tool, with its pipes, which callbacks of the event loop own."""
 
     def __init__(self, arguments: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None) -> None:
-        theirs, (self.stdin, self.stdout, self.stderr) = open_pipes(stdin)
+        theirs, self.pipes = open_pipes(stdin)
         try:
             self.process = subprocess.Popen(
                 arguments,
@@ -89,7 +89,7 @@ class _Client:
                 start_new_session=True,
             )
         except BaseException:
-            close_all([self.stdin, self.stdout, self.stderr])
+            close_all(self.pipes)
             raise
         finally:
             close_all(theirs)
@@ -111,8 +111,8 @@ class ContainerSandbox(Sandbox):
         self._tool = tool
         self._started: set[ContainerProcess] = set()
         self._main = _Client(run_arguments(spec, tool, self.name), stdin=True)
-        self._out = LineReader(self._main.stdout, 1 << 16)
-        self._err = Drain(self._main.stderr, 1 << 14, lambda: None)
+        self._out = LineReader(self._main.pipes[1], 1 << 16)
+        self._err = Drain(self._main.pipes[2], 1 << 14, lambda: None)
 
     async def wait_until_ready(self) -> None:
         try:
@@ -145,13 +145,9 @@ class ContainerSandbox(Sandbox):
     async def _kill_inside(self, *script: str) -> None:
         """Run a shell script that kills, with the rights of the commands."""
         killer = self._exec(["sh", "-c", script[0], "sh", *script[1:]], stdin=False)
-        out = [Drain(fd, 0, lambda: None) for fd in (killer.stdout, killer.stderr)]
-        try:
+        with drained(killer.pipes, None, 0, 0, lambda: None):
             if not await killer.ended(_TOOL_S):
                 await killer.end()
-        finally:
-            for drain in out:
-                drain.close()
 
     async def _exchange(
         self,
@@ -165,29 +161,19 @@ class ContainerSandbox(Sandbox):
         """Run a command to its end; return its exit code (None: its time ran out), stdout and stderr."""
         client = self._exec(command, stdin=stdin is not None, env=env)
         flooded = asyncio.Event()
-        feed = Feed(client.stdin, stdin, close_after=True) if stdin is not None else None
-        out = Drain(client.stdout, keep_bytes, flooded.set)
-        err = Drain(client.stderr, self.spec.output_bytes, flooded.set)
-        ended = False
-        try:
-            end = time.monotonic() + timeout_s
-            while not ended and not flooded.is_set() and time.monotonic() < end:
-                ended = await client.ended(min(1.0, max(0.0, end - time.monotonic())))
-            if not ended:
-                await self._kill_inside(_KILL_ALL)
-                await client.end()
-            out.finish()
-            err.finish()
-            timed_out = not ended and not flooded.is_set()
-            return None if timed_out else client.process.returncode, out, err
-        except BaseException:
-            await self._give_up(client)
-            raise
-        finally:
-            if feed is not None:
-                feed.close()
-            out.close()
-            err.close()
+        with drained(client.pipes, stdin, keep_bytes, self.spec.output_bytes, flooded.set) as (out, err):
+            try:
+                has_ended, end = False, time.monotonic() + timeout_s
+                while not has_ended and not flooded.is_set() and time.monotonic() < end:
+                    has_ended = await client.ended(min(1.0, max(0.0, end - time.monotonic())))
+                if not has_ended:
+                    await self._kill_inside(_KILL_ALL)
+                    await client.end()
+            except BaseException:
+                await self._give_up(client)
+                raise
+        timed_out = not has_ended and not flooded.is_set()
+        return None if timed_out else client.process.returncode, out, err
 
     async def _give_up(self, client: _Client) -> None:
         """End the command of a caller that was cancelled, though it be cancelled a second time."""
@@ -236,11 +222,11 @@ class ContainerSandbox(Sandbox):
 
     async def _close(self) -> None:
         # the main process reads it, and ends with it
-        os.close(self._main.stdin)
+        os.close(self._main.pipes[0])
         try:
             if not await self._main.ended(_TOOL_S / 3):
                 remover = _Client([self._tool, "rm", "--force", self.name], stdin=False)
-                close_all([remover.stdout, remover.stderr])
+                close_all(remover.pipes)
                 if not await remover.ended(_TOOL_S):
                     await remover.end()
                 await self._main.end()
@@ -256,12 +242,7 @@ class ContainerProcess(SandboxProcess):
         self._sandbox = sandbox
         self._client = client
         self._note = note
-        limit = sandbox.spec.output_bytes
-        super().__init__(
-            Feed(client.stdin, close_after=False),
-            LineReader(client.stdout, limit),
-            Drain(client.stderr, limit, client.process.kill),
-        )
+        super().__init__(client.pipes, sandbox.spec.output_bytes, client.process.kill)
 
     async def wait(self, *, timeout_s: float | None = None) -> int | None:
         if not await self._client.ended(timeout_s):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from verifiers.errors import SandboxError
 
@@ -177,8 +178,11 @@ class LineReader(_Reader):
 class SandboxProcess(abc.ABC):
     """A long-lived process in a sandbox that reads and writes lines. It ends with the sandbox at the latest."""
 
-    def __init__(self, feed: Feed, out: LineReader, err: Drain) -> None:
-        self._feed, self._out, self._err = feed, out, err
+    def __init__(self, pipes: tuple[int, int, int], most_bytes: int, flooded: Callable[[], None]) -> None:
+        to_stdin, from_stdout, from_stderr = pipes
+        self._feed = Feed(to_stdin, close_after=False)
+        self._out = LineReader(from_stdout, most_bytes)
+        self._err = Drain(from_stderr, most_bytes, flooded)
 
     @abc.abstractmethod
     async def wait(self, *, timeout_s: float | None = None) -> int | None:
@@ -241,6 +245,25 @@ def open_pipes(with_stdin: bool) -> tuple[list[int], tuple[int, int, int]]:
         close_all([*theirs, *ours])
         raise SandboxError(f"No pipes could be made for a sandbox: {error}.") from error
     return theirs, (ours[0], ours[1], ours[2])
+
+
+@contextlib.contextmanager
+def drained(
+    pipes: tuple[int, int, int], stdin: bytes | None, out_bytes: int, err_bytes: int, flooded: Callable[[], None]
+) -> Iterator[tuple[Drain, Drain]]:
+    """Feed a process and drain its stdout and stderr; at the end what is left in the pipes is taken, too."""
+    to_stdin, from_stdout, from_stderr = pipes
+    feed = Feed(to_stdin, stdin, close_after=True) if stdin is not None else None
+    out, err = Drain(from_stdout, out_bytes, flooded), Drain(from_stderr, err_bytes, flooded)
+    try:
+        yield out, err
+        out.finish()
+        err.finish()
+    finally:
+        if feed is not None:
+            feed.close()
+        out.close()
+        err.close()
 
 
 def close_all(fds: Iterable[int]) -> None:
