@@ -21,7 +21,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers.data.row_source import PlannedBlock
 from verifiers.data.sampler import check_size
@@ -116,6 +116,13 @@ def _check_step(drawn_for: Sequence[int] | None, trainer_state: Any) -> None:
 _KEPT_BLOCKS = 4
 
 
+class Place(NamedTuple):
+    """The place in training of a row: its generation step, and its slot among the block's prompts."""
+
+    generation_step: int
+    slot: int
+
+
 class RemoteRLDataset:
     """The prompts of a run, one row a prompt, in the order in which TRL's sampler visits them unshuffled.
 
@@ -195,11 +202,11 @@ class RemoteRLDataset:
                 self._kept.popitem(last=False)
         return dict(block[slot])
 
-    def place(self, index: int) -> tuple[int, int]:
-        """Return the generation step of row `index` and its place among the block's prompts."""
+    def place(self, index: int) -> Place:
+        """Return the place of row `index`. Raises IndexError beyond the run."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} is asked for, but the run has {len(self)}")
-        return divmod(index, self.prompts_per_block)
+        return Place(*divmod(index, self.prompts_per_block))
 
     def optimizer_step(self, generation_step: int) -> int:
         """Return the optimizer step at which the first iteration over a block begins."""
@@ -226,7 +233,7 @@ class RemoteRLDataset:
                 f"(per_device_train_batch_size={self.per_device} x {self.steps_per_generation} micro-steps): give "
                 "this dataset the sizes that TRL's GRPOConfig has, and TRL's evaluations another dataset."
             )
-        blocks = sorted({self.place(index)[0] for index in wanted})
+        blocks = sorted({self.place(index).generation_step for index in wanted})
         if len(blocks) > 1:
             raise ConfigError(
                 f"rows of the generation steps {blocks[0]} and {blocks[1]} were asked for at once: set "
