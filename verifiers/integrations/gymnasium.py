@@ -83,10 +83,6 @@ class Transition:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def text_of_observation(observation: Any) -> str:
-    return observation if isinstance(observation, str) else str(observation)
-
-
 def make_gym(env_cls: Any, env_kwargs: Mapping[str, Any]) -> Any:
     """Make an environment of an id, by `gymnasium.make`, or of a class or factory. Raises ConfigError."""
     if isinstance(env_cls, str):
@@ -114,10 +110,6 @@ class GymEpisode:
         self.env: Any = None
         self._make = make
         self._obs_to_text = obs_to_text
-
-    @property
-    def action_space(self) -> Any:
-        return getattr(self.env, "action_space", None)
 
     def reset(self, seed: int) -> Transition:
         """Start an episode from a seed; a reset without that parameter is seeded by the `seed` method, if any."""
@@ -214,7 +206,7 @@ class GymEnv(MultiTurnEnv):
         self.env_cls = env_cls
         self.env_kwargs = dict(env_kwargs or {})
         self.action_parser = action_parser
-        self.obs_to_text = obs_to_text or text_of_observation
+        self.obs_to_text = obs_to_text or str
         self.seed = seed
         # a bound on turns would end the rollout before its last action is played
         turns = kwargs.pop("max_turns", -1)
@@ -275,7 +267,7 @@ class GymEnv(MultiTurnEnv):
         episode: GymEpisode = state[_EPISODE]
         step = state["trajectory"][-1]
         try:
-            action = await self._action(step["completion"], episode.action_space)
+            action = await self._action(step["completion"], getattr(episode.env, "action_space", None))
         except Exception as error:
             step["reward"] = -float(self.invalid_action_penalty)
             state["invalid_actions"] += 1

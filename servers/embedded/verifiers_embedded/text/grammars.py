@@ -6,7 +6,7 @@ The grammar is in llguidance's dialect of Lark. Nothing here needs that library.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +103,15 @@ def schema_text(schema: Mapping[str, Any], param: str) -> str:
     Raises ApiError where it is too long, nested too deeply, or has too many references: each of them would cost stack
     or time that no library bounds.
     """
-    if (depth := _depth(schema)) > MAX_DEPTH:
+    if (depth := max(level for _, level in _nodes(schema))) > MAX_DEPTH:
         raise ApiError(
             f"the JSON schema in {param!r} is nested {depth} levels deep; at most {MAX_DEPTH} can be "
             "compiled, so give deep parts names under '$defs'",
             param=param,
         )
-    if len(references := _references(schema)) > MAX_REFERENCES:
+    objects = [item for item, _ in _nodes(schema) if isinstance(item, dict)]
+    names = [item[key] for item in objects for key in ("$ref", "$dynamicRef") if key in item]
+    if len(references := {name for name in names if isinstance(name, str)}) > MAX_REFERENCES:
         raise ApiError(
             f"the JSON schema in {param!r} has {len(references)} different '$ref'; at most {MAX_REFERENCES} "
             "can be compiled, so send a smaller schema",
@@ -161,26 +163,12 @@ def _json_rule(schema: str) -> str:
     return f'%json {{"x-guidance":{options}{comma}{rest}'
 
 
-def _depth(value: Any) -> int:
-    """Count levels of objects and lists; not recursive, since a body can be nested deeper than Python's stack."""
-    deepest, waiting = 0, [(value, 1)]
+def _nodes(value: Any) -> Iterator[tuple[dict[str, Any] | list[Any], int]]:
+    """Yield all objects and lists with their level; not recursive, since a body can be deeper than Python's stack."""
+    waiting = [(value, 1)]
     while waiting:
         item, level = waiting.pop()
-        children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else None
-        if children is not None:
-            deepest = max(deepest, level)
+        if isinstance(item, dict | list):
+            yield item, level
+            children = item.values() if isinstance(item, dict) else item
             waiting.extend((child, level + 1) for child in children)
-    return deepest
-
-
-def _references(value: Any) -> set[str]:
-    found: set[str] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            found.update(item[key] for key in ("$ref", "$dynamicRef") if isinstance(item.get(key), str))
-            waiting.extend(item.values())
-        elif isinstance(item, list):
-            waiting.extend(item)
-    return found
