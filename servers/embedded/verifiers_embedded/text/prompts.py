@@ -13,8 +13,8 @@ from verifiers_embedded.text.tool_calls import FORMATS, KEEPS_SPECIAL_TOKENS, An
 OPENING, CLOSING = "<think>", "</think>"
 
 _OF_THE_CALL = """
-    conversation tools documents chat_template add_generation_prompt continue_final_message tokenize padding truncation
-    max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs processor_kwargs
+    conversation tools documents chat_template add_generation_prompt continue_final_message tokenize padding
+    truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs processor_kwargs
 """
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(_OF_THE_CALL.split())
 """Names that chat_template_kwargs may not carry, as they are arguments of the call, not of the template."""
