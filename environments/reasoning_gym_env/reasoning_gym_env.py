@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import verifiers as vf
-from verifiers.integrations.reasoning_gym_rows import Entry, draw_split, gym_tasks
+from verifiers.integrations.reasoning_gym import Entry, draw_split, gym_tasks
 
 __all__ = ["disjoint_entries", "load_environment"]
 

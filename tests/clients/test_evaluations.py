@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,19 +148,3 @@ def test_litellms_proxy_is_an_endpoint(evaluate: Callable[..., dict[str, Any]], 
     files = "".join(path.read_text() for path in Path(summary["results"]).iterdir())
     assert PROXY_KEY not in files
     assert KEY not in files
-
-
-def test_a_prompt_that_is_too_long_behind_the_proxy_ends_as_truncated(
-    evaluate: Callable[..., dict[str, Any]],
-) -> None:
-    summary = evaluate(kind="long")
-    assert summary["outcomes"] == {"completed": 16, "truncated": 4}
-    assert summary["retries"] == 0
-
-
-def test_what_the_proxy_refuses_for_good_is_not_tried_again(evaluate: Callable[..., dict[str, Any]]) -> None:
-    said = evaluate("-m", "no-such-model", code=1)["error"]
-    assert "none of 20 evaluation rollouts got a reward" in said
-    (run,) = Path("outputs/evals").glob("*/*")
-    assert {(row["outcome"], row["attempts"]) for row in read_run(run).rows} == {("provider_error", 1)}
-    assert os.environ["VF_PROXY_KEY"] not in said

@@ -128,12 +128,8 @@ AGENTS: dict[str, tuple[list[str], Any, str]] = {
     "openai_responses": ADDS,
     "anthropic": ADDS,
     "litellm": ADDS,
-    "litellm_as_anthropic": ADDS,
     "openai_agents": ADDS,
-    "openai_agents_responses": ADDS,
     "pydantic_ai": ADDS,
-    "pydantic_ai_responses": ADDS,
-    "pydantic_ai_anthropic": ADDS,
     "smolagents": ([ADD, FINAL], [[1, 2]], "It is 3."),
     "mini_swe_agent": ([COUNT, SUBMIT], ["3\n"], "3\n"),
 }

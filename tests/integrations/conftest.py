@@ -35,7 +35,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
     """Return the MCP servers in this process, to which every connection then goes."""
     from mcp_world import Servers
 
-    from verifiers.integrations.mcp_servers import MCPConnection
+    from verifiers.integrations.mcp import MCPConnection
 
     found = Servers()
     monkeypatch.setattr(MCPConnection, "_new_client", lambda *args: found.client(*args))

@@ -14,8 +14,7 @@ from typing import Any
 
 import verifiers as vf
 from verifiers.inference.server_pool import backend_for
-from verifiers.integrations.mcp import MCPEnv, MCPServerConfig
-from verifiers.integrations.mcp_servers import MCPConnection
+from verifiers.integrations.mcp import MCPConnection, MCPEnv, MCPServerConfig
 from verifiers.rollouts.rollout import Rollout, RolloutRequest
 from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer

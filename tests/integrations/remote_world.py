@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from verifiers_dataserver.background import serve_in_background
 from verifiers_dataserver.http import RequestError
 from verifiers_dataserver.sampling import Sampler
+from verifiers_dataserver.serving import serve_in_background
 from verifiers_dataserver.wire import SampleRequest2
 
 from verifiers.data.curriculum import staged_curriculum_from

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import logging
 import threading
 from typing import Any, ClassVar
 
@@ -95,11 +94,6 @@ def test_the_same_seed_gives_the_same_rows_and_another_gives_others(walk: type[W
     assert not set(one) & set(other)
 
 
-def test_evaluation_episodes_do_not_depend_on_the_number_of_training_episodes(walk: type[Walk]) -> None:
-    few, many = (env_of(walk, num_train_episodes=n).get_eval_dataset()["question"] for n in (1, 40))
-    assert list(few) == list(many)
-
-
 def test_what_cannot_work_is_said_when_the_environment_is_made(walk: type[Walk]) -> None:
     with pytest.raises(vf.ConfigError, match="int has no methods reset and step"):
         env_of(int)
@@ -149,12 +143,6 @@ async def test_every_rollout_has_its_own_instance_on_one_thread_and_closes_it(wa
     assert len(instances) == 12
     assert all(len(made.threads) == 1 and made.closed == 1 for made in instances)
     assert len(set.union(*(made.threads for made in instances)) & {threading.get_ident()}) == 0
-
-
-async def test_the_rollouts_of_one_row_start_from_one_seed(walk: type[Walk]) -> None:
-    env = env_of(walk)
-    states = [(await play(env, ["left"], row=1)).state for _ in range(2)]
-    assert {state["info"]["seed"] for state in states} == {env.get_dataset()[1]["info"]["seed"]}
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -209,11 +197,6 @@ async def test_observations_pass_through_obs_to_text_which_may_ask_for_the_envir
     assert rollout.completion[-1]["content"] == "at 1 of 1 ['place']"
 
 
-async def test_completion_mode_appends_observations_as_text(walk: type[Walk]) -> None:
-    rollout = await play(env_of(walk, env_kwargs={"length": 2}, message_type="completion"), ["right"])
-    assert (rollout.completion, rollout.reward) == ("rightat 1rightat 2", 2.0)
-
-
 # -- failures -----------------------------------------------------------------------------------------------
 
 
@@ -263,29 +246,6 @@ async def test_a_cancelled_rollout_closes_its_instance(walk: type[Walk]) -> None
     with pytest.raises(asyncio.CancelledError):
         await task
     assert [made.closed for made in walk.made] == [1, 1]
-
-
-async def test_no_thread_outlives_its_rollout(walk: type[Walk]) -> None:
-    await play(env_of(walk), ["right"])
-    own = [thread for thread in threading.enumerate() if thread.name.startswith("GymEnv")]
-    for thread in own:
-        await asyncio.to_thread(thread.join, 60)
-    assert not [thread for thread in own if thread.is_alive()]
-
-
-async def test_a_close_that_raises_is_logged_and_the_reward_stands(
-    walk: type[Walk], caplog: pytest.LogCaptureFixture
-) -> None:
-    env = env_of(walk)
-
-    def broken(self: Walk) -> None:
-        raise OSError("stuck door")
-
-    walk.close = broken  # type: ignore[method-assign]
-    with caplog.at_level(logging.WARNING):
-        rollout = await play(env, ["right"])
-    assert rollout.reward == 3.0
-    assert "stuck door" in caplog.text
 
 
 async def test_an_environment_that_starts_differently_from_one_seed_is_an_error_not_a_wrong_prompt() -> None:
@@ -358,32 +318,12 @@ async def test_frozen_lake_is_won_by_the_way_across() -> None:
 
 
 @needs_gymnasium
-async def test_frozen_lake_shown_as_text_ends_by_gymnasiums_own_time_limit() -> None:
-    env = env_of(
-        "FrozenLake-v1",
-        env_kwargs={"is_slippery": False, "render_mode": "ansi", "max_episode_steps": 4},
-        obs_to_text=lambda obs, env: f"{obs}\n{env.render()}",
-    )
-    rollout = await play(env, ["0"])
-    assert (rollout.state["stop_condition"], rollout.state["episode_steps"]) == ("truncated", 4)
-    assert "FHFH" in rollout.prompt[-1]["content"]
-
-
-@needs_gymnasium
 async def test_an_action_outside_the_space_is_invalid() -> None:
     rollout = await play(env_of("FrozenLake-v1"), ["4"])
     assert rollout.state["stop_condition"] == "too_many_invalid_actions"
     assert rollout.completion[1]["content"] == "Invalid action: 4 is not in Discrete(4)."
     rollout = await play(env_of("FrozenLake-v1"), ["left"])
     assert "answer with the number of an action in Discrete(4)" in rollout.completion[1]["content"]
-
-
-@needs_gymnasium
-async def test_taxi_charges_for_each_step_and_repeats_from_its_seed() -> None:
-    env = env_of("Taxi-v4", max_episode_steps=3)
-    first, again = [await play(env, ["0"], row=1) for _ in range(2)]
-    assert first.reward == -3.0
-    assert [m["content"] for m in first.completion] == [m["content"] for m in again.completion]
 
 
 @needs_gymnasium

@@ -68,34 +68,6 @@ def test_a_stdio_server_ends_with_its_event_loop(pids: Pids) -> None:
         assert [len(request.body["tools"]) for request in server.requests] == [10] * 4
 
 
-def test_synchronous_calls_share_a_server_until_the_teardown(pids: Pids) -> None:
-    env = environment(stdio(pids))
-    with FakeOpenAIServer(script(calls(("add", {"a": 1, "b": 2})))) as server:
-        for _ in range(2):
-            results = env.evaluate_sync(server.url, "fake", num_examples=1)
-            assert tool_texts(results.completion[0]) == ["3"]
-    assert len(pids.all) == 1
-    asyncio.run(env.teardown())
-    pids.wait_until_gone()
-
-
-def test_loops_of_several_threads_use_one_environment(servers: Servers) -> None:
-    env = environment(local())
-    found: list[Any] = []
-    with FakeOpenAIServer(script(calls(("add", {"a": 1, "b": 2})))) as server:
-        threads = [
-            threading.Thread(target=lambda: found.append(asyncio.run(env.a_evaluate(server.url, "fake"))))
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [tool_texts(completion) for results in found for completion in results.completion] == [["3"]] * 10
-    assert (servers.started, servers.open) == (2, 0)
-    assert len(env.tools) == 10
-
-
 async def test_teardown_ends_the_servers_of_other_loops_too(servers: Servers) -> None:
     env = environment(local())
     played, ended = threading.Event(), threading.Event()
@@ -197,17 +169,6 @@ async def test_a_connection_that_is_lost_again_is_an_environment_error(
 
 
 @pytest.mark.slow
-async def test_a_server_that_ends_is_started_again_and_the_call_made_once_more(pids: Pids, tmp_path: Path) -> None:
-    env = environment(stdio(pids))
-    rollout = await play(env, calls(("crash", {"if_missing": str(tmp_path / "crashed")})), calls(("pid", {})))
-    alive, pid = tool_texts(rollout.completion)
-    assert (rollout.outcome, alive, len(pids.all)) == (Outcome.COMPLETED, "alive", 2)
-    assert int(pid) == pids.all[1]
-    await env.close_servers()
-    pids.wait_until_gone()
-
-
-@pytest.mark.slow
 async def test_a_server_that_died_between_calls_is_started_again(pids: Pids) -> None:
     env = environment(stdio(pids))
     await play(env, calls(("pid", {})))
@@ -222,15 +183,6 @@ async def test_a_server_that_does_not_start_is_an_error_with_its_stderr(pids: Pi
     assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
     assert "The MCP server 'tools' failed" in str(rollout.failure)
     assert "its stderr: no licence found" in str(rollout.failure)
-
-
-@pytest.mark.slow
-async def test_a_server_that_hangs_at_its_start_is_killed_at_the_deadline(pids: Pids) -> None:
-    rollout = await play(environment(stdio(pids, "--sleep"), connect_timeout_s=1.5))
-    assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
-    assert "connect_timeout_s=1.5" in str(rollout.failure)
-    assert len(pids.all) == 1
-    pids.wait_until_gone()
 
 
 async def test_a_command_that_does_not_exist_is_a_mistake_of_the_user() -> None:
@@ -288,20 +240,6 @@ async def test_an_http_server_that_was_restarted_is_connected_to_again(http: Htt
     await asyncio.to_thread(http.start)
     rollout = await play(env, calls(("count", {})))
     assert (rollout.outcome, tool_texts(rollout.completion)) == (Outcome.COMPLETED, ["1"])
-    await env.close_servers()
-
-
-@pytest.mark.slow
-async def test_an_http_server_that_is_gone_is_an_environment_error(http: HttpServer) -> None:
-    env = environment({"name": "web", "url": http.url})
-    await play(env, calls(("count", {})))
-    await asyncio.to_thread(http.stop)
-    for _ in range(2):
-        rollout = await play(env, calls(("count", {})))
-        assert rollout.outcome is Outcome.ENVIRONMENT_ERROR
-        assert "The MCP server 'web' failed" in str(rollout.failure)
-    http.start()
-    assert tool_texts((await play(env, calls(("count", {})))).completion) == ["1"]
     await env.close_servers()
 
 

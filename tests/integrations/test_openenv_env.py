@@ -168,12 +168,6 @@ async def test_a_connection_lost_before_the_reset_is_made_again() -> None:
         assert (rollout.reward, server.begun) == (1.0, 3)
 
 
-async def test_a_connection_lost_after_the_reset_is_not_made_again() -> None:
-    with OpenEnvServer() as server:
-        rollout = await play(environment(server), ['{"guess": 1}', '{"guess": 99}'])
-        assert (rollout.outcome, server.begun) == (Outcome.ENVIRONMENT_ERROR, 1)
-
-
 async def test_rollouts_ask_a_full_server_again_instead_of_failing() -> None:
     with OpenEnvServer(max_sessions=2) as server, policy(count_up) as model:
         env = environment(server, num_train_episodes=8)
@@ -181,14 +175,6 @@ async def test_rollouts_ask_a_full_server_again_instead_of_failing() -> None:
         assert results.reward == [1.0 - 0.25 * seed for seed in range(8)]
         assert (server.most_open, server.begun, server.goodbyes) == (2, 8, 8)
         assert server.refused > 0
-
-
-async def test_max_sessions_bounds_what_is_open() -> None:
-    with OpenEnvServer() as server, policy(count_up) as model:
-        env = environment(server, max_sessions=3)
-        await env.a_evaluate(model.url, "fake", rollouts_per_example=2)
-        assert (server.begun, server.refused) == (10, 0)
-        assert server.most_open <= 3
 
 
 async def test_a_server_that_stays_full_is_given_up_at_the_deadline() -> None:
@@ -212,7 +198,7 @@ async def test_pings_are_answered_while_the_policy_thinks() -> None:
         assert (rollout.outcome, rollout.reward, server.pongs) == (Outcome.COMPLETED, 0.75, 6)
 
 
-async def test_a_cancelled_rollout_closes_its_session_and_frees_its_slot() -> None:
+async def test_a_cancelled_rollout_closes_its_session() -> None:
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -221,8 +207,8 @@ async def test_a_cancelled_rollout_closes_its_session_and_frees_its_slot() -> No
         await asyncio.Event().wait()
         return ""
 
-    with OpenEnvServer() as server:
-        env = environment(server, max_sessions=1)
+    with OpenEnvServer(max_sessions=1) as server:
+        env = environment(server)
         task = asyncio.create_task(play(env, never))
         await asked.wait()
         assert (server.open, len(env.open_sessions)) == (1, 1)
@@ -270,18 +256,11 @@ async def test_a_server_that_is_not_there_is_an_environment_error() -> None:
     assert "Nothing answers at base_url=" in str(rollout.failure)
 
 
-async def test_an_unhealthy_server_is_an_environment_error() -> None:
-    with OpenEnvServer(health='{"status": "unhealthy"}') as server:
-        rollout = await play(environment(server), "{}")
-        assert "unhealthy" in str(rollout.failure)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"base_url": "127.0.0.1:8000"}, "base_url is '127.0.0.1:8000'"),
         ({"base_url": None}, "base_url is None"),
-        ({"max_sessions": 0}, "max_sessions is 0"),
         ({"num_train_episodes": 0}, "num_train_episodes is 0"),
         ({"message_type": "completion"}, "played in chat"),
     ],
@@ -332,12 +311,6 @@ async def test_rows_of_ones_own_give_reset_arguments_and_prompts() -> None:
         assert server.headers["X-Key"] == "k"
 
 
-def test_evaluation_episodes_have_seeds_of_their_own() -> None:
-    env = OpenEnvEnv("http://127.0.0.1:1", num_train_episodes=3, num_eval_episodes=2, seed=10, rubric=vf.Rubric())
-    seeds = [[json.loads(info)["reset"]["seed"] for info in rows["info"]] for rows in (env.dataset, env.eval_dataset)]  # type: ignore[index]
-    assert seeds == [[10, 11, 12], [13, 14]]
-
-
 def test_five_rollouts_at_once_also_from_a_loop_after_the_first() -> None:
     with OpenEnvServer(max_sessions=5) as server, policy(count_up) as model:
         env = environment(server)
@@ -346,12 +319,6 @@ def test_five_rollouts_at_once_also_from_a_loop_after_the_first() -> None:
             assert results.reward == [1.0, 0.75, 0.5, 0.25, 0.0]
         assert not env.open_sessions
         assert server.goodbyes == 10
-
-
-async def test_the_default_rubric_adds_the_rewards_up() -> None:
-    with OpenEnvServer() as server:
-        rollout = await play(OpenEnvEnv(server.url), count_up, seed=2)
-        assert rollout.reward == 0.5
 
 
 # -- text ---------------------------------------------------------------------------------------------------------
@@ -386,12 +353,6 @@ def test_observations_read_as_text(observation: Any, text: str) -> None:
 )
 def test_answers_become_actions(text: str, field: str | None, action: dict[str, Any]) -> None:
     assert action_from_text(text, MESSAGE_SCHEMA, field) == action
-
-
-@pytest.mark.parametrize("text", ["hello", "[1]", '"x"', "", "[" * 100_000])
-def test_an_answer_without_an_object_is_refused(text: str) -> None:
-    with pytest.raises(vf.ToolParseError, match="no JSON object"):
-        action_from_text(text, {}, None)
 
 
 def test_the_text_field_is_the_only_required_string() -> None:

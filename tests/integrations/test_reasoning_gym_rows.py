@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.integrations.reasoning_gym_rows import GymTask, Row, draw_split, gym_tasks
+from verifiers.integrations.reasoning_gym import GymTask, Row, draw_split, gym_tasks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the rg extra")
 
@@ -46,14 +46,6 @@ def test_evaluation_questions_depend_on_the_seed_and_not_on_the_training_rows(gy
     assert (longer[:60], same) == (train, evaluation)
     assert draw(gym) == (train, evaluation)
     assert draw(gym, seed=1)[1] != evaluation
-
-
-def test_entries_go_on_beyond_what_a_task_gives_from_one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = draw("spell_backward", num_train=30, num_eval=0)
-    monkeypatch.setattr("verifiers.integrations.reasoning_gym_rows._CHUNK", 20)
-    chunked = draw("spell_backward", num_train=30, num_eval=0)
-    assert questions(chunked[0])[:15] == questions(whole[0])[:15]
-    assert len(set(questions(chunked[0]))) == 30
 
 
 def test_reasoning_gyms_own_specs_are_taken() -> None:

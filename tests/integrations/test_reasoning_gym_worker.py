@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import enum
 import fractions
 import importlib.util
 import itertools
@@ -162,13 +161,6 @@ def test_numpys_numbers_become_pythons_and_its_arrays_stay_arrays() -> None:
     assert back == {"i": 3, "f": 2.5, "s": "a", "b": True}
     array = loads(dumps(numpy.array([[1, 2]], dtype=numpy.int16)))
     assert (array.dtype, array.tolist()) == (numpy.int16, [[1, 2]])
-
-
-def test_a_member_of_an_enumeration_of_strings_still_compares_alike() -> None:
-    class Color(enum.StrEnum):
-        RED = "red"
-
-    assert loads(dumps([Color.RED])) == [Color.RED]
 
 
 def test_what_could_not_be_given_back_is_an_error_that_shows_it() -> None:

@@ -106,41 +106,6 @@ def _check_groups(by_rank: list[dict[int, list[dict[str, Any]]]], group: int) ->
         assert all(together.count(sample) == group for sample in set(together))
 
 
-def test_each_generation_step_is_one_request(recorder: RecordingServer) -> None:
-    """Per-device batch 64, groups of 16, accumulation 1: (0, 4), (1, 4), (2, 4) in the first three steps."""
-    dataset = RemoteRLDataset(recorder.url, per_device_train_batch_size=64, num_generations=16, max_steps=3)
-    assert len(dataset) == 12
-    for index in (row for row in range(12) for _ in range(16)):
-        dataset[index]
-    calls = [(body["generation_step"], body["batch_size"]) for body in recorder.calls("/v2/sample")]
-    assert calls == [(0, 4), (1, 4), (2, 4)]
-    assert [body["optimizer_step"] for body in recorder.calls("/v2/sample")] == [0, 1, 2]
-
-
-def test_the_place_of_a_row_is_its_generation_step_and_slot(recorder: RecordingServer) -> None:
-    """Two devices, groups of 2, 3 completions per device and micro-step, 4 micro-steps: 12 prompts a block."""
-    dataset = RemoteRLDataset(
-        recorder.url,
-        per_device_train_batch_size=3,
-        num_generations=2,
-        gradient_accumulation_steps=4,
-        num_processes=2,
-        max_steps=2,
-    )
-    assert dataset.prompts_per_block == 12
-    assert [tuple(dataset.place(index)) for index in (0, 1, 2, 5, 6, 11, 12)] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (0, 5),
-        (0, 6),
-        (0, 11),
-        (1, 0),
-    ]
-    with pytest.raises(IndexError):
-        dataset[24]
-
-
 @pytest.mark.parametrize(("micro_steps", "accumulation", "steps"), [(4, 2, [0, 2, 4]), (1, 4, [0, 0, 0, 0, 1, 1])])
 def test_blocks_of_other_lengths_than_an_update_keep_the_step(
     recorder: RecordingServer, micro_steps: int, accumulation: int, steps: list[int]
@@ -169,16 +134,6 @@ def test_sizes_that_do_not_divide_are_warned_of_with_both_numbers(
         dataset[index]
     calls = [(body["generation_step"], body["batch_size"]) for body in recorder.calls("/v2/sample")]
     assert calls == [(0, 1), (1, 1), (2, 1)]
-
-
-def test_a_block_can_be_fetched_in_parts(recorder: RecordingServer) -> None:
-    sizes = {"per_device_train_batch_size": 64, "num_generations": 16, "max_steps": 2}
-    parts, whole = RemoteRLDataset(recorder.url, fetch_size=3, **sizes), RemoteRLDataset(recorder.url, **sizes)
-    assert [parts[index] for index in range(8)] == [whole[index] for index in range(8)]
-    calls = [(body["generation_step"], body["batch_size"]) for body in recorder.calls("/v2/sample")]
-    assert calls == [(0, 3), (0, 1), (1, 3), (1, 1), (0, 4), (1, 4)]
-    with pytest.raises(ConfigError, match="fetch_size is 5, but a block holds 4"):
-        RemoteRLDataset(recorder.url, fetch_size=5, **sizes)
 
 
 def test_a_stage_that_ends_inside_a_block_holds_to_its_end_and_that_is_logged(
@@ -212,27 +167,6 @@ def test_a_stage_that_ends_after_the_run_takes_no_block_of_it(recorder: Recordin
             dataset = RemoteRLDataset(recorder.url, max_steps=max_steps, **sizes)
             found = {dataset[index]["dataset_id"] for index in range(len(dataset))}
             assert found == {"easy"}, (max_steps, border)
-
-
-def test_what_a_plan_finds_before_a_run_is_found_here(
-    recorder: RecordingServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    recorder.sizes = {"easy": 8, "hard": 3}
-    recorder.stages = [
-        {"name": "a", "until_step": 2, "datasets": ["easy"]},
-        {"name": "b", "until_step": 4, "datasets": ["hard"]},
-    ]
-    sizes = {"per_device_train_batch_size": 16, "num_generations": 4}
-    with pytest.raises(ConfigError, match="block 2 takes 4 different rows of dataset 'hard', which has 3"):
-        RemoteRLDataset(recorder.url, max_steps=4, **sizes)
-    assert caplog.messages == []
-    RemoteRLDataset(recorder.url, max_steps=2, **sizes)
-    assert caplog.messages == []
-    recorder.sizes["hard"] = 4
-    RemoteRLDataset(recorder.url, max_steps=5, **sizes)
-    assert caplog.messages == [
-        "the curriculum ends at step 4, the run at step 5: stage 'b' holds for the steps between."
-    ]
 
 
 def test_the_length_of_a_run_is_the_servers_or_must_be_given(recorder: RecordingServer) -> None:
@@ -295,7 +229,7 @@ def test_rewards_are_joined_on_completion_index_and_what_failed_is_none(recorder
         {"completion_index": item["completion_index"], "reward": None if "?" in item["completion"] else 0.5}
         for item in reversed(items)
     ]
-    reward = remote_reward(recorder.url, max_items=3)
+    reward = remote_reward(recorder.url)
     found = reward(
         prompts=["p"] * 5,
         completions=["a", "b?", "c", "d", "e"],
@@ -304,8 +238,6 @@ def test_rewards_are_joined_on_completion_index_and_what_failed_is_none(recorder
         trainer_state=object(),
     )
     assert found == [0.5, None, 0.5, 0.5, 0.5]
-    sizes = [[item["sample_id"] for item in body["items"]] for body in recorder.calls("/v2/grade")]
-    assert sizes == [["easy:0", "easy:0"], ["easy:1", "easy:1", "easy:2"]]
     assert recorder.calls("/v2/grade")[0]["items"][1]["completion_tokens"] == 2
     assert reward.__name__ == "remote_reward"
 

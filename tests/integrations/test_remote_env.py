@@ -19,11 +19,9 @@ from verifiers.cli.evaluate import main as evaluate
 from verifiers.data.batch_plan import BatchPlan, make_plan
 from verifiers.data.curriculum import staged_curriculum_from
 from verifiers.data.row_source import StagedRows
-from verifiers.envs.env_group import EnvGroup
-from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.errors import ConfigError, InfraError
 from verifiers.inference.endpoint import Endpoint, HttpBackend
-from verifiers.integrations import dataserver_client
+from verifiers.integrations import dataserver as remote
 from verifiers.integrations.dataserver import RemoteEnv
 from verifiers.rollouts.rollout import Group, RolloutRequest
 from verifiers.rollouts.run import Run
@@ -223,7 +221,7 @@ async def test_a_completion_that_the_server_cannot_grade_is_a_grading_error_and_
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let waits between tries take no time."""
-    monkeypatch.setattr(dataserver_client, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr(remote, "_BACKOFF_S", 0.0)
 
 
 @pytest.mark.usefixtures("quick")
@@ -273,14 +271,6 @@ def test_prompts_are_asked_for_again_and_then_the_run_ends_with_a_sentence(recor
 # -- everything else --------------------------------------------------------------------------------------------
 
 
-def test_the_classic_evaluation_works_unchanged(world: str) -> None:
-    env = RemoteEnv(world, eval_dataset="eval_set")
-    with FakeOpenAIServer(right) as policy:
-        results = env.evaluate_sync(policy.url, "fake", rollouts_per_example=2)
-    assert results.reward == [1.0] * 8
-    assert results.metrics == {"exact": [1.0] * 8, "num_turns": [1.0] * 8}
-
-
 def test_vf_eval_takes_it_by_name(world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = f'{{"url": "{world}", "eval_dataset": "eval_set"}}'
@@ -301,14 +291,6 @@ def test_vf_eval_takes_it_by_name(world: str, tmp_path: Path, monkeypatch: pytes
             ]
         )
     assert code == 0
-
-
-def test_a_group_of_environments_may_hold_it(world: str) -> None:
-    local = SingleTurnEnv(dataset=[{"question": "local 1", "answer": "1"}], eval_dataset=[{"question": "local 1"}])
-    group = EnvGroup([RemoteEnv(world, eval_dataset="eval_set"), local], env_names=["remote", "local"])
-    with FakeOpenAIServer(right) as policy:
-        results = group.evaluate_sync(policy.url, "fake")
-    assert results.reward[:4] == [1.0] * 4
 
 
 def test_a_token_goes_with_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

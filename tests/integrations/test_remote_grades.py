@@ -1,12 +1,15 @@
-"""Grades of a dataserver: in requests that it takes, and never a number that is none."""
+"""Requests to a dataserver: its grades are never a number that is none, and they end in time."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from remote_world import RecordingServer, dataserver
+from remote_world import RecordingServer
 
-from verifiers.errors import InfraError
-from verifiers.integrations.dataserver import RemoteEnv
-from verifiers.integrations.dataserver_client import (
+from verifiers.errors import ConfigError, InfraError
+from verifiers.integrations.dataserver import (
     Dataserver,
     Grade,
+    RemoteEnv,
     RemoteGrader,
     RequestLimits,
     completion_for_wire,
@@ -69,9 +72,9 @@ def test_an_answer_that_is_none_is_no_grade_at_all(recorder: RecordingServer) ->
 def test_requests_hold_what_the_server_takes_and_groups_stay_whole(
     recorder: RecordingServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def sent(limits: RequestLimits, *sample_ids: str, **options: Any) -> list[list[int]]:
+    def sent(limits: RequestLimits, *sample_ids: str) -> list[list[int]]:
         recorder.requests.clear()
-        found = grader(recorder.url, limits, **options).grades(items(*sample_ids), {"seed": 3})
+        found = grader(recorder.url, limits).grades(items(*sample_ids), {"seed": 3})
         assert [grade.reward for grade in found] == [1.0] * len(sample_ids)
         bodies = recorder.calls("/v2/grade")
         assert all(len(encoded(body)) <= limits.max_body_bytes and body["seed"] == 3 for body in bodies)
@@ -79,7 +82,6 @@ def test_requests_hold_what_the_server_takes_and_groups_stay_whole(
 
     one = len(encoded(items("a:0")[0]))
     assert sent(RequestLimits(4), "a:0", "a:0", "a:1", "a:1", "a:2") == [[0, 1, 2, 3], [4]]
-    assert sent(RequestLimits(4), "a:0", "a:0", "a:1", "a:1", "a:2", max_items=3) == [[0, 1], [2, 3, 4]]
     assert sent(RequestLimits(4, max_body_bytes=100 + 3 * one), "a:0", "a:0", "a:1", "a:1") == [[0, 1], [2, 3]]
     assert caplog.messages == []
     assert sent(RequestLimits(2), "a:0", "a:1", "a:1", "a:1") == [[0], [1, 2], [3]]
@@ -94,29 +96,6 @@ def test_a_completion_that_no_request_holds_is_a_failed_grade_of_its_own(recorde
     assert found[0].reward == 1.0
     assert found[1].reward is None
     assert "over the dataserver's max_body_mib" in str(found[1].error)
-
-
-def test_a_large_batch_reaches_a_real_server_in_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "verifiers")
-    with dataserver(tmp_path, server={"max_batch": 8, "max_body_mib": 1}) as url:
-        known = Dataserver(url).meta().limits
-        assert (known.max_batch, known.max_body_bytes) == (8, 2**20)
-        assert known.grade_timeout_s > 0
-        # each is 200,000 bytes in UTF-8, twice that escaped, and only two would fit then
-        long = items(*["easy:3"] * 10, text="3 " + "é" * 100_000)
-        found = grader(url, known).grades(long, {})
-        assert [(grade.reward, grade.error) for grade in found] == [(0.0, None)] * 10
-        assert [grade.reward for grade in grader(url, known).grades(items(*["easy:3"] * 17, text="3"), {})] == [
-            1
-        ] * 17
-
-
-def test_a_server_that_says_nothing_of_its_limits_is_borne(recorder: RecordingServer) -> None:
-    assert Dataserver(recorder.url).meta().limits == RequestLimits(1024, 8 * 2**20, 0.0)
-    recorder.meta = {"max_batch": 5, "max_body_bytes": 1000, "grade_timeout_s": 7.5}
-    assert Dataserver(recorder.url).meta().limits == RequestLimits(5, 1000, 7.5)
-    recorder.meta = {"max_body_bytes": None, "grade_timeout_s": None}
-    assert Dataserver(recorder.url).meta().limits == RequestLimits(1024, 8 * 2**20, 0.0)
 
 
 @pytest.mark.parametrize(("timeout_s", "grade_timeout_s", "waited_s"), [(90.0, 300.0, 310.0), (90.0, 0.0, 90.0)])
@@ -150,3 +129,94 @@ def test_a_remote_env_takes_its_servers_limits(recorder: RecordingServer) -> Non
     recorder.meta = {"max_body_bytes": 1000, "grade_timeout_s": 7.5}
     env = RemoteEnv(recorder.url)
     assert env.rubric.grader.limits == RequestLimits(1024, 1000, 7.5)
+
+
+# -- requests -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def scripted(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Serve one request a connection, answered by the function, until the peer is gone."""
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            connection, _ = listener.accept()
+            with connection:
+                if ended.is_set():
+                    return
+                connection.recv(65536)
+                try:
+                    answer(connection)
+                except OSError:
+                    continue
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = listener.getsockname()[1]
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            ended.set()
+            socket.create_connection(("127.0.0.1", port)).close()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"HTTP/1.1 200 OK\r\nX-Slow: ", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"],
+    ids=["head", "body"],
+)
+def test_a_server_that_trickles_is_left_at_the_deadline(head: bytes) -> None:
+    def trickle(connection: socket.socket) -> None:
+        connection.sendall(head)
+        for _ in range(5000):
+            connection.sendall(b"H")
+            time.sleep(0.02)
+
+    with scripted(trickle) as url:
+        server = Dataserver(url, timeout_s=0.2, max_attempts=1)
+        begun = time.monotonic()
+        with pytest.raises(InfraError, match=r"/v2/meta: no answer within 0.2 s"):
+            server.meta()
+        assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["no loop", "in a loop"])
+def test_a_redirect_is_refused_and_takes_the_token_nowhere(monkeypatch: pytest.MonkeyPatch, is_running: bool) -> None:
+    monkeypatch.setenv("TOKEN_OF_A_TEST", "sesame")
+    with RecordingServer() as elsewhere:
+        location = f"Location: {elsewhere.url}/v2/meta\r\n"
+
+        def redirect(connection: socket.socket) -> None:
+            connection.sendall(f"HTTP/1.1 302 Found\r\n{location}Content-Length: 0\r\n\r\n".encode())
+
+        async def in_a_loop() -> None:
+            server.meta()
+
+        with scripted(redirect) as url:
+            server = Dataserver(url, token_var="TOKEN_OF_A_TEST")
+            with pytest.raises(ConfigError, match=rf"a redirect to '{elsewhere.url}/v2/meta'.* give the address"):
+                asyncio.run(in_a_loop()) if is_running else server.meta()
+        assert elsewhere.requests == []
+
+
+def test_a_body_that_is_too_large_is_refused_with_the_setting_that_mends_it() -> None:
+    with RecordingServer() as recorder:
+        recorder.faults["/v2/grade"] = [413]
+        with pytest.raises(ConfigError, match=r"status 413: as scripted; raise max_body_mib or max_batch"):
+            Dataserver(recorder.url).request("/v2/grade", {"items": []})
+
+
+def test_another_kind_of_server_is_named_as_one() -> None:
+    with RecordingServer() as recorder:
+        recorder.meta = {"datasets": 3}
+        with pytest.raises(InfraError, match="to /v2/meta is not a dataserver's"):
+            Dataserver(recorder.url).meta()
+    with pytest.raises(ConfigError, match="not an HTTP address"):
+        Dataserver("127.0.0.1:9000")
+
+
+def test_text_goes_as_it_is_and_not_escaped() -> None:
+    assert encoded({"text": "é\ud800"}) == '{"text": "é?"}'.encode()

@@ -148,23 +148,6 @@ def test_trls_own_trainer_trains_against_the_dataserver(world: str, model_dir: P
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("saved_at", [3, 4])
-def test_trls_own_trainer_resumed_inside_a_stage_has_the_same_prompts(
-    world: str, model_dir: Path, tmp_path: Path, saved_at: int
-) -> None:
-    whole = TRLRun(world, model_dir, tmp_path / "whole")
-    whole.trainer.train()
-    saving = {"save_strategy": "steps", "save_steps": saved_at}
-    first = TRLRun(world, model_dir, tmp_path / "cut", **saving)
-    first.trainer.args.max_steps = saved_at
-    first.trainer.train()
-    second = TRLRun(world, model_dir, tmp_path / "cut", **saving)
-    second.trainer.train(resume_from_checkpoint=True)
-    assert (sorted(first.trained), sorted(second.trained)) == ([*range(saved_at)], [*range(saved_at, 6)])
-    assert first.trained | second.trained == whole.trained
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_trls_own_trainer_resumed_inside_a_block_is_refused(world: str, model_dir: Path, tmp_path: Path) -> None:
     """TRL begins a block with the first step after a resume: two passes would train steps 3 and 4 on one."""
     saving = {"save_strategy": "steps", "save_steps": 3, "num_iterations": 2}

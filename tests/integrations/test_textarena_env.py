@@ -131,24 +131,10 @@ async def test_rollouts_side_by_side_face_their_rows_game_and_leave_the_process_
     assert [random.random() for _ in range(3)] == expected
 
 
-async def test_word_lists_of_two_environments_do_not_mix() -> None:
-    fruit, trees = wordle(), env_of("Wordle-v0", word_list=["cedar", "maple", "beech", "alder"])
-    rollouts = await asyncio.gather(*(play(env, ["[cedar]"], row=1) for env in (fruit, trees) for _ in range(3)))
-    assert {env.get_dataset()[1]["answer"] in FRUIT for env in (fruit,)} == {True}
-    assert {env.get_dataset()[1]["answer"] in FRUIT for env in (trees,)} == {False}
-    assert all(rollout.outcome is Outcome.COMPLETED for rollout in rollouts)
-
-
 @pytest.mark.parametrize("game", ["Hangman-v0", "WordSearch-v0"])
 async def test_the_other_games_of_words_take_a_list_too(game: str) -> None:
     rollout = await play(env_of(game, word_list=FRUIT, max_episode_steps=3), ["[e]"])
     assert rollout.outcome is Outcome.COMPLETED
-
-
-async def test_hangman_is_won_by_the_word() -> None:
-    env = env_of("Hangman-v0", word_list=FRUIT)
-    rollout = await play(env, [f"[{env.get_dataset()[0]['answer']}]"])
-    assert rollout.reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from verifiers.sandbox import open_sandbox
-from verifiers.sandbox.process import AgentSandbox
+from verifiers.sandbox.agent_sandbox import AgentSandbox
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
 from verifiers.sandbox.worker_pool import WorkerPool
 

@@ -44,7 +44,7 @@ def forge() -> object:
     """Write where an answer could be expected, and do not end."""
     if os.fork() == 0:
         os.setsid()
-        time.sleep(0.05)
+        time.sleep(0.5)
         for _ in range(200):
             for fd in range(3, 64):
                 try:

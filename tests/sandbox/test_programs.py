@@ -82,29 +82,6 @@ async def test_a_programs_calls_are_trained_and_its_file_is_the_reward(isolation
     assert (body["messages"][-1]["content"], body["temperature"]) == ("6 times 7?", 0.7)
 
 
-async def test_a_rubric_scores_what_the_program_printed_and_its_result() -> None:
-    def shown(completion: Any, state: Any) -> float:
-        return len(completion) + state["result"]["reward"]
-
-    env = env_of(
-        "print(ask(sys.argv[1])); open('r', 'w').write('0.25')", "process", "{prompt}",
-        result="r", rubric=vf.Rubric(funcs=[shown]), message_type="completion",
-    )  # fmt: skip
-    async with FakeOpenAIServer("42") as server:
-        rollout = await played(env, server, "6 times 7?")
-    assert (rollout.outcome, rollout.completion, rollout.reward) == (Outcome.COMPLETED, "42", 2.25)
-
-
-async def test_programs_of_a_group_are_scored_each_by_its_own_result() -> None:
-    half = env_of("ask('hi'); open('r', 'w').write('0.5')", "process", result="r")
-    whole = env_of("ask('hi'); json.dump({'reward': 1, 'n': 2}, open('r', 'w'))", "process", result="r")
-    group = vf.EnvGroup([half, whole], env_names=["half", "whole"])
-    async with FakeOpenAIServer("42") as server:
-        results = await group.evaluate(server.url, "fake", num_examples=2, rollouts_per_example=2)
-    rewards = sorted((state["task"], state["reward"]) for state in results.state)
-    assert rewards == [("half", 0.5), ("half", 0.5), ("whole", 1.0), ("whole", 1.0)]
-
-
 # -- what can be reached ------------------------------------------------------------------------------------------
 
 REACHES = """
@@ -229,15 +206,6 @@ async def test_a_program_that_fails_has_no_reward_and_leaves_no_process(
     assert (rollout.outcome, rollout.reward) == (outcome, None), rollout.failure
     assert text in rollout.failure.text
     wait_until_gone(marker)
-
-
-async def test_a_program_whose_processes_together_fill_the_memory_is_killed(contained: str) -> None:
-    program = "ask('hi'); [os.fork() for _ in range(3)]; held = bytearray(300 << 20); time.sleep(600)"
-    env = env_of(program, contained, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
-    async with FakeOpenAIServer("42") as server:
-        rollout = await played(env, server)
-    assert (rollout.outcome, rollout.reward) == (FAILED, None)
-    assert "killed by signal 9; where its memory ran out, raise the sandbox's memory_bytes" in rollout.failure.text
 
 
 async def test_a_program_that_is_cut_off_is_scored_by_what_there_is(

@@ -26,13 +26,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from verifiers.data.row_source import PlannedBlock
 from verifiers.data.sampler import check_size
 from verifiers.errors import ConfigError, GradingError
-from verifiers.integrations.dataserver import sample_requests
-from verifiers.integrations.dataserver_client import MAX_ATTEMPTS, Dataserver, RemoteGrader, completion_for_wire
+from verifiers.integrations.dataserver import (
+    MAX_ATTEMPTS,
+    Dataserver,
+    RemoteGrader,
+    completion_for_wire,
+    sample_requests,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-__all__ = ["Place", "RemoteRLDataset", "remote_reward"]
 
 logger = logging.getLogger("verifiers.envs")
 
@@ -43,36 +46,25 @@ def remote_reward(
     token_var: str | None = None,
     timeout_s: float = 90.0,
     max_attempts: int = MAX_ATTEMPTS,
-    max_items: int = 256,
 ) -> Callable[..., list[float | None]]:
     """Make a reward function for TRL's trainers whose grades are a dataserver's.
 
     What cannot be graded is None, which TRL leaves out of the group's statistics; it is never 0. Rows of a
-    `RemoteRLDataset` hold the optimizer step they were drawn for: where TRL trains them at another, the run ends.
-    Its evaluations come at any step, so they cannot read a `RemoteRLDataset`: give `eval_dataset` rows with prompt
-    and sample_id alone.
+    `RemoteRLDataset` hold the optimizer step they were drawn for: where TRL trains them at another, the run ends with
+    a ConfigError. Its evaluations come at any step, so they cannot read a `RemoteRLDataset`: give `eval_dataset` rows
+    with prompt and sample_id alone. Where no completion could be graded, also after retries, it raises GradingError.
 
     Each device requests the grades of its own completions: where per_device_train_batch_size times
     steps_per_generation is not a multiple of num_generations, a grader that compares a group sees a part of it.
 
     Args:
-        url: of the dataserver, without a path.
-        token_var: environment variable that holds the server's bearer token.
-        timeout_s: of one try of a request, in seconds.
-        max_attempts: tries of a request.
-        max_items: completions in one request; fewer where the server takes fewer.
-
-    Raises (when it is called):
-        ConfigError: TRL's sizes are not those that the dataset was given, it was resumed inside a block, or it
-            evaluates over a `RemoteRLDataset`.
-        GradingError: no completion could be graded, also after retries.
+        url, token_var, timeout_s, max_attempts: as in `RemoteEnv`.
     """
     server = Dataserver(url, token_var, timeout_s, max_attempts)
-    check_size("max_items", max_items, 1)
 
     @functools.cache
     def grader() -> RemoteGrader:
-        return RemoteGrader(server, server.meta().limits, max_items)
+        return RemoteGrader(server, server.meta().limits)
 
     def remote_reward(
         completions: Sequence[Any], sample_id: Sequence[str], completion_ids: Any = None, **columns: Any
@@ -125,12 +117,7 @@ _KEPT_BLOCKS = 4
 
 
 class Place(NamedTuple):
-    """The place in training of a row of the dataset.
-
-    Attributes:
-        generation_step: its block.
-        slot: its place among the block's prompts.
-    """
+    """The place in training of a row: its generation step, and its slot among the block's prompts."""
 
     generation_step: int
     slot: int
@@ -139,21 +126,17 @@ class Place(NamedTuple):
 class RemoteRLDataset:
     """The prompts of a run, one row a prompt, in the order in which TRL's sampler visits them unshuffled.
 
-    Row `index` belongs to block `index // prompts_per_block`. A block is fetched by one request when its first row is
-    wanted, with the optimizer step at which its first pass begins; all ranks get the same rows, whichever they read.
+    Row `index` belongs to block `index // prompts_per_block`. A block is fetched when its first row is wanted, with
+    the optimizer step at which its first pass begins; all ranks get the same rows, whichever they read.
 
     Args:
-        url: of the dataserver, without a path.
         per_device_train_batch_size: completions per device and micro-step.
-        num_generations: G, completions of each prompt.
-        gradient_accumulation_steps: micro-steps per optimizer step.
-        steps_per_generation: K, micro-steps that one block is cut into; None: `gradient_accumulation_steps`.
-        num_iterations: mu, iterations over each block.
+        steps_per_generation: micro-steps that one block is cut into; None: `gradient_accumulation_steps`.
+        num_iterations: iterations over each block.
         num_processes: devices; None reads WORLD_SIZE, 1 where it is not set.
         max_steps: optimizer steps in the run; None takes the server's.
-        fetch_size: prompts in one request; None: those of a block. A smaller one cuts a block into several requests.
         seed: of the draws, in place of the server's.
-        token_var, timeout_s, max_attempts: as in `RemoteEnv`.
+        url, token_var, timeout_s, max_attempts: as in `RemoteEnv`.
 
     Raises:
         ConfigError: sizes that cannot be; no `max_steps`; a stage that gets no block; a dataset with fewer rows than
@@ -172,7 +155,6 @@ class RemoteRLDataset:
         num_iterations: int = 1,
         num_processes: int | None = None,
         max_steps: int | None = None,
-        fetch_size: int | None = None,
         seed: int | None = None,
         token_var: str | None = None,
         timeout_s: float = 90.0,
@@ -193,12 +175,7 @@ class RemoteRLDataset:
             raise ConfigError("max_steps is not given, and the dataserver's curriculum has no end; give max_steps.")
         self.max_steps = check_size("max_steps", steps, 1)
         self.seed = meta.curriculum.seed if seed is None else seed
-        self.fetch_size = min(self.prompts_per_block, meta.limits.max_batch) if fetch_size is None else fetch_size
-        if not 1 <= self.fetch_size <= self.prompts_per_block:
-            raise ConfigError(
-                f"fetch_size is {fetch_size!r}, but a block holds {self.prompts_per_block} prompts: give 1 to "
-                f"{self.prompts_per_block}."
-            )
+        self._max_batch = meta.limits.max_batch
         meta.curriculum.check(meta.sizes, self.max_steps)
         self._updates_per_block = Fraction(self.micro_steps_per_block, self.accumulation)
         self._curriculum = dataclasses.replace(meta.curriculum, seed=self.seed)
@@ -216,25 +193,17 @@ class RemoteRLDataset:
 
         That is "optimizer_step", at which its block is first trained, "generation_step" and "seed"; TRL hands them to
         reward functions.
-
-        Raises:
-            IndexError: beyond the run.
-            InfraError: the server gave no answer, also after retries.
         """
-        place = self.place(index)
-        block = self._kept.get(place.generation_step)
+        block_id, slot = self.place(index)
+        block = self._kept.get(block_id)
         if block is None:
-            block = self._kept[place.generation_step] = self._fetch(place.generation_step)
+            block = self._kept[block_id] = self._fetch(block_id)
             if len(self._kept) > _KEPT_BLOCKS:
                 self._kept.popitem(last=False)
-        return dict(block[place.slot])
+        return dict(block[slot])
 
     def place(self, index: int) -> Place:
-        """Return the place in training of row `index`.
-
-        Raises:
-            IndexError: beyond the run.
-        """
+        """Return the place of row `index`. Raises IndexError beyond the run."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} is asked for, but the run has {len(self)}")
         return Place(*divmod(index, self.prompts_per_block))
@@ -278,7 +247,7 @@ class RemoteRLDataset:
         block = self._block(block_id)
         drawn_for = {"optimizer_step": block.optimizer_step, "generation_step": block_id, "seed": self.seed}
         rows = []
-        for body in sample_requests(block, self._curriculum, self.fetch_size):
+        for body in sample_requests(block, self._curriculum, self._max_batch):
             for sample in self._server.samples(body):
                 messages = sample.get("messages")
                 row = {"prompt": sample["prompt"] if messages is None else messages}

@@ -20,8 +20,6 @@ from verifiers.errors import ConfigError, InfraError
 from verifiers.installation import install_hint
 from verifiers.types import Messages, State
 
-__all__ = ["EpisodeThread", "GymEnv", "GymEpisode", "Transition", "make_gym", "text_of_observation"]
-
 T = TypeVar("T")
 
 
@@ -29,9 +27,6 @@ class EpisodeThread:
     """A daemon thread that runs calls one after the other.
 
     A thread cannot be killed: after a call that never returns it stays behind until the process ends.
-
-    Args:
-        name: shown in thread dumps.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +37,6 @@ class EpisodeThread:
 
     @property
     def is_idle(self) -> bool:
-        """True where no call runs or waits."""
         return self._last is None or self._last.done()
 
     def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
@@ -52,15 +46,7 @@ class EpisodeThread:
         return self._last
 
     async def call(self, work: Callable[[], T], *, timeout_s: float, what: str) -> T:
-        """Return the result of `work()`.
-
-        Args:
-            timeout_s: seconds to wait, calls before this one included.
-
-        Raises:
-            InfraError: the call did not return in time.
-            Exception: an error of `work`.
-        """
+        """Return the result of `work()`; InfraError after `timeout_s` seconds, earlier calls included."""
         result = asyncio.wrap_future(self.submit(work))
         try:
             await asyncio.wait([result], timeout=timeout_s)
@@ -88,15 +74,7 @@ class EpisodeThread:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The environment's answer to one action, or to a reset.
-
-    Attributes:
-        text: the observation as text for the policy.
-        reward: of this step.
-        terminated: True where the task itself is over.
-        truncated: True where a limit of the environment's own ended the episode.
-        info: the environment's own.
-    """
+    """The environment's answer to one action, or to a reset; `truncated` by a limit of the environment's own."""
 
     text: str
     reward: float = 0.0
@@ -105,17 +83,8 @@ class Transition:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def text_of_observation(observation: Any) -> str:
-    """Return a string as it is, and anything else by `str`."""
-    return observation if isinstance(observation, str) else str(observation)
-
-
 def make_gym(env_cls: Any, env_kwargs: Mapping[str, Any]) -> Any:
-    """Make an environment of an id, by `gymnasium.make`, or of a class or factory.
-
-    Raises:
-        ConfigError: an id without gymnasium installed, or one unknown to gymnasium; an object without reset or step.
-    """
+    """Make an environment of an id, by `gymnasium.make`, or of a class or factory. Raises ConfigError."""
     if isinstance(env_cls, str):
         if importlib.util.find_spec("gymnasium") is None:
             raise ConfigError(f"The id {env_cls!r} needs gymnasium; {install_hint('gym')}.")
@@ -135,21 +104,12 @@ def make_gym(env_cls: Any, env_kwargs: Mapping[str, Any]) -> Any:
 
 
 class GymEpisode:
-    """One environment instance, made at its first reset. Use it from one thread only.
-
-    Args:
-        obs_to_text: text of an observation; may also name parameters `info` and `env`.
-    """
+    """One environment instance, made at its first reset. Use it from one thread only."""
 
     def __init__(self, make: Callable[[], Any], obs_to_text: Callable[..., str]) -> None:
         self.env: Any = None
         self._make = make
         self._obs_to_text = obs_to_text
-
-    @property
-    def action_space(self) -> Any:
-        """The environment's action space, or None."""
-        return getattr(self.env, "action_space", None)
 
     def reset(self, seed: int) -> Transition:
         """Start an episode from a seed; a reset without that parameter is seeded by the `seed` method, if any."""
@@ -170,11 +130,7 @@ class GymEpisode:
         return Transition(self._text(observation, info), info=info)
 
     def step(self, action: Any) -> Transition:
-        """Take one action.
-
-        Raises:
-            InfraError: step returned neither the tuple of five nor the older one of four.
-        """
+        """Take one action. Raises InfraError unless step returns the tuple of five, or the older one of four."""
         result = self.env.step(action)
         if not isinstance(result, tuple) or len(result) not in (4, 5):
             raise InfraError(
@@ -188,7 +144,6 @@ class GymEpisode:
         return Transition(self._text(observation, info), float(reward), bool(ends[0]), bool(ends[1]), info)
 
     def close(self) -> None:
-        """Close the environment, if there is one."""
         close = getattr(self.env, "close", None)
         if callable(close):
             close()
@@ -227,13 +182,9 @@ class GymEnv(MultiTurnEnv):
         invalid_action_penalty: subtracted from the reward for each of those.
         step_timeout_s: seconds that making, resetting, or stepping the environment may take; beyond them the rollout
             fails as `environment_error`.
-        seed: chooses the rows' seeds.
         dataset, eval_dataset: rows in place of those made. Their prompts must hold what the policy needs to begin,
             as the first observation is not added to them; `info["seed"]` is optional.
         rubric: default: `EpisodicSumRubric`, with the metrics `episode_steps` and `invalid_actions`.
-
-    Raises:
-        ConfigError: `env_cls` makes no environment, or no episode is asked for.
     """
 
     def __init__(
@@ -255,7 +206,7 @@ class GymEnv(MultiTurnEnv):
         self.env_cls = env_cls
         self.env_kwargs = dict(env_kwargs or {})
         self.action_parser = action_parser
-        self.obs_to_text = obs_to_text or text_of_observation
+        self.obs_to_text = obs_to_text or str
         self.seed = seed
         # a bound on turns would end the rollout before its last action is played
         turns = kwargs.pop("max_turns", -1)
@@ -288,7 +239,6 @@ class GymEnv(MultiTurnEnv):
         return rows[0], rows[1]
 
     def make_episode(self) -> GymEpisode:
-        """Return a new episode, whose environment is made at its reset."""
         return GymEpisode(lambda: make_gym(self.env_cls, self.env_kwargs), self.obs_to_text)
 
     def row_of(self, episode: GymEpisode, seed: int) -> dict[str, Any]:
@@ -298,7 +248,6 @@ class GymEnv(MultiTurnEnv):
     # -- a rollout ------------------------------------------------------------------------------------------
 
     async def setup_state(self, state: State, **kwargs: Any) -> State:
-        """Make and reset the rollout's own environment."""
         state.update(episode_steps=0, invalid_actions=0, terminated=False, truncated=False, step_info={})
         thread = state[_THREAD] = EpisodeThread(f"{type(self).__name__}-{state['id']}")
         episode = state[_EPISODE] = self.make_episode()
@@ -315,11 +264,10 @@ class GymEnv(MultiTurnEnv):
         return state
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """Take the policy's action and reply with the next observation."""
         episode: GymEpisode = state[_EPISODE]
         step = state["trajectory"][-1]
         try:
-            action = await self._action(step["completion"], episode.action_space)
+            action = await self._action(step["completion"], getattr(episode.env, "action_space", None))
         except Exception as error:
             step["reward"] = -float(self.invalid_action_penalty)
             state["invalid_actions"] += 1
@@ -350,22 +298,18 @@ class GymEnv(MultiTurnEnv):
 
     @stop(priority=3)
     def terminated(self, state: State) -> bool:
-        """Stop when the environment's task is over."""
         return bool(state["terminated"])
 
     @stop(priority=2)
     def truncated(self, state: State) -> bool:
-        """Stop at a limit of the environment's own."""
         return bool(state["truncated"])
 
     @stop(priority=1)
     def max_episode_steps_reached(self, state: State) -> bool:
-        """Stop after `max_episode_steps` actions."""
         return self.max_episode_steps is not None and state["episode_steps"] >= self.max_episode_steps
 
     @stop
     def too_many_invalid_actions(self, state: State) -> bool:
-        """Stop after `max_invalid_actions` answers without a valid action."""
         return bool(state["invalid_actions"] >= self.max_invalid_actions > 0)
 
     @cleanup

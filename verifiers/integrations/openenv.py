@@ -3,24 +3,268 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verifiers.envs.lifecycle import cleanup, maybe_await, stop
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import ConfigError, InfraError, ToolParseError
-from verifiers.integrations.openenv_session import OpenEnvSession, Refusal, SessionLimits, Step, action_schema_of
 from verifiers.parsers.messages import message_field
 from verifiers.types import ChatMessage, Messages, State
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["OpenEnvEnv", "SessionLimits", "action_from_text", "action_hint", "observation_text", "only_text_field"]
+# The protocol is that of openenv-core: {"type": "reset" | "step" | "state" | "close", "data": {...}} one way, and
+# {"type": "observation" | "state" | "error", "data": {...}} the other; one answer for each request but "close".
+
+# errors of a policy's action, as opposed to those of the server or the session
+_ACTION_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+_LARGE_CHARS = 1 << 18  # a JSON text longer than this is parsed in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Bounds of one session; times in seconds.
+
+    Attributes:
+        connect_timeout_s: for the WebSocket's handshake, and for each of the server's plain routes.
+        message_timeout_s: for each answer of the server.
+        capacity_timeout_s: time during which a full server may refuse sessions while it holds none of ours.
+        max_message_bytes: of one message, either way.
+    """
+
+    connect_timeout_s: float = 10.0
+    message_timeout_s: float = 60.0
+    capacity_timeout_s: float = 300.0
+    close_timeout_s: float = 2.0
+    max_message_bytes: int = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The environment's answer to a reset or a step; `reward` is None where the server gave none."""
+
+    observation: Any
+    reward: float | None = None
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error answered by the server: one of openenv-core's codes ("VALIDATION_ERROR"), or "", and the reason."""
+
+    code: str
+    text: str
+
+
+class OpenEnvSession:
+    """One episode on a server: `open`, then `reset` and `step`, then `close`. For one task at a time.
+
+    The socket is always read, so that a server's pings are answered while the policy generates.
+    """
+
+    def __init__(self, base_url: str, headers: Mapping[str, str], limits: SessionLimits) -> None:
+        self.url = re.sub(r"^http", "ws", base_url) + "/ws"
+        self._headers = dict(headers)
+        self._limits = limits
+        self._http: Any = None
+        self._socket: Any = None
+        # the next message, always awaited
+        self._next: asyncio.Task[Any] | None = None
+        self._end = ""
+
+    async def open(self) -> None:
+        """Connect. Raises InfraError where no WebSocket opens."""
+        import aiohttp
+
+        limits = self._limits
+        self._http = aiohttp.ClientSession(headers=self._headers)
+        try:
+            async with asyncio.timeout(limits.connect_timeout_s):
+                self._socket = await self._http.ws_connect(
+                    self.url,
+                    max_msg_size=limits.max_message_bytes,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=limits.close_timeout_s),
+                )
+        except TimeoutError as error:
+            seconds = f"connect_timeout_s={limits.connect_timeout_s:g}"
+            raise InfraError(f"No WebSocket opened at {self.url!r} within {seconds}.") from error
+        except aiohttp.WSServerHandshakeError as error:
+            raise InfraError(
+                f"The server at {self.url!r} answered {error.status}; give the base_url of an OpenEnv server, and "
+                "its headers if it asks for a key."
+            ) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise InfraError(f"The connection to {self.url!r} failed: {error or type(error).__name__}.") from error
+        self._next = asyncio.create_task(self._socket.receive(), name="openenv-session")
+
+    async def reset(self, arguments: Mapping[str, Any]) -> Step | Refusal | None:
+        """Start the episode; None where the session ended before an answer."""
+        return await self._exchange(_encoded("reset", arguments), "observation")
+
+    async def step(self, action: Mapping[str, Any]) -> Step | Refusal:
+        """Take one action; a refused one leaves the episode as it was. Raises InfraError where the session failed."""
+        try:
+            request = _encoded("step", action)
+        except ValueError as error:
+            return Refusal("VALIDATION_ERROR", f"the action {error}")
+        if len(request) > self._limits.max_message_bytes // 4:
+            return Refusal("VALIDATION_ERROR", f"the action is too long: {len(request)} characters")
+        answer = await self._exchange(request, "observation")
+        if isinstance(answer, Step) or (isinstance(answer, Refusal) and answer.code in _ACTION_ERRORS):
+            return answer
+        raise self.failure(answer)
+
+    async def state(self) -> Any:
+        """Return the server's own account of the episode: episode_id, step_count and the environment's fields."""
+        answer = await self._exchange(_encoded("state", None), "state")
+        if answer is None or isinstance(answer, Refusal):
+            raise self.failure(answer)
+        return answer
+
+    async def close(self) -> None:
+        """End the session; errors of the server are ignored. May be called twice."""
+        http, self._http = self._http, None
+        if http is None:
+            return
+        try:
+            if self._next is not None and not self._next.done():
+                async with asyncio.timeout(self._limits.close_timeout_s):
+                    await self._socket.send_str(_encoded("close", None))
+                    # the server frees the session before it hangs up: then the next one finds room
+                    while not self._socket.closed:
+                        await asyncio.shield(self._next)
+                        self._next = asyncio.create_task(self._socket.receive())
+        except (TimeoutError, OSError):
+            pass
+        finally:
+            if self._next is not None:
+                self._next.cancel()
+                await asyncio.wait([self._next])
+                self._next = None
+            await http.close()
+
+    def failure(self, answer: Refusal | None) -> InfraError:
+        """Return the error for an answer that ends the session; None stands for no answer."""
+        if answer is None:
+            return InfraError(self._end or f"The session at {self.url!r} is not open.")
+        kind = answer.code or "an error without a code"
+        return InfraError(f"The OpenEnv server at {self.url!r} answered {kind}: {answer.text}.")
+
+    async def _exchange(self, request: str, expected: str) -> Any:
+        """Send one request and read its answer; None where the session has ended."""
+        import aiohttp
+
+        if self._next is None:
+            return None
+        limit_s = self._limits.message_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                # what came unasked has the reason for the session's end
+                if not self._next.done():
+                    with contextlib.suppress(OSError):
+                        await self._socket.send_str(request)
+                message = await asyncio.shield(self._next)
+        except TimeoutError as error:
+            raise InfraError(
+                f"The OpenEnv server at {self.url!r} did not answer within message_timeout_s={limit_s:g}."
+            ) from error
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            most = self._limits.max_message_bytes
+            self._end = (
+                f"A message of {self.url!r} was longer than max_message_bytes={most}; raise it."
+                if self._socket.close_code == 1009
+                else f"The OpenEnv server at {self.url!r} closed the session (code {self._socket.close_code})."
+            )
+            return None
+        self._next = asyncio.create_task(self._socket.receive(), name="openenv-session")
+        return await _decoded(message.data, expected)
+
+
+def _encoded(kind: str, data: Mapping[str, Any] | None) -> str:
+    """Return the JSON text of a request. Raises ValueError for what JSON or UTF-8 cannot hold."""
+    message = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
+    try:
+        text = json.dumps(message, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be written as JSON: {error}") from None
+    return text
+
+
+async def _decoded(text: str, expected: str) -> Any:
+    """Return the step, state or refusal in a server's message. Raises InfraError for anything else."""
+    try:
+        message = await asyncio.to_thread(json.loads, text) if len(text) > _LARGE_CHARS else json.loads(text)
+        kind, data = message["type"], message["data"]
+        if kind == "error":
+            reasons = [
+                str(data.get("message") or "no reason given"),
+                *map(_validation_error, data.get("errors") or ()),
+            ]
+            return Refusal(str(data.get("code") or ""), "; ".join(reasons).replace("; ", ": ", 1))
+        if kind == "state" == expected and isinstance(data, dict):
+            return data
+        if kind == "observation" == expected:
+            reward = data.get("reward")
+            return Step(data["observation"], None if reward is None else float(reward), bool(data.get("done", False)))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InfraError(
+            f"The OpenEnv server sent a text that is not a message of the protocol ({error!r}): {text[:200]!r}."
+        ) from error
+    raise InfraError(f"The OpenEnv server answered {kind!r} instead of {expected!r}: {text[:200]!r}.")
+
+
+def _validation_error(error: Any) -> str:
+    """Return one entry of pydantic's list of errors, without the input it quotes."""
+    if not isinstance(error, Mapping):
+        return str(error)
+    place = ".".join(map(str, error.get("loc") or ()))
+    reason = str(error.get("msg") or error.get("type") or "is not valid")
+    return f"{place}: {reason}" if place else reason
+
+
+async def action_schema_of(base_url: str, headers: Mapping[str, str], timeout_s: float) -> Mapping[str, Any]:
+    """Return the schema of a server's actions; empty where the server has none.
+
+    Raises ConfigError where another server answers, InfraError where none or an unhealthy one does.
+    """
+    import aiohttp
+
+    async def get(path: str) -> tuple[int, Any]:
+        async with http.get(base_url + path) as response:
+            try:
+                return response.status, json.loads(await response.read())
+            except ValueError:
+                return response.status, None
+
+    try:
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
+            status, health = await get("/health")
+            if status >= 500 or (isinstance(health, dict) and health.get("status") == "unhealthy"):
+                raise InfraError(f"The OpenEnv server at {base_url!r} is unhealthy ({status}); look at its log.")
+            if status != 200 or not isinstance(health, dict) or "status" not in health:
+                raise ConfigError(
+                    f"No OpenEnv server is at base_url={base_url!r}: /health answered {status} instead of a status; "
+                    "give the address whose /ws is the environment's, without that path."
+                )
+            _, schemas = await get("/schema")
+    except TimeoutError as error:
+        raise InfraError(f"The OpenEnv server at {base_url!r} did not answer within {timeout_s:g} s.") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise InfraError(
+            f"Nothing answers at base_url={base_url!r} ({error}); start the OpenEnv server or correct the address."
+        ) from error
+    # servers older than this route still play
+    schema = schemas.get("action") if isinstance(schemas, dict) else None
+    return schema if isinstance(schema, dict) else {}
+
 
 DEFAULT_SYSTEM_PROMPT = "You act in an environment. Read each observation and answer with your next action."
 
@@ -73,10 +317,7 @@ def action_from_text(text: str, schema: Mapping[str, Any], text_field: str | Non
 
     Text before the last `</think>` is ignored. The object may stand alone or in a fenced block. Where there
     is a text field, an object counts only if the schema has all its names: code which happens to be JSON stays
-    text.
-
-    Raises:
-        ToolParseError: no object, and no field for text.
+    text. Raises ToolParseError where there is neither.
     """
     said = text.rpartition("</think>")[2].strip()
     for candidate in (said, *(match.strip() for match in reversed(_FENCED.findall(said)))):
@@ -128,16 +369,11 @@ class OpenEnvEnv(MultiTurnEnv):
     of 0.
 
     Args:
-        base_url: the server's address, e.g. "http://127.0.0.1:8000".
         dataset: rows whose `info["reset"]` are the reset arguments of an episode, with or without a `prompt` or
             `question`. Left out: `num_train_episodes` rows, each with a seed of its own.
         eval_dataset: evaluation rows of the same form. Left out: `num_eval_episodes` rows, with further seeds.
-        num_train_episodes: training rows made where there is no dataset.
-        num_eval_episodes: evaluation rows made where there is no eval dataset; 0 makes none.
         seed: of the first row; the others count up from it.
         reset: reset arguments of every episode; a row's own win.
-        system_prompt: put before every episode.
-        obs_to_text: makes a message of an observation.
         action_parser: makes an action (a dict) of the policy's text, sync or async; a ValueError's message goes back
             to the policy. The default takes the JSON object in the answer, or else puts the text into `text_field`.
         text_field: field of the action that plain text goes into. Left out: the only (required) field of the server's
@@ -147,7 +383,6 @@ class OpenEnvEnv(MultiTurnEnv):
         max_action_errors: refused actions in a row that end the episode. Where the last one failed inside the
             environment (EXECUTION_ERROR) rather than in its checks, the rollout is an `environment_error`.
         max_observation_chars: longer messages are cut.
-        max_sessions: sessions open at once in one event loop; None leaves it to the server's capacity.
         headers: sent to the server, e.g. {"Authorization": "Bearer ..."}.
         keep_server_state: ask for the server's `state` after each step, and keep it in `state["server_state"]`.
 
@@ -174,7 +409,6 @@ class OpenEnvEnv(MultiTurnEnv):
         max_turns: int = 50,
         max_action_errors: int = 3,
         max_observation_chars: int = 20_000,
-        max_sessions: int | None = None,
         headers: Mapping[str, str] | None = None,
         keep_server_state: bool = False,
         limits: SessionLimits | None = None,
@@ -186,9 +420,8 @@ class OpenEnvEnv(MultiTurnEnv):
             )
         if kwargs.get("message_type", "chat") != "chat":
             raise ConfigError("an OpenEnv server is played in chat; leave out message_type='completion'.")
-        for name, value in (("max_sessions", max_sessions), ("max_action_errors", max_action_errors)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value!r}; give 1 or more.")
+        if max_action_errors < 1:
+            raise ConfigError(f"max_action_errors is {max_action_errors!r}; give 1 or more.")
         if kwargs.get("rubric") is None:
             from verifiers.rubrics.shaping import EpisodicSumRubric
 
@@ -215,21 +448,14 @@ class OpenEnvEnv(MultiTurnEnv):
         self.max_observation_chars = max_observation_chars
         self.keep_server_state = keep_server_state
         self.limits = limits or SessionLimits()
-        self.max_sessions = max_sessions
         self.open_sessions: set[OpenEnvSession] = set()
-        self._slots: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
         self._action_schema: Mapping[str, Any] | None = None
 
     async def setup_state(self, state: State, **kwargs: Any) -> State:
-        """Open a session, reset it, and put its first observation at the end of the prompt."""
         if self._action_schema is None:
             seconds = self.limits.connect_timeout_s
             self._action_schema = await action_schema_of(self.base_url, self._headers, seconds)
         state.update(openenv_session=None, done=False, action_errors=0, answers_handled=0)
-        if self.max_sessions is not None:
-            slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_sessions))
-            await slots.acquire()
-            state["openenv_slot"] = slots
         first = await self._begin(state, {**self.reset, **_reset_arguments(state)})
         if first.done:
             raise InfraError(f"The episode of the OpenEnv server at {self.base_url!r} is over at its reset.")
@@ -242,7 +468,6 @@ class OpenEnvEnv(MultiTurnEnv):
         return state
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> list[ChatMessage]:
-        """Take the policy's answer as an action; reply with the observation, or the reason of a refusal."""
         state["answers_handled"] = state["turn"]
         turn: dict[str, Any] = state["trajectory"][-1]
         outcome = await self._act(messages, state, turn)
@@ -270,32 +495,23 @@ class OpenEnvEnv(MultiTurnEnv):
 
     @stop
     async def episode_done(self, state: State) -> bool:
-        """Stop when the server reports `done`."""
         return bool(state.get("done"))
 
     @stop
     async def too_many_action_errors(self, state: State) -> bool:
-        """Stop after `max_action_errors` refused actions in a row."""
         return state.get("action_errors", 0) >= self.max_action_errors
 
     @cleanup
     async def close_session(self, state: State) -> None:
-        """Close the rollout's session, also after a failure."""
-        session, slots = state.pop("openenv_session", None), state.pop("openenv_slot", None)
+        session = state.pop("openenv_session", None)
         try:
             if session is not None:
                 await session.close()
         finally:
             self.open_sessions.discard(session)
-            if slots is not None:
-                slots.release()
 
     async def _begin(self, state: State, arguments: Mapping[str, Any]) -> Step:
-        """Open a session and reset it; ask a full server again, less and less often.
-
-        Raises:
-            InfraError: no session, or no first observation, within the limits.
-        """
+        """Open a session and reset it; ask a full server again, less and less often."""
         lost, refused_s, wait_s = 0, 0.0, _FIRST_WAIT_S
         while True:
             session = state["openenv_session"] = OpenEnvSession(self.base_url, self._headers, self.limits)

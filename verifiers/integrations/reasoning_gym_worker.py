@@ -24,17 +24,6 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 
-__all__ = [
-    "EVALUATING_TASKS",
-    "FORMULA_TASKS",
-    "dumps",
-    "is_formula",
-    "loads",
-    "open_scorer",
-    "score",
-    "score_in_worker",
-]
-
 EVALUATING_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose scorers call `eval` on an answer, to read a list."""
 
@@ -55,19 +44,10 @@ _FORBIDDEN = re.compile(r"""__|["'`\\;:@={}\[\]]|[\w)]\s*\.\s*[^\W\d]|\)\s*\("""
 
 
 def score(task: str, settings: str, entry: str, answer: str | None) -> dict[str, Any]:
-    """Return the task's own score of an answer.
+    """Return the task's own score of an answer; settings and entry are texts of `dumps`.
 
-    Args:
-        settings: its settings, without seed and size, as text of `dumps`.
-        entry: the task's entry (question, answer, metadata), as text of `dumps`.
-        answer: the answer to score; None where a completion has none.
-
-    Returns:
-        `score`, and `raised`: "" or the name of the exception that the scorer raised because of this answer, which
-        then scores 0.
-
-    Raises:
-        Exception: the task or the entry cannot be opened, which is not the answer's fault.
+    The answer holds `score`, and `raised`: "" or the name of the exception that the scorer raised because of this
+    answer, which then scores 0. Raises where the task or the entry cannot be opened, which is not the answer's fault.
     """
     scorer = open_scorer(task, settings)
     whole_entry = loads(entry)

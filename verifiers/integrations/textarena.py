@@ -17,8 +17,6 @@ from verifiers.errors import ConfigError, InfraError
 from verifiers.installation import install_hint
 from verifiers.integrations.gymnasium import GymEnv, GymEpisode
 
-__all__ = ["TextArenaEnv", "TextArenaGame", "secret_of"]
-
 # games that read lists of words when they are made, and draw from them at each reset
 _WORD_GAMES = ("Hangman", "WordLadder", "WordSearch", "Wordle")
 _SECRET_KEYS = ("secret_word", "target_word", "secret_code", "game_number")
@@ -31,15 +29,6 @@ class TextArenaGame:
     """One instance of a game, with `reset(seed)` and `step(action)` as `GymEnv` calls them.
 
     The reward comes with the last step. An observation is the game's text since the last one.
-
-    Args:
-        game: a TextArena id, such as "Wordle-v0".
-        word_list: words in place of NLTK's, for the games that draw one.
-        feedback_fn: makes the reply from the game's whole text so far; None: its new part.
-        game_kwargs: settings of the game, in place of those that TextArena registers.
-
-    Raises:
-        ConfigError: the game is unknown, needs more than one player, or needs words that are not installed.
     """
 
     def __init__(
@@ -235,13 +224,10 @@ class TextArenaEnv(GymEnv):
     from Python's global generator: each call is made with the game's own state in it, one call at a time.
 
     Args:
-        game: a TextArena id, such as "Wordle-v0".
         num_train_examples, num_eval_examples: rows, each a game; 0 for none.
         system_prompt: put before the game's own text.
         parser: finds the move in an answer. Default: the whole text.
-        rubric: default: `EpisodicSumRubric`.
         feedback_fn: makes the reply from the game's whole text so far. Default: its new part.
-        seed: chooses the games.
         word_list: words in place of NLTK's; of the length that the game asks for.
         game_kwargs: settings of the game, in place of those that TextArena registers.
 

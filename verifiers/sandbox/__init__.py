@@ -34,7 +34,7 @@ async def open_sandbox(spec: SandboxSpec | None = None) -> Sandbox:
         from verifiers.sandbox.container import open_container
 
         return await open_container(spec, spec.isolation)
-    from verifiers.sandbox.opening import open_agent_sandbox
+    from verifiers.sandbox.agent_sandbox import open_agent_sandbox
 
     return await open_agent_sandbox(spec)
 
@@ -54,7 +54,7 @@ async def renewed(sandbox: Sandbox) -> Sandbox:
     import errno
 
     from verifiers.errors import SandboxError
-    from verifiers.sandbox.process import AgentSandbox
+    from verifiers.sandbox.agent_sandbox import AgentSandbox
 
     # a command whose time runs out takes everything along that others have left behind
     if not (await sandbox.run(["sleep", "60"], timeout_s=0.0)).timed_out:

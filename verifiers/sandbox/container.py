@@ -17,11 +17,9 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 
-from verifiers.errors import ConfigError, SandboxError
-from verifiers.sandbox.pipes import Drain, Feed, LineReader, PipedProcess, ended
-from verifiers.sandbox.spec import READ_BYTES, RunResult, SandboxBase, SandboxProcess, SandboxSpec
-
-__all__ = ["ContainerSandbox", "open_container", "run_arguments"]
+from verifiers.errors import SandboxError
+from verifiers.sandbox.pipes import Drain, LineReader, SandboxProcess, close_all, drained, ended, open_pipes
+from verifiers.sandbox.spec import READ_BYTES, Sandbox, SandboxSpec
 
 HOME = "/sandbox"
 # the image may have to be fetched
@@ -55,7 +53,6 @@ async def open_container(spec: SandboxSpec, tool: str) -> ContainerSandbox:
 
 
 def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
-    """Return the command that starts the container."""
     limits = {"nofile": spec.open_files, "fsize": spec.file_bytes, "core": 0}
     if spec.cpu_time_s is not None:
         limits["cpu"] = max(1, round(spec.cpu_time_s))
@@ -78,28 +75,26 @@ def run_arguments(spec: SandboxSpec, tool: str, name: str) -> list[str]:
 
 
 class _Client:
-    """A running command of the tool, with its pipes."""
+    """A running command of the tool, with its pipes, which callbacks of the event loop own."""
 
     def __init__(self, arguments: Sequence[str], *, stdin: bool, env: Mapping[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            arguments,
-            env={**os.environ, **(env or {})},
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        # callbacks of the event loop own the descriptors from here on
-        streams = (self.process.stdin, self.process.stdout, self.process.stderr)
-        self.stdin, self.stdout, self.stderr = (
-            -1 if stream is None else _take(stream.fileno()) for stream in streams
-        )
-        for stream in streams:
-            if stream is not None:
-                stream.close()
+        theirs, self.pipes = open_pipes(stdin)
+        try:
+            self.process = subprocess.Popen(
+                arguments,
+                env={**os.environ, **(env or {})},
+                stdin=theirs[0],
+                stdout=theirs[1],
+                stderr=theirs[2],
+                start_new_session=True,
+            )
+        except BaseException:
+            close_all(self.pipes)
+            raise
+        finally:
+            close_all(theirs)
 
     async def ended(self, limit_s: float | None) -> bool:
-        """Wait for its end; False when it did not come in time."""
         return await ended(self.process, limit_s)
 
     async def end(self) -> None:
@@ -108,15 +103,7 @@ class _Client:
         await self.ended(None)
 
 
-def _take(fd: int) -> int:
-    copy = os.dup(fd)
-    os.set_inheritable(copy, False)
-    return copy
-
-
-class ContainerSandbox(SandboxBase):
-    """A sandbox that is a container. Opened by `open_container`."""
-
+class ContainerSandbox(Sandbox):
     def __init__(self, spec: SandboxSpec, tool: str) -> None:
         self.isolation = tool
         self.spec = spec
@@ -124,12 +111,10 @@ class ContainerSandbox(SandboxBase):
         self._tool = tool
         self._started: set[ContainerProcess] = set()
         self._main = _Client(run_arguments(spec, tool, self.name), stdin=True)
-        self._lifeline: int | None = self._main.stdin
-        self._out = LineReader(self._main.stdout, 1 << 16)
-        self._err = Drain(self._main.stderr, 1 << 14, lambda: None)
+        self._out = LineReader(self._main.pipes[1], 1 << 16)
+        self._err = Drain(self._main.pipes[2], 1 << 14, lambda: None)
 
     async def wait_until_ready(self) -> None:
-        """Wait until the container's main process says that it runs."""
         try:
             async with asyncio.timeout(_START_S):
                 line = await self._out.read_line()
@@ -138,7 +123,7 @@ class ContainerSandbox(SandboxBase):
         if line.strip() != b"ready":
             await self._main.ended(_TOOL_S)
             self._err.finish()
-            said = self._err.kept.decode(errors="replace").strip() or "it said nothing"
+            said = self._err.text.strip() or "it said nothing"
             raise SandboxError(
                 f"The isolation level {self._tool!r} does not work here: {said}. Start its service and see that the "
                 f"image {self.spec.image!r} can be had, or take another level."
@@ -160,13 +145,9 @@ class ContainerSandbox(SandboxBase):
     async def _kill_inside(self, *script: str) -> None:
         """Run a shell script that kills, with the rights of the commands."""
         killer = self._exec(["sh", "-c", script[0], "sh", *script[1:]], stdin=False)
-        out = [Drain(fd, 0, lambda: None) for fd in (killer.stdout, killer.stderr)]
-        try:
+        with drained(killer.pipes, None, 0, 0, lambda: None):
             if not await killer.ended(_TOOL_S):
                 await killer.end()
-        finally:
-            for drain in out:
-                drain.close()
 
     async def _exchange(
         self,
@@ -176,31 +157,23 @@ class ContainerSandbox(SandboxBase):
         keep_bytes: int,
         timeout_s: float,
         env: Mapping[str, str] | None = None,
-    ) -> tuple[_Client, Drain, Drain, bool]:
+    ) -> tuple[int | None, Drain, Drain]:
+        """Run a command to its end; return its exit code (None: its time ran out), stdout and stderr."""
         client = self._exec(command, stdin=stdin is not None, env=env)
         flooded = asyncio.Event()
-        feed = Feed(client.stdin, stdin, close_after=True) if stdin is not None else None
-        out = Drain(client.stdout, keep_bytes, flooded.set)
-        err = Drain(client.stderr, self.spec.output_bytes, flooded.set)
-        ended = False
-        try:
-            end = time.monotonic() + timeout_s
-            while not ended and not flooded.is_set() and time.monotonic() < end:
-                ended = await client.ended(min(1.0, max(0.0, end - time.monotonic())))
-            if not ended:
-                await self._kill_inside(_KILL_ALL)
-                await client.end()
-            out.finish()
-            err.finish()
-            return client, out, err, not ended and not flooded.is_set()
-        except BaseException:
-            await self._give_up(client)
-            raise
-        finally:
-            if feed is not None:
-                feed.close()
-            out.close()
-            err.close()
+        with drained(client.pipes, stdin, keep_bytes, self.spec.output_bytes, flooded.set) as (out, err):
+            try:
+                has_ended, end = False, time.monotonic() + timeout_s
+                while not has_ended and not flooded.is_set() and time.monotonic() < end:
+                    has_ended = await client.ended(min(1.0, max(0.0, end - time.monotonic())))
+                if not has_ended:
+                    await self._kill_inside(_KILL_ALL)
+                    await client.end()
+            except BaseException:
+                await self._give_up(client)
+                raise
+        timed_out = not has_ended and not flooded.is_set()
+        return None if timed_out else client.process.returncode, out, err
 
     async def _give_up(self, client: _Client) -> None:
         """End the command of a caller that was cancelled, though it be cancelled a second time."""
@@ -208,35 +181,15 @@ class ContainerSandbox(SandboxBase):
             await asyncio.shield(self._kill_inside(_KILL_ALL))
         await client.end()
 
-    async def run(
-        self,
-        command: str | Sequence[str],
-        *,
-        stdin: str | bytes | None = None,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> RunResult:
-        """Run a command; as in `Sandbox`, but the tool gives the exit code 128 + n for one that signal n killed."""
-        if not command:
-            raise ConfigError("A sandbox was given an empty command.")
-        whole = ["sh", "-c", _SHELL, "sh", command] if isinstance(command, str) else list(command)
-        client, out, err, timed_out = await self._exchange(
-            whole,
-            stdin=stdin.encode() if isinstance(stdin, str) else stdin,
-            keep_bytes=self.spec.output_bytes,
-            timeout_s=self.spec.wall_time_s if timeout_s is None else timeout_s,
-            env=env,
-        )
-        return RunResult(
-            stdout=out.kept.decode(errors="replace"),
-            stderr=err.kept.decode(errors="replace"),
-            exit_code=None if timed_out else client.process.returncode,
-            timed_out=timed_out,
-            dropped_bytes=out.dropped + err.dropped,
+    async def _run(
+        self, command: str | list[str], *, stdin: bytes | None, timeout_s: float, env: dict[str, str]
+    ) -> tuple[int | None, Drain, Drain]:
+        whole = ["sh", "-c", _SHELL, "sh", command] if isinstance(command, str) else command
+        return await self._exchange(
+            whole, stdin=stdin, keep_bytes=self.spec.output_bytes, timeout_s=timeout_s, env=env
         )
 
     async def start(self, command: Sequence[str]) -> SandboxProcess:
-        """Start a process; as in `Sandbox`."""
         note = f"/tmp/.started-{uuid.uuid4().hex}"
         client = self._exec(["sh", "-c", _START, "sh", note, *command], stdin=True)
         process = ContainerProcess(self, client, note)
@@ -248,38 +201,32 @@ class ContainerSandbox(SandboxBase):
         return await self.start(["python3", "-I", "-S", "-c", source, target])
 
     async def kill_started(self, process: ContainerProcess, note: str) -> None:
-        """Kill one started process inside, and the tool's command that belongs to it."""
         self._started.discard(process)
         if self._closing is None:
             await self._kill_inside(_KILL_ONE, note)
 
     async def read(self, path: str, *, max_bytes: int = READ_BYTES) -> bytes:
-        """Return a file's content; as in `Sandbox`."""
-        client, out, err, timed_out = await self._exchange(
+        exit_code, out, err = await self._exchange(
             ["sh", "-c", _READ, "sh", path], stdin=None, keep_bytes=max_bytes, timeout_s=_FILE_S
         )
         if out.dropped:
             raise OSError(errno.EFBIG, f"the file is longer than {max_bytes} bytes", path)
-        _raise_for(client, err, timed_out, path)
+        _raise_for(exit_code, err, path)
         return bytes(out.kept)
 
-    async def write(self, path: str, data: bytes | str) -> None:
-        """Write a file; as in `Sandbox`."""
-        content = data.encode() if isinstance(data, str) else data
-        client, _, err, timed_out = await self._exchange(
-            ["sh", "-c", _WRITE, "sh", path], stdin=content, keep_bytes=0, timeout_s=_FILE_S
+    async def _write(self, path: str, data: bytes) -> None:
+        exit_code, _, err = await self._exchange(
+            ["sh", "-c", _WRITE, "sh", path], stdin=data, keep_bytes=0, timeout_s=_FILE_S
         )
-        _raise_for(client, err, timed_out, path)
+        _raise_for(exit_code, err, path)
 
     async def _close(self) -> None:
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
+        # the main process reads it, and ends with it
+        os.close(self._main.pipes[0])
         try:
             if not await self._main.ended(_TOOL_S / 3):
                 remover = _Client([self._tool, "rm", "--force", self.name], stdin=False)
-                os.close(remover.stdout)
-                os.close(remover.stderr)
+                close_all(remover.pipes)
                 if not await remover.ended(_TOOL_S):
                     await remover.end()
                 await self._main.end()
@@ -290,19 +237,12 @@ class ContainerSandbox(SandboxBase):
             self._err.close()
 
 
-class ContainerProcess(PipedProcess):
-    """A long-lived process of a ContainerSandbox; as in `SandboxProcess`."""
-
+class ContainerProcess(SandboxProcess):
     def __init__(self, sandbox: ContainerSandbox, client: _Client, note: str) -> None:
         self._sandbox = sandbox
         self._client = client
         self._note = note
-        limit = sandbox.spec.output_bytes
-        super().__init__(
-            Feed(client.stdin, close_after=False),
-            LineReader(client.stdout, limit),
-            Drain(client.stderr, limit, client.process.kill),
-        )
+        super().__init__(client.pipes, sandbox.spec.output_bytes, client.process.kill)
 
     async def wait(self, *, timeout_s: float | None = None) -> int | None:
         if not await self._client.ended(timeout_s):
@@ -315,16 +255,15 @@ class ContainerProcess(PipedProcess):
         await self.end()
 
     async def end(self) -> None:
-        """End the tool's command and close the pipes."""
         await self._client.end()
         self.release()
 
 
-def _raise_for(client: _Client, err: Drain, timed_out: bool, path: str) -> None:
+def _raise_for(exit_code: int | None, err: Drain, path: str) -> None:
     """Raise the error that a file access ended with, if any; the shell tells it in words."""
-    if client.process.returncode == 0 and not timed_out:
+    if exit_code == 0:
         return
-    said = err.kept.decode(errors="replace").strip()
+    said = err.text.strip()
     # dash says "nonexistent" and "Directory nonexistent" where others say "No such file or directory"
     words = {"No such file": errno.ENOENT, "onexistent": errno.ENOENT, "s a directory": errno.EISDIR}
     words |= {"ermission denied": errno.EACCES, "No space": errno.ENOSPC, "Read-only": errno.EROFS}

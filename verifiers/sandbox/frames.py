@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["FrameError", "Frames", "pack"]
-
 _MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 
@@ -20,7 +18,6 @@ class FrameError(Exception):
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Return the bytes of a message."""
     body = json.dumps(message).encode()
     if len(body) > _MAX_FRAME_BYTES:
         raise FrameError(f"a message of {len(body)} bytes is over the limit of {_MAX_FRAME_BYTES}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from verifiers.errors import SandboxError
-
-__all__ = ["Drain", "Feed", "LineReader", "PipedProcess", "Pipes", "close_all", "ended", "joined"]
 
 _CHUNK = 1 << 18
 # bytes that a process may write while nobody reads them, before it is killed: its reader has other work too
@@ -62,13 +61,7 @@ class _Reader(abc.ABC):
 
 
 class Drain(_Reader):
-    """A reader that keeps the first bytes of a pipe and counts the others.
-
-    Args:
-        fd: the pipe's reading end, which is closed by `close`.
-        keep_bytes: how much is kept.
-        flooded: called once, when `FLOOD_BYTES` were thrown away.
-    """
+    """A reader that keeps the first bytes of a pipe and counts the others; after `FLOOD_BYTES` it calls `flooded`."""
 
     def __init__(self, fd: int, keep_bytes: int, flooded: Callable[[], None]) -> None:
         self.kept = bytearray()
@@ -76,6 +69,10 @@ class Drain(_Reader):
         self._keep = keep_bytes
         self._flooded: Callable[[], None] | None = flooded
         super().__init__(fd)
+
+    @property
+    def text(self) -> str:
+        return self.kept.decode(errors="replace")
 
     def _take(self, data: bytes) -> None:
         room = self._keep - len(self.kept)
@@ -93,15 +90,10 @@ class Feed:
         self._fd: int | None = fd
         self._left = bytearray(data)
         self._close_after = close_after
-        self._drained: asyncio.Future[None] | None = None
+        self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         os.set_blocking(fd, False)
         self._write()
-
-    @property
-    def closed(self) -> bool:
-        """True once nothing can be written any more."""
-        return self._fd is None
 
     def _write(self) -> None:
         assert self._fd is not None
@@ -116,25 +108,17 @@ class Feed:
             self.close()
             return
         self._loop.remove_writer(self._fd)
+        self._drained.set()
         if self._close_after:
             self.close()
-        elif self._drained is not None:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
-        self._drained = None
 
     async def send(self, data: bytes) -> None:
         """Write and wait until the pipe has taken it. Raises SandboxError when its reader is gone."""
         if self._fd is not None:
             self._left += data
+            self._drained.clear()
             self._write()
-        while self._left and self._fd is not None:
-            if self._drained is None:
-                self._drained = self._loop.create_future()
-            await asyncio.shield(self._drained)
+            await self._drained.wait()
         if self._fd is None:
             raise SandboxError("The process in the sandbox no longer reads its stdin: it ended or closed it.")
 
@@ -145,7 +129,7 @@ class Feed:
             os.close(self._fd)
             self._fd = None
             self._left.clear()
-            self._wake()
+            self._drained.set()
 
 
 class LineReader(_Reader):
@@ -154,7 +138,7 @@ class LineReader(_Reader):
     def __init__(self, fd: int, line_bytes: int) -> None:
         self._limit = line_bytes
         self._buffer = bytearray()
-        self._news: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._paused = False
         super().__init__(fd)
 
@@ -163,12 +147,7 @@ class LineReader(_Reader):
         if len(self._buffer) > self._limit and not self._paused and self._fd is not None:
             self._paused = True
             self._loop.remove_reader(self._fd)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-        self._news = None
+        self._news.set()
 
     async def read_line(self) -> bytes:
         """Return the next line; b"" at the end. Raises SandboxError when a line is longer than allowed."""
@@ -183,9 +162,8 @@ class LineReader(_Reader):
             searched = len(self._buffer)
             if searched > self._limit:
                 raise SandboxError(f"A line of the process in the sandbox is longer than {self._limit} bytes.")
-            if self._news is None:
-                self._news = self._loop.create_future()
-            await asyncio.shield(self._news)
+            self._news.clear()
+            await self._news.wait()
 
     def _resume(self) -> None:
         if self._paused and self._fd is not None and len(self._buffer) <= self._limit:
@@ -193,24 +171,42 @@ class LineReader(_Reader):
             self._loop.add_reader(self._fd, self._read)
 
     def close(self) -> None:
-        """Stop reading."""
         super().close()
-        self._wake()
+        self._news.set()
 
 
-class PipedProcess(abc.ABC):
-    """The pipes of a long-lived process in a sandbox; as in `SandboxProcess`."""
+class SandboxProcess(abc.ABC):
+    """A long-lived process in a sandbox that reads and writes lines. It ends with the sandbox at the latest."""
 
-    def __init__(self, feed: Feed, out: LineReader, err: Drain) -> None:
-        self._feed, self._out, self._err = feed, out, err
+    def __init__(self, pipes: tuple[int, int, int], most_bytes: int, flooded: Callable[[], None]) -> None:
+        to_stdin, from_stdout, from_stderr = pipes
+        self._feed = Feed(to_stdin, close_after=False)
+        self._out = LineReader(from_stdout, most_bytes)
+        self._err = Drain(from_stderr, most_bytes, flooded)
 
     @abc.abstractmethod
-    async def kill(self) -> None: ...
+    async def wait(self, *, timeout_s: float | None = None) -> int | None:
+        """Return its exit code once it ended, as in RunResult; None when it ended with its sandbox.
+
+        Raises:
+            TimeoutError: it still runs.
+        """
+
+    @abc.abstractmethod
+    async def kill(self) -> None:
+        """Kill it with all that it started, and wait until it is gone."""
 
     async def write(self, data: bytes | str) -> None:
+        """Send to its stdin. Raises SandboxError when it no longer reads."""
         await self._feed.send(data.encode() if isinstance(data, str) else data)
 
     async def read_line(self, *, timeout_s: float | None = None) -> bytes:
+        """Return the next line of its stdout with its newline; what is left at the end; b"" after that.
+
+        Raises:
+            TimeoutError: no whole line came in time. What came stays for the next call.
+            SandboxError: a line longer than the sandbox's `output_bytes`; the process is killed.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._out.read_line()
@@ -219,7 +215,8 @@ class PipedProcess(abc.ABC):
             raise
 
     def stderr(self) -> str:
-        return self._err.kept.decode(errors="replace")
+        """Return its stderr so far, at most `output_bytes` from its beginning."""
+        return self._err.text
 
     def release(self) -> None:
         """Close the pipes, after taking what is still in them."""
@@ -228,53 +225,45 @@ class PipedProcess(abc.ABC):
         self._err.finish()
 
 
-class Pipes:
-    """Three pipes of a process: one end to pass on, `stdin`, `stdout` and `stderr` to keep; -1 for no stdin."""
-
-    def __init__(self, with_stdin: bool) -> None:
-        self._theirs: list[int] = []
-        mine: list[int] = []
-        try:
-            if with_stdin:
-                reading, writing = os.pipe()
-                self._theirs.append(reading)
-                mine.append(writing)
-            else:
-                self._theirs.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-                mine.append(-1)
-            for _ in range(2):
-                reading, writing = os.pipe()
-                self._theirs.append(writing)
-                mine.append(reading)
-        except OSError as error:
-            close_all([*self._theirs, *mine])
-            raise SandboxError(f"No pipes could be made for a sandbox: {error}.") from error
-        self.stdin, self.stdout, self.stderr = mine
-
-    @classmethod
-    def none(cls) -> Pipes:
-        """Return no pipes, for a request that starts no process."""
-        pipes = cls.__new__(cls)
-        pipes._theirs, pipes.stdin, pipes.stdout, pipes.stderr = [], -1, -1, -1
-        return pipes
-
-    def take_theirs(self) -> list[int]:
-        """Return the ends to pass on, which the caller closes."""
-        theirs, self._theirs = self._theirs, []
-        return theirs
-
-    def close(self) -> None:
-        """Close what was not taken; for a process that could not be asked for."""
-        close_all([*self.take_theirs(), self.stdin, self.stdout, self.stderr])
+def open_pipes(with_stdin: bool) -> tuple[list[int], tuple[int, int, int]]:
+    """Return the ends of stdin, stdout and stderr for a process, and ours; -1 where it reads an empty stdin."""
+    theirs: list[int] = []
+    ours: list[int] = []
+    try:
+        if with_stdin:
+            reading, writing = os.pipe()
+            theirs.append(reading)
+            ours.append(writing)
+        else:
+            theirs.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            ours.append(-1)
+        for _ in range(2):
+            reading, writing = os.pipe()
+            theirs.append(writing)
+            ours.append(reading)
+    except OSError as error:
+        close_all([*theirs, *ours])
+        raise SandboxError(f"No pipes could be made for a sandbox: {error}.") from error
+    return theirs, (ours[0], ours[1], ours[2])
 
 
-def joined() -> tuple[Pipes, Pipes]:
-    """Return the pipes of two commands of which the second reads what the first writes, and nobody else anything."""
-    first, second = Pipes.none(), Pipes.none()
-    reading, writing = os.pipe()
-    nulls = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) for _ in range(4)]
-    first._theirs, second._theirs = [nulls[0], writing, nulls[1]], [reading, *nulls[2:]]
-    return first, second
+@contextlib.contextmanager
+def drained(
+    pipes: tuple[int, int, int], stdin: bytes | None, out_bytes: int, err_bytes: int, flooded: Callable[[], None]
+) -> Iterator[tuple[Drain, Drain]]:
+    """Feed a process and drain its stdout and stderr; at the end what is left in the pipes is taken, too."""
+    to_stdin, from_stdout, from_stderr = pipes
+    feed = Feed(to_stdin, stdin, close_after=True) if stdin is not None else None
+    out, err = Drain(from_stdout, out_bytes, flooded), Drain(from_stderr, err_bytes, flooded)
+    try:
+        yield out, err
+        out.finish()
+        err.finish()
+    finally:
+        if feed is not None:
+            feed.close()
+        out.close()
+        err.close()
 
 
 def close_all(fds: Iterable[int]) -> None:

@@ -50,7 +50,6 @@ class Driver:
         self.loop: Any = None
 
     def serve(self) -> None:
-        """Report that the driver is ready, then answer requests until there are no more."""
         self.reply(b"ready", "")
         for line in self.requests:
             nonce, _, code = line.rstrip(b"\n").partition(b" ")
@@ -69,7 +68,6 @@ class Driver:
         )
 
     def run(self, code: str) -> None:
-        """Execute a cell. What it prints, its last value or its traceback go into the captured file."""
         self.sources.append(code)
         status = 0
         try:
@@ -93,7 +91,6 @@ class Driver:
                 os._exit(status)
 
     def execute(self, part: CodeType) -> Any:
-        """Run a part of a cell; the value of an expression, None for statements."""
         value = eval(part, self.namespace)
         if not part.co_flags & COROUTINE:
             return value
@@ -122,7 +119,6 @@ class Driver:
         return f"{begin}\n[... {left_out:,} bytes left out ...]\n{end}"
 
     def reply(self, nonce: bytes, output: str) -> None:
-        """Send an answer on the private descriptor."""
         data = nonce + b" " + output.encode(CODEC) + b"\n"
         while data:
             data = data[os.write(self.replies, data) :]

@@ -15,8 +15,6 @@ from verifiers.errors import SandboxError
 from verifiers.sandbox.python_driver import CODEC
 from verifiers.sandbox.spec import Sandbox, SandboxProcess
 
-__all__ = ["PythonInterpreter", "python_command"]
-
 _LOST = "The interpreter was restarted: all variables, functions and imports are lost."
 
 

@@ -1,4 +1,4 @@
-"""Limits of a sandbox, results of its commands, and the protocol that every isolation level keeps."""
+"""Limits of a sandbox, results of its commands, and what every isolation level offers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import abc
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Literal, Protocol, Self, get_args
+from typing import Literal, Self, get_args
 
 from verifiers.errors import ConfigError, SandboxError
-
-__all__ = ["READ_BYTES", "IsolationLevel", "RunResult", "Sandbox", "SandboxBase", "SandboxProcess", "SandboxSpec"]
+from verifiers.sandbox.pipes import Drain, SandboxProcess
 
 IsolationLevel = Literal["auto", "process", "bubblewrap", "docker", "podman"]
 
 READ_BYTES = 64 << 20
 RELAY_START_S = 30.0
 _LEVELS: tuple[str, ...] = get_args(IsolationLevel)
+_POSITIVE = ("wall_time_s", "memory_bytes", "file_bytes", "disk_bytes", "processes", "open_files", "output_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +57,7 @@ class SandboxSpec:
     def __post_init__(self) -> None:
         if self.isolation not in _LEVELS:
             raise ConfigError(f"There is no isolation level {self.isolation!r}; take one of {', '.join(_LEVELS)}.")
-        for name in (
-            "wall_time_s",
-            "memory_bytes",
-            "file_bytes",
-            "disk_bytes",
-            "processes",
-            "open_files",
-            "output_bytes",
-        ):
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"A sandbox's {name} must be above 0, but is {getattr(self, name)!r}.")
         if self.cpu_time_s is not None and self.cpu_time_s <= 0:
@@ -81,10 +72,9 @@ class RunResult:
     """Outcome of a command.
 
     Args:
-        stdout: its output, at most `output_bytes` of it; bytes that are not UTF-8 are replaced.
-        stderr: its errors, likewise.
+        stdout, stderr: at most `output_bytes` of each; bytes that are not UTF-8 are replaced.
         exit_code: as the command gave it, minus the number of the signal that killed it, or None when its time ran
-            out.
+            out. From docker and podman 128 + n for one that signal n killed.
         timed_out: its wall time ran out, and it was killed with all that it had started.
         dropped_bytes: how much output was thrown away.
     """
@@ -96,43 +86,16 @@ class RunResult:
     dropped_bytes: int
 
 
-class SandboxProcess(Protocol):
-    """A long-lived process in a sandbox that reads and writes lines. It ends with the sandbox at the latest."""
+class Sandbox(abc.ABC):
+    """A place to run untrusted code in. Used in the event loop that opened it.
 
-    async def write(self, data: bytes | str) -> None:
-        """Send to its stdin. Raises SandboxError when it no longer reads."""
-        ...
-
-    async def read_line(self, *, timeout_s: float | None = None) -> bytes:
-        """Return the next line of its stdout with its newline; what is left at the end; b"" after that.
-
-        Raises:
-            TimeoutError: no whole line came in time. What came stays for the next call.
-            SandboxError: a line longer than the sandbox's `output_bytes`; the process is killed.
-        """
-        ...
-
-    def stderr(self) -> str:
-        """Return its stderr so far, at most `output_bytes` from its beginning."""
-        ...
-
-    async def wait(self, *, timeout_s: float | None = None) -> int | None:
-        """Return its exit code once it ended, as in RunResult; None when it ended with its sandbox.
-
-        Raises:
-            TimeoutError: it still runs.
-        """
-        ...
-
-    async def kill(self) -> None:
-        """Kill it with all that it started, and wait until it is gone."""
-        ...
-
-
-class Sandbox(Protocol):
-    """A place to run untrusted code in. Used in the event loop that opened it."""
+    Its end runs once and completely, though callers of `close` are several or cancelled.
+    """
 
     isolation: str
+    spec: SandboxSpec
+
+    _closing: asyncio.Task[None] | None = None
 
     async def run(
         self,
@@ -156,11 +119,23 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: the sandbox is closed or died.
         """
-        ...
+        exit_code, out, err = await self._run(
+            checked_command(command),
+            stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+            timeout_s=self.spec.wall_time_s if timeout_s is None else timeout_s,
+            env=dict(env or {}),
+        )
+        return RunResult(out.text, err.text, exit_code, exit_code is None, out.dropped + err.dropped)
 
+    @abc.abstractmethod
+    async def _run(
+        self, command: str | list[str], *, stdin: bytes | None, timeout_s: float, env: dict[str, str]
+    ) -> tuple[int | None, Drain, Drain]:
+        """Return the exit code of a command (None: its time ran out), its stdout and its stderr."""
+
+    @abc.abstractmethod
     async def start(self, command: Sequence[str]) -> SandboxProcess:
         """Start a process that lives until it is killed or the sandbox is closed."""
-        ...
 
     async def relay(self, target: str) -> int:
         """Connect a port of 127.0.0.1 inside to a Unix socket that `readable` names; return the port.
@@ -170,8 +145,20 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: it cannot be started.
         """
-        ...
+        process = await self._start_relay(target)
+        try:
+            line = await process.read_line(timeout_s=RELAY_START_S)
+        except TimeoutError:
+            line = b""
+        if not line:
+            said = process.stderr().strip() or "it said nothing"
+            raise SandboxError(f"the relay to {target} did not start: {said}")
+        return int(line)
 
+    @abc.abstractmethod
+    async def _start_relay(self, target: str) -> SandboxProcess: ...
+
+    @abc.abstractmethod
     async def read(self, path: str, *, max_bytes: int = READ_BYTES) -> bytes:
         """Return a file's content. Relative paths start at the sandbox's directory.
 
@@ -179,7 +166,6 @@ class Sandbox(Protocol):
             OSError: as `open` raises it in the sandbox: FileNotFoundError, IsADirectoryError and so on; errno EFBIG
                 for more than `max_bytes`.
         """
-        ...
 
     async def write(self, path: str, data: bytes | str) -> None:
         """Write a file, and the directories it needs.
@@ -187,47 +173,13 @@ class Sandbox(Protocol):
         Raises:
             OSError: as the sandbox's own system gives it, such as a full disk.
         """
-        ...
-
-    async def close(self) -> None:
-        """Kill everything in it and remove its files. A second call does nothing."""
-        ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class SandboxBase(abc.ABC):
-    """Base of every sandbox: its end runs once and to its end, though callers of `close` are several or cancelled."""
-
-    isolation: str
-
-    _closing: asyncio.Task[None] | None = None
+        await self._write(path, data.encode() if isinstance(data, str) else data)
 
     @abc.abstractmethod
-    async def _close(self) -> None: ...
-
-    async def _start_relay(self, target: str) -> SandboxProcess:
-        raise SandboxError(f"A sandbox of the level {self.isolation!r} has no relay to {target}.")
-
-    async def relay(self, target: str) -> int:
-        """Start a relay; as in `Sandbox`."""
-        process = await self._start_relay(target)
-        try:
-            line = await process.read_line(timeout_s=RELAY_START_S)
-        except TimeoutError:
-            line = b""
-        if not line:
-            raise SandboxError(
-                f"the relay to {target} did not start: {process.stderr().strip() or 'it said nothing'}"
-            )
-        return int(line)
+    async def _write(self, path: str, data: bytes) -> None: ...
 
     async def close(self) -> None:
-        """Close the sandbox; as in `Sandbox`. Cancelling does not keep it from finishing."""
+        """Kill everything in it and remove its files, though this call be cancelled. A second call does nothing."""
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         cancelled = False
@@ -240,10 +192,18 @@ class SandboxBase(abc.ABC):
             raise asyncio.CancelledError
         self._closing.result()
 
+    @abc.abstractmethod
+    async def _close(self) -> None: ...
+
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
+
+
+def checked_command(command: str | Sequence[str]) -> str | list[str]:
+    """Return a command as it is sent. Raises ConfigError for an empty one."""
+    if not command:
+        raise ConfigError("A sandbox was given an empty command.")
+    return command if isinstance(command, str) else [str(part) for part in command]

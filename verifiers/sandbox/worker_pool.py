@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
@@ -11,23 +12,19 @@ import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from verifiers.errors import ConfigError, SandboxError, WorkerCallError, WorkerError, WorkerTimeoutError
-from verifiers.sandbox.commands import MAX_RESULT_BYTES
-from verifiers.sandbox.opening import installed_paths, module_places, open_agent_sandbox
-from verifiers.sandbox.process import AgentSandbox
+from verifiers.sandbox.agent import MAX_RESULT_BYTES
+from verifiers.sandbox.agent_sandbox import AgentSandbox, installed_paths, module_places, open_agent_sandbox
 from verifiers.sandbox.spec import IsolationLevel, SandboxSpec
-
-__all__ = ["WorkerPool"]
 
 T = TypeVar("T")
 
 # importing what a call needs is not the call's fault, and sympy takes its time on a busy machine
 _IMPORT_S = 120.0
 _CLOSE_S = 15.0
-_INTERRUPTIBLE_S = 1.0
 # numerical libraries would start threads when they are imported, and a process with threads cannot be forked
 _ONE_THREAD = {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB", "RAYON")
@@ -75,15 +72,14 @@ class WorkerPool:
             )
         self.timeout_s = _checked_timeout(timeout_s)
         self.name = name
-        self._plan = _Plan(
-            workers or os.cpu_count() or 1,
-            memory_bytes,
-            tuple(preload),
-            isolation,
-            tuple(path for path in map(os.path.abspath, paths) if os.path.exists(path)),
-            name,
+        spec = SandboxSpec(
+            isolation, memory_bytes=memory_bytes, env=_ONE_THREAD, file_bytes=16 << 20, disk_bytes=64 << 20
         )
-        self._serve_from(_Workers(self._plan))
+        known_paths = tuple(path for path in map(os.path.abspath, paths) if os.path.exists(path))
+        self._begin = functools.partial(
+            _Workers, workers or os.cpu_count() or 1, spec, tuple(preload), known_paths, name
+        )
+        self._serve_from(self._begin())
 
     def _serve_from(self, workers: _Workers) -> None:
         self._workers = workers
@@ -107,19 +103,11 @@ class WorkerPool:
     def call_blocking(self, function: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Call a function as `call` does, from code without an event loop."""
         future = self._submit(function, args, kwargs, timeout_s)
-        # an interrupt inside the future's own wait could leave its lock taken
-        ended = threading.Lock()
-        ended.acquire()
-        future.add_done_callback(lambda _: ended.release())
         try:
-            # an interrupt that comes just before a wait does not end it, only the next one
-            while not ended.acquire(timeout=_INTERRUPTIBLE_S):
-                pass
             return future.result()
-        except BaseException:
-            # an interrupt of this thread; a call that has ended is not touched
+        finally:
+            # where this thread was interrupted; a call that has ended is not touched
             future.cancel()
-            raise
 
     def close(self) -> None:
         """Kill the workers. Calls under way and calls that wait raise WorkerError. A second call does nothing."""
@@ -146,7 +134,7 @@ class WorkerPool:
         limit_s = self.timeout_s if timeout_s is None else _checked_timeout(timeout_s)
         if self._workers.process != os.getpid():
             # a forked child has neither the thread nor the right to the parent's workers
-            self._serve_from(_Workers(self._plan, closed=self._workers.closed))
+            self._serve_from(self._begin(closed=self._workers.closed))
         return self._workers.submit(self._workers.call(request, limit_s))
 
 
@@ -156,46 +144,8 @@ def _checked_timeout(timeout_s: float) -> float:
     return timeout_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Settings of a pool's workers."""
-
-    workers: int
-    memory_bytes: int
-    preload: tuple[str, ...]
-    isolation: IsolationLevel
-    paths: tuple[str, ...]
-    name: str
-
-    async def open(self, function: str) -> _Worker:
-        roots, readable = module_places([*self.preload, function.partition(":")[0]])
-        readable += self.paths
-        spec = SandboxSpec(
-            isolation=self.isolation, memory_bytes=self.memory_bytes, env=_ONE_THREAD, readable=tuple(readable),
-            file_bytes=16 << 20, disk_bytes=64 << 20,
-        )  # fmt: skip
-        try:
-            sandbox = await open_agent_sandbox(spec)
-        except SandboxError as error:
-            raise WorkerError(f"A worker of {self.name!r} could not be started: {error}") from error
-        worker = _Worker(sandbox, [*self.paths, *installed_paths(), *roots], self.name)
-        try:
-            for module in self.preload:
-                problem = await worker.load(module)
-                if problem is not None:
-                    raise WorkerError(f"A worker of {self.name!r} could not import {module!r}: {problem}.")
-        except BaseException:
-            await sandbox.close()
-            raise
-        return worker
-
-
 class _Worker:
-    """A sandbox whose agent has modules imported and forks a process for each call.
-
-    Args:
-        name: the pool's name in errors.
-    """
+    """A sandbox whose agent has modules imported and forks a process for each call."""
 
     def __init__(self, sandbox: AgentSandbox, paths: Sequence[str], name: str) -> None:
         self.sandbox = sandbox
@@ -262,38 +212,45 @@ class _Worker:
 class _Workers:
     """The event loop and the workers of a pool in one process. The loop's thread holds this, not the pool itself."""
 
-    def __init__(self, plan: _Plan, *, closed: bool = False) -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        workers: int,
+        spec: SandboxSpec,
+        preload: Sequence[str],
+        paths: Sequence[str],
+        name: str,
+        *,
+        closed: bool = False,
+    ) -> None:
+        self._spec, self._preload, self._paths, self._name = spec, preload, paths, name
         self.process = os.getpid()
         self.closed = closed
         # every worker that is open, and those of them that have no call
         self.all: set[_Worker] = set()
         self._idle: list[_Worker] = []
         self._calls: set[asyncio.Task[Any]] = set()
-        self._turns = asyncio.Semaphore(plan.workers)
+        self._turns = asyncio.Semaphore(workers)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping = asyncio.Event()
 
     def submit(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a call on the loop, from any thread; starts the loop with the first."""
         with self._lock:
             if self.closed:
                 call.close()
                 raise self._closed_error()
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                name = f"verifiers-{self.plan.name}"
+                name = f"verifiers-{self._name}"
                 self._thread = threading.Thread(target=self._run_loop, args=[self._loop], name=name, daemon=True)
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def _closed_error(self) -> WorkerError:
-        return WorkerError(f"The worker pool {self.plan.name!r} is closed.")
+        return WorkerError(f"The worker pool {self._name!r} is closed.")
 
     async def call(self, request: dict[str, Any], timeout_s: float) -> Any:
-        """Wait for a worker and have it answer."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -319,8 +276,25 @@ class _Workers:
                 return worker
             self.all.discard(worker)
             await worker.sandbox.close()
-        worker = await self.plan.open(function)
+        worker = await self._open(function)
         self.all.add(worker)
+        return worker
+
+    async def _open(self, function: str) -> _Worker:
+        roots, readable = module_places([*self._preload, function.partition(":")[0]])
+        try:
+            sandbox = await open_agent_sandbox(replace(self._spec, readable=(*readable, *self._paths)))
+        except SandboxError as error:
+            raise WorkerError(f"A worker of {self._name!r} could not be started: {error}") from error
+        worker = _Worker(sandbox, [*self._paths, *installed_paths(), *roots], self._name)
+        try:
+            for module in self._preload:
+                problem = await worker.load(module)
+                if problem is not None:
+                    raise WorkerError(f"A worker of {self._name!r} could not import {module!r}: {problem}.")
+        except BaseException:
+            await sandbox.close()
+            raise
         return worker
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -337,7 +311,6 @@ class _Workers:
         await asyncio.gather(*(worker.sandbox.close() for worker in self.all))
 
     def close(self) -> None:
-        """End the calls, the workers and the thread."""
         with self._lock:
             if self.closed or self.process != os.getpid():
                 return

@@ -36,22 +36,13 @@ from verifiers_dataserver.wire import (
     SampleRequest2,
 )
 
-__all__ = ["Routes"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 _INLINE_ROWS = 256
 
 
 class Routes:
-    """The handlers and what they share.
-
-    Args:
-        configuration: the file.
-        datasets: its datasets.
-        rewards: their graders.
-        token: what requests must bring as a bearer token; None asks for none.
-    """
+    """The handlers and what they share; `token` is what requests must bring, None asks for none."""
 
     def __init__(
         self,
@@ -100,12 +91,10 @@ class Routes:
     # -- about ----------------------------------------------------------------------------------------------
 
     async def meta(self, request: web.Request) -> web.Response:
-        """GET /meta."""
         stages = [{"name": stage.name, "until_step": stage.until_step} for stage in self._curriculum.stages]
         return web.json_response({"total_iterations": self._total_steps(), "stages": stages})
 
     async def meta2(self, request: web.Request) -> web.Response:
-        """GET /v2/meta."""
         curriculum = self._curriculum
         stages = [
             {
@@ -133,18 +122,15 @@ class Routes:
         return self._configuration.total_steps or self._curriculum.stages[-1].until_step
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health."""
         return web.json_response({"status": "ok", "datasets": len(self._datasets), "version": __version__})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """GET /openapi.json."""
         keyed, largest = self._token is not None, self._server.max_batch
         return web.json_response(describe(keyed=keyed, max_batch=largest, datasets=list(self._sizes)))
 
     # -- prompts --------------------------------------------------------------------------------------------
 
     async def sample(self, request: web.Request) -> web.Response:
-        """POST /sample."""
         asked = await read_request(request, SampleRequest)
         self._check_count("batch_size", asked.batch_size)
         drawn = await self._sampler.by_iteration(asked.iteration, asked.batch_size)
@@ -153,7 +139,6 @@ class Routes:
         return web.json_response({"samples": samples})
 
     async def sample2(self, request: web.Request) -> web.Response:
-        """POST /v2/sample."""
         asked = await read_request(request, SampleRequest2)
         self._check_count("batch_size", asked.batch_size)
         drawn = await self._sampler.by_block(asked)
@@ -178,7 +163,6 @@ class Routes:
         return web.json_response(answer)
 
     async def rows2(self, request: web.Request) -> web.Response:
-        """POST /v2/rows."""
         asked = await read_request(request, RowsRequest)
         limit = min(PAGE, self._server.max_batch) if asked.limit is None else asked.limit
         self._check_count("limit", limit)
@@ -208,7 +192,6 @@ class Routes:
     # -- grades ---------------------------------------------------------------------------------------------
 
     async def grade(self, request: web.Request) -> web.Response:
-        """POST /grade."""
         asked = await read_request(request, GradeRequest)
         scores = await self._grade(asked.items)
         results: list[dict[str, Any]] = []
@@ -225,7 +208,6 @@ class Routes:
         return web.json_response({**refusal, "results": results}, status=503)
 
     async def grade2(self, request: web.Request) -> web.Response:
-        """POST /v2/grade."""
         asked = await read_request(request, GradeRequest2)
         log.debug(
             "rank %d: %d completions of block %s at step %s, seed %s",

@@ -19,11 +19,8 @@ from verifiers_dataserver import __version__
 if TYPE_CHECKING:
     from verifiers_dataserver.serving import Loaded
 
-__all__ = ["main", "parser"]
-
 
 def parser() -> CommandParser:
-    """Return the command line."""
     command = CommandParser(
         "vf-dataserver",
         "Serve prompts of a curriculum, and grades, to trainers that never see the answers.",
@@ -91,7 +88,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def description(loaded: Loaded) -> list[str]:
-    """Return the datasets and the curriculum, for a person."""
     lines = [f"{'dataset':<20}{'rows':>10}  graders"]
     for name, rows in loaded.datasets.items():
         uses = [

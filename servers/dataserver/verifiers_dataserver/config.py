@@ -18,16 +18,6 @@ from verifiers.errors import ConfigError
 from verifiers_dataserver.scores import BUILTIN
 from verifiers_dataserver.tasks import is_answer_from
 
-__all__ = [
-    "Configuration",
-    "DatasetTable",
-    "GraderTable",
-    "GraderUse",
-    "ServerTable",
-    "load_configuration",
-    "short_repr",
-]
-
 KNOWN_WITHOUT_TABLE = (*BUILTIN, "math", "rubric")
 
 
@@ -63,7 +53,6 @@ class GraderUse(BaseModel):
 
     Attributes:
         use: a built-in grader, or a name under `graders`.
-        weight: of its score in the weighted mean.
         gate: its score multiplies the mean instead of counting in it.
         name: what metrics and errors call it; `use` when left out.
     """
@@ -77,12 +66,10 @@ class GraderUse(BaseModel):
 
     @property
     def shown_as(self) -> str:
-        """Its name in metrics and errors."""
         return self.name or self.use
 
     @property
     def options(self) -> dict[str, Any]:
-        """The grader's own keys."""
         return dict(self.model_extra or {})
 
 
@@ -126,14 +113,7 @@ class EnvironmentTable(_Table):
 
 
 class HubTable(_Table):
-    """A Hugging Face dataset as the source.
-
-    Attributes:
-        path: name on the hub, or a directory: one of data files, or one written by `save_to_disk`.
-        name: its configuration.
-        split: which of its splits.
-        revision: commit or tag.
-    """
+    """A Hugging Face dataset; `path` is a name on the hub, or a directory of data files or `save_to_disk`."""
 
     path: str
     name: str | None = None
@@ -165,7 +145,6 @@ class DatasetTable(_Table):
     graders: list[str | GraderUse] = Field(default_factory=list)
 
     def uses(self) -> list[GraderUse]:
-        """Return the graders, each as a table."""
         given = [GraderUse(use=item) if isinstance(item, str) else item for item in self.graders]
         return given or ([GraderUse(use="rubric")] if self.environment is not None else [])
 
@@ -221,11 +200,7 @@ class Configuration(BaseModel):
 
 
 def load_configuration(path: str | Path) -> Configuration:
-    """Read and check a configuration file; no dataset is loaded yet.
-
-    Raises:
-        ConfigError: it cannot be read, or a key or value is wrong.
-    """
+    """Read and check a configuration file; no dataset is loaded yet. Raises ConfigError."""
     place = Path(path)
     data = _read(place)
     try:
@@ -321,7 +296,6 @@ def _check_uses(where: str, dataset: DatasetTable, file: _File) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    """Return the first mistake, as a sentence."""
     # of a union's branches the one that got furthest is the one that was meant
     first = max(error.errors(), key=lambda found: len(found["loc"]))
     place = ".".join(str(part) for part in first["loc"] if part not in ("str", "GraderUse"))

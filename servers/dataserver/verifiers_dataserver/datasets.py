@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from verifiers.envs.datasets import format_prompt, row_fields
 from verifiers.errors import ConfigError
-from verifiers_dataserver.columns import prompts_of, servable
 from verifiers_dataserver.config import Configuration, DatasetTable, EnvironmentTable, HubTable
 from verifiers_dataserver.tasks import Row
 
-__all__ = ["TaskRows", "load_datasets"]
-
 log = logging.getLogger("verifiers_dataserver")
 
+_BATCH = 1000
 _GRADERS_ONLY = frozenset({"metadata", "info", "task", "system_prompt"})
 
 
@@ -28,14 +26,7 @@ class _Table(Protocol):
 
 
 class TaskRows:
-    """A dataset as rows.
-
-    Args:
-        name: its name in the configuration.
-        table: what it is called there.
-        source: the raw rows.
-        environment: the environment whose rows these are; None for others.
-    """
+    """A dataset as rows; `environment` is the one whose rows these are, None for others."""
 
     def __init__(self, name: str, table: DatasetTable, source: _Table, environment: Any = None) -> None:
         self.name = name
@@ -48,11 +39,7 @@ class TaskRows:
         return len(self._source)
 
     def row(self, index: int) -> Row:
-        """Return row number `index`.
-
-        Raises:
-            ConfigError: it has no prompt, or one of a wrong kind.
-        """
+        """Return row number `index`. Raises ConfigError where it has no prompt, or one of a wrong kind."""
         raw = self._source[index]
         sample_id = f"{self.name}:{index}"
         if self.environment is not None:
@@ -71,11 +58,7 @@ class TaskRows:
         return Row(sample_id, prompt, "" if answer is None else answer, self.name, info, self._shown(metadata))
 
     def prompt(self, raw: Mapping[str, Any], index: int) -> list[dict[str, Any]] | str:
-        """Return the prompt of a raw row of a file or a table.
-
-        Raises:
-            ConfigError: there is none, or one of a wrong kind.
-        """
+        """Return the prompt of a raw row of a file or a table."""
         prompt = raw.get(self.table.prompt_key)
         if isinstance(prompt, str):
             return format_prompt(prompt, raw.get("system_prompt") or self.table.system_prompt)
@@ -91,11 +74,7 @@ class TaskRows:
 
 
 def load_datasets(configuration: Configuration) -> dict[str, TaskRows]:
-    """Load all datasets.
-
-    Raises:
-        ConfigError: one cannot be loaded, has no rows, or rows without prompts.
-    """
+    """Load all datasets. Raises ConfigError where one cannot be loaded, has no rows, or rows without prompts."""
     loaded = {}
     for name, table in configuration.datasets.items():
         environment = None
@@ -202,3 +181,58 @@ def _read_environment(table: EnvironmentTable, name: str) -> tuple[Any, _Table]:
 
 def _mapping(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
+
+
+# -- columns of a Hugging Face table that cannot be served: found at the start, not by a grade -----------------------
+
+
+def servable(source: Any, name: str, table: DatasetTable) -> Any:
+    """Return the table without columns that are not JSON, such as dates and images: no grader could get them.
+
+    Raises ConfigError for such a column that the configuration or the format of rows names.
+    """
+    wanted = {table.prompt_key, table.answer_key, "system_prompt", "metadata", "info"}
+    dropped = [column for column in source.column_names if not _is_json(source, column)]
+    for column in dropped:
+        if column in wanted:
+            raise ConfigError(
+                f"dataset {name!r}: the column {column!r} holds {source.features[column]}, which is not JSON; "
+                "make it texts or numbers, or name another column as prompt_key and answer_key."
+            )
+    if dropped:
+        log.warning(
+            "dataset %r: graders do not get the columns %s, for what they hold is not JSON.",
+            name,
+            ", ".join(map(repr, dropped)),
+        )
+    return source.remove_columns(dropped) if dropped else source
+
+
+def prompts_of(source: Any, column: str) -> Iterator[Any]:
+    only = source.select_columns([column])
+    for start in range(0, len(only), _BATCH):
+        yield from only[start : start + _BATCH][column]
+
+
+def _is_json(source: Any, column: str) -> bool:
+    import pyarrow
+
+    # of what is stored: rows of dates may begin with an empty one
+    pending = [source.data.schema.field(column).type]
+    while pending:
+        kind = pending.pop()
+        types = pyarrow.types
+        if (
+            types.is_temporal(kind)
+            or types.is_decimal(kind)
+            or types.is_binary(kind)
+            or types.is_large_binary(kind)
+            or types.is_fixed_size_binary(kind)
+        ):
+            return False
+        pending += [kind.field(place).type for place in range(kind.num_fields)]
+    try:
+        json.dumps(source.select_columns([column])[0][column])
+    except (TypeError, ValueError):
+        return False
+    return True

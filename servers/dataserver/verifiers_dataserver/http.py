@@ -12,8 +12,6 @@ from pydantic import BaseModel, ValidationError
 from verifiers.http_requests import has_key, read_body
 from verifiers_dataserver.config import short_repr
 
-__all__ = ["OPEN_PATHS", "Handler", "RequestError", "answer_errors", "read_request", "token_required"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -24,14 +22,6 @@ OPEN_PATHS = frozenset({"/health"})
 
 
 class RequestError(ValueError):
-    """A request is refused with an HTTP status and an error object.
-
-    Args:
-        message: a sentence that names the thing, the value and the remedy.
-        status: the HTTP status.
-        code: for machines.
-    """
-
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
         self.status = status
@@ -43,11 +33,7 @@ class RequestError(ValueError):
 
 
 async def read_request(request: web.Request, kind: type[R]) -> R:
-    """Return the request's body.
-
-    Raises:
-        RequestError: it cannot be read, is too long, is not JSON, or not of this kind.
-    """
+    """Return the body; RequestError where it cannot be read, is too long, is not JSON, or not of this kind."""
     try:
         return kind.model_validate_json(await read_body(request))
     except web.HTTPRequestEntityTooLarge:

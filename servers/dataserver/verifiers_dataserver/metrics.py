@@ -11,14 +11,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from verifiers_dataserver.http import Handler
 from verifiers_dataserver.scores import Score
 
-__all__ = ["Metrics"]
-
 _BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 
 
 class Metrics:
-    """Counters of the server."""
-
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._answers = Counter(
@@ -47,12 +43,10 @@ class Metrics:
         return response
 
     def count_samples(self, datasets: Sequence[str], stage: str) -> None:
-        """Count prompts that were given, by the dataset of each."""
         for dataset in datasets:
             self._samples.labels(dataset, stage).inc()
 
     def count_scores(self, dataset: str, scores: Sequence[Score]) -> None:
-        """Count completions of one dataset that were graded, or were not."""
         for score in scores:
             if score.value is None:
                 self._failures.labels(dataset, (score.problem or "").partition(":")[0]).inc()

@@ -13,21 +13,12 @@ from verifiers.errors import ConfigError
 from verifiers_dataserver.http import RequestError
 from verifiers_dataserver.wire import SampleRequest2
 
-__all__ = ["Sampler"]
-
 _INLINE_PROMPTS = 64
 _INLINE_ROWS = 20_000
 _REMEMBERED = 4096
 
 
 class Sampler:
-    """A sampler of rows by the curriculum.
-
-    Args:
-        curriculum: the stages.
-        sizes: rows of each dataset.
-    """
-
     def __init__(self, curriculum: Curriculum, sizes: Mapping[str, int]) -> None:
         self.curriculum = curriculum
         self.sizes = dict(sizes)

@@ -16,8 +16,6 @@ from typing import Any, ClassVar, Protocol
 from verifiers.errors import ConfigError, GradingError
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
-__all__ = ["BUILTIN", "Score", "Scorer"]
-
 
 class Scorer(Protocol):
     """A built-in grader; its fields are the options that a configuration may set."""
@@ -25,21 +23,13 @@ class Scorer(Protocol):
     in_worker: ClassVar[bool]
 
     def score(self, completion: Completion, row: Row) -> float:
-        """Return the score, 0 to 1.
-
-        Raises:
-            GradingError: what is needed to tell was not sent, or is not in the row.
-        """
+        """Return the score, 0 to 1. Raises GradingError where what is needed was not sent, or is not in the row."""
         ...
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """Base of graders that look at the answer alone.
-
-    Attributes:
-        answer_from: which part of the completion that is; None takes the dataset's.
-    """
+    """Base of graders that look at the part `answer_from` of the completion alone; None takes the dataset's."""
 
     in_worker: ClassVar[bool] = False
     answer_from: str | None = None
@@ -50,11 +40,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class Exact(_Answer):
-    """A score of 1 where the answer is the row's, but for white space around it.
-
-    Attributes:
-        ignore_case: upper and lower case count as equal.
-    """
+    """A score of 1 where the answer is the row's, but for white space around it."""
 
     ignore_case: bool = False
 
@@ -88,21 +74,13 @@ class JsonValid(_Answer):
 
 @dataclass(frozen=True)
 class JsonSchema(_Answer):
-    """A score of 1 where the answer is JSON that fits a schema.
-
-    Attributes:
-        schema: a JSON schema; left out, the row's `info["schema"]` is taken.
-    """
+    """A score of 1 where the answer is JSON that fits a schema; left out, the row's `info["schema"]` is taken."""
 
     in_worker: ClassVar[bool] = True
     schema: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Check the option once, not with every completion.
-
-        Raises:
-            ConfigError: the schema is none.
-        """
+        """Check the option once, not with every completion. Raises ConfigError."""
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for
 
@@ -131,11 +109,7 @@ class JsonSchema(_Answer):
 
 @dataclass(frozen=True)
 class XmlFields:
-    """A score of 1 where the completion holds every field once, in order, with a text in it.
-
-    Attributes:
-        fields: names of the tags.
-    """
+    """A score of 1 where the completion holds every field once, in order, with a text in it."""
 
     in_worker: ClassVar[bool] = False
     fields: list[str] = field(default_factory=lambda: ["reasoning", "answer"])
@@ -163,7 +137,7 @@ class XmlFields:
 class Category(_Answer):
     """A score of 1 where the answer names the row's category: case and punctuation around it do not count.
 
-    Attributes:
+    Args:
         categories: all there are; a row whose answer is none of them cannot be graded. Left out, any answer
             may be right.
     """
@@ -183,7 +157,7 @@ class Category(_Answer):
 class LengthCap:
     """A score of 1 up to a length, then falling in a straight line to 0; often a gate.
 
-    Attributes:
+    Args:
         max_tokens: the length up to which nothing is taken off, in tokens as the client counted them.
         max_chars: the same in characters; give one of the two.
         zero_at: the length from which on the score is 0; left out, it falls at once.
@@ -272,13 +246,7 @@ def _category(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A grader's result for one completion: a score, or the reason why there is none.
-
-    Attributes:
-        value: the score; None where grading failed.
-        problem: a sentence that holds nothing of the row's answer; None where there is a score.
-        metrics: further numbers to show.
-    """
+    """A grader's result for one completion: a score, or the problem, which holds nothing of the row's answer."""
 
     value: float | None = None
     problem: str | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,17 +15,16 @@ from aiohttp import web
 
 from verifiers.errors import ConfigError
 from verifiers.http_requests import app_runner, is_loopback_host
-from verifiers.server_process import end_by_signals, is_loopback_address, url_of, write_port_file
+from verifiers.server_process import bind, end_by_signals, is_loopback_address, url_of, write_port_file
 from verifiers_dataserver.app import Routes
-from verifiers_dataserver.config import Configuration
+from verifiers_dataserver.config import Configuration, load_configuration
 from verifiers_dataserver.datasets import TaskRows, load_datasets
 from verifiers_dataserver.grading.rewards import Rewards
-
-__all__ = ["Loaded", "load", "running", "serve"]
 
 _BACKLOG = 2048
 _FINISH_S = 3.0
 _SHUTDOWN_S = 1.0
+_START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,7 @@ class Loaded:
 
 
 def load(configuration: Configuration) -> Loaded:
-    """Load the datasets and make the graders.
-
-    Raises:
-        ConfigError: one of them cannot be.
-    """
+    """Load the datasets and make the graders. Raises ConfigError."""
     datasets = load_datasets(configuration)
     try:
         configuration.curriculum.check(
@@ -107,3 +103,40 @@ def _announce(loaded: Loaded, listener: socket.socket, url: str, token: str | No
         f"vf-dataserver: {len(loaded.datasets)} datasets with {rows:,} rows, {stages} stages; listening on {url}",
         flush=True,
     )
+
+
+@contextmanager
+def serve_in_background(config: str | Path, *, port: int = 0, token: str | None = None) -> Iterator[str]:
+    """Serve a configuration file on a thread as long as the context lasts; gives the base URL on 127.0.0.1.
+
+    For scripts, notebooks and tests; the file's host and port are not used. Raises ConfigError where the file, a
+    dataset or a grader cannot be used.
+    """
+    listener = bind("127.0.0.1", port)
+    try:
+        loaded = load(load_configuration(config))
+    except BaseException:
+        listener.close()
+        raise
+    ready = threading.Event()
+    state: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        async with running(loaded, listener, token) as url:
+            state.append((url, asyncio.get_running_loop(), stop))
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="vf-dataserver", daemon=True)
+    thread.start()
+    try:
+        if not ready.wait(_START_S):
+            raise RuntimeError("the dataserver did not start")
+        yield state[0][0]
+    finally:
+        if state:
+            _, loop, stop = state[0]
+            loop.call_soon_threadsafe(stop.set)
+        thread.join(_START_S)
+        listener.close()

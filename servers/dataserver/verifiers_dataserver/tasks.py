@@ -8,8 +8,6 @@ from typing import Any
 
 from verifiers.parsers.parser import extract_boxed_answer
 
-__all__ = ["AnswerFrom", "Completion", "Row", "answer_part", "is_answer_from", "part_between"]
-
 AnswerFrom = str
 """The part of a completion that is its answer: "text", "after_think", "boxed", or "xml:TAG"."""
 
@@ -23,7 +21,6 @@ class Row:
     Attributes:
         sample_id: "<dataset>:<row>".
         prompt: the whole conversation that the policy continues, or a text in completion mode.
-        answer: what graders compare with.
         info: further data for graders.
         shown: the part of the row's metadata that the configuration makes public.
     """
@@ -36,31 +33,22 @@ class Row:
     shown: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row for a worker process."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A policy's answer.
-
-    Attributes:
-        text: of all its messages.
-        tokens: how many the policy sampled; None where the client did not say.
-        messages: the answer as messages, where the client sent it so.
-    """
+    """A policy's answer: the text of all its messages, and the tokens that the client says were sampled."""
 
     text: str
     tokens: int | None = None
     messages: list[dict[str, Any]] | None = None
 
     def as_messages(self) -> list[dict[str, Any]]:
-        """Return the answer as a rubric needs it."""
         return self.messages if self.messages is not None else [{"role": "assistant", "content": self.text}]
 
 
 def is_answer_from(how: str) -> bool:
-    """Return whether `how` names a part of a completion."""
     return how in _PLACES or (how.startswith("xml:") and how[4:].isidentifier())
 
 

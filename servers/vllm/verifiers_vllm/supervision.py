@@ -1,8 +1,8 @@
 """vLLM as a process group of its own, and the certainty that all of it ends.
 
 vLLM's server starts engine processes. They share its process group, so that one signal reaches all of them;
-the group is ended by SIGTERM first, and for good after a grace period. In the other direction the server's process
-watches for the end of this one (see `served`).
+the group is ended by SIGTERM first, and for good after a grace period. In the other direction the server's process,
+``python -m verifiers_vllm.supervision MODEL ...``, watches for the end of the one that started it.
 """
 
 from __future__ import annotations
@@ -12,34 +12,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["SUPERVISOR_VARIABLE", "ServerGroup", "answers", "process_lives"]
-
 SUPERVISOR_VARIABLE = "VERIFIERS_VLLM_SUPERVISOR"
 _GRACE_S = 8.0
+_PARENT_POLL_S = 0.25
 
 
 class ServerGroup:
-    """A started vLLM with everything it started.
-
-    Args:
-        arguments: what follows ``vllm serve``.
-        environment: all of it.
-    """
-
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "verifiers_vllm.served", *arguments]
+        command = [sys.executable, "-m", "verifiers_vllm.supervision", *arguments]
         environment = {**environment, SUPERVISOR_VARIABLE: str(os.getpid())}
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
 
     @property
     def exit_code(self) -> int | None:
-        """Of the server's first process; None while it runs."""
         return self._process.poll()
 
     def end(self, grace_s: float = _GRACE_S) -> None:
@@ -73,7 +65,6 @@ class ServerGroup:
 
 
 def answers(url: str, timeout_s: float = 2.0) -> bool:
-    """Return whether a GET is answered 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout_s) as response:
@@ -113,3 +104,33 @@ def _state(stat: Path) -> tuple[str, int]:
         return fields[0], int(fields[2])
     except (OSError, IndexError, ValueError):
         return "?", -1
+
+
+# -- in the server's process ---------------------------------------------------------------------------------------
+
+
+def follow(supervisor: int) -> None:
+    """End this process group as soon as process `supervisor` is not this one's parent any more."""
+
+    def watch() -> None:
+        while os.getppid() == supervisor:
+            time.sleep(_PARENT_POLL_S)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="vf-supervisor-watch", daemon=True).start()
+
+
+def main() -> None:
+    """Run ``vllm serve`` with this process's arguments."""
+    # taken out: engine processes inherit the environment, and are not the supervisor's children
+    supervisor = os.environ.pop(SUPERVISOR_VARIABLE, "")
+    if supervisor:
+        follow(int(supervisor))
+    sys.argv = ["vllm", "serve", *sys.argv[1:]]
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main()

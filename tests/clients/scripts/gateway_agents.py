@@ -104,14 +104,14 @@ def anthropic(stream):
         messages.append({"role": "user", "content": results})
 
 
-def litellm(stream, provider="openai", base=BASE_URL):
+def litellm(stream):
     import litellm
 
     tools = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
     messages = [{"role": "user", "content": QUESTION}]
     while True:
-        arguments = {"model": f"{provider}/{MODEL}", "messages": messages, "tools": tools, "max_tokens": 200}
-        answer = litellm.completion(**arguments, api_base=base, api_key=KEY, stream=stream)
+        arguments = {"model": f"openai/{MODEL}", "messages": messages, "tools": tools, "max_tokens": 200}
+        answer = litellm.completion(**arguments, api_base=BASE_URL, api_key=KEY, stream=stream)
         if stream:
             answer = litellm.stream_chunk_builder(list(answer), messages=messages)
         message = answer.choices[0].message
@@ -123,16 +123,12 @@ def litellm(stream, provider="openai", base=BASE_URL):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def litellm_as_anthropic(stream):
-    return litellm(stream, "anthropic", BASE_URL.removesuffix("/v1"))
-
-
-def openai_agents(stream, kind="OpenAIChatCompletionsModel"):
+def openai_agents(stream):
     import agents
     import openai
 
     async def run():
-        model = getattr(agents, kind)(MODEL, openai.AsyncOpenAI())
+        model = agents.OpenAIChatCompletionsModel(MODEL, openai.AsyncOpenAI())
         agent = agents.Agent(name="adder", instructions="Add.", tools=[agents.function_tool(add)], model=model)
         settings = agents.RunConfig(tracing_disabled=True)
         if not stream:
@@ -143,10 +139,6 @@ def openai_agents(stream, kind="OpenAIChatCompletionsModel"):
         return result.final_output
 
     return asyncio.run(run())
-
-
-def openai_agents_responses(stream):
-    return openai_agents(stream, "OpenAIResponsesModel")
 
 
 def smolagents(stream):
@@ -166,28 +158,8 @@ def pydantic_ai(stream):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=BASE_URL, api_key=KEY))
-    return _pydantic_ai(pydantic_ai.Agent(model, instructions="Add.", tools=[add]), stream)
+    agent = pydantic_ai.Agent(model, instructions="Add.", tools=[add])
 
-
-def pydantic_ai_responses(stream):
-    import pydantic_ai
-    from pydantic_ai.models.openai import OpenAIResponsesModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    model = OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=BASE_URL, api_key=KEY))
-    return _pydantic_ai(pydantic_ai.Agent(model, instructions="Add.", tools=[add]), stream)
-
-
-def pydantic_ai_anthropic(stream):
-    import pydantic_ai
-    from pydantic_ai.models.anthropic import AnthropicModel
-    from pydantic_ai.providers.anthropic import AnthropicProvider
-
-    model = AnthropicModel(MODEL, provider=AnthropicProvider(base_url=BASE_URL, api_key=KEY))
-    return _pydantic_ai(pydantic_ai.Agent(model, instructions="Add.", tools=[add]), stream)
-
-
-def _pydantic_ai(agent, stream):
     async def run():
         if not stream:
             return (await agent.run(QUESTION)).output

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from verifiers_dataserver.cli import main
-from verifiers_dataserver.columns import servable
-from verifiers_dataserver.config import DatasetTable, load_configuration
+from verifiers_dataserver.config import load_configuration
 
 from verifiers.errors import ConfigError
 
@@ -211,20 +210,6 @@ def test_columns_that_are_no_json_are_left_out_with_a_warning(write: Any, caplog
     loaded = load_datasets(saved(write, columns))["saved"]
     assert loaded.row(1).info == {"n": 2}
     assert "'at', 'deep'" in caplog.text
-
-
-def test_a_column_of_fixed_size_bytes_is_left_out_and_one_by_dictionary_is_what_its_values_are() -> None:
-    import datasets
-    import pyarrow
-
-    noon = pyarrow.array([None, 0], pyarrow.timestamp("s"))
-    arrow = {
-        "bytes": pyarrow.array([None, b"ab"], pyarrow.binary(2)),
-        "at": noon.dictionary_encode(),
-        "text": pyarrow.array(["p", "q"]).dictionary_encode(),
-    }
-    kept = servable(datasets.Dataset(pyarrow.table(arrow)), "d", DatasetTable(jsonl="x.jsonl", graders=["exact"]))
-    assert kept.column_names == ["text"]
 
 
 @pytest.mark.parametrize(

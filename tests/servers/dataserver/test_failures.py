@@ -19,10 +19,8 @@ from aiohttp import web
 from verifiers_dataserver import serving
 from verifiers_dataserver.config import load_configuration
 from verifiers_dataserver.grading import graders, rewards
-from verifiers_dataserver.grading.graders import HttpGrader, Task
 from verifiers_dataserver.grading.rewards import DatasetReward, Part
 from verifiers_dataserver.scores import Score
-from verifiers_dataserver.tasks import Completion, Row
 
 from verifiers.sandbox.worker_pool import WorkerPool
 from verifiers.server_process import bind
@@ -226,17 +224,6 @@ async def test_a_redirection_gets_neither_the_token_nor_the_rows(
     (failed,) = await server.grade(("far:1", "a"))
     assert failed["reward"] is None
     assert len(far.bodies) == 1
-
-
-def test_results_are_joined_in_time_in_proportion_to_their_number() -> None:
-    grader = HttpGrader("far", "http://127.0.0.1:9", 1.0, None)
-    tasks = [Task(Row(f"d:{index}", "?"), Completion("a"), index) for index in range(20_000)]
-    results = [{"completion_index": index, "reward": index} for index in reversed(range(20_000))]
-    by_sample = [{"sample_id": f"d:{index}", "reward": index} for index in reversed(range(20_000))]
-    started = time.process_time()
-    for answer in (results, by_sample):
-        assert [score.value for score in grader._joined(tasks, answer)] == list(range(20_000))
-    assert time.process_time() - started < 20.0
 
 
 # -- numbers that are none --------------------------------------------------------------------------------------

@@ -7,17 +7,15 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from verifiers_dataserver.config import EnvironmentTable
-from verifiers_dataserver.grading import rubric_child, rubrics
+from verifiers_dataserver.grading import rubrics
 from verifiers_dataserver.grading.graders import Task
 from verifiers_dataserver.grading.rubrics import RubricGrader
 from verifiers_dataserver.tasks import Completion, Row
-
-from verifiers.errors import WorkerTimeoutError
 
 # Stands in for `rubric_process`, which takes seconds to load: "hang" keeps it from ever saying anything again.
 PROCESS = """
@@ -73,7 +71,7 @@ class World:
 
 @pytest_asyncio.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(rubric_child, "_COMMAND", (sys.executable, "-S", "-E", "-c", PROCESS))
+    monkeypatch.setattr(rubrics, "_COMMAND", (sys.executable, "-S", "-E", "-c", PROCESS))
     made = World(tmp_path)
     yield made
     await made.close()
@@ -82,12 +80,12 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give groups that hang 0.3 s, which they wait for in full, and all others as long as they need."""
-    ask = rubric_child.RubricChild.ask
+    ask = rubrics.RubricChild.ask
 
     async def ask_in(child: Any, body: dict[str, Any], timeout_s: float) -> Any:
         return await ask(child, body, 0.3 if "hang" in [item["text"] for item in body["items"]] else 30.0)
 
-    monkeypatch.setattr(rubric_child.RubricChild, "ask", ask_in)
+    monkeypatch.setattr(rubrics.RubricChild, "ask", ask_in)
 
 
 async def graded(grader: RubricGrader, *texts: str) -> list[Any]:
@@ -126,75 +124,10 @@ async def test_an_environment_that_loads_longer_than_a_request_may_take_grades_a
     assert world.starts == 1
 
 
-async def test_loading_is_no_part_of_the_time_of_a_group(world: World) -> None:
-    world.gate.unlink()
-    grader = world.grader(timeout_s=0.4)
-    grader._grace_s = 0.4
-    waiting = asyncio.create_task(graded(grader, "1"))
-    await world.until(lambda: world.starts == 1)
-    # longer than the group's time and what the process may be silent beyond it
-    await asyncio.sleep(1.2)
-    child: Any = grader._child
-    # for a busy machine
-    child._grace_s = 30.0
-    world.gate.touch()
-    assert await waiting == [1.0]
-    assert world.starts == 1
-
-
 async def test_an_environment_that_cannot_be_loaded_is_an_error_each_time(world: World) -> None:
     grader = world.grader("broken")
     for _ in range(2):
         assert await graded(grader, "1") == ["rubric: the grader's process ended without an answer"]
-
-
-async def test_groups_beside_one_that_halts_their_process_are_graded_in_the_time_that_is_left(
-    world: World, impatient: None
-) -> None:
-    """As where a pattern matches without end and holds the lock of the interpreter."""
-    grader = world.grader(load_s=0.4)
-    grader._grace_s = 0.3
-    assert await graded(grader, "1") == [1.0]
-    hanging, *others = await graded(grader, "hang", *"121111")
-    assert others == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
-    assert "in time" in hanging
-
-
-async def test_a_process_for_second_chances_that_has_died_since_is_replaced(world: World) -> None:
-    grader = world.grader(timeout_s=20.0)
-    body = {"row": Row("d:0", "?", "1").as_json(), "items": [{"text": "1"}]}
-    for _ in range(2):
-        answer = await grader._asked_alone(body)
-        assert answer["results"][0]["reward"] == 1.0
-        (apart,) = grader._apart
-        apart.kill()
-
-
-async def test_a_second_chance_that_comes_too_late_has_loaded_the_process_for_the_next_one(
-    world: World, pass_time: Callable[[float], None]
-) -> None:
-    grader = world.grader()
-    assert await graded(grader, "1") == [1.0]
-    world.gate.unlink()
-    asked = asyncio.create_task(graded(grader, "die", "1"))
-    await world.until(lambda: world.starts == 1 + 2)
-    pass_time(grader._wait_s)
-    assert all("in time" in problem for problem in await asked)
-    apart: list[Any] = list(grader._apart)
-    world.gate.touch()
-    await world.until(lambda: not any(child.loading for child in apart))
-    assert (await graded(grader, "die", "1"))[1] == 1.0
-    assert world.starts == 1 + 2 + 1
-
-
-async def test_a_time_that_leaves_no_second_chance_is_warned_of(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert world.grader(wait_s=2.0)._timeout_s == pytest.approx(0.8)
-    world.grader(wait_s=60.0, timeout_s=20.0)
-    assert caplog.text == ""
-    world.grader(wait_s=60.0, timeout_s=50.0)
-    assert "gets 28 s for a group instead of its timeout_s of 50" in caplog.text
 
 
 async def test_several_that_halt_their_process_hold_up_no_second_chance(world: World, impatient: None) -> None:
@@ -239,68 +172,3 @@ async def test_closing_ends_every_process_whatever_it_does(world: World, loading
     assert all(child.gone for child in children)
     assert all(isinstance(problem, str) for problem in await asking)
     assert await graded(grader, "1") == ["rubric: the grader's process ended without an answer"]
-
-
-class StubChild:
-    """In place of a process, where a test decides in which turn of the loop each thing happens."""
-
-    made: ClassVar[list[StubChild]] = []
-
-    def __init__(self, *_: Any) -> None:
-        self.usable, self.loading, self.gone = True, False, False
-        self.asked: list[asyncio.Future[Any]] = []
-        self.made.append(self)
-
-    async def ask(self, body: dict[str, Any], timeout_s: float) -> Any:
-        self.asked.append(asyncio.get_running_loop().create_future())
-        return await self.asked[-1]
-
-    def kill_when_idle(self) -> None:
-        self.usable = False
-
-    async def close(self) -> None:
-        self.usable = False
-
-
-@pytest.fixture
-def stubs(monkeypatch: pytest.MonkeyPatch) -> list[StubChild]:
-    monkeypatch.setattr(rubrics, "RubricChild", StubChild)
-    monkeypatch.setattr(StubChild, "made", [])
-    return StubChild.made
-
-
-async def turns() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("in_line", [1, rubrics._SECOND_CHANCES])
-async def test_processes_that_end_second_chances_at_once_are_left_to_the_groups_in_line(
-    world: World, stubs: list[StubChild], in_line: int
-) -> None:
-    grader, at_once = world.grader(), rubrics._SECOND_CHANCES
-    groups = [asyncio.create_task(grader._asked_alone({})) for _ in range(at_once + in_line)]
-    for _ in range(2):
-        await turns()
-        for waiting in [one for child in stubs for one in child.asked if not one.done()]:
-            waiting.set_result({"results": []})
-    await turns()
-    assert all(group.done() for group in groups)
-    assert len(stubs) == at_once
-    # one is kept for later
-    assert sum(child.usable for child in stubs) == 1
-
-
-async def test_a_function_that_hangs_is_not_taken_for_an_environment_that_loads(
-    world: World, stubs: list[StubChild]
-) -> None:
-    """Though the process of the next groups is being loaded by then."""
-    grader = world.grader()
-    hanging = asyncio.create_task(graded(grader, "1"))
-    await turns()
-    (left,) = stubs
-    grader._retire(cast(Any, left))
-    grader._shared_child()
-    stubs[1].loading = True
-    left.asked[0].set_exception(WorkerTimeoutError("late"))
-    assert await hanging == ["rubric: the grader did not answer in time"]

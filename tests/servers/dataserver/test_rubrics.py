@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +97,6 @@ async def test_completions_of_one_sample_in_a_request_are_a_group(serve: Any, en
     assert [result["reward"] for result in results] == [0.0, 0.0, 1.0, 1.0]
 
 
-# with a stand-in for the process, which loads in no time, test_rubric_processes.py has the same and more
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["hang", "spin", "die"])
-async def test_a_rubric_that_fails_is_an_error_of_that_completion_and_continues_after(
-    serve: Any, environment: Any, how: str
-) -> None:
-    server = await serve({"datasets": {"env": environment(timeout_s=0.5)}})
-    # loads the environment, which may take longer than a grade may
-    assert (await server.grade(("env:1", "1")))[0]["reward"] == 1.0
-    (failed,) = await server.grade(("env:1", how))
-    assert failed["reward"] is None
-    assert "the answer is" not in failed["error"]
-    assert (await server.grade(("env:1", "1")))[0]["reward"] == 1.0
-
-
 @pytest.mark.slow
 async def test_what_others_wait_for_survives_a_neighbour_that_brings_the_process_down(
     serve: Any, environment: Any
@@ -121,27 +105,3 @@ async def test_what_others_wait_for_survives_a_neighbour_that_brings_the_process
     await server.grade(("env:1", "1"))
     results = await asyncio.gather(server.grade(("env:1", "die")), *(server.grade(("env:1", "1")) for _ in range(8)))
     assert [result["reward"] for (result,) in results] == [None] + [1.0] * 8
-
-
-async def test_the_process_ends_with_the_server(serve: Any, environment: Any, tmp_path: Path) -> None:
-    from verifiers_dataserver.config import load_configuration
-    from verifiers_dataserver.serving import load
-
-    server = await serve({"datasets": {"env": environment()}})
-    await server.grade(("env:1", "1"))
-    loaded = load(load_configuration(tmp_path / "config.yaml"))
-    grader: Any = loaded.rewards.by_dataset["env"].parts[0].grader
-    from verifiers_dataserver.grading.graders import Task
-    from verifiers_dataserver.tasks import Completion
-
-    task = Task(loaded.datasets["env"].row(1), Completion("hang", 1), 0)
-    waiting = asyncio.create_task(grader.grade([task]))
-    while grader._child is None or grader._child._process is None:  # noqa: ASYNC110 - it sets no events
-        await asyncio.sleep(0.01)
-    process = grader._child._process
-    started = time.monotonic()
-    await loaded.rewards.close()
-    assert process.returncode is not None
-    (score,) = await waiting
-    assert score.value is None
-    assert time.monotonic() - started < 30

@@ -89,12 +89,6 @@ def test_names_that_do_not_match_are_an_error_that_changes_nothing(policy: Any, 
     assert server.version == "default"
 
 
-def test_a_copy_in_another_kind_of_number_is_rounded_and_nothing_else(policy: Any) -> None:
-    copy = frozen_copy(policy.config, policy.state_dict(), "cpu", torch.bfloat16)
-    for name, tensor in copy.state_dict().items():
-        assert torch.equal(tensor, policy.state_dict()[name].to(torch.bfloat16))
-
-
 async def test_it_answers_over_http_and_stamps_the_version(
     policy: Any, server: InProcessServer, reference: Any
 ) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +42,83 @@ def test_a_worker_that_forbids_other_threads_to_be_set_is_no_obstacle(monkeypatc
     # as vLLM's CPU worker does once its threads are bound
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     assert load_with_every_core(torch.get_num_threads)() == 3
+
+
+class Info:
+    """Stand-in for vLLM's record of a layer."""
+
+    def __init__(self) -> None:
+        self.load_numel = 0
+        self.loaded_weights: list[str] = []
+        self.is_open = False
+
+    def can_load(self) -> bool:
+        return self.is_open
+
+
+class Wrapper:
+    """Stands in for the class through which vLLM calls its workers."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[Info]:
+    infos = [Info(), Info()]
+    layerwise = types.ModuleType("layerwise")
+    layerwise.get_layerwise_info = lambda layer: layer  # type: ignore[attr-defined]
+
+    def finalize(model: Any, config: Any) -> None:
+        assert config == "config"
+        for layer in model.modules():
+            # vLLM takes what came so far for all there is
+            assert layer.load_numel == len(layer.loaded_weights) == 0
+            layer.is_open = False
+
+    layerwise.finalize_layerwise_reload = finalize  # type: ignore[attr-defined]
+    worker_base = types.ModuleType("worker_base")
+    worker_base.WorkerWrapperBase = Wrapper  # type: ignore[attr-defined]
+    reload = types.ModuleType("reload")
+    reload.layerwise = layerwise  # type: ignore[attr-defined]
+    names = {"vllm.model_executor.model_loader.reload": reload, "vllm.v1.worker.worker_base": worker_base}
+    for name, module in names.items():
+        for place in range(name.count(".")):
+            parent = ".".join(name.split(".")[: place + 1])
+            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Wrapper, "reload_weights", None, raising=False)
+    del Wrapper.reload_weights  # type: ignore[attr-defined]
+    loading.wrap_reload_weights()
+    loading.wrap_reload_weights()
+    return infos
+
+
+def wrapper_of(layers: list[Info], fails: bool) -> Any:
+    def load(path: str, *, strict: bool) -> str:
+        for layer in layers:
+            layer.is_open = True
+            layer.load_numel += 1
+            layer.loaded_weights.append(path)
+        if fails:
+            raise OSError("the disk hiccups")
+        for layer in layers:
+            layer.__init__()  # type: ignore[misc]
+        return f"{path} {strict}"
+
+    model = SimpleNamespace(modules=lambda: layers)
+    runner = SimpleNamespace(get_model=lambda: model, model_config="config")
+    return Wrapper(SimpleNamespace(reload_weights=load, model_runner=runner))
+
+
+def test_a_load_that_breaks_off_is_reported_and_forgotten(layers: list[Info]) -> None:
+    with pytest.raises(OSError, match="hiccups"):
+        wrapper_of(layers, fails=True).reload_weights("weights", strict=True)
+    assert [(layer.is_open, layer.load_numel, layer.loaded_weights) for layer in layers] == [(False, 0, [])] * 2
+
+
+def test_a_load_that_goes_well_is_the_workers_own(layers: list[Info]) -> None:
+    assert wrapper_of(layers, fails=False).reload_weights("weights", strict=True) == "weights True"

@@ -7,13 +7,14 @@ text is in the log.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import ConfigError, Error, GradingError, WorkerCallError, WorkerTimeoutError
@@ -25,8 +26,6 @@ from verifiers_dataserver.tasks import Completion, Row, answer_part
 
 if TYPE_CHECKING:
     import aiohttp
-
-__all__ = ["BuiltinGrader", "Grader", "HttpGrader", "MathGrader", "PythonGrader", "Task"]
 
 log = logging.getLogger("verifiers_dataserver")
 
@@ -45,24 +44,21 @@ class Task:
     index: int
 
 
-class Grader(Protocol):
+class Grader(abc.ABC):
     """A grader of completions of one dataset."""
 
+    @abc.abstractmethod
     async def grade(self, tasks: Sequence[Task]) -> list[Score]:
         """Return a score for each task, in order."""
-        ...
 
-    async def close(self) -> None:
-        """End what it runs."""
-        ...
+    async def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """End what it runs of its own; pools belong to those who made them."""
 
 
-class BuiltinGrader:
+class BuiltinGrader(Grader):
     """A function of `scores`: on the event loop by slices, or in a thread or worker where it may take long.
 
     Args:
-        name: for messages.
-        scorer: the function with its options.
         key: its name among the built-in ones.
         pool: where those run that may never end.
         wait_s: seconds that one completion may take there, waiting included.
@@ -110,11 +106,8 @@ class BuiltinGrader:
             return Score(problem=f"{self._name}: {answer['missing']}")
         return Score(float(answer["score"]))
 
-    async def close(self) -> None:
-        """Leave the pool open: it is shared, and its maker closes it."""
 
-
-class MathGrader:
+class MathGrader(Grader):
     """Answers compared as mathematics: by their text, or by math-verify in workers."""
 
     def __init__(self, name: str, answer_from: str, timeout_s: float, wait_s: float) -> None:
@@ -134,15 +127,11 @@ class MathGrader:
             return Score(problem=f"{self._name}: the comparison {verdict.value.replace('_', ' ')}")
         return Score(float(verdict is MathVerdict.RIGHT))
 
-    async def close(self) -> None:
-        """Do nothing: its workers belong to the process."""
 
-
-class PythonGrader:
+class PythonGrader(Grader):
     """A function of the user, called in a sandboxed worker process for each completion.
 
     Args:
-        name: for messages.
         target: "module:function".
         options: further keyword arguments.
         pool: its own, so that one that hangs holds up nobody else.
@@ -179,11 +168,8 @@ class PythonGrader:
         function = "verifiers_dataserver.grading.worker_functions:call_grader"
         return score_of(self._name, await self._pool.call(function, self._target, given, self._options))
 
-    async def close(self) -> None:
-        """Leave the pool open; its maker closes it."""
 
-
-class HttpGrader:
+class HttpGrader(Grader):
     """A grader behind a URL: one POST for all completions of a request.
 
     It gets {"samples": [{sample_id, completion_index, prompt, system_prompt, answer, metadata, completion,
@@ -279,11 +265,7 @@ def split_prompt(prompt: list[dict[str, Any]] | str) -> tuple[str | None, str | 
 async def each(
     name: str, grade: Callable[[Task], Awaitable[Score]], tasks: Sequence[Task], wait_s: float
 ) -> list[Score]:
-    """Grade tasks side by side, each by itself: one that fails is its own failure alone.
-
-    Args:
-        wait_s: seconds that one may take, waiting for a free worker included.
-    """
+    """Grade tasks side by side, each by itself and in `wait_s` seconds: one that fails is its own failure alone."""
 
     async def one(task: Task) -> Score:
         try:
@@ -296,7 +278,6 @@ async def each(
 
 
 def score_of(name: str, value: Any) -> Score:
-    """Return a score out of what a grader answered."""
     try:
         return Score(finite_float(value))
     except GradingError:

@@ -32,8 +32,6 @@ from verifiers_dataserver.grading.rubrics import RubricGrader
 from verifiers_dataserver.scores import BUILTIN, JsonSchema, Score
 from verifiers_dataserver.tasks import is_answer_from
 
-__all__ = ["DatasetReward", "Rewards"]
-
 log = logging.getLogger("verifiers_dataserver")
 
 _GRACE_S = 2.0
@@ -41,8 +39,6 @@ _GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A grader in a dataset's reward."""
-
     name: str
     grader: Grader
     weight: float
@@ -51,11 +47,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class DatasetReward:
-    """The reward of one dataset's completions.
-
-    Attributes:
-        timeout_s: seconds after which what has no score yet is a failure.
-    """
+    """The reward of one dataset's completions; what has no score after `timeout_s` seconds is a failure."""
 
     parts: Sequence[Part]
     timeout_s: float
@@ -112,11 +104,7 @@ class Rewards:
 
     @classmethod
     def build(cls, configuration: Configuration, datasets: dict[str, TaskRows]) -> Rewards:
-        """Return the graders of a configuration; processes start when they are needed.
-
-        Raises:
-            ConfigError: a grader that cannot be made.
-        """
+        """Return the graders of a configuration; processes start when they are needed. Raises ConfigError."""
         rewards = cls()
         try:
             rewards._add_all(configuration, datasets)
@@ -212,7 +200,6 @@ class Rewards:
             raise ConfigError(f"graders.{key}.python is {target!r}: {problem}; {remedy}.")
 
     async def close(self) -> None:
-        """End all processes and connections."""
         for grader in self._owned:
             await grader.close()
         await asyncio.to_thread(self._close_pools)

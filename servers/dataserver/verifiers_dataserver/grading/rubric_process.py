@@ -1,4 +1,4 @@
-"""The process that holds an environment and grades by its rubric; started by `RubricChild`, never by hand.
+"""The process that holds an environment and grades by its rubric; started by `rubrics.RubricChild`, never by hand.
 
 The first line of its input names the environment, every further one is a group; answers are lines too. It
 ends with its input, which is closed when its parent ends, however that ends.
@@ -13,15 +13,9 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["graded", "main"]
-
 
 async def graded(environment: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Score one group by the environment's rubric.
-
-    Args:
-        request: {"row": ..., "items": [{"text", "tokens", "messages"}], "timeout_s"}.
-    """
+    """Score one group, {"row": ..., "items": [{"text", "tokens", "messages"}], "timeout_s"}, by the rubric."""
     from verifiers.envs.conversation import begin_turns
     from verifiers.rollouts.play import begin_state
     from verifiers.rollouts.rollout import RolloutRequest

@@ -8,8 +8,13 @@ long, for nothing else ends a function that hangs; the next group gets a new one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
 import logging
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,11 +22,8 @@ from typing import Any
 from verifiers.concurrency import gather_owned
 from verifiers.errors import WorkerError, WorkerTimeoutError
 from verifiers_dataserver.config import EnvironmentTable
-from verifiers_dataserver.grading.graders import Task, failed, score_of
-from verifiers_dataserver.grading.rubric_child import RubricChild
+from verifiers_dataserver.grading.graders import Grader, Task, failed, score_of
 from verifiers_dataserver.scores import Score
-
-__all__ = ["RubricGrader"]
 
 log = logging.getLogger("verifiers_dataserver")
 
@@ -29,13 +31,16 @@ _GRACE_S = 2.0
 _SECOND_CHANCES = 4
 """Processes that groups get for themselves at once, where one of several brought their common one down."""
 
+# long: the server itself loaded the environment at start-up, so loading it succeeds
+_LOAD_S = 900.0
+_LINE_BYTES = 256 << 20
+_COMMAND = (sys.executable, "-m", "verifiers_dataserver.grading.rubric_process")
 
-class RubricGrader:
+
+class RubricGrader(Grader):
     """A grader by the rubric of an environment: completions of one prompt in a request are a group.
 
     Args:
-        name: for messages.
-        table: which environment, and what it may take.
         environment: the same environment in this process; only asked whether its rubric compares a whole
             group.
         wait_s: seconds that one group may take, waiting for room and for the environment included.
@@ -58,10 +63,7 @@ class RubricGrader:
         self._in_groups = getattr(environment.rubric, "has_group_funcs", True) is not False
         self._room = asyncio.Semaphore(table.concurrency)
         self._second_chances = asyncio.Semaphore(_SECOND_CHANCES)
-        self._in_line = 0
         self._child: RubricChild | None = None
-        # each for one group at a time, which has been in a process that was brought down
-        self._apart: list[RubricChild] = []
         self._all: set[RubricChild] = set()
         self._closed = False
 
@@ -91,57 +93,28 @@ class RubricGrader:
 
     def _shared_child(self) -> RubricChild:
         if self._child is None or not self._child.usable:
-            self._retire(self._child)
             self._child = self._new_child()
         return self._child
 
     async def _asked(self, child: RubricChild, group: Sequence[Task]) -> list[Any]:
-        row = group[0].row.as_json()
         items = [{**asdict(task.completion), "messages": task.completion.as_messages()} for task in group]
-        body = {"row": row, "items": items}
+        body = {"row": group[0].row.as_json(), "items": items}
         try:
             answer = await child.ask(body, self._timeout_s)
         except WorkerTimeoutError:
             # whatever hangs in there would hold up the next groups too
-            self._retire(child)
+            child.retire()
             raise
         except WorkerError:
-            self._retire(child)
-            answer = await self._asked_alone(body)
+            # another group may have ended the process
+            async with self._second_chances:
+                own = self._new_child()
+                try:
+                    answer = await own.ask(body, self._timeout_s)
+                finally:
+                    own.retire()
         results: list[Any] = answer["results"]
         return results
-
-    async def _asked_alone(self, body: dict[str, Any]) -> Any:
-        """Give a second chance to a group whose process ended, for another group may have ended it."""
-        self._in_line += 1
-        try:
-            await self._second_chances.acquire()
-        finally:
-            self._in_line -= 1
-        try:
-            return await self._asked_apart(body)
-        finally:
-            self._second_chances.release()
-
-    async def _asked_apart(self, body: dict[str, Any]) -> Any:
-        while self._apart and not self._apart[-1].usable:
-            self._apart.pop()
-        child = self._apart.pop() if self._apart else self._new_child()
-        try:
-            answer = await child.ask(body, self._timeout_s)
-        except BaseException:
-            if child.loading:
-                # the next second chance finds it loaded
-                self._apart.append(child)
-            else:
-                self._retire(child)
-            raise
-        # one is kept, and one more for each group in line, which takes it in a later turn of the loop
-        if child.usable and len(self._apart) <= self._in_line:
-            self._apart.append(child)
-        else:
-            self._retire(child)
-        return answer
 
     def _new_child(self) -> RubricChild:
         if self._closed:
@@ -151,15 +124,7 @@ class RubricGrader:
         self._all.add(child)
         return child
 
-    def _retire(self, child: RubricChild | None) -> None:
-        """Give a child no more groups, and kill it once the groups in it have ended."""
-        if child is not None:
-            child.kill_when_idle()
-        if self._child is child:
-            self._child = None
-
     async def close(self) -> None:
-        """Kill the processes."""
         self._closed = True
         for child in list(self._all):
             await child.close()
@@ -171,3 +136,166 @@ def _score(name: str, result: Any) -> Score:
         return Score(problem=f"{name}: the reward function {result['func']!r} failed")
     score = score_of(name, result["reward"])
     return Score(score.value, score.problem, result["metrics"]) if score.value is not None else score
+
+
+class RubricChild:
+    """A process that starts with the first group, and ends by itself even if nobody waits for it.
+
+    It has loaded an environment and grades groups by its rubric: JSON lines in and out.
+
+    Args:
+        grace_s: seconds beyond a group's time after which a process that says nothing is killed.
+    """
+
+    def __init__(self, table: EnvironmentTable, grace_s: float) -> None:
+        self._table, self._grace_s = table, grace_s
+        self._numbers = itertools.count()
+        # what requests wait for, and what ends the process where no answer comes, also when nobody waits any more
+        self._groups: dict[int, tuple[asyncio.Future[Any], asyncio.TimerHandle]] = {}
+        self._asking = 0
+        self._retired = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
+        self._why = "the rubric's process ended"
+        self.ended = False
+
+    @property
+    def usable(self) -> bool:
+        """False once it has ended, or something hangs in it."""
+        return not (self.ended or self._retired)
+
+    @property
+    def loading(self) -> bool:
+        """True while the environment is being loaded."""
+        return self._life is not None and not self._begun.is_set()
+
+    @property
+    def gone(self) -> bool:
+        """True once nothing of it is left, the task that read its answers included."""
+        return self.ended and (self._life is None or self._life.done())
+
+    async def ask(self, body: dict[str, Any], timeout_s: float) -> Any:
+        """Return the answer to one group. Waiting for the environment to be loaded is not part of its time.
+
+        Raises:
+            WorkerTimeoutError: it took too long.
+            WorkerError: the process ended, perhaps by the fault of another group, or could not be started.
+        """
+        if self._life is None and not self.ended:
+            # a task of its own: a request that is given up must not break the process for the next one
+            self._life = asyncio.create_task(self._live())
+        self._asking += 1
+        try:
+            if self._life is not None:
+                await self._begun.wait()
+            if self.ended:
+                raise WorkerError(self._why)
+            found = await self._answered(body, timeout_s)
+        finally:
+            self._asking -= 1
+            self._kill_where_idle()
+        if found.get("timed_out"):
+            raise WorkerTimeoutError(f"the rubric did not answer within {timeout_s:g} s")
+        return found
+
+    async def _answered(self, body: dict[str, Any], timeout_s: float) -> Any:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._groups[number] = answer, loop.call_later(timeout_s + self._grace_s, self._too_silent, answer, timeout_s)
+        line = json.dumps({"number": number, "timeout_s": timeout_s, **body}) + "\n"
+        self._process.stdin.write(line.encode())
+        with contextlib.suppress(ConnectionError):
+            await self._process.stdin.drain()
+        return await answer
+
+    def _too_silent(self, answer: asyncio.Future[Any], timeout_s: float) -> None:
+        """Kill a process that does not report a timed-out group: its event loop is blocked."""
+        problem = f"the rubric did not answer within {timeout_s:g} s"
+        _fail(answer, WorkerTimeoutError(problem))
+        self._why = f"the rubric's process was killed: {problem}"
+        self.kill()
+
+    async def _live(self) -> None:
+        try:
+            await self._started_and_read()
+        except Exception as error:
+            self._why = f"the rubric's process failed: {type(error).__name__}: {error}"
+        finally:
+            self.kill()
+            self._begun.set()
+            for answer, silence in self._groups.values():
+                silence.cancel()
+                _fail(answer, WorkerError(self._why))
+            if self._process is not None:
+                await self._process.wait()
+
+    async def _started_and_read(self) -> None:
+        first = json.dumps({"id": self._table.id, "args": self._table.args}) + "\n"
+        process = self._process = await asyncio.create_subprocess_exec(
+            *_COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            limit=_LINE_BYTES,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if self.ended:
+            return
+        process.stdin.write(first.encode())
+        ready = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOAD_S):
+                ready = await process.stdout.readline()
+        if not ready:
+            if not self.ended:
+                self._why = f"the environment {self._table.id!r} could not be loaded in a process of its own"
+            return
+        self._begun.set()
+        while line := await process.stdout.readline():
+            self._take(json.loads(line))
+
+    def _take(self, found: dict[str, Any]) -> None:
+        # also where nobody waits for that group any more: what hangs in there is still there
+        self._retired = self._retired or bool(found.get("timed_out"))
+        answer, silence = self._groups.pop(found["number"])
+        silence.cancel()
+        if not answer.done():
+            answer.set_result(found)
+        self._kill_where_idle()
+
+    def retire(self) -> None:
+        """Take no more groups, and end once nobody waits for one."""
+        self._retired = True
+        self._kill_where_idle()
+
+    def _kill_where_idle(self) -> None:
+        if self._retired and not self._asking:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill it and what it started."""
+        self.ended = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Kill it and wait until it is gone."""
+        self.kill()
+        if self._life is not None:
+            # not awaited itself: who is cancelled here must not cancel the end of the process
+            await asyncio.wait([self._life])
+        # its pipes are let go of one turn of the loop later
+        await asyncio.sleep(0)
+
+
+def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        # nobody may be waiting for it any more
+        answer.exception()

@@ -7,53 +7,26 @@ import contextlib
 import importlib
 import inspect
 import os
-import random
-import threading
-import time
 from typing import Any
 
 from verifiers.errors import GradingError
 from verifiers_dataserver.scores import BUILTIN, Scorer
 from verifiers_dataserver.tasks import Completion, Row, answer_part
 
-__all__ = ["call_grader", "check_grader", "lower_priority", "score_builtin", "score_in_worker"]
-
 _NICENESS = 10
-_TRIES = 20
 
 
 def lower_priority() -> None:
     """Leave scarce cores to the server: a grader that computes without end must not slow its answers.
 
-    For a process in a session of its own: the rest of its session has the lower priority too.
+    For a process in a session of its own: the rest of its session has the lower priority too. Linux with autogroups
+    weighs whole sessions against each other, and niceness only within one; the kernel lets a user's processes change
+    that ten times a second, all together, so some calls keep the priority that they have.
     """
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    if not _lower_group():
-        threading.Thread(target=_lower_group_later, daemon=True).start()
-
-
-def _lower_group() -> bool:
-    """Return whether there is nothing left to do.
-
-    Linux with autogroups weighs whole sessions against each other, and niceness only within one.
-    """
-    try:
-        with open("/proc/self/autogroup", "w") as group:
-            group.write(str(_NICENESS))
-    except BlockingIOError:
-        # the kernel lets the processes of users do this ten times a second, all together
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _lower_group_later() -> None:
-    for _ in range(_TRIES):
-        time.sleep(random.uniform(0.1, 0.5))
-        if _lower_group():
-            return
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(_NICENESS))
 
 
 def check_grader(target: str) -> str | None:
@@ -87,7 +60,6 @@ def call_grader(target: str, given: dict[str, Any], options: dict[str, Any]) -> 
 def score_in_worker(
     name: str, options: dict[str, Any], completion: dict[str, Any], row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Call `score_builtin` in a process that is made for it."""
     lower_priority()
     return score_builtin(name, options, completion, row)
 

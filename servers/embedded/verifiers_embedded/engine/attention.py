@@ -82,13 +82,7 @@ def filled_up(columns: int, dtype: torch.dtype) -> int:
 
 
 def row_groups(lengths: Sequence[int], most: int, dtype: torch.dtype) -> Rows:
-    """Group neighbouring rows, which read as many columns as their longest has.
-
-    Args:
-        lengths: columns that each row has to see, best in falling order.
-        most: columns there are.
-        dtype: of the keys.
-    """
+    """Group neighbouring rows, which read as many columns as their longest has; lengths are best in falling order."""
     groups: list[tuple[int, int, int]] = []
     first, longest, wasted = 0, 0, 0
     for row, length in enumerate(lengths):
@@ -114,13 +108,7 @@ def attend(
     """Compute attention for transformers: (rows, heads, tokens, width) in, (rows, tokens, heads, width) out."""
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-    layout: Rows | Prompts | None
-    # not is_compiling(), which is true while any other thread of the process compiles
-    if torch.compiler.is_dynamo_compiling():
-        # What is compiled must fit every step, so no layout; one token of each row needs no repeated keys.
-        layout = Rows(((0, key.shape[0], key.shape[2]),)) if query.shape[2] == 1 else None
-    else:
-        layout = _layout.get()
+    layout = _layout.get()
     if layout is None or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if isinstance(layout, Prompts):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Listed
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -36,16 +34,7 @@ class ActiveBatch:
     """A batch of up to `slots` sequences, row i of the cache belonging to ``sequences[i]``.
 
     A prompt's last token is not prefilled: it goes through the decode pass like every token after it, so that
-    all logits that are sampled from come from one place.
-
-    Args:
-        model: a causal language model of transformers, frozen and in eval mode.
-        slots: most sequences at once.
-        max_model_len: most tokens of one sequence, prompt and completion together.
-        prefix_bytes: memory for keys and values of finished sequences, which later prompts may continue.
-        backend: of torch.compile, for the passes of one token a sequence; None runs them as they are.
-        record: `decoding.cuda_graph`, for the same passes; None runs them as they are.
-        cache_tokens: most rows times columns of the cache; None: all that the slots can need.
+    all logits that are sampled from come from one place. The arguments are those of `Engine`.
     """
 
     def __init__(
@@ -54,7 +43,6 @@ class ActiveBatch:
         slots: int,
         max_model_len: int,
         prefix_bytes: int = 0,
-        backend: str | Callable[..., Any] | None = None,
         record: Record | None = None,
         cache_tokens: int | None = None,
     ) -> None:
@@ -65,10 +53,10 @@ class ActiveBatch:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._windows = attention_windows(model.config)
-        fixed = backend is not None or record is not None
-        one_token = model if backend is None else torch.compile(model, backend=backend, dynamic=False)
-        run = partial(self._one_token, one_token)
-        self._fixed_pass = FixedPass(lambda last: run(last, self.allocated[1]), record) if fixed else None
+        fixed = record is not None
+        self._fixed_pass = None
+        if record is not None:
+            self._fixed_pass = FixedPass(lambda last: self._one_token(last, self.allocated[1]), record)
         self._by_length = install(model) and not fixed
         use_onednn(model)
         self._packs_prompts = self._by_length and list(self._windows.values()) == [None]
@@ -82,7 +70,6 @@ class ActiveBatch:
 
     @property
     def allocated(self) -> tuple[int, int]:
-        """Cache rows and columns that memory is held for."""
         return self._cache.allocated
 
     @property
@@ -146,7 +133,6 @@ class ActiveBatch:
         self._prefill(range(len(self.sequences)))
 
     def step(self) -> Draw:
-        """Sample the next token of every sequence."""
         if self._sampler is None:
             self._sampler = BatchSampler([item.request.sampling for item in self.sequences], self._device)
             rows = enumerate(self.sequences)
@@ -169,13 +155,13 @@ class ActiveBatch:
             return self._fixed_pass(last, self._cache.place)[: len(lengths)]
         columns = self._filled_up(max(lengths))
         with laid_out(row_groups(lengths, columns, self._dtype) if self._by_length else None):
-            return self._one_token(self._model, upload([tokens, places], self._device), columns)
+            return self._one_token(upload([tokens, places], self._device), columns)
 
-    def _one_token(self, forward: Callable[..., Any], last: torch.Tensor, columns: int) -> torch.Tensor:
+    def _one_token(self, last: torch.Tensor, columns: int) -> torch.Tensor:
         """Return the logits after ids at positions, `last` (2, rows); waits for nothing."""
         ids, positions = last[0], last[1]
         self._cache.begin_decode(positions, columns)
-        output = forward(
+        output = self._model(
             input_ids=ids[:, None],
             position_ids=positions[:, None],
             attention_mask=self._masks(positions[:, None], columns),
@@ -234,11 +220,7 @@ class ActiveBatch:
                 self._cache.move([first] * len(others), others, len(prompt), self._device)
 
     def _extend(self, starts: list[tuple[int, int]]) -> None:
-        """Compute keys and values behind those that rows already have.
-
-        Args:
-            starts: (row, number of tokens it has).
-        """
+        """Compute keys and values behind those that rows already have: (row, number of tokens it has)."""
         if not starts:
             return
         columns = self._filled_up(max(len(self.sequences[row].tokens) for row, _ in starts))
@@ -324,12 +306,7 @@ class ActiveBatch:
 def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list[int]:
     """Order the rows by falling length from block to block, and as they are now within one, so that few move.
 
-    Sequences grow alike, so their order holds until one comes or goes.
-
-    Args:
-        lengths: of the sequences, in tokens.
-        rows: where they are now; None for new ones.
-        block: rows whose order does not matter.
+    Sequences grow alike, so their order holds until one comes or goes. `rows` are their places now; None for new.
     """
     count = len(lengths)
     order = sorted(range(count), key=lambda item: (-lengths[item], count if rows[item] is None else rows[item]))
@@ -348,8 +325,7 @@ def arranged(lengths: Listed[int], rows: Listed[int | None], block: int) -> list
 def attention_windows(config: Any) -> dict[str, int | None]:
     """Return the kinds of attention the model's layers have, each with its window in tokens (None: all tokens).
 
-    Raises:
-        StartError: the model has layers of another kind, such as recurrent or chunked ones.
+    Raises StartError for layers of another kind, such as recurrent or chunked ones.
     """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)

@@ -17,7 +17,7 @@ from verifiers_embedded.engine.decoding import upload
 
 _COLUMN_STEP = 64
 _MOST_SHAPES = 7
-"""Sizes of a cache of fixed shapes; torch gives up compiling after 8."""
+"""Sizes of a cache of fixed shapes."""
 
 
 @dataclass
@@ -62,7 +62,6 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new states and return what the layer attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -91,13 +90,11 @@ class _SlotLayer(CacheLayerMixin):
         return stored[: writes.read_rows, : writes.read_columns].transpose(1, 2)
 
     def copy_out(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a copy of a row's first `length` keys and values."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[row, :length].clone(), self.values[row, :length].clone()
 
     def copy_in(self, row: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the first `length` keys and values of a row."""
         if not self.is_initialized:
             self.lazy_initialization(keys[None].transpose(1, 2), values[None].transpose(1, 2))
         assert self.keys is not None
@@ -114,19 +111,16 @@ class _SlotLayer(CacheLayerMixin):
             self._allocate(rows, columns)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
-        """Copy rows `source` over rows `target`."""
         if self.keys is not None and self.values is not None:
             self.keys[target, :columns] = self.keys[source, :columns]
             self.values[target, :columns] = self.values[source, :columns]
 
     def zero(self) -> None:
-        """Forget all content, and keep the tensors where they are."""
         if self.keys is not None and self.values is not None:
             self.keys.zero_()
             self.values.zero_()
 
     def clear(self) -> None:
-        """Free the tensors."""
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -149,12 +143,9 @@ class SlotCache(Cache):
     """The key-value cache of all layers, growing and shrinking with what is in the slots.
 
     Args:
-        layers: the model's number of layers.
-        max_rows: the number of slots; rows are allocated up to it.
-        max_columns: the longest sequence in tokens; columns are allocated up to it.
         max_cells: most rows times columns, unless a reservation that does not fit asks for more.
         fixed: allocate all rows, and columns in few sizes, for passes that read all that is allocated: what
-            is compiled or recorded for these shapes then fits every step. Such memory is held while idle, too.
+            is recorded for these shapes then fits every step. Such memory is held while idle, too.
 
     Attributes:
         place: changes where the tensors move in memory.
@@ -172,7 +163,6 @@ class SlotCache(Cache):
 
     @property
     def allocated(self) -> tuple[int, int]:
-        """Rows and columns that memory is held for."""
         return self._writes.rows, self._writes.columns
 
     @property
@@ -211,7 +201,6 @@ class SlotCache(Cache):
 
     @property
     def ready(self) -> bool:
-        """Return whether there are tensors to write to."""
         return all(layer.is_initialized for layer in self._slot_layers)
 
     def _fixed_columns(self, columns: int) -> int:
@@ -251,11 +240,9 @@ class SlotCache(Cache):
         self._writes.picked_rows, self._writes.read_columns = rows, columns
 
     def copy_out(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return a copy of a row's first `length` keys and values, layer by layer."""
         return [layer.copy_out(row, length) for layer in self._slot_layers]
 
     def copy_in(self, row: int, length: int, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Write the first `length` keys and values of a row from what `copy_out` gave."""
         for layer, (keys, values) in zip(self._slot_layers, states, strict=True):
             layer.copy_in(row, length, keys, values)
 
@@ -269,7 +256,6 @@ class SlotCache(Cache):
         self._writes.read_rows, self._writes.read_columns = rows, columns
 
     def move(self, source: list[int], target: list[int], columns: int, device: torch.device) -> None:
-        """Copy the first `columns` tokens of rows `source` over rows `target`."""
         source_ids, target_ids = upload([source, target], device)
         for layer in self._slot_layers:
             layer.move(source_ids, target_ids, columns)

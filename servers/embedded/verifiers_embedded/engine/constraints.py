@@ -57,11 +57,7 @@ class Guide:
         self.failure: str | None = None
 
     def allow(self, row: np.ndarray) -> None:
-        """Write which tokens may come next: a bit each, the lowest first.
-
-        Args:
-            row: `words` numbers of int32, a bit for every token; all are set where the grammar has failed.
-        """
+        """Write which tokens may come next: a bit each, the lowest first; all where the grammar has failed."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         # after a failure the library allows the end of the text, as if all were said
         if self._matcher.is_error():
@@ -78,14 +74,11 @@ class Guide:
 
 
 class Grammar:
-    """A compiled grammar, shared by all completions that follow it."""
-
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._words = (vocab_size + 31) // 32
 
     def begin(self) -> Guide:
-        """Return a guide that stands at the beginning."""
         return Guide(self._matcher.deep_copy(), self._words)
 
 
@@ -93,8 +86,6 @@ class GrammarCompiler:
     """A compiler of grammars for one tokenizer, which keeps those used last. Used on one event loop.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
-        vocab_size: tokens that the model can give.
         eos_ids: ids that end a completion: they are allowed where the grammar may end, and nowhere else.
     """
 
@@ -109,14 +100,9 @@ class GrammarCompiler:
         self._overdue: list[Future[Any]] = []
 
     async def compile(self, lark: str, param: str) -> Grammar:
-        """Return the grammar, ready to be followed.
+        """Return the grammar, ready to be followed; `param` is the request's field that asked for it.
 
-        Args:
-            lark: as `grammars.lark_grammar` writes it.
-            param: the request's field that asked for it, named in refusals.
-
-        Raises:
-            ApiError: llguidance is missing, the tokenizer cannot be constrained, or the grammar is refused.
+        Raises ApiError where llguidance is missing, the tokenizer cannot be constrained, or the grammar is refused.
         """
         # the same schema comes with every request of a block: one compiles it, the others wait
         async with self._one_at_a_time:
@@ -204,12 +190,7 @@ class _Vocabulary:
 
 
 def forbid(logits_NV: torch.Tensor, guides: Sequence[tuple[int, Guide]]) -> None:
-    """Set the logits of tokens that no guide of their row allows to -inf, in place. Other rows stay.
-
-    Args:
-        logits_NV: the model's last logits.
-        guides: rows of them, each with its guide.
-    """
+    """Set the logits of tokens that no guide of their row allows to -inf, in place. Other rows stay."""
     import torch
 
     size = logits_NV.shape[1]
@@ -238,9 +219,7 @@ def _most_of_byte(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 def token_bytes(tokenizer: Any, vocab_size: int, param: str) -> list[bytes]:
     """Return what each token adds to a text, in bytes; nothing for special tokens, which are left out of texts.
 
-    Raises:
-        ApiError: texts of this tokenizer are not the tokens' texts one after the other, or it cannot write
-            JSON.
+    Raises ApiError where its texts are not the tokens' texts one after the other, or it cannot write JSON.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise _unfit(param, "its tokenizer is not one of the fast ones")

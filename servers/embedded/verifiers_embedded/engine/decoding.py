@@ -54,22 +54,14 @@ class FixedPass:
     Args:
         run: takes ids and positions, (2, rows), and returns logits (rows, vocabulary); all else that it reads stays
             where it is, with one `place`.
-        record: `cuda_graph`, or None to run each pass as it is.
     """
 
-    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], record: Record | None) -> None:
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], record: Record) -> None:
         self._run, self._record = run, record
         self._recorded: tuple[int, torch.Tensor, Run] | None = None
 
     def __call__(self, last: torch.Tensor, place: int) -> torch.Tensor:
-        """Return the logits; the next call overwrites them.
-
-        Args:
-            last: ids and positions, (2, rows).
-            place: changes with the addresses of what the pass reads and writes.
-        """
-        if self._record is None:
-            return self._run(last)
+        """Return the logits, until the next call; `place` changes with the addresses of what the pass uses."""
         if self._recorded is None or self._recorded[0] != place:
             # the old recording's memory first
             self._recorded = None

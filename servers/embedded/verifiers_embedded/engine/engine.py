@@ -45,12 +45,9 @@ class Engine:
     Args:
         model: a causal language model of transformers, frozen and in eval mode, on its device.
         decode: token ids to text without special tokens, for stop strings; called from the engine's thread.
-        slots: most sequences at once.
         max_model_len: most tokens of one sequence, prompt and completion together.
-        threads: CPU threads for torch; None leaves torch's choice.
         prefix_bytes: memory for keys and values of finished sequences; a prompt that begins like one of them
             is computed from there on. A reload empties it.
-        backend: of torch.compile, such as "inductor"; None compiles nothing.
         record: `decoding.cuda_graph`, or None to record no passes.
         cache_tokens: slots times longest sequence that the key-value cache may hold; further requests wait, and
             where sequences outgrow it, the shortest waits too and is computed again. None: all that may be needed.
@@ -65,7 +62,6 @@ class Engine:
         max_model_len: int,
         threads: int | None = None,
         prefix_bytes: int = 0,
-        backend: str | Callable[..., Any] | None = None,
         record: Record | None = None,
         cache_tokens: int | None = None,
     ) -> None:
@@ -73,7 +69,7 @@ class Engine:
         self._decode = decode
         self._slots = slots
         self._threads = threads
-        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, backend, record, cache_tokens)
+        self._batch = ActiveBatch(model, slots, max_model_len, prefix_bytes, record, cache_tokens)
         self._wake = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -86,7 +82,6 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="vf-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -106,22 +101,19 @@ class Engine:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether no token is sampled until `resume`; also true while a pause still waits for its slots."""
+        """True while no token is sampled until `resume`; also while a pause still waits for its slots."""
         return self._paused or self._draining
 
     @property
     def weight_version(self) -> str:
-        """The label of the weights the next token will come from."""
         return self._version.label
 
     @property
     def counts(self) -> dict[str, int]:
-        """Sequences that have a slot, and those that wait for one."""
         return {"running": len(self._batch.sequences), "waiting": len(self._waiting)}
 
     @property
     def prefixes(self) -> dict[str, int]:
-        """Counts of kept prefixes and of their uses."""
         store = self._batch.prefixes
         return {
             "held": len(store),
@@ -156,10 +148,8 @@ class Engine:
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop sampling; the future is done when no more tokens come.
 
-        Args:
-            mode: ``keep`` freezes sequences where they are; ``wait`` lets those that have a slot finish;
-                ``abort``
-                answers those with what they have and finish reason ``abort``. Queued requests stay queued.
+        ``keep`` freezes sequences where they are; ``wait`` lets those that have a slot finish; ``abort`` answers
+        those with what they have and finish reason ``abort``. Queued requests stay queued.
         """
         done: Future[None] = Future()
 
@@ -325,7 +315,7 @@ class Engine:
                 ended.append(False)
                 continue
             if sequence.watcher is not None:
-                sequence.watcher.advance(sequence)
+                sequence.watcher(sequence)
             if reason is not None:
                 answers.append((sequence, sequence.finish(reason), None))
             keep.append(reason is None)

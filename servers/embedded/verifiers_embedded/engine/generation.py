@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from verifiers_embedded.engine.constraints import Grammar, Guide
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
@@ -42,9 +43,7 @@ class GenerationRequest:
 
     Args:
         prompt_ids: the prompt's token ids, at least one.
-        max_tokens: most tokens to sample, at least 1; the caller has clipped it to the room left in the
-            context.
-        sampling: temperature, truncation and seed.
+        max_tokens: at least 1; the caller has clipped it to the room left in the context.
         eos_ids: ids that end the completion; the id itself is kept.
         stop: strings that end the completion as soon as they appear in its text.
         grammar: what the text must follow; None where it is free.
@@ -74,11 +73,8 @@ class Generation:
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-class Watcher(Protocol):
-    """Receiver of a completion's progress."""
-
-    def advance(self, sequence: Sequence) -> None:
-        """Take note of a new token; called in the engine's thread, so it must return at once and raise nothing."""
+Watcher = Callable[["Sequence"], None]
+"""Called with a sequence after each of its tokens, in the engine's thread: returns at once and raises nothing."""
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +132,6 @@ class Sequence:
             )
 
     def finish(self, reason: FinishReason) -> Generation:
-        """Return the completion as it stands, to be answered with `reason`."""
         starts = [start for _, start in self.span_starts]
         ends = [*starts[1:], len(self.log_probs)]
         # An aborted sequence may have no token yet, and then no span.

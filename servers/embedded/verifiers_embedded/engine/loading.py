@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
 from verifiers_embedded.engine.batch import ActiveBatch, attention_windows
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
-from verifiers_embedded.engine.memory import available_bytes
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.errors import StartError
 
 _PROBE_LENGTHS = (3, 9, 6)
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_16_BIT = 0.1
+_GROUPS = {"": ("memory.max", "anon"), "memory": ("memory.limit_in_bytes", "total_rss")}
+"""A hierarchy of control groups (version 2, version 1): its file with the limit, and its name for memory in use."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,6 @@ def load_model(
             float32.
         max_model_len: context in tokens; None takes the model's own, as far as its keys and values have room.
         cache_bytes: most memory of the key-value cache; None takes half of what is free once the model is loaded.
-
-    Raises:
-        StartError: something about the directory or the choices does not fit.
     """
     import transformers
 
@@ -93,13 +93,7 @@ def load_model(
 
 
 def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None, cache_bytes: int | None = None) -> LoadedModel:
-    """Freeze a model that is on its device, and check the cached against the plain forward pass.
-
-    The arguments are those of `load_model`.
-
-    Raises:
-        StartError: the model or the context length cannot be served.
-    """
+    """Freeze a model that is on its device, and check the cached against the plain forward pass; as `load_model`."""
     attention_windows(model.config)
     model = model.eval().requires_grad_(False)
     context = _context(model.config.get_text_config(), max_model_len)
@@ -129,12 +123,9 @@ def prepared(model: Any, tokenizer: Any, *, max_model_len: int | None, cache_byt
 
 
 def check_cache(model: Any, max_model_len: int) -> int:
-    """Compare logits of the cached path with those of plain forward passes over the same tokens.
+    """Compare logits of the cached path with those of plain passes; return the key-value bytes of one token.
 
-    Returns the key-value memory of one token in bytes.
-
-    Raises:
-        StartError: they differ, so this model reads its cache, mask or positions in a way of its own.
+    Raises StartError where they differ, so this model reads its cache, mask or positions in a way of its own.
     """
     vocabulary = model.config.get_text_config().vocab_size
     lengths = [length for length in _PROBE_LENGTHS if length + 1 <= max_model_len] or [1]
@@ -213,3 +204,42 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     for value in named:
         ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
     return frozenset(ids)
+
+
+# -- memory that this process may still take -----------------------------------------------------------------------
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the memory that is free on the device; on the CPU, what its control groups leave of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(free, cgroup_bytes())
+
+
+def cgroup_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that the control groups of this process leave it; page cache counts as free."""
+    left = sys.maxsize
+    try:
+        entries = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return left
+    for entry in entries:
+        _, hierarchy, path = entry.split(":", 2)
+        if hierarchy not in _GROUPS:
+            continue
+        limit, used = _GROUPS[hierarchy]
+        group = PurePosixPath(path.lstrip("/"))
+        # in a container the group is the root of what is mounted, whatever its path
+        for folder in (groups / hierarchy / each for each in (group, *group.parents)):
+            try:
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                left = min(left, int((folder / limit).read_text()) - int(counts[used]))
+            except (OSError, KeyError, ValueError):
+                # no such group here, or no limit ("max")
+                continue
+    return max(left, 0)

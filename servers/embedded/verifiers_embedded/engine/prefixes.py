@@ -25,16 +25,11 @@ class Prefix:
 
     @property
     def bytes(self) -> int:
-        """Memory that is held."""
         return sum(tensor.numel() * tensor.element_size() for pair in self.states for tensor in pair)
 
 
 class PrefixStore:
-    """Prefixes by their tokens, the least recently used given up first. Used by the engine's thread only.
-
-    Args:
-        max_bytes: the most memory for keys and values; 0 keeps nothing.
-    """
+    """Prefixes by their tokens, the least recently used given up first. Used by the engine's thread only."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -43,21 +38,13 @@ class PrefixStore:
         self.tokens_reused = 0
         self._held: OrderedDict[Prefix, None] = OrderedDict()
         self._by_block: dict[int, list[Prefix]] = {}
-        self._by_last_block: dict[int, list[Prefix]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def find(self, tokens: Sequence[int]) -> tuple[Prefix, int] | None:
         """Return the prefix that shares most of its beginning with `tokens`, and how many tokens that is."""
-        if not self._held:
-            return None
-        found: Prefix | None = None
-        for block in _blocks(tokens):
-            held = self._by_block.get(block)
-            if not held:
-                break
-            found = held[-1]
+        found = self._nearest(tokens)
         if found is None:
             return None
         shared = _common(found.tokens, tokens)
@@ -74,44 +61,38 @@ class PrefixStore:
         prefix = Prefix(tuple(tokens), states, list(_blocks(tokens)))
         if not prefix.blocks or prefix.bytes > self.max_bytes:
             return
-        older = self._ending_at(prefix)
-        if older is not None:
-            self._drop(older)
+        found = self._nearest(prefix.tokens)
+        if found is not None and prefix.tokens[: len(found.tokens)] == found.tokens:
+            self._drop(found)
         self._held[prefix] = None
         self.bytes += prefix.bytes
         for block in prefix.blocks:
             self._by_block.setdefault(block, []).append(prefix)
-        self._by_last_block.setdefault(prefix.blocks[-1], []).append(prefix)
         while self.bytes > self.max_bytes:
             self._drop(next(iter(self._held)))
 
     def clear(self) -> None:
-        """Drop all entries: the weights have changed."""
         self._held.clear()
         self._by_block.clear()
-        self._by_last_block.clear()
         self.bytes = 0
 
-    def _ending_at(self, prefix: Prefix) -> Prefix | None:
-        """Return a held prefix of which the new one is a continuation (or the same)."""
-        for block in reversed(prefix.blocks):
-            for older in self._by_last_block.get(block, ()):
-                if prefix.tokens[: len(older.tokens)] == older.tokens:
-                    return older
-        return None
+    def _nearest(self, tokens: Sequence[int]) -> Prefix | None:
+        """Return the prefix, held last, that begins with most of the blocks that `tokens` begins with."""
+        found: Prefix | None = None
+        for block in _blocks(tokens):
+            held = self._by_block.get(block)
+            if not held:
+                break
+            found = held[-1]
+        return found
 
     def _drop(self, prefix: Prefix) -> None:
         del self._held[prefix]
         self.bytes -= prefix.bytes
         for block in prefix.blocks:
-            _take_out(self._by_block, block, prefix)
-        _take_out(self._by_last_block, prefix.blocks[-1], prefix)
-
-
-def _take_out(index: dict[int, list[Prefix]], block: int, prefix: Prefix) -> None:
-    index[block].remove(prefix)
-    if not index[block]:
-        del index[block]
+            self._by_block[block].remove(prefix)
+            if not self._by_block[block]:
+                del self._by_block[block]
 
 
 def _blocks(tokens: Sequence[int]) -> Iterator[int]:

@@ -46,12 +46,10 @@ class SamplingParameters:
 
     @property
     def greedy(self) -> bool:
-        """Return whether the likeliest token is taken and nothing is drawn."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def truncated(self) -> bool:
-        """Return whether some tokens are taken out of the distribution before it is sampled."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
@@ -59,13 +57,8 @@ class SamplingParameters:
 class Draw:
     """The tokens of one step, in row order.
 
-    Args:
-        tokens: ids.
-        log_probs: their log-probabilities.
-        likeliest: the likeliest tokens, for rows that asked for them.
-
-    `likeliest[i]` is a list of (id, log-probability), the likeliest first; a truncated distribution may hold
-    fewer than were asked for.
+    `likeliest[i]` is a list of (id, log-probability), the likeliest first, for rows that asked for it; a truncated
+    distribution may hold fewer than were asked for.
     """
 
     tokens: list[int]
@@ -81,12 +74,7 @@ def seed_of_choice(seed: int, index: int) -> int:
 
 
 class NoiseStream:
-    """Exp(1) numbers for the tokens of one position after another, by the seed alone: numpy's (Philox), on the CPU.
-
-    Attributes:
-        seed: of the stream.
-        position: how many positions were drawn.
-    """
+    """Exp(1) numbers for the tokens of one position after another, by the seed alone: numpy's Philox."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.position = seed, 0
@@ -102,9 +90,6 @@ class DeviceNoise:
 
     A counter-based generator: two rounds of SplitMix64's finalizer (Steele et al., "Fast splittable pseudorandom
     number generators", 2014), over seed and position, then over that and the token id.
-
-    Args:
-        streams: seed and next position of each row.
     """
 
     def __init__(self, streams: Sequence[NoiseStream], device: torch.device) -> None:
@@ -147,8 +132,6 @@ class BatchSampler:
     point.
 
     Args:
-        rows: settings of each row.
-        device: of the logits.
         host_noise: numbers come from `NoiseStream`; False for `DeviceNoise`. None: on the CPU they do.
     """
 
@@ -172,14 +155,10 @@ class BatchSampler:
         self._limits = upload([[row.top_k, row.top_p, row.min_p] for _, row in truncated], device, torch.float32)
 
     def sample(self, logits_NV: torch.Tensor, noise: Sequence[NoiseStream]) -> Draw:
-        """Sample one token for every row.
+        """Sample one token for every row, from logits of any floating dtype; the mathematics are in float32.
 
-        Args:
-            logits_NV: the model's last logits, any floating dtype; the mathematics are in float32. What a
-                grammar forbids is -inf, and so has no part in temperature, truncation or log-probabilities.
-            noise: each row's stream.
-
-        A row whose logits hold NaN gets a log-probability that is not finite; the caller checks for it.
+        What a grammar forbids is -inf, and so has no part in temperature, truncation or log-probabilities. A row
+        whose logits hold NaN gets a log-probability that is not finite; the caller checks for it.
         """
         logits = logits_NV.float()
         scaled = logits if self._temperatures is None else logits / self._temperatures
@@ -227,13 +206,10 @@ class BatchSampler:
 
 
 def truncate(log_probs_NV: torch.Tensor, limits_N3: torch.Tensor) -> torch.Tensor:
-    """Set tokens outside min_p, top_k and top_p to -inf, without renormalising.
+    """Set normalised log-probabilities outside min_p, top_k and top_p to -inf, without renormalising.
 
-    Args:
-        log_probs_NV: normalised log-probabilities.
-        limits_N3: a row's top_k (0: off), top_p (1: off) and min_p (0: off).
-
-    Exactly k tokens are left by top_k; among equals the one with the lower id stays.
+    A row's limits are top_k (0: off), top_p (1: off) and min_p (0: off). Exactly k tokens are left by top_k; among
+    equals the one with the lower id stays.
     """
     top_k, top_p, min_p = limits_N3[:, 0:1], limits_N3[:, 1:2], limits_N3[:, 2:3]
     ordered, order = log_probs_NV.sort(dim=-1, descending=True, stable=True)

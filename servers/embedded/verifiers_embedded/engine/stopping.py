@@ -15,9 +15,6 @@ class GrowingText:
 
     Tokens are decoded a few at a time, behind a short context of earlier ones, so a completion of T tokens
     costs O(T). Characters that are spread over several tokens are waited for.
-
-    Args:
-        decode: token ids to text.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -26,11 +23,9 @@ class GrowingText:
         self._context_ids = 0
 
     def push(self, token: int) -> tuple[str, str]:
-        """Take the next token.
+        """Take the next token; return the text that is now certain.
 
-        Returns:
-            The text that is now certain, and where a character may be incomplete, the text before it, which
-            will be part of a later certain text.
+        Where a character may be incomplete, the text before it follows, which will be part of a later certain text.
         """
         self._ids.append(token)
         context = self._decode(self._ids[: self._context_ids])
@@ -44,13 +39,6 @@ class GrowingText:
 
 
 class StopMatcher:
-    """A search for stop strings in the text of a growing completion.
-
-    Args:
-        decode: token ids to text.
-        stop: the strings, none of them empty.
-    """
-
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
         self._text = GrowingText(decode)
         self._stop = tuple(stop)
@@ -71,7 +59,6 @@ class SendableText:
     """The text of a growing completion as far as nothing that follows can change it.
 
     Args:
-        decode: token ids to text.
         ends: strings that end what is sent: stop strings, and marks behind which the text is read as a whole.
         held: strings that are given out whole, so that a reader of the text can act on them.
     """

@@ -21,10 +21,7 @@ _NAMES_SHOWN = 8
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     """Read all tensors of ``model.safetensors``, of the shards an index names, or of every ``*.safetensors`` file.
 
-    The tensors map the files, which must stay as they are until the reload is answered.
-
-    Raises:
-        WeightsError: no such directory or file, a damaged file, or a name that stands in two files.
+    The tensors map the files, which must stay as they are until the reload is answered. Raises WeightsError.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in _weight_files(directory):
@@ -65,12 +62,8 @@ def _weight_files(directory: Path) -> list[Path]:
 def match_weights(model: Any, given: dict[str, torch.Tensor]) -> Copies:
     """Pair every tensor of the model with the given one of its name.
 
-    Of tensors that share memory (tied embeddings) one is enough; where several are given they must be equal.
-
-    Raises:
-        WeightsError: names that are missing or unknown, or tensors that differ in shape or kind of number;
-            the
-            message names them.
+    Of tensors that share memory (tied embeddings) one is enough; where several are given they must be equal. Raises
+    WeightsError, which names what is missing, unknown, or of another shape or kind of number.
     """
     live = model.state_dict()
     names_of: dict[tuple[int, tuple[int, ...]], list[str]] = {}
@@ -120,7 +113,6 @@ def copy_weights(copies: Copies) -> None:
 
 
 def _unequal_tied(groups: Iterable[list[str]], given: dict[str, torch.Tensor]) -> list[str]:
-    """Return the groups of tied names for which unequal tensors are given."""
     unequal = []
     for names in groups:
         held = [name for name in names if name in given]

@@ -10,8 +10,7 @@ from typing import Any
 from verifiers_embedded.engine.generation import Generation
 from verifiers_embedded.engine.stopping import cut_at_stop
 from verifiers_embedded.routes.requests import ChatRequest, Delivery, DerenderRequest, TextRequest, TokenRequest
-from verifiers_embedded.text.prompts import ChatText
-from verifiers_embedded.text.reasoning import begun_by, split_reasoning
+from verifiers_embedded.text.prompts import ChatText, begun_by, split_reasoning
 from verifiers_embedded.text.tool_calls import call_id
 
 TopTokens = Sequence[Sequence[tuple[int, float]]]
@@ -49,12 +48,7 @@ def text_completion(
     generations: Sequence[Generation],
     text: ChatText,
 ) -> dict[str, Any]:
-    """Return the body of a completion: the choices of the first prompt, then those of the second, and so on.
-
-    Args:
-        prompts: text and token ids of each.
-        generations: `n` for each prompt, in order.
-    """
+    """Return the body of a completion: `n` choices of the first prompt, then those of the second, and so on."""
     choices = []
     for index, generation in enumerate(generations):
         prompt_text, prompt_ids = prompts[index // request.n]
@@ -71,7 +65,6 @@ def text_completion(
 
 
 def token_generation(request: TokenRequest, generations: Sequence[Generation], text: ChatText) -> dict[str, Any]:
-    """Return the body of /inference/v1/generate: ids, and no text."""
     choices = []
     for index, generation in enumerate(generations):
         choice = {"index": index, "token_ids": generation.token_ids, "logprobs": None}
@@ -82,7 +75,6 @@ def token_generation(request: TokenRequest, generations: Sequence[Generation], t
 
 
 def derendered(request: DerenderRequest, model_name: str, text: ChatText) -> dict[str, Any]:
-    """Write the body of a chat completion whose choices are the generations' messages."""
     prompt_ids = request.prompt_token_ids or []
     generations = [
         Generation(each.token_ids, [], each.finish_reason, []) for each in request.generate_response.choices
@@ -125,7 +117,6 @@ def chat_message(
 
 
 def head(prefix: str, kind: str, delivery: Delivery) -> dict[str, Any]:
-    """Return what every body of one answer begins with."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -135,7 +126,6 @@ def head(prefix: str, kind: str, delivery: Delivery) -> dict[str, Any]:
 
 
 def finish_fields(generation: Generation, calls_tools: bool = False) -> dict[str, Any]:
-    """Return the finish reason and weight spans of a choice."""
     reason: str = generation.finish_reason
     return {
         "finish_reason": "tool_calls" if calls_tools and reason == "stop" else reason,

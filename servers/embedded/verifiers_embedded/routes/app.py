@@ -1,25 +1,28 @@
-"""The routes that give text and tokens: OpenAI's surface, and vLLM's for token ids."""
+"""The routes: OpenAI's surface, and vLLM's for token ids, pauses and weights."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from verifiers.concurrency import threads_for
 from verifiers_embedded.engine.constraints import Grammar, GrammarCompiler
-from verifiers_embedded.engine.engine import Engine
+from verifiers_embedded.engine.engine import PAUSE_MODES, Engine
 from verifiers_embedded.engine.generation import Generation, GenerationRequest
 from verifiers_embedded.engine.loading import LoadedModel
 from verifiers_embedded.engine.sampling import SamplingParameters, seed_of_choice
+from verifiers_embedded.engine.weights import match_weights, read_weights
 from verifiers_embedded.errors import ApiError
 from verifiers_embedded.routes.answers import chat_completion, derendered, text_completion, token_generation
 from verifiers_embedded.routes.bodies import parse
-from verifiers_embedded.routes.control import ControlRoutes
-from verifiers_embedded.routes.conversation import Conversation
 from verifiers_embedded.routes.events import (
     ChatWriter,
     Progress,
@@ -30,23 +33,27 @@ from verifiers_embedded.routes.events import (
     encoded,
     events,
 )
-from verifiers_embedded.routes.http import answer_errors, as_api_error, key_required, read_json
+from verifiers_embedded.routes.http import answer_errors, as_api_error, json_only, key_required, read_json
 from verifiers_embedded.routes.metrics import Metrics
 from verifiers_embedded.routes.openapi import openapi_route
 from verifiers_embedded.routes.requests import (
     ChatRequest,
+    Conversation,
     Decoding,
     Delivery,
     DerenderRequest,
     DetokenizeRequest,
+    ReloadRequest,
     SamplingParams,
     TextRequest,
     TokenizeRequest,
     TokenRequest,
+    VersionRequest,
 )
 from verifiers_embedded.text.grammars import Form, form_of_chat, lark_grammar
-from verifiers_embedded.text.prompts import ChatText
-from verifiers_embedded.text.reasoning import begun_by
+from verifiers_embedded.text.prompts import ChatText, begun_by
+
+log = logging.getLogger("verifiers_embedded")
 
 MAX_BODY_BYTES = 64 * 2**20
 _INLINE_CHARACTERS = 20_000
@@ -56,9 +63,6 @@ class Routes:
     """The handlers and what they share.
 
     Args:
-        engine: a started engine.
-        loaded: the model it serves.
-        text: the tokenizer, as the engine decodes with it.
         model_name: the name requests give in ``model``.
         seed: of the stream from which requests without a seed get theirs.
         api_key: what requests must bring as a bearer token; None asks for none.
@@ -83,6 +87,7 @@ class Routes:
         self._seeds = random.Random(seed)
         self._created = int(time.time())
         self._rendering = asyncio.Lock()
+        self._reloading = asyncio.Lock()
         self._api_key = api_key
         self._max_body_bytes = max_body_bytes
         self._metrics = Metrics(engine)
@@ -107,13 +112,17 @@ class Routes:
                 web.get("/health", self.health),
                 web.get("/metrics", self._metrics.show),
                 openapi_route(keyed=self._api_key is not None),
-                *ControlRoutes(self._engine, self._loaded, self._model_name).routes(),
+                web.post("/pause", json_only(self.pause)),
+                web.post("/resume", json_only(self.resume)),
+                web.get("/is_paused", self.is_paused),
+                web.post("/collective_rpc", json_only(self.collective_rpc)),
+                web.post("/update_weight_version", json_only(self.update_weight_version)),
+                web.get("/weight_info", self.weight_info),
             ]
         )
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
         chat = parse(ChatRequest, await read_json(request))
         self._check_model(chat.model)
         prompt_ids = await self._render(chat)
@@ -123,7 +132,6 @@ class Routes:
         return web.json_response(chat_completion(chat, prompt_ids, await self._generate(jobs), self._text))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
         asked = parse(TextRequest, await read_json(request))
         self._check_model(asked.model)
         prompts = []
@@ -177,11 +185,9 @@ class Routes:
         return web.json_response({"prompt": self._text.decode_all(asked.tokens)})
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models."""
         return web.json_response({"object": "list", "data": [self._entry()]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """GET /v1/models/NAME."""
         self._check_model(request.match_info["name"])
         return web.json_response(self._entry())
 
@@ -191,6 +197,51 @@ class Routes:
         if failure is not None:
             return web.json_response(ApiError(str(failure), status=503).body(), status=503)
         return web.json_response({"status": "ok", **self._engine.counts})
+
+    # -- the owner's routes: pauses, new weights and their version, under vLLM's names ---------------------
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """POST /pause?mode=wait|keep|abort; answers when no more tokens are sampled."""
+        name = request.query.get("mode", "wait")
+        mode = next((known for known in PAUSE_MODES if known == name), None)
+        if mode is None:
+            raise ApiError(f"mode {name!r} is unknown; give one of {', '.join(PAUSE_MODES)}", param="mode")
+        await asyncio.wrap_future(self._engine.pause(mode))
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._engine.resume())
+        return web.json_response({"status": "resumed"})
+
+    async def is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self._engine.is_paused})
+
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        """POST /collective_rpc with method reload_weights; answers when the new weights are in use."""
+        asked = parse(ReloadRequest, await read_json(request))
+        async with self._reloading:
+            started = time.monotonic()
+            directory = Path(asked.kwargs.weights_path)
+            # a daemon thread: one that waits for a mount for ever does not hold up the end of the process
+            tensors = await threads_for("reload", 1).run(partial(read_weights, directory))
+            copies = await asyncio.to_thread(match_weights, self._loaded.model, tensors)
+            await asyncio.wrap_future(self._engine.reload(copies))
+        log.info("loaded %d tensors from %s in %.3f s", len(copies), directory, time.monotonic() - started)
+        return web.json_response({"results": [None]})
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        label = parse(VersionRequest, await read_json(request)).new_version
+        await asyncio.wrap_future(self._engine.name_version(label))
+        return web.json_response({"success": True, "new_version": label})
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "weight_version": self._engine.weight_version,
+                "num_parameters": self._loaded.num_parameters,
+                "model": self._model_name,
+            }
+        )
 
     # -- generating -----------------------------------------------------------------------------------------
 
@@ -210,7 +261,9 @@ class Routes:
     ) -> web.StreamResponse:
         progress = Progress()
         watched = [Watched(index, progress) for index in range(len(jobs))]
-        for item, promise in zip(watched, self._engine.submit_all(zip(jobs, watched, strict=True)), strict=True):
+        for item, promise in zip(
+            watched, self._engine.submit_all(zip(jobs, [item.advance for item in watched], strict=True)), strict=True
+        ):
             item.follow(promise)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:

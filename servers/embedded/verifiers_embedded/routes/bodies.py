@@ -134,11 +134,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse(model: type[Model], body: Any) -> Model:
-    """Check a parsed JSON body and read it.
-
-    Raises:
-        ApiError: status 400; the message names the field, the value and what is expected.
-    """
+    """Check a parsed JSON body and read it. Raises ApiError that names the field, the value and what is expected."""
     if not isinstance(body, dict):
         names = {list: "a list", str: "a string", bool: "a boolean"}
         raise ApiError(f"the request body must be a JSON object, not {names.get(type(body), type(body).__name__)}")

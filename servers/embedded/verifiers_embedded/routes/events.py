@@ -6,11 +6,12 @@ token can change it, tool calls when they are complete.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from verifiers_embedded.engine.generation import Generation
 from verifiers_embedded.engine.generation import Sequence as Growing
@@ -25,8 +26,7 @@ from verifiers_embedded.routes.answers import (
     usage,
 )
 from verifiers_embedded.routes.requests import ChatRequest, Delivery, TextRequest, TokenRequest
-from verifiers_embedded.text.prompts import ChatText
-from verifiers_embedded.text.reasoning import TAGS, begun_by, split_reasoning
+from verifiers_embedded.text.prompts import CLOSING, OPENING, ChatText, begun_by, split_reasoning
 
 DONE = b"data: [DONE]\n\n"
 
@@ -39,12 +39,8 @@ class Progress:
         self._event = asyncio.Event()
         self._called = False
 
-    def advance(self, sequence: Growing) -> None:
-        """Wake the coroutine once, however many tokens come before it runs; called by the engine."""
-        self.wake()
-
     def wake(self) -> None:
-        """Wake the coroutine; from any thread."""
+        """Wake the coroutine once, however many tokens come before it runs; from any thread."""
         if not self._called:
             self._called = True
             try:
@@ -61,8 +57,6 @@ class Progress:
 
 
 class Watched:
-    """One completion that is sent while it grows."""
-
     def __init__(self, index: int, progress: Progress) -> None:
         self.index = index
         self._progress = progress
@@ -76,12 +70,10 @@ class Watched:
         self._progress.wake()
 
     def follow(self, future: Future[Generation]) -> None:
-        """Take the engine's promise of the whole."""
         self.future = future
         future.add_done_callback(lambda _: self._progress.wake())
 
     def result(self) -> Generation:
-        """Return the whole, once it is there."""
         assert self.future is not None
         return self.future.result()
 
@@ -102,30 +94,42 @@ class Watched:
         return ids, self._sequence.log_probs[start:size], self._sequence.likeliest[start:size]
 
 
-class Writer(Protocol):
-    """A writer of the events of one kind of answer."""
+class Writer(abc.ABC):
+    """A writer of the events of one kind of answer.
+
+    Args:
+        head: what every event begins with.
+        prompts: token ids of the prompts.
+    """
+
+    def __init__(self, head: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
+        self._head, self._prompts = head, prompts
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return an event before the first token of a choice, if there is one."""
+        return None
 
+    @abc.abstractmethod
     def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]:
         """Return the event for new tokens."""
 
+    @abc.abstractmethod
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
         """Return what is left of a choice, and why it ended."""
 
     def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """Return the event with the numbers of tokens."""
+        return {**self._head, "choices": [], "usage": usage(self._prompts, generations)}
+
+    def event(self, index: int, **fields: Any) -> dict[str, Any]:
+        """Return an event of one choice."""
+        return {**self._head, "choices": [{"index": index, "logprobs": None, "finish_reason": None, **fields}]}
 
 
 async def events(
     watched: Sequence[Watched], progress: Progress, writer: Writer, delivery: Delivery
 ) -> AsyncIterator[bytes]:
-    """Return the stream of one answer, to be written as it is.
-
-    Raises:
-        Exception: what the engine answered a completion with.
-    """
+    """Return the stream of one answer, to be written as it is. Raises what the engine answered a completion with."""
     for item in watched:
         first = writer.first(item.index)
         if first is not None:
@@ -151,26 +155,25 @@ async def events(
 
 
 def encoded(event: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
     return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Events of a chat completion."""
 
     def __init__(self, request: ChatRequest, prompt_ids: list[int], text: ChatText) -> None:
+        super().__init__(head("chatcmpl", "chat.completion.chunk", request), [prompt_ids])
         self._request, self._prompt_ids, self._text = request, prompt_ids, text
-        self._head = head("chatcmpl", "chat.completion.chunk", request)
         self._begun = text.splits_reasoning and begun_by(text.decode_all(prompt_ids[-8:]))
         marks = text.call_marks if request.shown_tools else ()
         self._waits_for_all = "" in marks
         ends = (*request.stop_strings, *(mark for mark in marks if mark))
-        held = TAGS if text.splits_reasoning else ()
+        held = (OPENING, CLOSING) if text.splits_reasoning else ()
         self._sendable = [SendableText(text.decode, ends, held) for _ in range(request.n)]
         self._sent = [("", "") for _ in range(request.n)]
 
     def first(self, index: int) -> dict[str, Any]:
-        event = self._event(index, {"role": "assistant", "content": ""})
+        event = self.event(index, delta={"role": "assistant", "content": ""})
         if self._request.return_token_ids:
             event["prompt_token_ids"] = self._prompt_ids
         return event
@@ -183,7 +186,7 @@ class ChatWriter:
         if self._text.splits_reasoning and not content.strip():
             # a tag that makes it reasoning may follow
             content = ""
-        event = self._event(index, self._delta(index, reasoning or "", content))
+        event = self.event(index, delta=self._delta(index, reasoning or "", content))
         if self._request.wants_logprobs:
             event["choices"][0]["logprobs"] = chat_logprobs(self._text, ids, log_probs, likeliest)
         if self._request.return_token_ids:
@@ -196,16 +199,8 @@ class ChatWriter:
         calls = message.get("tool_calls") or []
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        event = self._event(index, {})
-        event["choices"][0] |= finish_fields(generation, bool(calls))
-        return [self._event(index, delta), event] if delta else [event]
-
-    def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        return {**self._head, "choices": [], "usage": usage([self._prompt_ids], generations)}
-
-    def _event(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self._head, "choices": [choice]}
+        end = self.event(index, delta={}, **finish_fields(generation, bool(calls)))
+        return [self.event(index, delta=delta), end] if delta else [end]
 
     def _delta(self, index: int, reasoning: str, content: str) -> dict[str, Any]:
         sent_reasoning, sent_content = self._sent[index]
@@ -218,28 +213,30 @@ class ChatWriter:
         return delta
 
 
-class TextWriter:
+class TextWriter(Writer):
     """Events of a completion. The index counts the choices of all prompts, as in the whole answer."""
 
     def __init__(self, request: TextRequest, prompts: Sequence[tuple[str, list[int]]], text: ChatText) -> None:
-        self._request, self._prompts, self._text = request, prompts, text
-        self._head = head("cmpl", "text_completion", request)
+        super().__init__(head("cmpl", "text_completion", request), [ids for _, ids in prompts])
+        self._request, self._texts, self._text = request, [said for said, _ in prompts], text
         choices = len(prompts) * request.n
         self._sendable = [SendableText(text.decode, request.stop_strings) for _ in range(choices)]
         self._sent = [0] * choices
         self._offsets = [0] * choices
 
     def first(self, index: int) -> dict[str, Any] | None:
-        prompt_text, prompt_ids = self._prompts[index // self._request.n]
-        event = self._event(index, prompt_text if self._request.echo else "")
+        if not (self._request.echo or self._request.return_token_ids):
+            return None
+        place = index // self._request.n
+        event = self.event(index, text=self._texts[place] if self._request.echo else "")
         if self._request.return_token_ids:
-            event["choices"][0]["prompt_token_ids"] = prompt_ids
-        return event if self._request.echo or self._request.return_token_ids else None
+            event["choices"][0]["prompt_token_ids"] = self._prompts[place]
+        return event
 
     def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]:
         for token in ids:
             self._sendable[index].push(token)
-        event = self._event(index, self._unsent(index, self._sendable[index].text))
+        event = self.event(index, text=self._unsent(index, self._sendable[index].text))
         if self._request.wants_logprobs:
             offset = self._offsets[index]
             event["choices"][0]["logprobs"] = text_logprobs(self._text, ids, log_probs, likeliest, offset)
@@ -250,41 +247,25 @@ class TextWriter:
 
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
         said = cut_at_stop(self._text.decode(generation.token_ids), self._request.stop_strings)
-        event = self._event(index, self._unsent(index, said))
-        event["choices"][0] |= finish_fields(generation)
-        return [event]
-
-    def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        return {**self._head, "choices": [], "usage": usage([ids for _, ids in self._prompts], generations)}
-
-    def _event(self, index: int, text: str) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        return {**self._head, "choices": [choice]}
+        return [self.event(index, text=self._unsent(index, said), **finish_fields(generation))]
 
     def _unsent(self, index: int, said: str) -> str:
         start, self._sent[index] = self._sent[index], max(self._sent[index], len(said))
         return said[start:]
 
 
-class TokenWriter:
+class TokenWriter(Writer):
     """Events of /inference/v1/generate."""
 
     def __init__(self, request: TokenRequest, text: ChatText) -> None:
+        super().__init__({"request_id": token_generation(request, [], text)["request_id"]}, [request.token_ids])
         self._request, self._text = request, text
-        self._head = {"request_id": token_generation(request, [], text)["request_id"]}
-
-    def first(self, index: int) -> None:
-        return None
 
     def more(self, index: int, ids: list[int], log_probs: list[float], likeliest: list[Any]) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "token_ids": ids, "logprobs": None, "finish_reason": None}
+        event = self.event(index, token_ids=ids)
         if self._request.wants_logprobs:
-            choice["logprobs"] = chat_logprobs(self._text, ids, log_probs, likeliest)
-        return {**self._head, "choices": [choice]}
+            event["choices"][0]["logprobs"] = chat_logprobs(self._text, ids, log_probs, likeliest)
+        return event
 
     def last(self, index: int, generation: Generation) -> list[dict[str, Any]]:
-        choice = {"index": index, "token_ids": [], "logprobs": None, **finish_fields(generation)}
-        return [{**self._head, "choices": [choice]}]
-
-    def counts(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        return {**self._head, "choices": [], "usage": usage([self._request.token_ids], generations)}
+        return [self.event(index, token_ids=[], **finish_fields(generation))]

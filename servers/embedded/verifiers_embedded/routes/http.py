@@ -28,11 +28,7 @@ OPEN_PATHS = frozenset({"/health", "/metrics"})
 
 
 async def read_json(request: web.Request) -> Any:
-    """Return the request's body.
-
-    Raises:
-        ApiError: it is not JSON, or has half of a surrogate pair, which no tokenizer takes.
-    """
+    """Return the body; ApiError where it is not JSON, or has half of a surrogate pair, which no tokenizer takes."""
     try:
         text = (await read_body(request)).decode("utf-8-sig")
         body = json.loads(text)

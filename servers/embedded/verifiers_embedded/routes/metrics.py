@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -15,12 +14,6 @@ from verifiers_embedded.routes.http import Handler
 
 
 class Metrics:
-    """Counters and gauges of the server.
-
-    Args:
-        engine: whose queue is shown.
-    """
-
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
         self._answers = Counter(
@@ -29,21 +22,22 @@ class Metrics:
         self._prompt = Counter("vf_prompt_tokens", "Prompt tokens read", registry=self._registry)
         self._sampled = Counter("vf_generation_tokens", "Tokens sampled", registry=self._registry)
         self._ends = Counter("vf_completions", "Finished completions", ["finish_reason"], registry=self._registry)
-        for name, text in (("running", "that have a slot"), ("waiting", "that wait for a slot")):
-            gauge = Gauge(f"vf_sequences_{name}", f"Sequences {text}", registry=self._registry)
-            gauge.set_function(partial(_count, engine, name))
-        for name, text in (
-            ("hits", "Prompts that continue a finished sequence"),
-            ("tokens_reused", "Prompt tokens whose keys and values were kept"),
-            ("bytes", "Memory of kept keys and values"),
-        ):
-            gauge = Gauge(f"vf_prefix_{name}", text, registry=self._registry)
-            gauge.set_function(partial(_prefixes, engine, name))
-        paused = Gauge("vf_paused", "1 while no token is sampled until a resume", registry=self._registry)
-        paused.set_function(lambda: float(engine.is_paused))
+
+        def show(name: str, text: str, read: Callable[[], float]) -> None:
+            Gauge(name, text, registry=self._registry).set_function(read)
+
+        show("vf_sequences_running", "Sequences that have a slot", lambda: engine.counts["running"])
+        show("vf_sequences_waiting", "Sequences that wait for a slot", lambda: engine.counts["waiting"])
+        show("vf_prefix_hits", "Prompts that continue a finished sequence", lambda: engine.prefixes["hits"])
+        show(
+            "vf_prefix_tokens_reused",
+            "Prompt tokens whose keys and values were kept",
+            lambda: engine.prefixes["tokens_reused"],
+        )
+        show("vf_prefix_bytes", "Memory of kept keys and values", lambda: engine.prefixes["bytes"])
+        show("vf_paused", "1 while no token is sampled until a resume", lambda: float(engine.is_paused))
 
     def count_tokens(self, jobs: Sequence[GenerationRequest], generations: Sequence[Generation]) -> None:
-        """Count finished completions."""
         for job, generation in zip(jobs, generations, strict=True):
             self._prompt.inc(len(job.prompt_ids))
             self._sampled.inc(len(generation.token_ids))
@@ -69,11 +63,3 @@ class Metrics:
         return web.Response(
             body=generate_latest(self._registry), headers={"Content-Type": "text/plain; version=0.0.4"}
         )
-
-
-def _prefixes(engine: Engine, name: str) -> float:
-    return engine.prefixes[name]
-
-
-def _count(engine: Engine, name: str) -> float:
-    return engine.counts[name]

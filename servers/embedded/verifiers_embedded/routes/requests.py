@@ -4,19 +4,179 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    WrapValidator,
+    model_validator,
+)
 
 from verifiers_embedded.engine.generation import FinishReason
 from verifiers_embedded.errors import ApiError
-from verifiers_embedded.routes.bodies import Body, Count, Flag, RequestBody, Text, TokenId, TokenIds, Whole, only
-from verifiers_embedded.routes.conversation import (
-    Constrained,
-    Conversation,
-    Messages,
-    NamedTool,
-    TemplateArguments,
-    Tools,
+from verifiers_embedded.routes.bodies import (
+    Body,
+    Count,
+    Flag,
+    RequestBody,
+    Text,
+    TokenId,
+    TokenIds,
+    Whole,
+    as_given,
+    only,
 )
+from verifiers_embedded.text.grammars import schema_text
+from verifiers_embedded.text.prompts import RESERVED_TEMPLATE_ARGUMENTS
+
+
+class Called(BaseModel):
+    name: Text
+    arguments: Text
+
+
+class Call(BaseModel):
+    """A tool call in an assistant's message."""
+
+    function: Called
+
+
+class TextPart(BaseModel):
+    """A part of a message's content; there are texts only."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """A message of a conversation. With tool calls, which only the assistant has, the content may be left out."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    tool_call_id: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    tool_calls: list[Annotated[Call, WrapValidator(as_given)]] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value != [] or name == "content"}
+
+    @model_validator(mode="after")
+    def _content_or_calls(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls belong to the role 'assistant', not {self.role!r}")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing; give a string or a list of text parts")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates read it. Text parts are joined by newlines, as vLLM does."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        parts = self.content or ""
+        given["content"] = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        return given
+
+
+class Function(BaseModel):
+    name: Text
+
+
+class Tool(BaseModel):
+    function: Function
+
+
+class NamedTool(BaseModel):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class PlainFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema under OpenAI's wrapping."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_schema: dict[str, Any] = Field(alias="schema")
+    name: Any = None
+    strict: Any = None
+    description: Any = None
+
+
+class SchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    PlainFormat | SchemaFormat,
+    Field(discriminator="type", description="an object with a 'type' of text, json_object or json_schema"),
+]
+
+
+def _check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    taken = sorted((RESERVED_TEMPLATE_ARGUMENTS | {"messages"}) & set(value))
+    if taken:
+        raise ApiError(
+            f"chat_template_kwargs may not set {', '.join(taken)}; the server does",
+            param="chat_template_kwargs",
+        )
+    return value
+
+
+TemplateArguments = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_template_arguments),
+    Field(json_schema_extra={"propertyNames": {"not": {"enum": sorted({*RESERVED_TEMPLATE_ARGUMENTS, "messages"})}}}),
+]
+Messages = Annotated[list[Message], Field(min_length=1, description="a list of at least one message")]
+Tools = list[Annotated[Tool, WrapValidator(as_given)]]
+
+
+class Constrained(Body):
+    """The field that says what the text of an answer must look like."""
+
+    response_format: ResponseFormat | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """JSON text of the schema that the answer must fit; None where it is free."""
+        wanted = self.response_format
+        if isinstance(wanted, SchemaFormat):
+            return schema_text(wanted.json_schema.json_schema, "response_format")
+        return '{"type":"object"}' if wanted is not None and wanted.type == "json_object" else None
+
+
+class Conversation(Body):
+    """The fields that the chat template renders."""
+
+    messages: Messages
+    tools: Tools = Field(default_factory=list)
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return self.tools  # type: ignore[return-value]
+
+    @property
+    def text_length(self) -> int:
+        """Characters that the chat template will print, roughly."""
+        texts = sum(len(str(message.content)) + len(repr(message.tool_calls)) for message in self.messages)
+        return texts + len(repr(self.shown_tools))
+
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -53,23 +213,33 @@ class Decoding(RequestBody):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of a completion; None for the room left in the context."""
         return self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end a completion."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def most_likely(self) -> int:
-        """Tokens to draw from, as the sampler takes it; 0 for all."""
         return min(max(self.top_k, 0), _MAX_TOP_K)
 
     @property
     def seed_64(self) -> int | None:
-        """The seed modulo 2**64: any whole number is one."""
         return None if self.seed is None else self.seed % 2**64
+
+
+class CountedLogprobs(Decoding):
+    """Decoding where `logprobs` is the number of alternatives a token, beside the sampled one."""
+
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def top_logprobs(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
 
 class StreamOptions(Body):
@@ -95,7 +265,6 @@ class Delivery(Body):
 
     @property
     def include_usage(self) -> bool:
-        """True where a stream ends with the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -154,28 +323,24 @@ class ChatRequest(Conversation, Constrained, Delivery, Decoding):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is shown: none with `tool_choice` "none"."""
         return [] if self.tool_choice == "none" else super().shown_tools
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of a completion; None for the room left in the context."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def wants_logprobs(self) -> bool:
-        """True where log-probabilities are answered."""
         return self.logprobs
 
 
-class TextRequest(Constrained, Delivery, Decoding):
+class TextRequest(Constrained, Delivery, CountedLogprobs):
     """The body of a completion: OpenAI's four forms of prompt are a text, texts, ids, or several prompts' ids."""
 
     prompt: Annotated[
         Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)],
         Field(description=f"a text, a list of token ids, or a list of 1 to {MAX_CHOICES} of either"),
     ]
-    logprobs: TopLogprobs | None = None
     echo: Flag = False
     add_special_tokens: Flag = True
     best_of: Annotated[Whole, Field(ge=1)] | None = None
@@ -201,7 +366,6 @@ class TextRequest(Constrained, Delivery, Decoding):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
@@ -211,33 +375,12 @@ class TextRequest(Constrained, Delivery, Decoding):
         """Most tokens of a completion; 16 where the request leaves it open, as with OpenAI."""
         return _COMPLETIONS_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    @property
-    def top_logprobs(self) -> int:
-        """Alternatives a token, beside the sampled one."""
-        return self.logprobs or 0
 
-    @property
-    def wants_logprobs(self) -> bool:
-        """True where log-probabilities are answered."""
-        return self.logprobs is not None
-
-
-class SamplingParams(Decoding):
+class SamplingParams(CountedLogprobs):
     """vLLM's sampling parameters of a generation from token ids."""
 
-    logprobs: TopLogprobs | None = None
     detokenize: Flag | None = None
     output_kind: Any = only()
-
-    @property
-    def top_logprobs(self) -> int:
-        """Alternatives a token, beside the sampled one."""
-        return self.logprobs or 0
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """True where log-probabilities are answered."""
-        return self.logprobs is not None
 
 
 class TokenRequest(Delivery, RequestBody):
@@ -251,7 +394,6 @@ class TokenRequest(Delivery, RequestBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True where log-probabilities are answered."""
         return self.sampling_params.wants_logprobs
 
 
@@ -274,7 +416,6 @@ class TokenizeRequest(RequestBody):
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation to render where no text is given."""
         assert self.messages is not None
         return Conversation.model_construct(
             messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs

@@ -6,7 +6,7 @@ The grammar is in llguidance's dialect of Lark. Nothing here needs that library.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,6 @@ BLANKS = "[ \\n\\r\\t]{1,32}"
 
 @dataclass(frozen=True)
 class Function:
-    """A tool that a call can name, and the JSON text of the schema of its arguments."""
-
     name: str
     parameters: str
 
@@ -39,7 +37,6 @@ class Form:
 
     Args:
         schema: JSON text of a schema; None for calls alone.
-        functions: those that can be called; none for JSON alone.
         several: whether one answer may hold more than one call.
         param: the request's field that asked for it.
     """
@@ -60,16 +57,8 @@ def form_of_chat(
 ) -> Form | None:
     """Return the form of a chat request's answer; None where it is free.
 
-    Args:
-        schema: as `Constrained.schema_text` gives it. Where the request has tools, too, they may be called
-            instead.
-        forced: as `ChatRequest.forced` gives it.
-        tools: those of the request.
-        several: whether one answer may hold more than one call.
-        tool_format: the format in which the served model calls tools.
-
-    Raises:
-        ApiError: JSON and a call are asked for at once, or calls in a format that has no grammar here.
+    Where the request has a schema and tools, they may be called instead. Raises ApiError where JSON and a call are
+    asked for at once, or calls in a format that has no grammar here.
     """
     if schema is not None and forced:
         raise ApiError(
@@ -91,11 +80,7 @@ def form_of_chat(
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[Function, ...]:
-    """Return the named functions, ready to be forced.
-
-    Raises:
-        ApiError: the parameters of one are not a schema of an object.
-    """
+    """Return the named functions, ready to be forced. Raises ApiError unless parameters are a schema of an object."""
     found = []
     for place, tool in enumerate(tools):
         function = tool["function"]
@@ -115,17 +100,18 @@ def functions_of(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tu
 def schema_text(schema: Mapping[str, Any], param: str) -> str:
     """Return a schema as JSON text.
 
-    Raises:
-        ApiError: it is too long, nested too deeply, or has too many references. Each of them would cost
-            stack or time that no library bounds.
+    Raises ApiError where it is too long, nested too deeply, or has too many references: each of them would cost stack
+    or time that no library bounds.
     """
-    if (depth := _depth(schema)) > MAX_DEPTH:
+    if (depth := max(level for _, level in _nodes(schema))) > MAX_DEPTH:
         raise ApiError(
             f"the JSON schema in {param!r} is nested {depth} levels deep; at most {MAX_DEPTH} can be "
             "compiled, so give deep parts names under '$defs'",
             param=param,
         )
-    if len(references := _references(schema)) > MAX_REFERENCES:
+    objects = [item for item, _ in _nodes(schema) if isinstance(item, dict)]
+    names = [item[key] for item in objects for key in ("$ref", "$dynamicRef") if key in item]
+    if len(references := {name for name in names if isinstance(name, str)}) > MAX_REFERENCES:
         raise ApiError(
             f"the JSON schema in {param!r} has {len(references)} different '$ref'; at most {MAX_REFERENCES} "
             "can be compiled, so send a smaller schema",
@@ -177,26 +163,12 @@ def _json_rule(schema: str) -> str:
     return f'%json {{"x-guidance":{options}{comma}{rest}'
 
 
-def _depth(value: Any) -> int:
-    """Count levels of objects and lists; not recursive, since a body can be nested deeper than Python's stack."""
-    deepest, waiting = 0, [(value, 1)]
+def _nodes(value: Any) -> Iterator[tuple[dict[str, Any] | list[Any], int]]:
+    """Yield all objects and lists with their level; not recursive, since a body can be deeper than Python's stack."""
+    waiting = [(value, 1)]
     while waiting:
         item, level = waiting.pop()
-        children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else None
-        if children is not None:
-            deepest = max(deepest, level)
+        if isinstance(item, dict | list):
+            yield item, level
+            children = item.values() if isinstance(item, dict) else item
             waiting.extend((child, level + 1) for child in children)
-    return deepest
-
-
-def _references(value: Any) -> set[str]:
-    found: set[str] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            found.update(item[key] for key in ("$ref", "$dynamicRef") if isinstance(item.get(key), str))
-            waiting.extend(item.values())
-        elif isinstance(item, list):
-            waiting.extend(item)
-    return found

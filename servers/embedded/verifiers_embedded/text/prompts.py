@@ -10,40 +10,23 @@ from typing import Any
 from verifiers_embedded.errors import ApiError, StartError
 from verifiers_embedded.text.tool_calls import FORMATS, KEEPS_SPECIAL_TOKENS, Answer, format_of_template
 
-RESERVED_TEMPLATE_ARGUMENTS = frozenset(
-    {
-        "conversation",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "processor_kwargs",
-    }
-)
-"""Names that chat_template_kwargs may not carry, because they are arguments of the call, not of the template.
+OPENING, CLOSING = "<think>", "</think>"
+
+_OF_THE_CALL = """
+    conversation tools documents chat_template add_generation_prompt continue_final_message tokenize padding
+    truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs processor_kwargs
 """
+RESERVED_TEMPLATE_ARGUMENTS = frozenset(_OF_THE_CALL.split())
+"""Names that chat_template_kwargs may not carry, as they are arguments of the call, not of the template."""
 
 
 class ChatText:
     """A tokenizer as this server uses it.
 
     Args:
-        tokenizer: a transformers tokenizer.
         tool_format: in which format the model calls tools, a key of `tool_calls.FORMATS`; "auto" reads it
             off the chat template, "none" leaves calls in the text.
         splits_reasoning: whether text between think tags is answered apart from the content.
-
-    Raises:
-        StartError: no such format.
     """
 
     def __init__(self, tokenizer: Any, tool_format: str = "auto", *, splits_reasoning: bool = False) -> None:
@@ -66,9 +49,7 @@ class ChatText:
     ) -> list[int]:
         """Return the prompt's token ids: the tokenizer's chat template with the generation prompt.
 
-        Raises:
-            ApiError: the tokenizer has no chat template, it knows no tools where some are given, or the
-                template refuses the messages.
+        Raises ApiError where there is no template, or it knows no tools that are given or refuses the messages.
         """
         if not self._template:
             raise ApiError(
@@ -97,7 +78,6 @@ class ChatText:
         return [int(value) for value in ids]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a plain text."""
         return [int(value) for value in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -116,12 +96,7 @@ class ChatText:
         return ("<tool_call>", "\n<tool_call>") if self.tool_format else ()
 
     def divide(self, ids: Sequence[int], text: str) -> Answer:
-        """Return a completion as content and tool calls; without a call in the model's format, its text as it is.
-
-        Args:
-            ids: the completion's token ids.
-            text: their text, cut at the stop string.
-        """
+        """Return a completion as content and tool calls; without a call in the model's format, its text as it is."""
         if self.tool_format is None:
             return Answer(text)
         if self.tool_format in KEEPS_SPECIAL_TOKENS:
@@ -205,3 +180,27 @@ def _bytes_of_byte_level_characters() -> dict[str, int]:
     others = (value for value in range(256) if value not in printable)
     stand_ins.update({chr(0x100 + place): value for place, value in enumerate(others)})
     return stand_ins
+
+
+# -- reasoning between think tags -----------------------------------------------------------------------------------
+
+
+def begun_by(prompt_text: str) -> bool:
+    """Return whether a prompt ends inside an open think tag: some templates write it for the model."""
+    return prompt_text.rstrip().endswith(OPENING)
+
+
+def split_reasoning(text: str, begun: bool) -> tuple[str | None, str]:
+    """Split a text, perhaps still growing, into reasoning and content, which hold every character but the tags.
+
+    With `begun` the prompt has already opened the tag. (None, text) where there is no reasoning; an unclosed tag
+    makes all that follows reasoning.
+    """
+    if begun:
+        before, rest = "", text.removeprefix(OPENING)
+    else:
+        before, opened, rest = text.partition(OPENING)
+        if not opened or before.strip():
+            return None, text
+    reasoning, _, content = rest.partition(CLOSING)
+    return reasoning, content

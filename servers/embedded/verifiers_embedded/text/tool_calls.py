@@ -22,16 +22,12 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool: the tool's name, and its arguments as JSON text."""
-
     name: str
     arguments: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion's text, divided: what was said, and which tools are called."""
-
     content: str
     calls: tuple[ToolCall, ...] = ()
 
@@ -54,34 +50,16 @@ def parse_qwen3_coder(text: str) -> Answer:
 
 def parse_llama3_json(text: str) -> Answer:
     """Parse ``{"name": ..., "parameters": {...}}`` and nothing else, or several joined by ";": Llama 3."""
-    rest = text.strip().removeprefix("<|python_tag|>").strip()
-    calls: list[ToolCall] = []
-    while rest:
-        end = _json_end(rest)
-        call = None if end is None else _json_call(rest[:end])
-        if end is None or call is None:
-            return Answer(text)
-        calls.append(call)
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return Answer("", tuple(calls)) if calls else Answer(text)
+    calls = _json_calls(text.strip().removeprefix("<|python_tag|>"), ";", "")
+    return Answer("", calls) if calls else Answer(text)
 
 
 def parse_mistral(text: str) -> Answer:
     """Parse ``[TOOL_CALLS]`` followed by a JSON list of calls: Mistral."""
     content, mark, rest = text.partition("[TOOL_CALLS]")
     rest = rest.strip()
-    if not mark or not rest.startswith("["):
-        return Answer(text)
-    calls: list[ToolCall] = []
-    rest = rest[1:].lstrip()
-    while rest and not rest.startswith("]"):
-        end = _json_end(rest)
-        call = None if end is None else _json_call(rest[:end])
-        if end is None or call is None:
-            return Answer(text)
-        calls.append(call)
-        rest = rest[end:].lstrip().removeprefix(",").lstrip()
-    return Answer(content, tuple(calls)) if calls else Answer(text)
+    calls = _json_calls(rest[1:], ",", "]") if mark and rest.startswith("[") else ()
+    return Answer(content, calls) if calls else Answer(text)
 
 
 FORMATS: dict[str, Parse] = {
@@ -183,9 +161,18 @@ def _function_call(text: str) -> ToolCall | None:
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _json_end(text: str) -> int | None:
-    """Return the end of the JSON object that `text` begins with."""
-    try:
-        return json.JSONDecoder().raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return None
+def _json_calls(text: str, separator: str, end: str) -> tuple[ToolCall, ...]:
+    """Return the calls up to the mark that ends them, or the end of the text; none where one cannot be read."""
+    calls: list[ToolCall] = []
+    rest = text.lstrip()
+    while rest and not (end and rest.startswith(end)):
+        try:
+            size = json.JSONDecoder().raw_decode(rest)[1]
+        except (ValueError, RecursionError):
+            return ()
+        call = _json_call(rest[:size])
+        if call is None:
+            return ()
+        calls.append(call)
+        rest = rest[size:].lstrip().removeprefix(separator).lstrip()
+    return tuple(calls)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from sequences import sequence
 from verifiers_embedded.engine import attention
 from verifiers_embedded.engine import batch as batch_module
 from verifiers_embedded.engine.attention import NAME, install, row_groups
-from verifiers_embedded.engine.batch import ActiveBatch, arranged
+from verifiers_embedded.engine.batch import ActiveBatch
 from verifiers_embedded.engine.generation import Sequence
 
 
@@ -43,39 +42,6 @@ def test_rows_in_groups_have_the_logits_of_plain_passes(
                 item.tokens.append(dice.randrange(90))
             batch.keep_only([dice.random() > 0.3 for _ in batch.sequences])
     assert most_groups >= 4
-
-
-def test_groups_cover_every_row_and_what_it_has_to_see() -> None:
-    dice = random.Random(0)
-    for _ in range(200):
-        lengths = [dice.randint(1, 400) for _ in range(dice.randint(1, 70))]
-        if dice.random() < 0.7:
-            lengths.sort(reverse=True)
-        for dtype in (torch.float32, torch.bfloat16):
-            groups = row_groups(lengths, 448, dtype).groups
-            assert [row for first, last, _ in groups for row in range(first, last)] == list(range(len(lengths)))
-            for first, last, columns in groups:
-                assert max(lengths[first:last]) <= columns <= 448
-    assert len(row_groups([50] * 64, 64, torch.float32).groups) == 1
-
-
-def test_rows_are_arranged_by_length_and_few_of_them_move() -> None:
-    dice = random.Random(1)
-    for _ in range(200):
-        count, block = dice.randint(1, 64), dice.choice([4, 16, 64])
-        rows: list[int | None] = list(dice.sample(range(64), count))
-        rows = [None if dice.random() < 0.2 else row for row in rows]
-        lengths = [dice.randint(1, 99) for _ in rows]
-        targets = arranged(lengths, rows, block)
-        assert sorted(targets) == list(range(count))
-        placed = [length for _, length in sorted(zip(targets, lengths, strict=True))]
-        blocks = [placed[start : start + block] for start in range(0, count, block)]
-        assert all(min(one) >= max(other) for one, other in itertools.pairwise(blocks))
-    # one that ends moves at most one row a block
-    lengths = sorted((dice.randint(1, 99) for _ in range(64)), reverse=True)
-    left = [row for row in range(64) if row != 3]
-    targets = arranged([lengths[row] for row in left], list(left), 16)
-    assert sum(row != target for row, target in zip(left, targets, strict=True)) <= 4
 
 
 def test_a_model_that_was_served_still_attends_as_before_outside_the_batch(model_dir: Path, reference: Any) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from verifiers_embedded.engine.engine import Engine
 from verifiers_embedded.engine.generation import Generation, GenerationRequest, Sequence
-from verifiers_embedded.engine.loading import load_model
-from verifiers_embedded.engine.memory import available_bytes, cgroup_bytes
+from verifiers_embedded.engine.loading import available_bytes, cgroup_bytes, load_model
 from verifiers_embedded.engine.sampling import SamplingParameters
 from verifiers_embedded.errors import StartError
 
@@ -42,7 +41,7 @@ def generate(model: Any, cache_tokens: int | None) -> tuple[list[Generation], in
         GenerationRequest(tuple((7 * place + seed) % 90 for place in range(prompt)), most, SamplingParameters(seed))
         for seed, (prompt, most) in enumerate(LENGTHS)
     ]
-    answers = engine.submit_all([(request, seen) for request in requests])
+    answers = engine.submit_all([(request, seen.advance) for request in requests])
     engine.start()
     try:
         return [answer.result(60) for answer in answers], max(seen.cells)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from verifiers_embedded.engine import batch
-from verifiers_embedded.engine.prefixes import BLOCK, PrefixStore
+from verifiers_embedded.engine.prefixes import PrefixStore
 
 
 async def play(server: Any, turns: int, opening: str, seed: int) -> list[dict[str, Any]]:
@@ -104,28 +104,3 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
     store.keep(prompts[3], states(32))
     assert store.bytes == 3 * one
     assert [store.find(prompt) is not None for prompt in prompts] == [True, False, True, True]
-
-
-def test_a_longer_sequence_takes_the_place_of_the_one_it_continues() -> None:
-    store = PrefixStore(10**6)
-    tokens = list(range(100))
-    store.keep(tokens[:40], states(40))
-    store.keep(tokens[:90], states(90))
-    assert len(store) == 1
-    assert store.find(tokens)[1] == 90
-    store.keep([*tokens[:50], *range(500, 540)], states(90))
-    assert len(store) == 2
-
-
-def test_what_shares_less_than_a_block_is_not_used() -> None:
-    store = PrefixStore(10**6)
-    store.keep(list(range(BLOCK * 2)), states(BLOCK * 2))
-    assert store.find([*range(BLOCK - 1), 999, *range(50)]) is None
-    assert store.find(list(range(BLOCK - 1))) is None
-    assert store.find(list(range(BLOCK + 1)))[1] == BLOCK + 1
-
-
-def test_what_is_larger_than_the_memory_is_not_kept() -> None:
-    store = PrefixStore(100)
-    store.keep(list(range(64)), states(64))
-    assert (len(store), store.bytes) == (0, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -84,29 +83,6 @@ async def test_weights_without_a_name_are_not_stamped_with_the_old_one(start: An
     assert spans(answer) == [("7", 0, answer["usage"]["completion_tokens"])]
     info = (await server.get("/weight_info"))[1]
     assert info == {"weight_version": "7", "num_parameters": server.loaded.num_parameters, "model": "m"}
-
-
-async def test_naming_new_weights_names_the_tokens_sampled_since_the_reload(start: Any, other_dir: Path) -> None:
-    server = await start()
-    (task,) = await in_mid_generation(server)
-    (sequence,) = server.engine._batch.sequences
-    border = len(sequence.log_probs)
-    await server.push(other_dir)
-    gate, step = threading.Event(), server.engine._batch.step
-
-    def step_until_named() -> Any:
-        if len(sequence.log_probs) == border + 3:
-            gate.wait(60)
-        return step()
-
-    server.engine._batch.step = step_until_named
-    await server.post("/resume")
-    await server.until(lambda: len(sequence.log_probs) == border + 3)
-    naming = asyncio.create_task(server.post("/update_weight_version", {"new_version": "7"}))
-    await server.until(lambda: bool(server.engine._commands))
-    gate.set()
-    assert (await naming)[0] == 200
-    assert spans(await task) == [("default", 0, border), ("7", border, 200)]
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "kind"])
@@ -237,24 +213,6 @@ async def test_abort_answers_with_what_is_there_and_says_so(start: Any, model_di
     assert 5 <= len(ids) < 200
     assert log_probs == pytest.approx(reference.log_probs(model_dir, prompt, ids), abs=1e-4)
     assert (await server.get("/is_paused"))[1]["is_paused"]
-
-
-async def test_weight_routes_refuse_what_they_do_not_know(start: Any, model_dir: Path) -> None:
-    server = await start()
-    path = {"weights_path": str(model_dir)}
-    for route, body in [
-        ("/pause?mode=nap", None),
-        ("/collective_rpc", {"method": "shutdown"}),
-        ("/collective_rpc", {"method": "reload_weights"}),
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": 3}}),
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {**path, "other": 1}}),
-        ("/collective_rpc", [1]),
-        ("/update_weight_version", {"new_version": 7}),
-        ("/update_weight_version", {}),
-    ]:
-        status, answer = await server.post(route, body)
-        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), route
-    assert (await server.get("/is_paused"))[1] == {"is_paused": False}
 
 
 @pytest.mark.parametrize("layout", ["single", "shard", "glob", "index", "device", "directory"])

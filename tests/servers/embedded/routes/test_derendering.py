@@ -52,32 +52,6 @@ async def test_what_generate_answers_derenders_to_what_chat_answers(start: Any) 
     assert answer["usage"] == said["usage"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"generate_response": {}},
-        {"generate_response": {"choices": [3]}},
-        {"generate_response": {"choices": [{"token_ids": []}]}},
-        {"generate_response": {"choices": [{"token_ids": [5], "finish_reason": "tool_calls"}]}},
-        {"chat_request": {"messages": []}},
-        {"chat_request": None},
-        {"prompt_token_ids": [-1]},
-        {"stream": True},
-        {"unheard_of": 1},
-    ],
-)
-async def test_what_cannot_be_read_is_refused_by_name(start: Any, fields: dict[str, Any]) -> None:
-    server = await start()
-    good = {
-        "generate_response": {"choices": [{"token_ids": [5]}]},
-        "chat_request": {"messages": [{"role": "user", "content": "x"}]},
-    }
-    assert (await server.post("/v1/chat/completions/derender", good))[0] == 200
-    status, answer = await server.post("/v1/chat/completions/derender", {**good, **fields})
-    assert status == 400
-    assert answer["error"]["message"]
-
-
 async def derendered(
     server: Any, ids: list[int] | None, chat: dict[str, Any], *, generated: Any = None, prompt_ids: Any = (5, 6)
 ) -> dict[str, Any]:

@@ -13,11 +13,9 @@ from json_forms import (
     ARGUMENTS,
     NOW,
     PERSON,
-    byte_level_tokenizer,
     events_of,
     fits,
     named,
-    save_model,
 )
 from tool_templates import PRINTS_TEXT
 
@@ -58,15 +56,6 @@ async def test_required_allows_several_calls_and_a_name_one(start: Any, byte_lev
                 jsonschema.validate(json.loads(call["function"]["arguments"]), ARGUMENTS[call["function"]["name"]])
     assert max(counts["required"]) > 1
     assert counts[str(named("add"))] == {1}
-
-
-async def test_a_tag_that_is_one_token_can_be_written_as_one(start: Any, tmp_path: Path) -> None:
-    tokenizer = byte_level_tokenizer()
-    server = await start(save_model(tmp_path / "m", tokenizer), template=PRINTS_TEXT)
-    answer = await server.chat(tools=[ADD], tool_choice="required", n=64, max_tokens=1, temperature=1.0)
-    first = {choice["token_ids"][0] for choice in answer["choices"]}
-    assert tokenizer.convert_tokens_to_ids("<tool_call>") in first
-    assert len(first) > 1
 
 
 async def test_a_forced_call_is_streamed_whole(start: Any, byte_level_dir: Path) -> None:

@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 import torch
 from json_forms import (
     LETTERS,
     LETTERS_SCHEMA,
     PERSON,
-    events_of,
     fits,
 )
 from step_gate import StepGate
 from verifiers_embedded.engine.batch import ActiveBatch
-from verifiers_embedded.engine.constraints import GrammarCompiler, Guide, forbid
+from verifiers_embedded.engine.constraints import GrammarCompiler
 from verifiers_embedded.engine.generation import GenerationRequest, Sequence
 from verifiers_embedded.engine.sampling import NoiseStream, SamplingParameters
 from verifiers_embedded.text.grammars import Form, lark_grammar
@@ -69,22 +67,6 @@ async def test_whatever_a_random_model_says_parses_and_fits_the_schema(
         jsonschema.validate(json.loads(text), PERSON)
 
 
-@pytest.mark.slow
-async def test_any_object_is_one_in_object_mode(start: Any, byte_level_dir: Path) -> None:
-    server = await start(byte_level_dir)
-    body = {"model": "m", "prompt": "an object:", "max_tokens": 400, "temperature": 1.5}
-    answers = [
-        await server.chat(n=16, max_tokens=400, seed=3, response_format={"type": "json_object"}),
-        (await server.post("/v1/completions", {**body, "n": 16, "response_format": {"type": "json_object"}}))[1],
-    ]
-    for answer in answers:
-        ended = [choice for choice in answer["choices"] if choice["finish_reason"] == "stop"]
-        assert ended
-        for choice in ended:
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            assert isinstance(json.loads(text), dict)
-
-
 async def test_max_tokens_and_stop_strings_cut_a_constrained_answer(start: Any) -> None:
     server = await start()
     choice = (await server.chat(max_tokens=9, **fits(LETTERS_SCHEMA)))["choices"][0]
@@ -92,17 +74,6 @@ async def test_max_tokens_and_stop_strings_cut_a_constrained_answer(start: Any) 
     choice = (await server.chat(max_tokens=99, stop=["a", "b"], seed=4, **fits(LETTERS_SCHEMA)))["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert set(choice["message"]["content"]) <= set('"c')
-
-
-async def test_a_greedy_answer_is_the_likeliest_that_is_allowed(start: Any, model_dir: Path, reference: Any) -> None:
-    server = await start()
-    answer = await server.chat(max_tokens=99, temperature=0, **fits(LETTERS_SCHEMA))
-    prompt, ids, log_probs = server.sampled(answer)
-    assert log_probs == pytest.approx(letters_log_probs(reference, model_dir, server, prompt, ids), abs=1e-4)
-    logits = reference.logits(model_dir, prompt + ids)[len(prompt) - 1 : -1]
-    letters = [server.loaded.tokenizer.convert_tokens_to_ids(letter) for letter in "abc"]
-    for place in range(1, LETTERS + 1):
-        assert ids[place] == letters[int(logits[place][letters].argmax())]
 
 
 # -- exactness --------------------------------------------------------------------------------------------------
@@ -178,19 +149,6 @@ async def test_rows_without_a_grammar_keep_every_bit(start: Any) -> None:
     assert mixed[1] == (loaded.tokenizer.convert_tokens_to_ids('"'), 0.0)
 
 
-def test_forbidding_reaches_tokens_beyond_the_tokenizer_and_leaves_other_rows() -> None:
-    class Odd(Guide):
-        def allow(self, row: np.ndarray) -> None:
-            row.fill(0b10)
-
-    logits = torch.arange(3 * 75, dtype=torch.bfloat16).view(3, 75)
-    before = logits.clone()
-    forbid(logits, [(1, Odd(None, 2))])
-    assert torch.equal(logits[[0, 2]], before[[0, 2]])
-    assert torch.nonzero(logits[1] > -math.inf).flatten().tolist() == [1, 33]
-    assert torch.equal(logits[1, [1, 33]], before[1, [1, 33]])
-
-
 # -- with everything else ---------------------------------------------------------------------------------------
 
 
@@ -213,41 +171,6 @@ async def test_a_push_in_mid_generation_changes_the_weights_and_not_the_form(
         before = letters_log_probs(reference, model_dir, server, prompt, ids)
         after = letters_log_probs(reference, other_dir, server, prompt, ids)
         assert log_probs == pytest.approx(before[:border] + after[border:], abs=1e-4)
-
-
-async def test_an_aborted_constrained_answer_comes_as_it_stands(start: Any) -> None:
-    server = await start()
-    gate = StepGate(server.engine)
-    task = asyncio.create_task(server.chat(max_tokens=99, **fits(LETTERS_SCHEMA)))
-    await server.until(lambda: gate.held == 1)
-    await server.post("/pause?mode=abort")
-    choice = (await task)["choices"][0]
-    assert choice["finish_reason"] == "abort"
-    assert set(choice["message"]["content"]) <= set('"abc')
-
-
-async def test_a_next_turn_from_kept_keys_follows_its_grammar(start: Any, model_dir: Path, reference: Any) -> None:
-    server = await start()
-    turn = [{"role": "user", "content": "a question that is long enough to be kept for later"}]
-    for _ in range(2):
-        answer = await server.chat(messages=turn, max_tokens=60, seed=1, **fits(LETTERS_SCHEMA))
-        prompt, ids, log_probs = server.sampled(answer)
-        assert log_probs == pytest.approx(letters_log_probs(reference, model_dir, server, prompt, ids), abs=1e-4)
-        turn = [*turn, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
-        turn.append({"role": "user", "content": "and?"})
-    assert server.engine.prefixes["hits"] >= 1
-
-
-async def test_a_stream_adds_up_to_the_constrained_answer(start: Any) -> None:
-    server = await start()
-    fields = {"n": 3, "seed": 8, "max_tokens": 200, "logprobs": True, "top_logprobs": 2, **fits(LETTERS_SCHEMA)}
-    whole = await server.chat(**fields)
-    events = await events_of(server, fields)
-    for index, choice in enumerate(whole["choices"]):
-        deltas = [item for event in events for item in event["choices"] if item["index"] == index]
-        assert "".join(item["delta"].get("content") or "" for item in deltas) == choice["message"]["content"]
-        assert deltas[-1]["finish_reason"] == choice["finish_reason"] == "stop"
-    assert len({choice["message"]["content"] for choice in whole["choices"]}) == 3
 
 
 async def test_reasoning_comes_before_the_json(start: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import string
 import sys
 import threading
 from collections.abc import Callable
@@ -15,20 +14,17 @@ import pytest
 from json_forms import (
     ADD,
     LETTERS_SCHEMA,
-    PERSON,
     byte_level_tokenizer,
     events_of,
     fits,
     named,
 )
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders
 from tool_templates import PRINTS_TEXT
 from transformers import PreTrainedTokenizerFast
 from verifiers_embedded.engine import constraints
 from verifiers_embedded.engine.constraints import GrammarCompiler, token_bytes
 from verifiers_embedded.errors import ApiError
-from verifiers_embedded.text import grammars
-from verifiers_embedded.text.prompts import ChatText
 
 pytest.importorskip("llguidance")
 
@@ -62,25 +58,6 @@ async def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
     assert reason in error["message"]
     assert "\n" not in error["message"]
     assert (await server.get("/health"))[0] == 200
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "json",
-        {"type": "grammar"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"name": "x"}},
-        {"type": "json_schema", "json_schema": {"name": "x", "schema": True}},
-        {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "lenient": True}},
-        {"type": "json_object", "schema": {}},
-    ],
-)
-async def test_a_response_format_of_no_known_form_is_refused(start: Any, value: Any) -> None:
-    server = await start()
-    status, error = await server.refused(response_format=value)
-    assert (status, error["param"]) == (400, "response_format")
-    assert "response_format" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -206,50 +183,3 @@ def test_the_bytes_of_tokens_are_what_they_add_to_a_text() -> None:
     assert b"".join(texts[token] for token in ids).decode() == "zoë 🙂 \ufffd"
     assert texts[tokenizer.convert_tokens_to_ids("<tool_call>")] == b"<tool_call>"
     assert texts[tokenizer.eos_token_id] == texts[len(tokenizer)] == b""
-
-
-def byte_fallback_tokenizer(*, strips: bool) -> PreTrainedTokenizerFast:
-    """As SentencePiece's: marks for spaces, names for bytes; Llama's drops a space at the beginning of a text."""
-    names = ["<unk>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), "▁", *string.printable.strip(), "▁the"]
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    strip = [decoders.Strip(" ", 1, 0)] if strips else []
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    tokenizer.decoder = decoders.Sequence(parts)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
-
-
-@pytest.mark.parametrize("strips", [True, False])
-def test_bytes_that_stand_for_themselves_have_their_values(strips: bool) -> None:
-    tokenizer = byte_fallback_tokenizer(strips=strips)
-    texts = token_bytes(tokenizer, len(tokenizer), "response_format")
-    assert texts[2 : 2 + 256] == [bytes([value]) for value in range(256)]
-    assert texts[tokenizer.convert_tokens_to_ids("▁the")] == b" the"
-    assert ChatText(tokenizer).token(2 + 0xC3)[1] == [0xC3]
-
-
-def test_a_slow_tokenizer_is_refused() -> None:
-    with pytest.raises(ApiError, match="fast"):
-        token_bytes(object(), 9, "response_format")
-
-
-async def test_a_schema_is_compiled_once_for_all_that_send_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = await start()
-    compile_now, count = GrammarCompiler._compile, 0
-
-    def counted(self: Any, lark: str, param: str) -> Any:
-        nonlocal count
-        count += 1
-        return compile_now(self, lark, param)
-
-    monkeypatch.setattr(GrammarCompiler, "_compile", counted)
-    await asyncio.gather(*(server.chat(seed=seed, max_tokens=5, **fits(PERSON)) for seed in range(20)))
-    assert count == 1
-    for place in range(constraints._KEPT + 5):
-        await server.chat(max_tokens=1, **fits({"const": place}))
-    assert count == 1 + constraints._KEPT + 5
-
-
-def test_the_bounds_on_schemas_leave_room_for_real_ones() -> None:
-    real = {"$defs": {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(200)}}
-    assert json.loads(grammars.schema_text(real, "response_format")) == real

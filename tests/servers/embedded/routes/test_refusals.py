@@ -59,37 +59,6 @@ async def test_a_prompt_with_tokens_the_model_lacks_does_not_end_the_engine(star
     assert (await server.get("/health"))[0] == 200
 
 
-async def test_neutral_and_harmless_fields_are_accepted(start: Any) -> None:
-    server = await start()
-    await server.chat(
-        stream=False, n=1, tools=[], tool_choice="none", response_format={"type": "text"}, logit_bias={},
-        top_logprobs=0, presence_penalty=0.0, frequency_penalty=0, user="u", store=True, metadata={},
-        stop=None, temperature=None, chat_template_kwargs={"enable_thinking": False},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        [3],
-        [{"role": "wizard", "content": "x"}],
-        [{"role": "user"}],
-        [{"role": "user", "content": 3}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
-        [{"role": "assistant", "tool_calls": {"id": "1"}}],
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
-        [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
-    ],
-)
-async def test_a_malformed_message_is_refused_by_its_place(start: Any, messages: Any) -> None:
-    server = await start()
-    status, error = await server.refused(messages=messages)
-    assert status == 400
-    assert ("messages[0].tool_calls" if "tool_calls" in str(messages) else "messages") in error["message"]
-
-
 async def test_a_body_that_is_not_json_is_refused(start: Any) -> None:
     server = await start()
     for body in (b"", b"{", b"[1]", b'"text"', b"\xff"):

@@ -177,20 +177,3 @@ async def test_tools_that_the_model_would_not_see_are_refused(start: Any) -> Non
     status, error = await server.refused(tools=[TOOL])
     assert (status, error["param"]) == (400, "tools")
     assert "chat template" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tools", "add"),
-        ("tools", [{"type": "function"}]),
-        ("tools", [{"function": {"name": 3}}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "add"}}),
-        ("parallel_tool_calls", "yes"),
-    ],
-)
-async def test_what_cannot_be_obeyed_is_refused(start: Any, field: str, value: Any) -> None:
-    server = await start(template=PRINTS_TEXT)
-    status, error = await server.refused(**{field: value})
-    assert (status, error["param"]) == (400, field)
