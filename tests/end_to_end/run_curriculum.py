@@ -19,8 +19,8 @@ import tiny_world
 import torch.distributed
 
 import verifiers as vf
+from verifiers.data.adaptive_curriculum import LevelsPolicy
 from verifiers.data.curriculum import Curriculum, staged_curriculum_from
-from verifiers.data.curriculum_policies import LevelsPolicy
 from verifiers.testing import Fault
 
 ROWS = 24

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerCallback
 
 import verifiers as vf
-from verifiers.data.curriculum_policies import curriculum_from
+from verifiers.data.adaptive_curriculum import curriculum_from
 
 
 class WritesDown(TrainerCallback):

@@ -11,7 +11,8 @@ import pytest
 import tiny_world
 import torch
 
-from verifiers.data.batch_plan import make_plan, rollout_seed
+from verifiers.data.batch_plan import make_plan
+from verifiers.data.sampler import rollout_seed
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.batching.packing import all_micro_batches
 from verifiers.train.batching.training_block import TrainingBlock, build_training_block
