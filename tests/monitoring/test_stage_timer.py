@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from verifiers.inference.limiter import Limiter
-from verifiers.monitoring.stage_timer import StageTimer, StageUse, in_stage, peak_memory
-from verifiers.monitoring.time_metrics import RunTime, interval_metrics
+from verifiers.monitoring.stage_timer import RunTime, StageTimer, StageUse, in_stage, interval_metrics, peak_memory
 from verifiers.rollouts.activity import ActivityReading, RolloutActivity, counted_slot
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["bar", "rounded", "sparkline"]
-
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MOST_DECIMALS = 4
 

@@ -15,11 +15,10 @@ from verifiers.errors import ConfigError
 from verifiers.evals.json_lines import parse_row
 from verifiers.evals.store import RESULTS, iter_rows
 from verifiers.log import Redactor, secrets_of_run
-from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
+from verifiers.monitoring.findings import Finding, find_bottleneck
 from verifiers.monitoring.history import History, eval_set_label, read_history
 from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, RUN, SAMPLES, read_lines, read_run, shown_messages
-from verifiers.monitoring.stage_timer import STAGES
-from verifiers.monitoring.time_metrics import RunTime
+from verifiers.monitoring.stage_timer import STAGES, RunTime
 from verifiers.reports.page import TRAINING_SCRIPTS, page_text, write_page
 from verifiers.reports.training_charts import STAGE_COLOURS, chart_sections, marked_steps, step_span
 
@@ -119,7 +118,7 @@ def run_version(directory: Path) -> str:
     return " ".join(sizes)
 
 
-def bottleneck_of(run: Mapping[str, Any], total: RunTime) -> Bottleneck | None:
+def bottleneck_of(run: Mapping[str, Any], total: RunTime) -> Finding | None:
     """Return what limits the speed of a run; None where nothing was measured."""
     settings = run.get("judged_by")
     if not isinstance(settings, dict):
@@ -129,7 +128,7 @@ def bottleneck_of(run: Mapping[str, Any], total: RunTime) -> Bottleneck | None:
     return find_bottleneck(total, **{"num_batches_ahead": 0, **known})
 
 
-def _bottleneck(found: Bottleneck | None) -> dict[str, str] | None:
+def _bottleneck(found: Finding | None) -> dict[str, str] | None:
     return None if found is None else {"kind": found.kind, "text": found.text, "advice": found.advice}
 
 
