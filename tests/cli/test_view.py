@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from verifiers.cli import view
-from verifiers.reports.runs import find_runs
+from verifiers.reports.server import find_runs
 from verifiers.reports.server import RunServer
 
 

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 import verifiers as vf
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.store import ResultStore, read_run
-from verifiers.reports.runs import find_runs
+from verifiers.reports.server import find_runs
 
 
 def test_an_evaluation_is_stored_as_vf_eval_stores_one(

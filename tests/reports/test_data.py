@@ -9,22 +9,25 @@ from typing import Any
 import pytest
 
 from verifiers.chat_messages import MOST_CHARACTERS, as_text, messages_of
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.summary import summarize
-from verifiers.reports.evaluation_data import (
+from verifiers.reports.evaluation import (
     columns_of,
     difference_of,
     entry_of,
     groups_by_prompt,
     json_block,
     last_words,
-    numbers_of,
-    sampled_examples,
     sampled_groups,
     summary_of,
 )
-from verifiers.reports.runs import GrowingRun, find_runs
+from verifiers.reports.server import GrowingRun, find_runs
 
 Rows = Callable[..., dict[str, Any]]
+
+
+def counted(rows: list[dict[str, Any]]) -> RolloutResults:
+    return RolloutResults(entry_of(row).counted() for row in rows)
 
 
 def test_messages_keep_calls_reasoning_and_the_call_that_is_answered() -> None:
@@ -122,18 +125,10 @@ def test_a_sample_holds_whole_prompts_spread_over_all() -> None:
     assert sampled_groups([list(range(50))], 7) == [list(range(7))]
 
 
-def test_the_examples_of_a_sample_are_known_without_its_rollouts(rows: Rows) -> None:
-    made = [rows(example, generation) for example in range(100) for generation in range(4)]
-    groups = groups_by_prompt(map(entry_of, made))
-    for most in (1, 3, 40, 41, 399, 400):
-        kept = sampled_groups(groups, most)
-        assert sampled_examples(numbers_of(made), most) == {group[0].example for group in kept}
-
-
 def test_the_summary_counts_failures_beside_the_means(rows: Rows) -> None:
     made = [rows(e, g, reward=float((e + g) % 2), right=1.0) for e in range(4) for g in range(4)]
     made[0] = rows(0, 0, reward=None, outcome="provider_error", right=1.0)
-    summary = summary_of(numbers_of(made), {"num_examples": 5, "rollouts_per_example": 4}, "x/y")
+    summary = summary_of(counted(made), {"num_examples": 5, "rollouts_per_example": 4}, "x/y")
     reward, _, right = summary["measures"]
     assert (summary["rollouts"], summary["scored"], summary["expected"], summary["finished"]) == (16, 15, 20, False)
     assert summary["outcomes"] == {"completed": 15, "provider_error": 1}
@@ -149,7 +144,7 @@ def test_the_summary_counts_failures_beside_the_means(rows: Rows) -> None:
 
 
 def test_a_run_without_results_has_a_summary_too() -> None:
-    summary = summary_of(numbers_of([]), {}, "x/y")
+    summary = summary_of(RolloutResults(), {}, "x/y")
     assert (summary["rollouts"], summary["title"], summary["passAtK"]) == (0, "x/y", [])
     json.dumps(summary, allow_nan=False)
 
@@ -226,7 +221,7 @@ def test_pass_at_k_is_that_of_the_summary_also_for_another_threshold(rows: Rows)
     made = [rows(e, g, reward=[0.0, 0.5, 1.0][(e + g) % 3]) for e in range(6) for g in range(6)]
     for right_from in (None, 0.5):
         metadata = {} if right_from is None else {"summary": {"right_from": right_from}}
-        shown = summary_of(numbers_of(made), metadata, "x/y")
+        shown = summary_of(counted(made), metadata, "x/y")
         told = summarize(made, right_from=right_from or 1.0).as_json()
         assert shown["rightFrom"] == (right_from or 1.0)
         assert [point["k"] for point in shown["passAtK"]] == [1, 2, 4, 6]

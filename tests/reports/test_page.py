@@ -212,7 +212,7 @@ def test_a_rollout_that_was_done_again_is_shown_once(tmp_path: Path, rows: Any) 
 
 
 @pytest.mark.slow
-def test_a_report_of_a_long_run_takes_the_memory_of_its_sample(
+def test_a_report_of_a_long_run_never_holds_its_transcripts(
     tmp_path: Path, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4,000 rollouts, 40 MB, of which the page shows 100."""
@@ -227,4 +227,4 @@ def test_a_report_of_a_long_run_takes_the_memory_of_its_sample(
         tracemalloc.stop()
     data = json.loads(outline(page).bodies["vf-data"])
     assert (data["total"], data["runs"][0]["rollouts"], len(data["columns"]["example"])) == (4000, 4000, 100)
-    assert peak < 8_000_000
+    assert peak < 12_000_000

@@ -56,8 +56,11 @@ def read_run(directory: str | Path) -> dict[str, Any]:
 def replace_file(path: Path, text: str) -> None:
     """Write a file in one step: readers see the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,23 +7,34 @@ person at this machine: the server listens on a loopback address alone and answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
 import json
+import os
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
-from verifiers.evals.store import RESULTS
+from verifiers.evals.json_lines import parse_row
+from verifiers.evals.results import RolloutResults
+from verifiers.evals.store import RESULTS, read_metadata
 from verifiers.http_requests import app_runner
 from verifiers.monitoring.history import eval_set_label, is_trained_on
 from verifiers.monitoring.number_text import rounded
-from verifiers.monitoring.run_log import is_training_run, read_run
-from verifiers.reports.evaluation import comparison_text
-from verifiers.reports.evaluation_data import ROWS_PER_BLOCK, columns_of
+from verifiers.monitoring.run_log import METRICS, is_training_run, read_run
+from verifiers.reports.evaluation import (
+    ROWS_PER_BLOCK,
+    Entry,
+    columns_of,
+    comparison_text,
+    entry_of,
+    json_block,
+    run_name,
+    summary_of,
+)
 from verifiers.reports.page import json_text, page_text, plain_page
-from verifiers.reports.runs import GrowingRun, find_runs, known_metadata, newest_metrics
 from verifiers.reports.training_run import run_version, started_at, training_data, training_page
 
 if TYPE_CHECKING:
@@ -31,10 +42,11 @@ if TYPE_CHECKING:
 
     from verifiers.http_requests import Handler
 
-__all__ = ["HOST", "RunServer"]
-
 HOST = "127.0.0.1"
 _CLOSING_S = 0.5
+_DEEPEST = 4
+_CHUNK_BYTES = 8 << 20
+_TAIL_BYTES = 64 << 10
 _CELL_CHARACTERS = 100
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -305,3 +317,121 @@ def _json(data: Any) -> web.Response:
     from aiohttp import web
 
     return web.Response(body=json_text(data).encode("utf-8", "backslashreplace"), content_type="application/json")
+
+
+# -- run directories ------------------------------------------------------------------------------------------------
+
+
+def known_metadata(directory: Path) -> dict[str, Any]:
+    """Return what metadata.json holds; empty where it is missing or damaged, since the results can still be shown."""
+    try:
+        return read_metadata(directory)
+    except (ConfigError, OSError, RecursionError):
+        return {}
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Return the directories under `root` that hold an evaluation or a training run, by their path, newest first.
+
+    Where `root` is a run itself, it has the name of its directory. Links that lead out of `root` are not followed.
+    """
+    real_root = root.resolve()
+    found: list[tuple[float, str, Path]] = []
+    for parent, names, _ in os.walk(root):
+        path = Path(parent)
+        depth = len(path.relative_to(root).parts)
+        names[:] = [] if depth >= _DEEPEST else [name for name in names if not name.startswith(".")]
+        file = _record_of(path)
+        if file is not None and file.resolve().is_relative_to(real_root):
+            key = path.relative_to(root).as_posix() if depth else real_root.name or "run"
+            found.append((-file.stat().st_mtime, key, path))
+    return {key: path for _, key, path in sorted(found)}
+
+
+def newest_metrics(directory: Path) -> dict[str, Any]:
+    """Return the newest value of each metric of a training run, of its last lines alone."""
+    with (directory / METRICS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    newest: dict[str, Any] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):
+            newest.update(json.loads(line))
+    return newest
+
+
+def _record_of(directory: Path) -> Path | None:
+    """Return the file that grows while a run is in progress; None where the directory holds no run."""
+    if (directory / RESULTS).is_file():
+        return directory / RESULTS
+    return directory / METRICS if is_training_run(directory) else None
+
+
+class GrowingRun:
+    """A run that is read as it grows: each refresh reads what was appended since the last.
+
+    Not for several threads at once. Only small values are kept; transcripts are read again from the file.
+
+    Attributes:
+        entries: one a row, in order of arrival.
+        epoch: counts how often the file was replaced or cut, which makes row numbers mean something else.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.entries: list[Entry] = []
+        self.epoch = 0
+        self._numbers = RolloutResults()
+        self._offset = 0
+        self._file_id: tuple[int, int] | None = None
+        self._summary: tuple[int, int, dict[str, Any], dict[str, Any]] | None = None
+
+    def refresh(self) -> int:
+        """Read what is new; the number of rows now. A last line without its end waits for the next time.
+
+        Raises:
+            OSError: the file is gone.
+        """
+        with (self.directory / RESULTS).open("rb") as file:
+            status = os.fstat(file.fileno())
+            file_id = (status.st_dev, status.st_ino)
+            if self._file_id not in (None, file_id) or status.st_size < self._offset:
+                self.entries, self._offset, self.epoch = [], 0, self.epoch + 1
+                self._numbers = RolloutResults()
+            self._file_id = file_id
+            file.seek(self._offset)
+            while lines := file.readlines(_CHUNK_BYTES):
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        return len(self.entries)
+                    row = self._row(line)
+                    if row is not None:
+                        self.entries.append(entry_of(row, offset=self._offset))
+                        self._numbers.add(self.entries[-1].counted())
+                    self._offset += len(line)
+        return len(self.entries)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's numbers as of the last refresh; computed again only where rows or metadata changed."""
+        metadata = known_metadata(self.directory)
+        if self._summary is None or self._summary[:3] != (self.epoch, len(self.entries), metadata):
+            numbers = summary_of(self._numbers, metadata, run_name(self.directory))
+            self._summary = (self.epoch, len(self.entries), metadata, numbers)
+        return self._summary[3]
+
+    def block(self, number: int) -> str:
+        """Return the transcripts of the rows from `number * ROWS_PER_BLOCK` on as JSON; fewer at the end, or none."""
+        start = number * ROWS_PER_BLOCK
+        rows: list[Mapping[str, Any]] = []
+        with (self.directory / RESULTS).open("rb") as file:
+            for entry in self.entries[start : start + ROWS_PER_BLOCK]:
+                file.seek(entry.offset)
+                rows.append(self._row(file.readline()) or {})
+        return json_block(rows)
+
+    def _row(self, line: bytes) -> dict[str, Any] | None:
+        """Return a line's row; None for one that a crash cut off."""
+        try:
+            return parse_row(line.decode("utf-8", "replace").encode())
+        except (ValueError, RecursionError):
+            return None
