@@ -105,8 +105,8 @@ def test_an_answer_in_tokens_has_ids_log_probs_and_versions(server: vllm_world.S
 
 def test_the_server_says_what_the_trainer_asks(server: vllm_world.Server) -> None:
     from verifiers.inference.server_client import ServerClient
+    from verifiers.train.weight_sync import LoraSync
     from verifiers.train.weight_sync.capabilities import check_capabilities, log_probs_are_raw, read_capabilities
-    from verifiers.train.weight_sync.lora import LoraSync
 
     client = ServerClient(server.url)
     found = asyncio.run(read_capabilities(client))

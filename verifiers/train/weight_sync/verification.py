@@ -29,8 +29,6 @@ from verifiers.train.weight_sync.capabilities import log_probs_are_raw
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
 
-__all__ = ["LogprobCheck", "ProbeResult", "ask_server", "compare_answer"]
-
 logger = logging.getLogger("verifiers.train")
 
 _TOKENS = 8
@@ -39,12 +37,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The outcome of one server's check.
-
-    Attributes:
-        largest_difference: largest |server's log-prob - trainer's| over the sampled tokens, in nats.
-        tokens: sampled tokens compared.
-    """
+    """The outcome of one server's check: the largest |server's log-prob - trainer's| over some tokens, in nats."""
 
     largest_difference: float
     tokens: int
@@ -65,10 +58,7 @@ async def ask_server(
     An answer that fails, is late or is broken is asked for again.
 
     Args:
-        server: which one.
-        model: the policy's name there.
         prompt: messages, or a string for a completion model.
-        temperature: of the sampling.
         version: of the weights, which makes the seed.
         timeout_s: deadline in seconds; the server's own when left out.
         try_s: deadline of the first try, doubled with each; a third of the whole at most.
@@ -111,8 +101,6 @@ def compare_answer(
     """Compare an answer of `ask_server` with the trainer's log-probs.
 
     Args:
-        server: which one answered.
-        answer: of `ask_server`.
         score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
         version: of the weights that were pushed.
         tolerance: largest difference accepted, in nats.
@@ -155,7 +143,6 @@ class LogprobCheck:
         patience_s: seconds to wait for an answer whatever the server does meanwhile; a request queues behind every
             rollout that is in flight there.
         limit_s: deadline of a request to a server that is busy, in seconds.
-        on_result: called with each outcome.
     """
 
     def __init__(
