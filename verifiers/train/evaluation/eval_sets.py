@@ -12,8 +12,6 @@ from verifiers.envs.datasets import count_trained_on
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import fingerprint
 
-__all__ = ["EvalSet", "choose_eval_sets"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
