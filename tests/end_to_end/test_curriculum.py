@@ -21,7 +21,7 @@ from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
+from verifiers.train.checkpoint.checkpoint import load_pending_blocks
 from verifiers.train.checkpoint.run_directory import newest_complete
 from verifiers.train.planned_run import planned_run
 

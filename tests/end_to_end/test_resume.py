@@ -23,8 +23,7 @@ from transformers import TrainerCallback
 from verifiers.errors import CheckpointError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.checkpoint import MARKER
-from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
+from verifiers.train.checkpoint.checkpoint import MARKER, load_pending_blocks
 from verifiers.train.checkpoint.run_directory import newest_complete
 
 

@@ -30,28 +30,11 @@ from verifiers.train.checkpoint.checkpoint import (
     mark_complete,
     mark_incomplete,
     resume_step,
-    warn_if_best_is_gone,
+    save_pending_blocks,
 )
-from verifiers.train.checkpoint.pending_blocks import save_pending_blocks
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.storage import EVALUATIONS, remove_later_evaluations
 from verifiers.train.processes.distributed import Ranks
-
-__all__ = [
-    "LOCK",
-    "ResumePoint",
-    "RunDirectory",
-    "checkpoints_in",
-    "choose_resume_point",
-    "finished_steps",
-    "lock_output_dir",
-    "newest_complete",
-    "note_saved",
-    "prepare_output_dir",
-    "raises_checkpoint_error",
-    "rotate_checkpoints",
-    "visible_checkpoint",
-]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -66,10 +49,9 @@ _COMPLETIONS = "completions"
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The point at which a run starts.
+    """The point at which a run starts: a checkpoint, or None for step 0.
 
     Attributes:
-        checkpoint: the checkpoint that the run resumes from; None for step 0.
         resumes: a checkpoint was asked for, whether or not there is one.
         is_found: the checkpoint was looked for in `output_dir`, not given by its path.
     """
@@ -106,27 +88,6 @@ def lock_output_dir(output_dir: str | Path) -> Any:
     except (OSError, NotImplementedError) as error:
         logger.debug("%s cannot be locked: %s", output_dir, error)
     return lock
-
-
-def choose_resume_point(
-    output_dir: str, asked: str | bool | None, plan: BatchPlan, rows: Any = None, model: str | None = None
-) -> ResumePoint:
-    """Return where to start; on rank 0, which holds the directory's lock.
-
-    Args:
-        asked: a checkpoint's path, True for the newest complete one of `output_dir`, else step 0.
-        rows: the training rows, which must be those of the checkpoint.
-        model: path or hub name of the policy's start, which must be that of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, or of another plan, other rows or another model.
-    """
-    found = newest_complete(output_dir) if asked is True else None
-    given = str(asked) if asked and asked is not True else None
-    checkpoint = str(found) if found is not None else given
-    if checkpoint is not None:
-        check_resumable(checkpoint, plan, rows, model)
-    return ResumePoint(checkpoint, bool(asked), is_found=found is not None)
 
 
 def visible_checkpoint(point: ResumePoint, output_dir: str, rank: int) -> str | None:
@@ -188,8 +149,6 @@ def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Pa
         if point.resumes and point.checkpoint is None:
             text = "no complete checkpoint in %s yet: the run starts at step 0, and the files there are now in %s"
         logger.warning(text, output_dir, aside)
-    if point.checkpoint:
-        warn_if_best_is_gone(Path(point.checkpoint))
     return aside
 
 
@@ -229,11 +188,8 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 def rotate_checkpoints(output_dir: str | Path, limit: int | None, best: str | Path | None = None) -> None:
     """Delete the oldest checkpoints over `limit`; the newest, the newest complete one and the best always stay.
 
-    To be called when the newest is marked complete: a process that is killed before has the one before it.
-
-    Args:
-        limit: checkpoints that stay; None or 0 for all.
-        best: the directory of the best checkpoint so far, where there is one.
+    To be called when the newest is marked complete: a process that is killed before has the one before it. A limit of
+    None or 0 keeps all.
     """
     checkpoints = checkpoints_in(output_dir)
     kept = {os.path.abspath(path) for path in (*checkpoints[-1:], newest_complete(output_dir), best) if path}
@@ -249,11 +205,8 @@ def rotate_checkpoints(output_dir: str | Path, limit: int | None, best: str | Pa
 def raises_checkpoint_error(directory: Path, output_dir: Path | None = None) -> Iterator[None]:
     """Raise CheckpointError for what libraries raise of a full or broken disk while a model is written.
 
-    Args:
-        output_dir: the run's directory; the one above `directory` when left out.
-
-    Raises:
-        CheckpointError: with the first failure as its cause, the space left, and the newest complete checkpoint.
+    It has the first failure as its cause, and names the space left and the newest complete checkpoint of
+    `output_dir`, which is the directory above when left out.
     """
     try:
         yield
@@ -361,10 +314,17 @@ class RunDirectory:
             asked: a checkpoint's path, True for the newest complete one here, else step 0.
 
         Raises:
-            CheckpointError: another run holds the lock, or the checkpoint cannot be resumed.
+            CheckpointError: another run holds the lock, or the checkpoint is incomplete, or of another plan, other
+                rows or another model.
         """
         self._lock = lock_output_dir(self.path)
-        return choose_resume_point(str(self.path), asked, self._plan, self._rows, self._model)
+        found = newest_complete(self.path) if asked is True else None
+        checkpoint = found if asked is True else asked or None
+        if checkpoint is not None:
+            check_resumable(checkpoint, self._plan, self._rows, self._model)
+        return ResumePoint(
+            str(checkpoint) if checkpoint is not None else None, bool(asked), is_found=found is not None
+        )
 
     def begin(self, point: ResumePoint, keeps: Collection[Path]) -> dict[str, Any]:
         """Move aside what other runs left here and open the block log; return the checkpoint's further state.
@@ -382,10 +342,7 @@ class RunDirectory:
         return extra_state(point.checkpoint) if point.checkpoint else {}
 
     def log_block(self, block: ScoredBlock, step: int, dropped: Sequence[Dropped]) -> None:
-        """Write down the fate of a block's rollouts.
-
-        Args:
-            step: optimizer steps before it.
+        """Write down the fate of the rollouts of a block that begins after `step` optimizer steps.
 
         Raises:
             CheckpointError: it cannot be written.

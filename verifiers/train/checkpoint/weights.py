@@ -20,14 +20,11 @@ from verifiers.train.checkpoint.checkpoint import MARKER, START_NEW, TENSORS, ex
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync.protocol import gathered_tensors
 
-__all__ = ["CheckpointWeights", "checksum"]
-
 
 class CheckpointWeights:
     """The policy's tensors as checkpoints hold them; every rank has one and calls it in the same order.
 
-    Args:
-        in_shards: FSDP or DeepSpeed trains it; both keep files of their own, under the names in memory.
+    FSDP and DeepSpeed, which train it `in_shards`, keep files of their own, under the names in memory.
     """
 
     def __init__(self, ranks: Ranks, policy: Callable[[], Any], *, in_shards: bool) -> None:
