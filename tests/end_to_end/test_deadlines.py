@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_world
 
 import verifiers as vf
-from verifiers.errors import DeadlineError, GenerationError, GeneratorClosedError
-from verifiers.errors import Error as VerifiersError
+from verifiers.errors import DeadlineError, GenerationError
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
@@ -152,57 +148,3 @@ def test_the_trainer_stops_at_the_deadline_of_a_block(make_fake_trainer: Callabl
         trainer.publisher.connect = connects
         with pytest.raises(DeadlineError, match=r"block 0 .* 0\.5 s \(async_generation_timeout\)"):
             trainer.train()
-
-
-def test_closing_wakes_every_waiter() -> None:
-    env = tiny_world.single_turn()
-    with FakeOpenAIServer("x", faults=[Fault.hang(times=100)]) as fake:
-        generator = AsyncBatchGenerator(env, fake.url, "fake").start()
-        generator.submit_batch(BatchRequest(0, requests(0)))
-        fake.wait_until(lambda server: server.in_flight == 4)
-        closing = threading.Timer(0.1, generator.close)
-        closing.start()
-        with pytest.raises(GeneratorClosedError):
-            generator.get_batch(0, timeout_s=60)
-        closing.join()
-        fake.wait_until(lambda server: server.in_flight == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_server_killed_in_mid_block_ends_the_run_within_seconds(
-    model_dir: Path, tmp_path: Path, ahead: int
-) -> None:
-    command = [sys.executable, "-m", "verifiers_embedded", "--model", str(model_dir), "--threads", "1", "--port", "0"]
-    process = subprocess.Popen([*command, "--port-file", str(tmp_path / "port")], stdout=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 40
-        while not (tmp_path / "port").exists():
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        url = f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}/v1"
-        killed_at = 0.0
-
-        class Killing(tiny_world.Dialogue):
-            async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-                nonlocal killed_at
-                if not killed_at and trainer.state.global_step >= 2:
-                    killed_at = time.monotonic()
-                    process.send_signal(signal.SIGKILL)
-                return await super().env_response(messages, state, **kwargs)
-
-        args = tiny_world.config(
-            tmp_path / "run", url, max_steps=100, num_batches_ahead=ahead, server_restart_timeout=2.0
-        )
-        trainer = tiny_world.ObservedTrainer(str(model_dir), Killing(), args)
-        with pytest.raises(VerifiersError, match=r"could not be reached|got no answer") as raised:
-            trainer.train()
-        assert killed_at
-        assert time.monotonic() - killed_at < 60
-        assert "127.0.0.1" in str(raised.value)
-        assert 2 <= trainer.state.global_step <= 3
-    finally:
-        process.kill()
-        process.wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from evaluation_world import NeverEnds, logged_evaluations, stored
 from transformers import TrainerCallback
 
 import verifiers as vf
+from verifiers.cli.train import main
 from verifiers.errors import ConfigError, NothingScoredError
 from verifiers.evals.store import read_run
 from verifiers.reports.server import find_runs
@@ -154,25 +157,6 @@ def test_evaluations_are_not_stored_where_that_is_switched_off(make_trainer: Cal
     assert not (Path(trainer.args.output_dir) / "evals").exists()
 
 
-def test_several_eval_sets_have_metrics_and_directories_of_their_own(make_trainer: Callable[..., Any]) -> None:
-    named = {"easy": tiny_world.rows(2), "hard": tiny_world.rows(3)}
-    trainer = make_trainer(
-        tiny_world.single_turn(),
-        eval_dataset=named,
-        max_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        metric_for_best_model="hard_reward",
-    )
-    trainer.train()
-    (entry,) = logged_evaluations(trainer)
-    assert (entry["eval_easy_prompts"], entry["eval_hard_prompts"]) == (2, 3)
-    assert trainer.state.best_metric == entry["eval_hard_reward"]
-    for name in named:
-        found = read_run(stored(trainer, 1, name)).metadata["summary"]["rewards"]["reward"]["mean"]
-        assert found == pytest.approx(entry[f"eval_{name}_reward"])
-
-
 def test_an_evaluation_of_a_group_tells_its_tasks_apart(make_trainer: Callable[..., Any]) -> None:
     def one(**kwargs: Any) -> float:
         return 1.0
@@ -246,12 +230,6 @@ def test_an_evaluated_block_is_of_the_eval_set(make_trainer: Callable[..., Any])
     several = make_trainer(tiny_world.single_turn(), eval_env={"one": evaluated, "two": evaluated})
     with pytest.raises(ConfigError, match=r"several eval sets \(one, two\)"):
         several.evaluate_block()
-
-
-def test_an_evaluated_block_that_does_not_end_is_given_up_too(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), eval_env=NeverEnds(), eval_timeout=0.3)
-    with tiny_world.closing(trainer), pytest.raises(NothingScoredError, match=r"within 0\.3 s \(eval_timeout\)"):
-        trainer.evaluate_block()
 
 
 class Counts(tiny_world.Dialogue):
@@ -330,3 +308,100 @@ def test_a_failure_of_training_is_not_kept_waiting_by_an_evaluation(make_trainer
     with pytest.raises(vf.ConfigError, match="the second block shows the mistake"):
         trainer.train()
     assert time.monotonic() - started < 40
+
+
+# -- a run file ---------------------------------------------------------------------------------------------------
+
+
+ENVIRONMENT = """
+import verifiers as vf
+
+def load_environment(letter, num_eval=0):
+    def has(completion, **kwargs):
+        return float(letter in completion[-1]["content"])
+
+    rows = [{"question": f"{letter}{number}", "answer": ""} for number in range(8)]
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows[:num_eval] or None, rubric=vf.Rubric(funcs=[has]))
+"""
+
+RUN = """
+[environment]
+id = "letters"
+args = {{ letter = "a" }}
+
+[eval_environments.vowel]
+id = "letters"
+args = {{ letter = "e", num_eval = 3 }}
+
+[eval_environments.consonant]
+id = "letters"
+args = {{ letter = "t", num_eval = 2 }}
+
+[model]
+path = "{model}"
+
+[server]
+url = "{url}"
+
+[trainer]
+output_dir = "run"
+max_steps = 2
+per_device_train_batch_size = 4
+num_generations = 4
+max_completion_length = 8
+eval_strategy = "steps"
+eval_steps = 1
+eval_max_concurrent = 2
+eval_temperature = 0.9
+num_generations_eval = 2
+save_strategy = "steps"
+save_steps = 1
+save_total_limit = 1
+load_best_model_at_end = true
+metric_for_best_model = "vowel_reward"
+bf16 = false
+use_cpu = true
+"""
+
+
+def test_a_run_file_says_what_is_evaluated_and_the_command_what_came_of_it(
+    model_dir: Path,
+    server: tiny_world.EmbeddedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "letters.py").write_text(ENVIRONMENT)
+    (tmp_path / "run.toml").write_text(RUN.format(model=model_dir, url=server.url))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    try:
+        assert main(["run.toml"]) == 0
+    finally:
+        sys.modules.pop("letters", None)
+    shown = capsys.readouterr().out
+    number = r"\d\.\d{3}"
+    assert re.search(rf"^held-out reward of vowel at step 2: {number} ± {number} \(3 prompts\)$", shown, re.MULTILINE)
+    assert re.search(r"^held-out reward of consonant at step 2: .* \(2 prompts\)$", shown, re.MULTILINE)
+    assert re.search(rf"^best vowel_reward: {number} at step [12], whose weights are saved$", shown, re.MULTILINE)
+    for name, letter, prompts in (("vowel", "e", 3), ("consonant", "t", 2)):
+        run = read_run(tmp_path / "run" / "evals" / "step-1" / name)
+        assert (run.metadata["env"], run.metadata["env_args"]["letter"]) == ("letters", letter)
+        assert run.metadata["env_source"] is not None
+        assert len(run.rows) == prompts * 2
+
+
+def test_a_dry_run_tells_that_there_is_nothing_to_evaluate_on(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "letters.py").write_text(ENVIRONMENT)
+    text = RUN.format(model=model_dir, url="http://127.0.0.1:9/v1")
+    start, end = text.index("[eval_environments.vowel]"), text.index("[model]")
+    (tmp_path / "run.toml").write_text(text[:start] + text[end:])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    try:
+        assert main(["run.toml", "--dry-run"]) == 2
+    finally:
+        sys.modules.pop("letters", None)
+    assert "letters has no eval set; give it an eval_dataset" in capsys.readouterr().err

@@ -189,31 +189,6 @@ def test_launched_rollouts_are_the_sum_over_outcomes_whatever_happens(make_fake_
     assert trained == {"good", "long"}
 
 
-def test_the_messages_of_failures_name_their_causes() -> None:
-    # what hangs is named by the test below: here nothing may run out of time
-    kinds = [kind for kind in KINDS if kind != "hang"]
-    env = Raising(
-        dataset=[{"question": f"{kind} 0"} for kind in kinds],
-        rubric=vf.Rubric(funcs=[grades]),
-    )
-    with FakeOpenAIServer(mixed_answer) as fake, AsyncBatchGenerator(env, fake.url, "fake") as g:
-        requests = [
-            RolloutRequest(RolloutKey(0, i, j), [{"role": "user", "content": f"{kind} 0"}], seed=5000 + 10 * i + j)
-            for i, kind in enumerate(kinds)
-            for j in range(2)
-        ]
-        g.submit_batch(BatchRequest(0, requests))
-        block = g.get_batch(0, timeout_s=60)
-        assert g.launched == g.finished == len(requests) == sum(block.outcomes().values())
-    said = {str(r.prompt[-1]["content"]).split()[0]: str(r.failure) for r in block if r.failure is not None}
-    assert "the environment's own mistake" in said["raise"]
-    assert "a tool called exit" in said["exit"]
-    assert "its own, not the run's" in said["timeout"]
-    assert "401" in said["refuse"]
-    assert "grades: " in said["ungraded"]
-    assert "the reward function's mistake" in said["ungraded"]
-
-
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [

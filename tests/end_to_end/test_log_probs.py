@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import torch
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from verifiers.errors import WeightProbeError
+from verifiers.errors import ConfigError, WeightProbeError
 from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
-from verifiers.testing import FakeOpenAIServer
-from verifiers.train.weight_sync import DirectorySync
+from verifiers.inference.wire import NEUTRAL_SAMPLING
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.weight_sync import DirectorySync, LoraSync, verification
 from verifiers.train.weight_sync.publisher import WeightChecks
 
 TOLERANCE = 1e-4
@@ -290,15 +291,6 @@ def test_a_tied_head_that_stays_old_is_sent_by_itself_or_refused(tmp_path: Path,
                 trainer.train()
 
 
-def test_every_metric_of_a_run_is_a_number(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.Rewriting(), max_steps=2, beta=0.04, num_iterations=2, max_completion_length=6)
-    trainer.train()
-    for entry in trainer.state.log_history:
-        json.dumps(entry)
-        unusual = {name: value for name, value in entry.items() if not math.isfinite(float(value))}
-        assert not unusual
-
-
 # peft 0.21 reads a property that transformers 5.23 has renamed
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -324,3 +316,152 @@ def test_dropout_is_off_for_the_run_with_a_line_that_says_so(
     assert ("default=0.3" in line) == with_adapter
     assert "attn_dropout=0.1" in line
     assert model.config.attn_pdrop == 0.1
+
+
+# -- probes: when they are sent, and the wait for their answers ---------------------------------------------------
+
+
+# a probe's seed is its version and 1, and no rollout's is as small
+PROBE_SEEDS = range(1000)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait 0.1 s for a check's answer whatever the server answers; requests keep their own deadlines."""
+
+    class Impatient(verification.LogprobCheck):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "patience_s": 0.1})
+
+    monkeypatch.setattr("verifiers.train.trainer.LogprobCheck", Impatient)
+    monkeypatch.setattr(verification, "_POLL_S", 0.02)
+
+
+def test_a_probe_behind_a_long_queue_is_waited_for_while_the_server_has_the_pushed_weights(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    with FakeOpenAIServer("ok", latency_s=0.4) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
+        trainer.open()
+        trainer.session.push(0)
+        assert len(trainer._metrics["train"]["sampling/probe_difference"]) == 1
+
+
+@pytest.mark.parametrize("says", ["nothing", "another version"])
+def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_weights(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    impatient(monkeypatch)
+    asked: list[Any] = []
+
+    def answer(body: dict[str, Any]) -> Any:
+        asked.append(body)
+        if says == "another version":
+            fake.weight_version = "other"
+        return Fault.hang()
+
+    def version(_: int) -> Fault | None:
+        return Fault(404) if asked and says == "nothing" else None
+
+    with FakeOpenAIServer(answer, route_faults={"/weight_info": version}) as fake:
+        options = {"weight_sync_timeout": 60.0, "rollout_timeout": 60.0, "async_generation_timeout": 90.0}
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
+        trainer.open()
+        started = time.monotonic()
+        with pytest.raises(NoAnswerError, match=r"did not answer a log-prob check"):
+            trainer.session.push(0)
+        assert time.monotonic() - started < 30
+
+
+def test_a_push_after_a_doubtful_load_is_probed_and_waited_for(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeOpenAIServer("ok") as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, probe_every=0)
+        trainer.open()
+        probed: list[int] = []
+        trainer.publisher.check = probed.append
+        for version in range(3):
+            trainer.session.push(version)
+        trainer.weight_sync.pool.replicas[0].repeated_loads += 1
+        trainer.session.push(3)
+        trainer.session.push(4)
+        assert trainer.check.finish() is None
+    assert probed == [0, 1, 3]
+
+
+def test_nothing_that_cuts_the_distribution_is_left_to_the_server(make_fake_trainer: Callable[..., Any]) -> None:
+    """Assert that vLLM fills in what a request leaves out from the model's generation_config.json."""
+    bodies: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> str:
+        bodies.append(body)
+        return "ok"
+
+    env = tiny_world.single_turn(sampling_args={"presence_penalty": None, "extra_body": {"top_k": -1}})
+    with FakeOpenAIServer(answer) as fake:
+        trainer = make_fake_trainer(env, fake.url, max_steps=1)
+        trainer.train()
+        trained = len(bodies)
+        trainer.evaluate(env.get_dataset())
+    probes = [body for body in bodies if body["seed"] in PROBE_SEEDS]
+    rollouts = [body for body in bodies if body["seed"] not in PROBE_SEEDS]
+    assert probes
+    assert len([body for body in bodies[:trained] if body in rollouts]) == 8
+    assert [body["temperature"] for body in rollouts[8:]] == [0.0] * len(env.get_dataset())
+    for body in probes:
+        assert {name: body[name] for name in NEUTRAL_SAMPLING} == NEUTRAL_SAMPLING
+    for body in rollouts:
+        assert {name: body[name] for name in NEUTRAL_SAMPLING} == {**NEUTRAL_SAMPLING, "top_k": -1}
+
+
+def test_requests_that_keep_their_old_weights_are_not_let_run_through_a_push(
+    make_trainer: Callable[..., Any], server: Any
+) -> None:
+    sync = LoraSync(server.url)
+    with pytest.raises(ConfigError, match=r"drain_before_sync is False, but with LoraSync .* stale unmarked"):
+        make_trainer(tiny_world.single_turn(), weight_sync=sync, drain_before_sync=False)
+    assert make_trainer(tiny_world.single_turn(), weight_sync=sync).publisher.drains()
+    sync.close()
+
+
+# -- the reference ------------------------------------------------------------------------------------------------
+
+
+def test_the_kl_in_the_reward_is_none_at_first_and_grows_with_training(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        tiny_world.Rewriting(),
+        max_steps=3,
+        beta=0.1,
+        kl_in_reward=True,
+        advantage_estimator="reinforce_plus_plus",
+        learning_rate=1e-3,
+        max_completion_length=6,
+        num_batches_ahead=0,
+    )
+    trainer.train()
+    kl, penalty = trainer.logged("kl"), trainer.logged("reward/kl_penalty")
+    assert (kl[0], penalty[0]) == (pytest.approx(0.0, abs=1e-5), pytest.approx(0.0, abs=1e-5))
+    assert abs(kl[2]) > 1e-4
+    assert math.copysign(1.0, kl[2]) == math.copysign(1.0, penalty[2])
+
+
+def test_gspo_with_a_named_kl_clips_nothing_at_the_first_update(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        max_steps=2,
+        num_iterations=2,
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        epsilon=1e-6,
+        beta=0.1,
+        kl_estimator="k2",
+        advantage_estimator="rloo",
+        learning_rate=1e-3,
+    )
+    trainer.train()
+    # the first update has ratios of 1, the second moved away from it
+    clipped = trainer.logged("clip_ratio/region_mean")
+    assert clipped[0] == 0.0
+    assert clipped[1] > 0.0
+    assert trainer.logged("sampling/clipped_share")[0] == 0.0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import tiny_world
 from transformers import TrainerCallback
@@ -259,3 +260,17 @@ def test_tensorboard_is_given_every_number_that_the_record_has(
         assert written[key] == pytest.approx(values, rel=1e-5, abs=1e-12), key
     expected = {"train/time/wait_s", "train/overlap_ratio", "eval/reward", "train/train_runtime"}
     assert expected <= {name for name, _ in kept}
+
+
+# -- the table of completions -------------------------------------------------------------------------------------
+
+
+def test_log_completions_saves_the_scored_rollouts_of_each_step(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), log_completions=True)
+    trainer.train()
+    table = pd.read_parquet(Path(trainer.args.output_dir) / "completions" / "completions_00002.parquet")
+    assert len(table) == 8
+    assert set(table["step"]) == {2}
+    newest = trainer.last_block.rollouts
+    assert list(table["vowels"]) == [rollout.metrics["vowels"] for rollout in newest]
+    assert [text[0]["content"] for text in table["completion"]] == [r.completion[0]["content"] for r in newest]

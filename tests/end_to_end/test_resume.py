@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import threading
 import time
@@ -159,20 +158,6 @@ def assert_block_log_is_whole(directory: Path, plan: Any) -> None:
         assert sorted(ended) == sorted(plan.requests(record["block_id"]))
 
 
-def test_an_incomplete_checkpoint_is_ignored_and_refused(model_dir: Path, server: Any, tmp_path: Path) -> None:
-    sizes = {"save_steps": 1, "max_steps": 2}
-    trainer_for(model_dir, server, tmp_path, **sizes).train()
-    (tmp_path / "checkpoint-2" / MARKER).unlink()
-    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-99")
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-1"
-    resumed = trainer_for(model_dir, server, tmp_path, **sizes)
-    resumed.train(resume_from_checkpoint=True)
-    assert [batch["step"] for batch in resumed.seen] == [1, 1]
-    refused = trainer_for(model_dir, server, tmp_path, **sizes)
-    with pytest.raises(CheckpointError, match=rf"checkpoint-99 has no {MARKER}"):
-        refused.train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
-
-
 def test_a_checkpoint_written_again_is_incomplete_until_it_is_whole(
     model_dir: Path, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,29 +240,6 @@ class Killed:
         code = self._forks.wait(process, 60)
         assert code in (0, -signal.SIGKILL), self.log.read_text()
         return code != 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_killed_while_it_saves_continues_by_the_same_command(
-    model_dir: Path, server: Any, forks: Forks, tmp_path: Path
-) -> None:
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}
-    given = {"model": str(model_dir), "url": server.url, "settings": settings}
-    whole, killed = (Killed(forks, given, tmp_path / name) for name in ("whole", "killed"))
-    whole.finish(whole.start())
-    for moment in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
-        process = killed.start()
-        while not (killed.directory / moment).exists():
-            assert process.code is None, killed.log.read_text()
-            time.sleep(0.001)
-        killed.kill(process)
-        assert newest_complete(killed.directory) in [
-            None,
-            *(killed.directory / f"checkpoint-{step}" for step in (2, 4, 6)),
-        ]
-    killed.finish(killed.start())
-    assert same(whole.weights(), killed.weights())
 
 
 STEPS = 30

@@ -205,20 +205,6 @@ def test_two_runs_at_once_in_one_directory_are_refused(trainer_in: Make, tmp_pat
     assert steps(other) == [0, 0]
 
 
-class FindsTheBest(TrainerCallback):
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        state.best_model_checkpoint = str(Path(args.output_dir) / "checkpoint-1")
-
-
-def test_the_end_of_a_run_leaves_what_it_could_go_on_from(trainer_in: Make, tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path, max_steps=3, save_steps=1, save_total_limit=1)
-    trainer.add_callback(FindsTheBest())
-    trainer.train()
-    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-3"]
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
-    assert trainer.args.save_total_limit == 1
-
-
 class Stops(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
@@ -236,15 +222,6 @@ def test_a_callback_that_stops_inside_a_block_leaves_no_rollout_that_is_said_to_
     assert steps(trainer) == [0, 1, 2, 3]
     assert [len(record["trained"]) for record in read_block_log(tmp_path)] == [8, 8]
     assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
-
-
-def test_checkpoints_without_an_optimizer_are_not_gone_on_from(
-    trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer_in(tmp_path, save_only_model=True, max_steps=2).train()
-    assert caplog.text.count("with save_only_model=True no run can resume its checkpoints") == 1
-    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
-    assert newest_complete(tmp_path) is None
 
 
 def test_a_checkpoint_of_other_rows_or_another_model_is_refused(trainer_in: Make, tmp_path: Path) -> None:
