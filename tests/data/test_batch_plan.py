@@ -67,12 +67,6 @@ def test_the_table_tells_the_whole_run() -> None:
     ]
 
 
-def test_the_table_shows_a_budget_of_tokens() -> None:
-    lines = plan_with(max_tokens_per_micro_batch=16384).describe().splitlines()
-    assert lines[-1] == "micro-batches     at most 16,384 tokens each on a device, padding included"
-    assert lines[:-1] == plan_with().describe().splitlines()
-
-
 def test_block_k_holds_prompts_4k_to_4k_plus_3_sixteen_times_each() -> None:
     plan = plan_with(per_device_train_batch_size=64, num_generations=16, num_prompts=4 * 33, shuffle=False)
     for block_id in (0, 1, 15, 16, 31, 32):

@@ -145,7 +145,6 @@ def test_a_streamed_micro_batch_trains_while_the_rest_of_its_block_is_generated(
     ("make_env", "loss_type"),
     [
         (tiny_world.Rewriting, "grpo"),
-        pytest.param(tiny_world.single_turn, "dapo", marks=pytest.mark.slow),
         pytest.param(tiny_world.Rewriting, "dr_grpo", marks=pytest.mark.slow),
     ],
 )
@@ -232,7 +231,6 @@ PATHS = {
     "one update": {},
     "two passes": {"num_iterations": 2},
     "two updates a pass": {"steps_per_generation": 4},
-    "streaming": {"streaming": True},
     "streaming, two updates": {"streaming": True, "steps_per_generation": 4},
     "streaming, two passes": {"streaming": True, "num_iterations": 2},
 }

@@ -148,28 +148,6 @@ def test_an_evaluation_that_cannot_be_stored_ends_the_run_with_what_to_do(make_t
         trainer.train()
 
 
-def test_evaluations_are_not_stored_where_that_is_switched_off(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(
-        tiny_world.single_turn(), max_steps=1, eval_strategy="steps", eval_steps=1, save_evaluations=False
-    )
-    trainer.train()
-    assert len(logged_evaluations(trainer)) == 1
-    assert not (Path(trainer.args.output_dir) / "evals").exists()
-
-
-def test_an_evaluation_of_a_group_tells_its_tasks_apart(make_trainer: Callable[..., Any]) -> None:
-    def one(**kwargs: Any) -> float:
-        return 1.0
-
-    group = vf.EnvGroup([tiny_world.single_turn(), tiny_world.single_turn(reward=one)], ["talk", "ones"])
-    trainer = make_trainer(group, max_steps=1, eval_strategy="steps", eval_steps=1)
-    trainer.train()
-    (entry,) = logged_evaluations(trainer)
-    assert entry["eval_tasks/ones/reward"] == 1.0
-    assert entry["eval_reward"] == pytest.approx((1.0 + entry["eval_tasks/talk/reward"]) / 2)
-    assert [entry[f"eval_tasks/{task}/prompts"] for task in ("talk", "ones")] == [4, 4]
-
-
 def test_no_key_of_an_environment_is_stored_with_an_evaluation(make_trainer: Callable[..., Any]) -> None:
     secret = "sk-0123456789abcdef"
 
@@ -389,19 +367,3 @@ def test_a_run_file_says_what_is_evaluated_and_the_command_what_came_of_it(
         assert (run.metadata["env"], run.metadata["env_args"]["letter"]) == ("letters", letter)
         assert run.metadata["env_source"] is not None
         assert len(run.rows) == prompts * 2
-
-
-def test_a_dry_run_tells_that_there_is_nothing_to_evaluate_on(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "letters.py").write_text(ENVIRONMENT)
-    text = RUN.format(model=model_dir, url="http://127.0.0.1:9/v1")
-    start, end = text.index("[eval_environments.vowel]"), text.index("[model]")
-    (tmp_path / "run.toml").write_text(text[:start] + text[end:])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    try:
-        assert main(["run.toml", "--dry-run"]) == 2
-    finally:
-        sys.modules.pop("letters", None)
-    assert "letters has no eval set; give it an eval_dataset" in capsys.readouterr().err

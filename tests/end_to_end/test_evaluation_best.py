@@ -80,30 +80,6 @@ def test_early_stopping_by_an_overlapped_evaluation_stops_at_the_next_block(
     assert trainer.state.best_global_step == 1
 
 
-def test_a_run_that_stops_when_its_evaluation_is_good_enough_ends_with_the_weights_that_solved_it(
-    make_trainer: Callable[..., Any], server: Any
-) -> None:
-    class Solved(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            control.should_training_stop = metrics["eval_reward"] > 0.8
-
-    trainer = make_trainer(
-        tiny_world.single_turn(),
-        eval_env=by_weights(server, {2: 0.9, 4: 0.95}),
-        **{**EVERY_STEP, "eval_steps": 2},
-        save_strategy="steps",
-        save_steps=2,
-        load_best_model_at_end=True,
-    )
-    trainer.add_callback(Solved())
-    trainer.train()
-    assert trainer.state.global_step == 2
-    best = Path(trainer.args.output_dir) / "checkpoint-2"
-    assert Path(trainer.state.best_model_checkpoint) == best
-    state = trainer.model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in load_file(best / "model.safetensors").items())
-
-
 # -- a run that is cut -------------------------------------------------------------------------------------------
 
 

@@ -141,17 +141,19 @@ def test_the_copys_passes_are_recorded_where_that_is_asked_for(
     assert recorded == [torch.device("cpu")]
 
 
-def test_cuda_graphs_without_a_gpu_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(vf.ConfigError, match=r"rollout_cuda_graphs needs a GPU as rollout_device.*'cpu'"):
-        tiny_world.config(tmp_path, "", rollout_device="cpu", rollout_cuda_graphs=True)
-
-
-def test_old_log_probs_on_a_copy_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(vf.ConfigError, match="needs rollout_device"):
-        tiny_world.config(tmp_path, "", old_logprobs_on_rollout_device=True)
-
-
-def test_a_head_in_float32_and_old_log_probs_on_the_copy_are_refused(tmp_path: Path) -> None:
-    given = {"rollout_device": "cpu", "old_logprobs_on_rollout_device": True, "cast_lm_head_to_fp32": True}
-    with pytest.raises(vf.ConfigError, match="cast_lm_head_to_fp32 do not go together"):
-        tiny_world.config(tmp_path, "", **given)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_device": "cpu", "rollout_cuda_graphs": True}, "rollout_cuda_graphs needs a GPU as rollout_device"),
+        ({"old_logprobs_on_rollout_device": True}, "needs rollout_device"),
+        (
+            {"rollout_device": "cpu", "old_logprobs_on_rollout_device": True, "cast_lm_head_to_fp32": True},
+            "cast_lm_head_to_fp32 do not go together",
+        ),
+    ],
+)
+def test_settings_of_a_copy_that_cannot_be_are_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(vf.ConfigError, match=message):
+        tiny_world.config(tmp_path, "", **settings)

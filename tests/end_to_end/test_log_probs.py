@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import tiny_world
-import torch
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from verifiers.errors import ConfigError, WeightProbeError
-from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
+from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import DirectorySync, LoraSync, verification
@@ -64,41 +63,6 @@ def test_the_servers_log_probs_are_those_of_a_plain_forward_pass(
         assert plain == pytest.approx(log_probs, abs=TOLERANCE)
 
 
-def test_example_20_through_the_real_server(
-    make_trainer: Callable[..., Any], other_model_dir: Path, tmp_path: Path
-) -> None:
-    """Logits 2, 1, 0: the log-prob of the likeliest token is -0.4076, at T=0.7 -0.2601, at T=0.5 -0.1429."""
-    from safetensors.torch import load_file, save_file
-
-    logits = torch.tensor([2.0, 1.0, 0.0])
-    # a model whose final hidden state is the same everywhere gives the same three logits everywhere
-    tensors = load_file(other_model_dir / "model.safetensors")
-    vocabulary = tensors["lm_head.weight"].shape[0]
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name].zero_()
-    tensors["model.embed_tokens.weight"][:] = torch.ones(64)
-    tensors["model.norm.weight"][:] = 1.0
-    head = torch.full((vocabulary, 64), -1e4 / 64)
-    head[5:8] = (logits / 64)[:, None]
-    tensors["lm_head.weight"] = head
-    directory = tiny_world.make_model(tmp_path / "three", seed=0)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    expected = {1.0: -0.4076060, 0.7: -0.2601184, 0.5: -0.1429316}
-    with tiny_world.EmbeddedServer(directory) as server:
-        for temperature, value in expected.items():
-            args = tiny_world.config(tmp_path / f"{temperature}", server.url, temperature=temperature, max_steps=1)
-            client = tiny_world.RecordingBackend(server.url)
-            trainer = tiny_world.ObservedTrainer(str(directory), tiny_world.single_turn(), args, client=client)
-            trainer.keeps_logps = True
-            trainer.train()
-            batch = trainer.seen[0]
-            first = batch["loss_mask"].bool() & (batch["completion_ids"] == 5)
-            assert first.any()
-            for name in ("sampler_logps", "current_logps"):
-                assert batch[name][first].tolist() == pytest.approx([value] * int(first.sum()), abs=1e-5)
-
-
 class IgnoringSync(DirectorySync):
     """Tells the server everything but to load the weights; the server acknowledges all of it."""
 
@@ -144,16 +108,6 @@ def test_a_server_that_ignores_pushes_later_is_found_before_the_weights_change_a
     assert trainer.state.global_step == 3
 
 
-def test_an_evaluation_after_the_last_step_is_of_weights_that_were_judged(
-    make_trainer: Callable[..., Any], server: Any
-) -> None:
-    settings = {"max_steps": 3, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 3}
-    trainer = make_trainer(tiny_world.single_turn(), weight_sync=LateIgnoringSync(server.url), **settings)
-    with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 3, but its log-probs differ"):
-        trainer.train()
-    assert not trainer.logged("eval_reward")
-
-
 def watched_probes(trainer: Any) -> list[str]:
     """In order: "asked" for each probe that is on its way, "trained" for each micro-step, "judged"."""
     seen: list[str] = []
@@ -197,24 +151,6 @@ def test_nothing_runs_beside_a_probe_where_pushes_drain(make_trainer: Callable[.
     assert len(trainer.logged("sampling/probe_difference")) == 4
 
 
-def test_a_probe_that_met_a_passing_trouble_is_asked_again(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
-    ask, refused = ServerClient.request, []
-
-    async def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # a probe's seed is its version and 1
-        if path.startswith("/v1/chat") and body["seed"] == 4 and not refused:
-            refused.append(path)
-            raise RefusedError("POST was answered 503: come back later", 503)
-        return await ask(self, method, path, body, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServerClient, "request", request)
-        trainer.train()
-    assert refused
-    assert len(trainer.logged("sampling/probe_difference")) == 4
-
-
 def test_a_server_that_is_gone_when_it_is_probed_ends_nothing(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
     ask, gone = ServerClient.request, []
@@ -241,21 +177,6 @@ def test_a_server_that_names_another_version_stops_the_run(make_trainer: Callabl
 
     trainer = make_trainer(tiny_world.single_turn(), weight_sync=Misnaming(server.url))
     with pytest.raises(WeightProbeError, match="version 0 was pushed, but the server samples from version 7"):
-        trainer.train()
-
-
-def test_a_server_that_samples_at_another_temperature_is_found_by_the_probe(
-    make_trainer: Callable[..., Any], server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), temperature=0.7)
-    ask = ServerClient.request
-
-    async def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # what a server does that reports log-probs from before temperature
-        return await ask(self, method, path, {**body, "temperature": 1.0} if path.startswith("/v1/chat") else body)
-
-    monkeypatch.setattr(ServerClient, "request", request)
-    with pytest.raises(WeightProbeError, match=r"before temperature.*--logprobs-mode processed_logprobs"):
         trainer.train()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import tiny_world
 import torch
-from accelerate.utils import DistributedType
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verifiers.data.batch_plan import BatchPlan, make_plan
@@ -242,44 +240,6 @@ def test_micro_batches_before_the_last_free_their_activations_and_put_off_the_en
     assert synced == [False] * (sum(micro_batches) - 1) + [True]
 
 
-@pytest.mark.parametrize(
-    ("kind", "plugin", "put_off"),
-    [
-        (DistributedType.MULTI_GPU, {}, True),
-        (DistributedType.MULTI_CPU, {"sync_each_batch": True}, False),
-        (DistributedType.FSDP, {}, False),
-        (DistributedType.DEEPSPEED, {}, False),
-    ],
-)
-def test_replicas_reduce_gradients_once_an_update_and_shards_after_each_pass(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, kind: DistributedType, plugin: dict[str, bool], put_off: bool
-) -> None:
-    batches = cut(trainer, a_block(), a_plan(1), BUDGET)
-    without, scaled = [], []
-
-    @contextlib.contextmanager
-    def no_sync(model: Any) -> Iterator[None]:
-        without.append(model)
-        yield
-
-    def backward(loss: Any, **options: Any) -> None:
-        # at a step's end DeepSpeed would step; every micro-batch before the last must not look like one
-        assert not trainer.accelerator.sync_gradients
-        scaled.append(options)
-        loss.backward()
-
-    monkeypatch.setattr(trainer.accelerator, "no_sync", no_sync)
-    monkeypatch.setattr(trainer.accelerator, "backward", backward)
-    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", property(lambda self: kind))
-    monkeypatch.setattr(trainer.accelerator.gradient_state, "plugin_kwargs", plugin)
-    update(trainer, batches, monkeypatch)
-    first, last = (len(by_rank[0]) for by_rank in batches)
-    # in a micro-step before the last transformers puts it off itself
-    assert len(without) == (last - 1 if put_off else 0)
-    assert len(scaled) == first + last - 2
-    assert all(options == ({"scale_wrt_gas": False} if "DEEP" in kind else {}) for options in scaled)
-
-
 def answer(body: dict[str, Any]) -> str | Fault:
     """Return an answer that its request alone decides, of very unequal length; some requests fail."""
     draw = random.Random(f"{body['seed']}:{body['messages'][-1]['content']}")
@@ -291,8 +251,6 @@ def answer(body: dict[str, Any]) -> str | Fault:
 RUNS: dict[str, dict[str, Any]] = {
     "two updates, two passes, a reference": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.1},
     "streaming": {"streaming": True, "steps_per_generation": 4},
-    "one row at a time": {"max_tokens_per_micro_batch": 1, "old_logprobs_batch_size": 2, "loss_type": "bnpo"},
-    "zero-variance rows skipped": {"skip_zero_advantage_rows": True, "loss_type": "luspo"},
 }
 
 

@@ -63,10 +63,6 @@ def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Calla
     ("settings", "named"),
     [
         ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "importance_sampling_level='sequence'"),
-        (
-            {"importance_sampling_level": "sequence", "loss_type": "luspo", "streaming": True},
-            "importance_sampling_level='sequence'",
-        ),
         ({"loss_type": "vespo"}, "loss_type='vespo'"),
         ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode='sequence_mask'"),
         ({"off_policy_mask_threshold": 0.5}, r"off_policy_mask_threshold=0\.5"),
@@ -85,20 +81,6 @@ def test_a_ratio_over_whole_rows_is_taken_where_no_rollout_forks(make_trainer: C
     trainer = make_trainer(tiny_world.Dialogue(), max_steps=1, importance_sampling_level="sequence")
     trainer.train()
     assert trainer.state.global_step == 1
-
-
-def test_prompts_have_unequal_lengths_so_that_padding_is_really_exercised(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(
-        tiny_world.single_turn(), max_steps=3, per_device_train_batch_size=8, gradient_accumulation_steps=1
-    )
-    trainer.train()
-    prompts = {len(row[0]) for row in trainer.rows()}
-    completions = {len(row[1]) for row in trainer.rows()}
-    assert len(prompts) > 2
-    assert len(completions) > 2
-    # prompts of unequal length share a pass: the end of the longer ones stands before their completions
-    assert any(not batch["loss_mask"][:, 0].all() for batch in trainer.seen)
-    assert any(not batch["completion_mask"].all() for batch in trainer.seen)
 
 
 # -- many turns, sent as messages or token ids --------------------------------------------------------------------
@@ -161,20 +143,6 @@ def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(
     assert trainer.logged("rollouts/turns") == [float(TURNS)]
     # the tool's words between the calls are seen and carry no loss
     assert all(0 < sum(row[2]) < len(row[2]) for row in rows)
-    assert trainer.largest_difference() < 1e-4
-
-
-@pytest.mark.slow
-def test_a_template_that_forgets_makes_forks_and_no_crash(train: Callable[..., Any], tmp_path: Path) -> None:
-    turns = 12
-    directory = tool_world.make_model(tmp_path / "policy", tool_world.FORGETFUL_TEMPLATE)
-    trainer = train(directory, tool_world.environment(turns), max_steps=1, generation="messages")
-    answers = sorted(trainer.client.sampled())
-    assert len(answers) == 8 * turns
-    assert trainer.trained_spans() == answers
-    # turn two extends turn one, every later turn begins a row
-    assert trainer.logged("rollouts/fork_rate") == [pytest.approx((turns - 2) / turns)]
-    assert len(list(trainer.rows())) == 8 * (turns - 1)
     assert trainer.largest_difference() < 1e-4
 
 

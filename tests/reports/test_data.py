@@ -15,7 +15,6 @@ from verifiers.reports.evaluation import (
     columns_of,
     difference_of,
     entry_of,
-    groups_by_prompt,
     json_block,
     last_words,
     sampled_groups,
@@ -82,13 +81,6 @@ def test_a_huge_text_says_how_much_of_it_is_left_out() -> None:
     assert text.endswith("b")
 
 
-def test_data_nested_too_deeply_is_said_to_be_so() -> None:
-    nested: list[Any] = []
-    for _ in range(5000):
-        nested = [nested]
-    assert "nested too deeply" in as_text(nested)
-
-
 def test_last_words_come_after_the_reasoning(rows: Rows) -> None:
     assert last_words({"completion": "<think>long thought</think>\nit is\n\n4"}) == "it is 4"
     assert last_words({"completion": "x", "error": "ProviderError: down"}) == "ProviderError: down"
@@ -107,13 +99,6 @@ def test_a_prompt_stands_once_in_a_block(rows: Rows) -> None:
     block = json.loads(json_block([rows(3, generation) for generation in range(4)] + [rows(4, 0)]))
     assert len(block["prompts"]) == 2
     assert [row["prompt"] for row in block["rows"]] == [0, 0, 0, 0, 1]
-
-
-def test_rows_are_grouped_by_prompt_whatever_their_order(rows: Rows) -> None:
-    arrived = [rows(10, 1), rows(9, 0), rows(10, 0)]
-    groups = groups_by_prompt([*map(entry_of, arrived), entry_of(rows(10, 0), 1)])
-    found = [[(entry.example, entry.generation, entry.run) for entry in group] for group in groups]
-    assert found == [[("9", 0, 0)], [("10", 0, 0), ("10", 1, 0), ("10", 0, 1)]]
 
 
 def test_a_sample_holds_whole_prompts_spread_over_all() -> None:
@@ -141,12 +126,6 @@ def test_the_summary_counts_failures_beside_the_means(rows: Rows) -> None:
     assert points[2]["mean"] == pytest.approx((1.0 + 3 * (1 - 1 / 6)) / 4, abs=1e-5)
     assert points[4]["prompts"] == 3
     assert all(0 <= point["low"] <= point["high"] <= 1 for point in points.values() if point["low"] is not None)
-
-
-def test_a_run_without_results_has_a_summary_too() -> None:
-    summary = summary_of(RolloutResults(), {}, "x/y")
-    assert (summary["rollouts"], summary["title"], summary["passAtK"]) == (0, "x/y", [])
-    json.dumps(summary, allow_nan=False)
 
 
 def test_differences_are_those_of_shared_prompts(rows: Rows) -> None:
@@ -182,16 +161,6 @@ def test_a_rollout_that_was_done_again_counts_once(tmp_path: Path, rows: Rows) -
     summary = run.summary()
     assert (summary["rollouts"], summary["scored"], summary["outcomes"].get("provider_error")) == (2, 2, None)
     assert summary["measures"][0]["mean"] == pytest.approx((1.0 + made[1]["reward"]) / 2)
-
-
-def test_a_file_that_was_replaced_starts_a_new_epoch(tmp_path: Path, rows: Rows) -> None:
-    path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps(rows(0, g)) + "\n" for g in range(3)))
-    run = GrowingRun(tmp_path)
-    run.refresh()
-    path.write_text(json.dumps(rows(5, 0)) + "\n")
-    assert run.refresh() == 1
-    assert (run.epoch, run.entries[0].example) == (1, "5")
 
 
 def test_runs_are_found_below_a_folder_but_not_beyond_it(tmp_path: Path) -> None:
