@@ -323,21 +323,28 @@ def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) 
     counts = numbers.counts()
     return {
         "name": name,
-        "title": _title(metadata, name),
+        "title": " / ".join(as_text(metadata[key])[:120] for key in ("env", "model") if metadata.get(key)) or name,
         "started": as_text(metadata.get("started"))[:80],
         "metadata": as_text(dict(metadata)),
         "rollouts": counts.rollouts,
         "expected": rollouts_planned(metadata) or None,
-        "finished": _is_finished(metadata),
+        # runs of before it have no status, but got their summary at the end
+        "finished": metadata.get("status", "finished" if isinstance(summary, Mapping) else "") == "finished",
         "prompts": counts.prompts,
         "promptsTrainedOn": _count(metadata.get("prompts_trained_on")),
         "scored": counts.scored,
         "outcomes": dict(counts.outcomes),
-        "measures": _measures(numbers),
+        "measures": [
+            {"name": name, **_numbers(mean_and_stderr_clustered(list(numbers.values(name).values())))}
+            for name in numbers.metrics
+        ],
         "promptTokens": numbers.prompt_tokens,
         "completionTokens": numbers.completion_tokens,
         "seconds": seconds if isinstance(seconds, (int, float)) and math.isfinite(seconds) else None,
-        "passAtK": _pass_curve(numbers, right_from),
+        "passAtK": [
+            {"k": row.k, **_numbers(row.pass_at)}
+            for row in at_k(list(numbers.values().values()), right_from=right_from)
+        ],
         "rightFrom": right_from,
     }
 
@@ -355,7 +362,7 @@ def difference_of(
     other = {entry.example for entry in after if asked.get(entry.example, entry.asked) != entry.asked}
     before, after = ([entry for entry in entries if entry.example not in other] for entries in (before, after))
     rows = {}
-    for name in _names([*before, *after]):
+    for name in ["reward", *sorted({name for entry in (*before, *after) for name in entry.metrics} - {"reward"})]:
         one, two = _by_prompt(before, name), _by_prompt(after, name)
         rows[name] = _numbers(paired_difference(one, two))
     # a prompt that one side never scored has nothing to be compared with
@@ -378,21 +385,6 @@ def difference_of(
     }
 
 
-def _is_finished(metadata: Mapping[str, Any]) -> bool:
-    status = metadata.get("status")
-    # older runs have no status, but got their summary at the end
-    return status == "finished" if isinstance(status, str) else isinstance(metadata.get("summary"), Mapping)
-
-
-def _title(metadata: Mapping[str, Any], name: str) -> str:
-    parts = [as_text(metadata[key])[:120] for key in ("env", "model") if metadata.get(key)]
-    return " / ".join(parts) or name
-
-
-def _names(entries: Sequence[Entry]) -> list[str]:
-    return ["reward", *sorted({name for entry in entries for name in entry.metrics} - {"reward"})]
-
-
 def _by_prompt(entries: Sequence[Entry], name: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for entry in entries:
@@ -401,19 +393,6 @@ def _by_prompt(entries: Sequence[Entry], name: str) -> dict[str, list[float]]:
         if value is not None:
             found.setdefault(entry.example, []).append(value)
     return found
-
-
-def _measures(numbers: RolloutResults) -> list[dict[str, Any]]:
-    return [
-        {"name": name, **_numbers(mean_and_stderr_clustered(list(numbers.values(name).values())))}
-        for name in numbers.metrics
-    ]
-
-
-def _pass_curve(numbers: RolloutResults, right_from: float) -> list[dict[str, Any]]:
-    """Return pass@k over prompts for the k of `at_k`, with 95 % intervals."""
-    rows = at_k(list(numbers.values().values()), right_from=right_from)
-    return [{"k": row.k, **_numbers(row.pass_at)} for row in rows]
 
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:

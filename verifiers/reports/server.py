@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aiohttp import web
+
 from verifiers.errors import ConfigError
 from verifiers.evals.json_lines import parse_row
 from verifiers.evals.results import RolloutResults
@@ -38,8 +40,6 @@ from verifiers.reports.page import json_text, page_text, plain_page
 from verifiers.reports.training_run import run_version, started_at, training_data, training_page
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from verifiers.http_requests import Handler
 
 HOST = "127.0.0.1"
@@ -91,13 +91,7 @@ class RunServer:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError where the port is taken."""
-        from aiohttp import web
-
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            return await self._guarded(request, handler)
-
-        app = web.Application(middlewares=[guard])
+        app = web.Application(middlewares=[_guarded])
         app.router.add_get("/", self._list)
         app.router.add_get("/compare", self._compare)
         app.router.add_get("/run/{run:.+}/rows", self._rows)
@@ -123,23 +117,8 @@ class RunServer:
     def _is_own_host(self, host: str) -> bool:
         return host in (f"{HOST}:{self.port}", f"localhost:{self.port}")
 
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        from aiohttp import web
-
-        try:
-            response = await handler(request)
-        except web.HTTPException as error:
-            error.headers.update(_HEADERS)
-            raise
-        except (OSError, ConfigError) as error:
-            # runs can be deleted or damaged while they are looked at
-            response = web.Response(status=404, text=f"{error}\n")
-        response.headers.update(_HEADERS)
-        return response
-
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        text = await asyncio.to_thread(_list_text, self.root)
-        return _html(text)
+        return _html(await asyncio.to_thread(_list_text, self.root))
 
     async def _compare(self, request: web.Request) -> web.StreamResponse:
         chosen = set(request.query.getall("run", []))
@@ -160,8 +139,6 @@ class RunServer:
         return _html(text)
 
     async def _training(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         directory = await self._directory(request.match_info["run"])
         if not is_training_run(directory):
             raise web.HTTPNotFound(text="This is not a training run.\n")
@@ -179,8 +156,6 @@ class RunServer:
         return _json(data)
 
     async def _block(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         run = await self._run(request)
         async with self._reading:
             text = await asyncio.to_thread(run.block, int(request.match_info["number"]))
@@ -194,12 +169,24 @@ class RunServer:
         return self._opened.setdefault(key, GrowingRun(directory))
 
     async def _directory(self, key: str) -> Path:
-        from aiohttp import web
-
         found = await asyncio.to_thread(find_runs, self.root)
         if key not in found:
             raise web.HTTPNotFound(text="There is no such run.\n")
         return found[key]
+
+
+@web.middleware
+async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        error.headers.update(_HEADERS)
+        raise
+    except (OSError, ConfigError) as error:
+        # runs can be deleted or damaged while they are looked at
+        response = web.Response(status=404, text=f"{error}\n")
+    response.headers.update(_HEADERS)
+    return response
 
 
 def _news(run: GrowingRun, start: int) -> dict[str, Any]:
@@ -258,7 +245,7 @@ def _cell(text: object, below: str = "") -> str:
 def _evaluation_cells(directory: Path) -> list[tuple[str, ...]]:
     metadata = known_metadata(directory)
     numbers = _mapping(metadata, "summary")
-    reward = _mapping(numbers, "rewards", "reward")
+    reward = _mapping(_mapping(numbers, "rewards"), "reward")
     mean, stderr, low, high = (_number(reward, name) for name in ("mean", "stderr", "low", "high"))
     interval = "" if low is None else f"{rounded(low, stderr)} .. {rounded(high, stderr)}"
     done = f"{numbers['rollouts']} rollouts" if isinstance(numbers.get("rollouts"), int) else "not finished"
@@ -293,12 +280,9 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _mapping(record: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return the mapping under these names; empty where one of them is missing or something else."""
-    for name in names:
-        found = record.get(name)
-        record = found if isinstance(found, dict) else {}
-    return record
+def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _notice_text(text: str) -> str:
@@ -307,15 +291,11 @@ def _notice_text(text: str) -> str:
 
 
 def _html(text: str, status: int = 200) -> web.Response:
-    from aiohttp import web
-
     body = text.encode("utf-8", "backslashreplace")
     return web.Response(body=body, status=status, content_type="text/html", charset="utf-8")
 
 
 def _json(data: Any) -> web.Response:
-    from aiohttp import web
-
     return web.Response(body=json_text(data).encode("utf-8", "backslashreplace"), content_type="application/json")
 
 
@@ -370,11 +350,8 @@ def _record_of(directory: Path) -> Path | None:
 class GrowingRun:
     """A run that is read as it grows: each refresh reads what was appended since the last.
 
-    Not for several threads at once. Only small values are kept; transcripts are read again from the file.
-
-    Attributes:
-        entries: one a row, in order of arrival.
-        epoch: counts how often the file was replaced or cut, which makes row numbers mean something else.
+    Not for several threads at once. Only small values are kept; transcripts are read again from the file. `epoch`
+    counts how often the file was replaced or cut, which makes row numbers mean something else.
     """
 
     def __init__(self, directory: Path) -> None:

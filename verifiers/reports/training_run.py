@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -63,15 +64,16 @@ def training_page(directory: Path, *, live: bool = False) -> str:
 def training_data(directory: Path) -> dict[str, Any]:
     """Return what the page shows of a run, as plain data without NaN and without the secrets of this process."""
     run, history = read_run(directory), read_history(directory)
+    updates = run.get("updates_per_block")
     data = {
         "version": run_version(directory),
-        "title": run_title(run, directory),
+        "title": " / ".join(str(run[key]) for key in ("env", "model") if run.get(key)) or directory.resolve().name,
         "status": str(run.get("status", "")),
         "started": _started(run),
         "stoppedBy": str(run["stopped_by"]) if run.get("stopped_by") else "",
         "head": _head(run, history),
-        "learning": _learning(run, history),
-        "bottleneck": _bottleneck(bottleneck_of(run, history.time)),
+        "learning": _finding(history.signal.finding(updates if isinstance(updates, int) else 1)),
+        "bottleneck": _finding(bottleneck_of(run, history.time)),
         "time": _time(history.time, run.get("memory")),
         "span": step_span(history),
         "marks": marked_steps(run, history),
@@ -89,11 +91,6 @@ def training_data(directory: Path) -> dict[str, Any]:
     redact = Redactor(secrets_of_run("", "", {}))
     redacted: dict[str, Any] = json.loads(redact(json.dumps(finite(data), ensure_ascii=False)))
     return redacted
-
-
-def run_title(run: Mapping[str, Any], directory: Path) -> str:
-    """Return environment and model of a run, or else the name of its directory."""
-    return " / ".join(str(run[key]) for key in ("env", "model") if run.get(key)) or directory.resolve().name
 
 
 def run_version(directory: Path) -> str:
@@ -116,14 +113,8 @@ def bottleneck_of(run: Mapping[str, Any], total: RunTime) -> Finding | None:
     return find_bottleneck(total, **{"num_batches_ahead": 0, **known})
 
 
-def _bottleneck(found: Finding | None) -> dict[str, str] | None:
-    return None if found is None else {"kind": found.kind, "text": found.text, "advice": found.advice}
-
-
-def _learning(run: Mapping[str, Any], history: History) -> dict[str, str] | None:
-    updates = run.get("updates_per_block")
-    found = history.signal.finding(updates if isinstance(updates, int) else 1)
-    return None if found is None else {"text": str(found), "advice": found.advice}
+def _finding(found: Finding | None) -> dict[str, str] | None:
+    return None if found is None else dataclasses.asdict(found)
 
 
 def _head(run: Mapping[str, Any], history: History) -> dict[str, Any]:
@@ -232,8 +223,8 @@ def chart_sections(run: Mapping[str, Any], history: History) -> list[dict[str, A
     sections = {
         "Learning": _learning_charts(history),
         "Held out": _evaluation_charts(history),
-        "Speed": _speed(history),
-        "Off-policy": _off_policy(history),
+        "Speed": [_step_time(history), *(_chart(history, *one) for one in _SPEED)],
+        "Off-policy": [_chart(history, *one) for one in _OFF_POLICY],
         "Data": _data(run, history),
     }
     found = ({"title": title, "charts": [c for c in charts if c["series"]]} for title, charts in sections.items())
@@ -292,21 +283,33 @@ def _evaluation_charts(history: History) -> list[_Chart]:
     return charts
 
 
-def _speed(history: History) -> list[_Chart]:
-    busy = {"overlap ratio": "overlap_ratio", "server busy": "rollouts/server_busy"}
-    tokens = {"sampled": "tokens/sampled_per_s", "trained": "tokens/trained_per_s"}
-    latency = {"p50": "time/rollout_p50_s", "p95": "time/rollout_p95_s", "max": "time/rollout_max_s"}
-    block = {"generation": "time/block_generation_s", "scoring a group": "time/scoring_mean_s"}
-    rollouts = {"in flight": "rollouts/in_flight", "waiting for a slot": "rollouts/queued"}
-    return [
-        _step_time(history),
-        _chart(history, "Both sides at work", busy, "1 is the most possible"),
-        _chart(history, "Tokens a second", tokens),
-        _chart(history, "Rollout latency", latency, "seconds"),
-        _chart(history, "A block", block, "seconds"),
-        _chart(history, "Rollouts", rollouts, "means over time"),
-        _chart(history, "Padding", {"share of computed tokens": "rows/padding_share"}),
-    ]
+_SPEED = (
+    (
+        "Both sides at work",
+        {"overlap ratio": "overlap_ratio", "server busy": "rollouts/server_busy"},
+        "1 is the most",
+    ),
+    ("Tokens a second", {"sampled": "tokens/sampled_per_s", "trained": "tokens/trained_per_s"}, ""),
+    ("Rollout latency", {name: f"time/rollout_{name}_s" for name in ("p50", "p95", "max")}, "seconds"),
+    ("A block", {"generation": "time/block_generation_s", "scoring a group": "time/scoring_mean_s"}, "seconds"),
+    ("Rollouts", {"in flight": "rollouts/in_flight", "waiting for a slot": "rollouts/queued"}, "means over time"),
+    ("Padding", {"share of computed tokens": "rows/padding_share"}, ""),
+)
+_OFF_POLICY = (
+    ("Staleness", {"oldest token": "staleness"}, "optimizer steps"),
+    ("Sampler against trainer", {"KL": "mismatch_kl"}, "nats a token"),
+    (
+        "Importance ratio",
+        {name: f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "min", "max")},
+        "trainer / sampler",
+    ),
+    (
+        "Clipped",
+        {"importance weight": "sampling/clipped_share", "loss": "clip_ratio/region_mean"},
+        "share of tokens",
+    ),
+    ("Probe after a push", {"largest difference": "sampling/probe_difference"}, "nats"),
+)
 
 
 def _step_time(history: History) -> _Chart:
@@ -328,19 +331,6 @@ def _step_time(history: History) -> _Chart:
     for series in chart["series"]:
         series["colour"] = STAGE_COLOURS[series["name"]]
     return chart
-
-
-def _off_policy(history: History) -> list[_Chart]:
-    ratio = {name: f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "min", "max")}
-    clipped = {"importance weight": "sampling/clipped_share", "loss": "clip_ratio/region_mean"}
-    difference = {"largest difference": "sampling/probe_difference"}
-    return [
-        _chart(history, "Staleness", {"oldest token": "staleness"}, "optimizer steps"),
-        _chart(history, "Sampler against trainer", {"KL": "mismatch_kl"}, "nats a token"),
-        _chart(history, "Importance ratio", ratio, "trainer / sampler"),
-        _chart(history, "Clipped", clipped, "share of tokens"),
-        _chart(history, "Probe after a push", difference, "nats"),
-    ]
 
 
 def _data(run: Mapping[str, Any], history: History) -> list[_Chart]:
@@ -381,11 +371,9 @@ def _chart(
     missing: float | None = None,
     **options: bool,
 ) -> _Chart:
-    """Return a chart of those metrics that were logged.
+    """Return a chart of those metrics, by label, that were logged.
 
-    Args:
-        metrics: metric name by label, in the order of their colours.
-        missing: value that stands for one that was not logged; None leaves the point out.
+    `missing` stands for a value that was not logged; None leaves the point out.
     """
     series: list[dict[str, Any]] = []
     for label, name in metrics.items():
@@ -539,10 +527,11 @@ def _evaluated(run_dir: Path) -> dict[str, list[_Line]]:
 
 
 def _chosen_examples(directory: Path) -> list[Any]:
-    examples = sorted({row.get("example_id") for row in iter_rows(directory)}, key=_order)
-    if len(examples) <= _PROMPTS:
-        return examples
-    return [examples[at * len(examples) // _PROMPTS] for at in range(_PROMPTS)]
+    examples = {row.get("example_id"): None for row in iter_rows(directory)}
+    # numbers before names, each in order
+    ordered = sorted(examples, key=lambda one: (not isinstance(one, int), one if isinstance(one, int) else str(one)))
+    every = max(1, len(ordered) / _PROMPTS)
+    return [ordered[int(at * every)] for at in range(min(_PROMPTS, len(ordered)))]
 
 
 def _rows_of(directory: Path, examples: Sequence[Any]) -> dict[Any, list[dict[str, Any]]]:
@@ -555,10 +544,6 @@ def _rows_of(directory: Path, examples: Sequence[Any]) -> dict[Any, list[dict[st
                 if line.startswith(beginning) and line.endswith(b"\n"):
                     rows[example].append(parse_row(line))
     return {example: found for example, found in rows.items() if found}
-
-
-def _order(example: Any) -> tuple[int, int, str]:
-    return (0, example, "") if isinstance(example, int) else (1, 0, str(example))
 
 
 def _line(step: int, example: Any, rows: Sequence[Mapping[str, Any]]) -> _Line:

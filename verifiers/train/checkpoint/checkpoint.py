@@ -1,8 +1,8 @@
 """One checkpoint, complete or ignored: a marker is written last, and only a marked checkpoint is resumed.
 
 It also keeps blocks that are generated but not yet trained: they were sampled from weights that are gone, and a
-resumed run trains on what the uninterrupted one would have. The sampled tokens are exact for any server, deterministic
-or not, and smaller than the weights: some 30 bytes a token, against 2 bytes a parameter and version.
+resumed run trains on what the uninterrupted one would have. The sampled tokens are exact for any server, and smaller
+than the weights: some 30 bytes a token, against 2 bytes a parameter and version.
 """
 
 from __future__ import annotations
