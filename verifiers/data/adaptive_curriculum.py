@@ -10,6 +10,7 @@ its table in run files.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -38,19 +39,11 @@ class CurriculumPolicy(Protocol):
         ...
 
     def begin(self, sizes: Mapping[str, int]) -> None:
-        """Start from nothing on datasets with so many rows.
-
-        Raises:
-            ConfigError: the policy names a dataset that is not there.
-        """
+        """Start from nothing on datasets with so many rows; refuse a name that is not among them."""
         ...
 
     def check_block(self, count: int) -> None:
-        """Refuse blocks of `count` prompts before the run.
-
-        Raises:
-            ConfigError: some block of the run could not be drawn.
-        """
+        """Refuse blocks of `count` prompts before the run, where some of them could not be drawn."""
         ...
 
     def draw(self, block_id: int, count: int) -> list[Prompt]:
@@ -101,11 +94,7 @@ class AdaptiveRows:
         return ()
 
     def check_blocks(self, prompts_per_block: int) -> None:
-        """Refuse blocks that the policy could not fill.
-
-        Raises:
-            ConfigError: with both numbers.
-        """
+        """Refuse blocks that the policy could not fill."""
         self.policy.check_block(prompts_per_block)
 
     def example_ids(self, block: PlannedBlock) -> list[int]:
@@ -161,7 +150,12 @@ class AdaptiveRows:
         return self._names.get(self._observed, self.policy.name)
 
     def describe(self, max_steps: int, updates_per_block: int) -> list[tuple[str, str]]:
-        settings = ", ".join(f"{name} {_shown(value)}" for name, value in self.policy.settings().items())
+        lists = (list, tuple)
+        shown = {
+            name: " < ".join(map(str, value)) if isinstance(value, lists) else value
+            for name, value in self.policy.settings().items()
+        }
+        settings = ", ".join(f"{name} {value}" for name, value in shown.items())
         seen = f"blocks up to {self.lag + 1} before" if self.lag else "the block before"
         return [("curriculum", f"{settings}; decides by {seen}")]
 
@@ -271,14 +265,8 @@ class LevelsPolicy:
         self._draws = {name: int(state["draws"][name]) for name in self.datasets}
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "levels": list(self.datasets),
-            "window": self.window,
-            "raise_at": self.raise_at,
-            "lower_at": self.lower_at,
-            "passes_at": self.passes_at,
-            "seed": self.seed,
-        }
+        settings = dataclasses.asdict(self)
+        return {"levels": list(settings.pop("datasets")), **settings}
 
     def metrics(self) -> dict[str, float]:
         return {"curriculum/level": float(self._level)}
@@ -423,21 +411,14 @@ class PoolsPolicy:
         wanted = [0] * len(self.pools)
         while (missing := count - sum(wanted)) > 0:
             free = [len(members) - part for members, part in zip(self._members, wanted, strict=True)]
-            weights = _weights(
-                [pool.weight if left else 0.0 for pool, left in zip(self.pools, free, strict=True)], free
-            )
+            weights = [pool.weight if left else 0.0 for pool, left in zip(self.pools, free, strict=True)]
+            # where only pools without weight hold prompts, they count alike
+            whole = whole_weights(tuple(weights)) if any(weights) else [int(left > 0) for left in free]
             # the place in the sequence rises with the blocks, so that some of them draw from a pool of small weight
-            for index in interleave(weights, block_id * count, block_id * count + missing):
+            for index in interleave(whole, block_id * count, block_id * count + missing):
                 if free[index]:
                     wanted[index], free[index] = wanted[index] + 1, free[index] - 1
         return wanted
-
-
-def _weights(weights: Sequence[float], free: Sequence[int]) -> tuple[int, ...]:
-    """Return whole weights; where only pools without weight hold prompts, they count alike."""
-    if any(weights):
-        return whole_weights(tuple(weights))
-    return tuple(int(left > 0) for left in free)
 
 
 POLICIES: Mapping[str, type[Any]] = {"levels": LevelsPolicy, "pools": PoolsPolicy}
@@ -470,7 +451,3 @@ def curriculum_from(mapping: Mapping[str, Any], seed: int = 0) -> Curriculum | C
         given = {"seed": mapping.get("seed", seed), **given}
     policy: CurriculumPolicy = from_table(POLICIES[kind], given, f"the curriculum.{kind}")
     return policy
-
-
-def _shown(value: Any) -> str:
-    return " < ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -73,10 +73,13 @@ class BatchPlan:
                 "num_generations is 1, but an advantage compares rollouts of one prompt: use at least 2."
             )
         check_size("num_generations", self.num_generations, 2)
-        self._check_updates()
-        self._check_groups()
-        if self.source is None:
-            self._check_dataset()
+        self._check_divisions()
+        if self.source is None and self.num_prompts < self.prompts_per_block:
+            raise ConfigError(
+                f"the dataset has {self.num_prompts} prompts, but a block holds {self.prompts_per_block} different "
+                f"ones: use at least {self.prompts_per_block} prompts, or blocks of at most "
+                f"{self.num_prompts * self.num_generations} completions in place of {self.completions_per_block}."
+            )
 
     @property
     def completions_per_micro_step(self) -> int:
@@ -149,8 +152,7 @@ class BatchPlan:
         if self.source is None:
             return self._sampler.chunk(*divmod(block_id, self.blocks_per_epoch))
         rows = self.source.example_ids(self._block(block_id))
-        sampler = RepeatSampler(rows, self.num_generations, batch_size=len(rows), shuffle=False)
-        return [rows[place] for place in sampler]
+        return [row for row in rows for _ in range(self.num_generations)]
 
     @functools.cached_property
     def _sampler(self) -> RepeatSampler:
@@ -173,11 +175,7 @@ class BatchPlan:
         return order
 
     def position(self, optimizer_step: int, micro_step: int = 0) -> Position:
-        """Return where training stands at a micro-step after `optimizer_step` optimizer steps.
-
-        Raises:
-            ConfigError: `micro_step` is outside its step, or a number is negative.
-        """
+        """Return where training stands at a micro-step after `optimizer_step` optimizer steps."""
         check_size("optimizer_step", optimizer_step, 0)
         check_size("micro_step", micro_step, 0)
         if micro_step >= self.gradient_accumulation_steps:
@@ -191,11 +189,7 @@ class BatchPlan:
         return Position(block_id, iteration, micro_batch)
 
     def first_block_after(self, optimizer_step: int) -> int:
-        """Return the block that a run resumed at `optimizer_step` begins with.
-
-        Raises:
-            ConfigError: the step lies inside a block; checkpoints stand at block boundaries only.
-        """
+        """Return the block that a run resumed at `optimizer_step` begins with; refuse a step inside a block."""
         check_size("optimizer_step", optimizer_step, 0)
         block_id, inside = divmod(optimizer_step, self.updates_per_block)
         if inside:
@@ -247,15 +241,13 @@ class BatchPlan:
             notes.append(("micro-batches", budget))
         return notes
 
-    def _check_updates(self) -> None:
+    def _check_divisions(self) -> None:
         held, step = self.steps_per_generation, self.gradient_accumulation_steps
         if held % step:
             raise ConfigError(
                 f"steps_per_generation={held} is not a multiple of gradient_accumulation_steps={step}, so a block "
                 f"would end inside an update: the nearest steps_per_generation are {_nearest_multiples(held, step)}."
             )
-
-    def _check_groups(self) -> None:
         block, group = self.completions_per_block, self.num_generations
         if block % group:
             device = self.per_device_train_batch_size
@@ -265,14 +257,6 @@ class BatchPlan:
                 f"num_processes={self.num_processes} x steps_per_generation={self.steps_per_generation}) does not "
                 f"divide into groups of num_generations={group}: the nearest per_device_train_batch_size are "
                 f"{_nearest_multiples(device, step)}, the nearest num_generations {_nearest_divisors(block, group)}."
-            )
-
-    def _check_dataset(self) -> None:
-        if self.num_prompts < self.prompts_per_block:
-            raise ConfigError(
-                f"the dataset has {self.num_prompts} prompts, but a block holds {self.prompts_per_block} different "
-                f"ones: use at least {self.prompts_per_block} prompts, or blocks of at most "
-                f"{self.num_prompts * self.num_generations} completions in place of {self.completions_per_block}."
             )
 
 

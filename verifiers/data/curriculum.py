@@ -91,9 +91,6 @@ class Curriculum:
         seed: of the order of each dataset's rows.
         replacement: draw each row from the whole dataset, whether or not an earlier block had it. Otherwise every row
             of a dataset is drawn once before any is drawn twice, over all stages. In both, a block's prompts differ.
-
-    Raises:
-        ConfigError: no stages, stages out of order, two of one name.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -153,9 +150,6 @@ class Curriculum:
             updates_per_block: optimizer steps that a block serves; tells how much earlier stages drew. Where it does
                 not fit the two numbers above, the stage is right all the same, but coverage starts with that stage.
             first_blocks: the block with which each stage but the first begins, in place of `updates_per_block`.
-
-        Raises:
-            ConfigError: a dataset that is not in `sizes`, or has fewer rows than the block would take from it.
         """
         check_size("block_id", block_id, 0)
         check_size("count", count, 1)
@@ -183,11 +177,7 @@ class Curriculum:
         return [(name, waiting[name].pop()) for name in names]
 
     def check(self, sizes: Mapping[str, int], max_steps: int | None) -> None:
-        """Compare the curriculum with the datasets and the run; a horizon shorter than the run is a warning.
-
-        Raises:
-            ConfigError: a stage names a dataset that is not there, or one without rows.
-        """
+        """Refuse datasets that are not there or have no rows, and warn where the run is longer than the stages."""
         for stage in self.stages:
             for dataset in stage.datasets:
                 if dataset.id not in sizes:
@@ -209,12 +199,7 @@ class Curriculum:
     def check_blocks(
         self, sizes: Mapping[str, int], blocks: int, count: int, updates_per_block: int | Fraction
     ) -> None:
-        """Refuse stages without a block, and blocks that would take more rows of a dataset than it has.
-
-        Raises:
-            ConfigError: with the stage and the nearest steps; or with the first such block, the dataset and both
-                numbers.
-        """
+        """Refuse stages without a block, and blocks that would take more rows of a dataset than it has."""
         begins = [0, *self.first_blocks(updates_per_block)]
         for index, (first, end) in enumerate(itertools.pairwise(begins)):
             if first == end < blocks:
@@ -258,11 +243,7 @@ def _repeated(names: Sequence[str]) -> str | None:
 
 
 def staged_curriculum_from(mapping: Any) -> Curriculum:
-    """Return the curriculum that a table of a file describes: the fields of `Curriculum`, `Stage`, `WeightedDataset`.
-
-    Raises:
-        ConfigError: a key that is missing or unknown, or a value that cannot be; the message says where.
-    """
+    """Return the curriculum that a table of a file describes, by the fields of `Curriculum` and what is inside."""
     return from_table(Curriculum, mapping, "the curriculum")
 
 

@@ -95,14 +95,7 @@ def rows_by_name(names: Iterable[str | None]) -> dict[str, list[int]]:
 
 
 class StagedRows:
-    """The row source of a `Curriculum`.
-
-    Args:
-        datasets: example ids of each dataset, by its name in the curriculum.
-
-    Raises:
-        ConfigError: the curriculum names a dataset that is not there.
-    """
+    """The row source of a `Curriculum`: example ids by the names of its datasets, all of which must be there."""
 
     def __init__(self, curriculum: Curriculum, datasets: Mapping[str, Sequence[int]]) -> None:
         self.curriculum = curriculum

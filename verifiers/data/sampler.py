@@ -70,7 +70,15 @@ class RepeatSampler:
 
     def __iter__(self) -> Iterator[int]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        self._warn_of_dropped_rows()
+        dropped = self.num_samples % self.batch_size
+        if dropped and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d of %d rows are left out of each epoch: they do not fill a batch of %d distinct rows.",
+                dropped,
+                self.num_samples,
+                self.batch_size,
+            )
         return (row for number in range(self.chunks_per_epoch) for row in self.chunk(epoch, number))
 
     def chunk(self, epoch: int, number: int) -> list[int]:
@@ -90,17 +98,6 @@ class RepeatSampler:
         """Make the next `iter()` epoch number `epoch` (from 0); accelerate calls it before each epoch."""
         self.epoch = check_size("epoch", epoch, 0)
 
-    def _warn_of_dropped_rows(self) -> None:
-        dropped = self.num_samples % self.batch_size
-        if dropped and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%d of %d rows are left out of each epoch: they do not fill a batch of %d distinct rows.",
-                dropped,
-                self.num_samples,
-                self.batch_size,
-            )
-
 
 def _length(data_source: Sized | int) -> int:
     if isinstance(data_source, int):
@@ -115,11 +112,7 @@ def _length(data_source: Sized | int) -> int:
 
 
 def check_size(name: str, value: object, minimum: int) -> int:
-    """Return `value` where it is a whole number of at least `minimum`.
-
-    Raises:
-        ConfigError: it is not; the message names the setting, the value and the bound.
-    """
+    """Return `value` where it is a whole number of at least `minimum`; refuse it otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least {minimum}.")
     return value
@@ -139,8 +132,7 @@ def rollout_seed(seed: int, key: RolloutKey) -> int:
 def reorder_chunks(chunks: Iterable[Iterable[tuple[tuple[int, int], Item]]], num_generations: int) -> list[Item]:
     """Put chunks of ((prompt, generation), item) into prompt-major order, whatever the order of arrival.
 
-    Raises:
-        ConfigError: where a generation is missing, doubled or out of range: order is never guessed.
+    One that is missing, doubled or out of range is refused: order is never guessed.
     """
     items: dict[tuple[int, int], Item] = {}
     for chunk in chunks:
