@@ -71,10 +71,8 @@ def find_bottleneck(
     While the trainer waits, fewer rollouts than half of the most that ran at once are stragglers; where mostly none
     runs and some are scored, the scoring is the bottleneck.
 
-    Args:
-        shares_cores: the trainer and the rollout server compute on one machine's CPU.
-        drains: rollouts in flight end before each push.
-        max_staleness: as it was set; None where `num_batches_ahead` gives it.
+    Where the trainer and the rollout server share one machine's cores, neither can be sped up by more of the other's
+    time.
     """
     if time.wall <= 0:
         return None
@@ -109,7 +107,6 @@ def find_bottleneck(
 
 
 def _in_turns(shares: Mapping[str, float], num_batches_ahead: int) -> Finding:
-    """Return the verdict where neither side can be sped up by giving it more of the other's time."""
     if num_batches_ahead:
         return Finding(
             "shared cores",

@@ -108,11 +108,7 @@ class Points:
 
 
 def eval_set_label(name: str, *, trained_on: bool | None) -> str:
-    """Return the label of an eval reward: "held out", "trained rows" or "not checked", and its set's name if any.
-
-    Args:
-        trained_on: prompts of the set are training rows too; None where that was not checked.
-    """
+    """Return the label of an eval reward: "held out", "trained rows" or "not checked", and its set's name if any."""
     inner = name.removeprefix("eval").removesuffix("reward").strip("_")
     kind = "not checked" if trained_on is None else "trained rows" if trained_on else "held out"
     return f"{kind} {inner}".strip()
@@ -184,15 +180,12 @@ def _take_evaluations(history: History, line: Mapping[str, Any], step: float) ->
             found.trained_on = found.trained_on or is_trained_on(name, line)
         elif detail := _EVAL_DETAIL.fullmatch(name):
             kind = next(kind for kind in ("at_k", "function", "task") if detail[kind])
-            label = " ".join(filter(None, (_called(kind, detail[kind]), detail["set"])))
+            label = detail[kind]
+            if kind == "at_k":
+                measure, _, k = label.rpartition("_")
+                label = _MEASURES[measure] + k
+            label = " ".join(filter(None, (label, detail["set"])))
             history.details.setdefault(kind, {}).setdefault(label, Evaluations()).put(step, float(value), spread)
-
-
-def _called(kind: str, name: str) -> str:
-    if kind != "at_k":
-        return name
-    measure, _, k = name.rpartition("_")
-    return _MEASURES[measure] + k
 
 
 def _take_failures(history: History, line: Mapping[str, Any], step: int) -> None:

@@ -151,7 +151,7 @@ def _newest_log(latest: Mapping[str, Any]) -> Table:
         *_eval_rewards(latest),
         ("a step", _times(latest, "time/step_s")),
         ("overlap ratio", _joined(latest, "{:.2f}", "overlap_ratio")),
-        ("server busy", _percent(latest, "rollouts/server_busy")),
+        ("server busy", _joined(latest, "{:.0%}", "rollouts/server_busy").replace("%", " %")),
         ("in flight, queued", _joined(latest, "{:.0f}", "rollouts/in_flight", "rollouts/queued")),
         ("latency p50/95/max", _times(latest, "time/rollout_p50_s", "time/rollout_p95_s", "time/rollout_max_s")),
         ("block, its scoring", _times(latest, "time/block_generation_s", "time/scoring_mean_s")),
@@ -172,14 +172,11 @@ def _eval_rewards(latest: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name in names[:_EVAL_SETS_SHOWN]:
         reward, error = _number(latest, name), _number(latest, f"{name}_stderr")
         shown = f"{reward:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-        rows.append((_cut(eval_set_label(name, trained_on=is_trained_on(name, latest))), shown))
+        label = eval_set_label(name, trained_on=is_trained_on(name, latest))
+        rows.append((label if len(label) <= _NAME_CHARACTERS else label[: _NAME_CHARACTERS - 1] + "…", shown))
     if more := len(names) - len(rows):
         rows.append(("", f"and {more} more"))
     return rows
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= _NAME_CHARACTERS else name[: _NAME_CHARACTERS - 1] + "…"
 
 
 def _joined(latest: Mapping[str, Any], form: str, *names: str) -> str:
@@ -196,11 +193,6 @@ def _times(latest: Mapping[str, Any], *names: str) -> str:
     if min(known) < _LEAST_S:
         return " / ".join(_seconds(value) or "–" for value in values)
     return " / ".join("–" if value is None else _three_digits(value) for value in values) + " s"
-
-
-def _percent(latest: Mapping[str, Any], name: str) -> str:
-    value = _number(latest, name)
-    return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def _number(latest: Mapping[str, Any], name: str) -> float | None:

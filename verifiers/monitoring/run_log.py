@@ -100,8 +100,10 @@ class RunRecord:
         self._run = read_run(directory) if resume_step is not None else {}
         with self._warning():
             self.directory.mkdir(parents=True, exist_ok=True)
-            for name in (METRICS, SAMPLES):
-                self._keep_until(self.directory / name, resume_step)
+            for path in (self.directory / METRICS, self.directory / SAMPLES):
+                if path.exists():
+                    rows = [] if resume_step is None else [r for r in read_lines(path) if r["step"] <= resume_step]
+                    replace_file(path, "".join(json_line(row) + "\n" for row in rows))
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -136,13 +138,6 @@ class RunRecord:
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         with self._warning(), (self.directory / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(self.redact(json_line(row)) + "\n" for row in rows))
-
-    def _keep_until(self, path: Path, step: int | None) -> None:
-        if not path.exists():
-            return
-        rows = [] if step is None else [row for row in read_lines(path) if row["step"] <= step]
-        kept = [json_line(row) + "\n" for row in rows]
-        replace_file(path, "".join(kept))
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
@@ -190,11 +185,7 @@ _MESSAGES = 24
 
 
 class SampleChoice:
-    """The choice of what is kept of each block.
-
-    Args:
-        kept: lines that are kept already, of the same run before it was resumed.
-    """
+    """The choice of what is kept of each block; `kept` are lines of the same run before it was resumed."""
 
     def __init__(self, max_steps: int, kept: Iterable[Mapping[str, Any]] = ()) -> None:
         self._every = max(1, max_steps // _TIMES)

@@ -227,14 +227,10 @@ class RunTime:
         return sum(self.stages.values())
 
     @property
-    def working(self) -> float:
-        """Seconds in which the trainer worked."""
-        return sum(seconds for stage, seconds in self.stages.items() if stage not in _NOT_WORKING)
-
-    @property
     def overlap(self) -> float | None:
         """The overlap ratio; None where one side had nothing to do."""
-        least = min(self.generator, self.working)
+        working = sum(seconds for stage, seconds in self.stages.items() if stage not in _NOT_WORKING)
+        least = min(self.generator, working)
         return min(1.0, self.overlapped / least) if least > 0 else None
 
     def share(self, *stages: str) -> float:
@@ -253,7 +249,7 @@ class RunTime:
         return self.waiting_rollouts / waited if waited > 0 else 0.0
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Add a logged interval: a dict of metrics with its number of optimizer steps as "steps"."""
+        """Add a logged interval: its metrics, and optimizer steps as "steps"."""
         steps, step_s = _number(line, "steps"), _number(line, "time/step_s")
         if steps <= 0 or step_s <= 0:
             return
@@ -280,9 +276,7 @@ def interval_metrics(
 ) -> dict[str, float]:
     """Return the metrics of an interval: seconds per optimizer step, shares, means over time, and peaks.
 
-    Args:
-        steps: optimizer steps in the interval, at least 1.
-        sampled_tokens: of the blocks that came in meanwhile.
+    `sampled_tokens` are of the blocks that came in meanwhile.
     """
     wall = sum(use.seconds for use in uses.values())
     whole = sum((use.generator for use in uses.values()), start=ActivityReading())

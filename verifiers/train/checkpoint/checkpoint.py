@@ -123,47 +123,61 @@ def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, mo
             "checkpoint, or resume_from_checkpoint=True for the newest one."
         )
     saved = _marker(directory)
-    for name, value in _fingerprint(plan, int(saved["optimizer_step"])).items():
-        if name == "curriculum" and saved.get(name) != value:
-            raise CheckpointError(
-                f"{directory} was written under another curriculum than this run has up to step "
-                f"{saved['optimizer_step']} ({_difference(saved.get(name), value)}), so its rows would be others; "
-                f"change only what comes later, or {START_NEW}."
-            )
-        if saved.get(name) != value:
-            raise CheckpointError(
-                f"{directory} was written with {name}={saved.get(name)!r}, and this run has {value!r}: its blocks "
-                f"would hold other prompts; use the same settings, or {START_NEW}."
-            )
-    had = saved.get("rows")
-    if had is not None and dataset_fingerprint(rows, plan, int(saved["optimizer_step"])) not in (None, had):
-        raise CheckpointError(
-            f"{directory} was written with other training rows than the environment has now (or another environment, "
-            f"or other arguments of it), so its blocks would hold other prompts; use the same rows, or {START_NEW}."
-        )
-    if not _is_same_model(saved.get("model"), model):
-        raise CheckpointError(
-            f"{directory} is of a run that began from the model {saved['model']!r}, and this one is to begin from "
-            f"{model!r}, whose weights it would never see; use the same model, or {START_NEW}."
-        )
+    step = int(saved["optimizer_step"])
+    if text := run_difference(saved, describe_run(plan, step, rows, model)):
+        raise CheckpointError(f"{directory} {text}, or {START_NEW}.")
 
 
 def describe_run(plan: BatchPlan, optimizer_step: int, rows: Any = None, model: str | None = None) -> dict[str, Any]:
-    """Return what must stay the same when a run is resumed, as JSON; None where it is not known."""
+    """Return what must stay the same when a run is resumed, as JSON; None where it is not known.
+
+    It decides which prompts a block holds and where blocks begin. max_steps may grow, and so may what a curriculum
+    says of later steps.
+    """
+    drawn_by = plan.source.fingerprint(optimizer_step) if plan.source is not None else None
     return {
-        **_fingerprint(plan, optimizer_step),
+        "seed": plan.seed,
+        "shuffle": plan.shuffle,
+        "num_prompts": plan.num_prompts,
+        "num_generations": plan.num_generations,
+        "completions_per_block": plan.completions_per_block,
+        "updates_per_block": plan.updates_per_block,
+        "curriculum": json.loads(json.dumps(drawn_by)),
         "rows": dataset_fingerprint(rows, plan, optimizer_step),
         "model": model,
     }
 
 
-def is_same_run(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two of `describe_run` may be of one run; unknown values are not compared."""
-    if not _is_same_model(one.get("model"), other.get("model")):
-        return False
-    if None not in (one.get("rows"), other.get("rows")) and one["rows"] != other["rows"]:
-        return False
-    return all(one[name] == other[name] for name in ({*one} & {*other}) - {"model", "rows"})
+def run_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return in what a saved `describe_run` differs from this one, and what to do; None where they may be of one run.
+
+    Rows and models that are not known are not compared.
+    """
+    for name, value in now.items():
+        had = saved.get(name)
+        if had == value or (name in ("rows", "model") and None in (had, value)):
+            continue
+        if name == "curriculum":
+            return (
+                f"was written under another curriculum than this run has up to step {saved.get('optimizer_step')} "
+                f"({_difference(had, value)}), so its rows would be others; change only what comes later"
+            )
+        if name == "rows":
+            return (
+                "was written with other training rows than the environment has now (or another environment, or other "
+                "arguments of it), so its blocks would hold other prompts; use the same rows"
+            )
+        if name != "model":
+            return (
+                f"was written with {name}={had!r}, and this run has {value!r}: its blocks would hold other prompts; "
+                "use the same settings"
+            )
+        if os.path.realpath(os.path.expanduser(had)) != os.path.realpath(os.path.expanduser(value)):
+            return (
+                f"is of a run that began from the model {had!r}, and this one is to begin from {value!r}, whose "
+                "weights it would never see; use the same model"
+            )
+    return None
 
 
 def model_name(model: Any) -> str | None:
@@ -172,12 +186,6 @@ def model_name(model: Any) -> str | None:
     if not name or (Path(name) / MARKER).is_file():
         return None
     return str(name)
-
-
-def _is_same_model(one: str | None, other: str | None) -> bool:
-    if one is None or other is None or one == other:
-        return True
-    return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
 def resume_step(directory: str | Path) -> int:
@@ -194,21 +202,6 @@ def extra_state(directory: str | Path) -> dict[str, Any]:
 def _marker(directory: str | Path) -> dict[str, Any]:
     marker: dict[str, Any] = json.loads((Path(directory) / MARKER).read_text())
     return marker
-
-
-def _fingerprint(plan: BatchPlan, optimizer_step: int) -> dict[str, Any]:
-    # what decides which prompts a block holds and where blocks begin; max_steps may grow, and so may what a
-    # curriculum says of later steps
-    drawn_by = plan.source.fingerprint(optimizer_step) if plan.source is not None else None
-    return {
-        "seed": plan.seed,
-        "shuffle": plan.shuffle,
-        "num_prompts": plan.num_prompts,
-        "num_generations": plan.num_generations,
-        "completions_per_block": plan.completions_per_block,
-        "updates_per_block": plan.updates_per_block,
-        "curriculum": json.loads(json.dumps(drawn_by)),
-    }
 
 
 def _difference(saved: Any, now: Any, where: str = "curriculum") -> str:

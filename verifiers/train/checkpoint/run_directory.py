@@ -26,10 +26,10 @@ from verifiers.train.checkpoint.checkpoint import (
     check_resumable,
     describe_run,
     extra_state,
-    is_same_run,
     mark_complete,
     mark_incomplete,
     resume_step,
+    run_difference,
     save_pending_blocks,
 )
 from verifiers.train.config import GRPOConfig
@@ -258,7 +258,9 @@ def finished_steps(output_dir: str | Path, plan: BatchPlan, rows: Any = None, mo
     if saved.get("at", 0.0) < ended or saved.get("max_steps", 0) < plan.max_steps:
         return None
     step = int(saved["step"])
-    return step if is_same_run(saved.get("of") or {}, describe_run(plan, step, rows, model)) else None
+    of = saved.get("of") or {}
+    now = {name: value for name, value in describe_run(plan, step, rows, model).items() if name in of}
+    return step if run_difference(of, now) is None else None
 
 
 def note_saved(

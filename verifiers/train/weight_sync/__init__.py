@@ -28,7 +28,6 @@ SYNC_TYPES: dict[str, type[ServerSync]] = {sync.kind: sync for sync in (Director
 """The kinds that a run can name."""
 
 WEIGHT_SYNCS = ("auto", *SYNC_TYPES)
-"""Values of `weight_sync`."""
 
 
 def choose_sync(
@@ -38,9 +37,6 @@ def choose_sync(
 
     "auto" is a shared directory where every server is on this host, or `directory` is given (a file system that
     both sides mount); else NCCL.
-
-    Raises:
-        ConfigError: no kind has that name.
     """
     if kind not in WEIGHT_SYNCS:
         raise ConfigError(f"weight_sync is {kind!r}; choose one of {', '.join(WEIGHT_SYNCS)}.")

@@ -148,13 +148,8 @@ def require_finite(
 ) -> None:
     """Refuse weights that are infinite or not a number; reads them once, in a tenth of the time of a copy.
 
-    Args:
-        tensors: by name; of a sharded one the local part is looked at.
-        purpose: what they are not, as the message says.
-        gather: gives what each rank found, where each looks at its own part.
-
-    Raises:
-        NotFiniteError: with the name of one of them.
+    Of a sharded tensor the local part is looked at, and `gather` gives what each rank found in its own. The message
+    names one of them, and the `purpose` that they are not for.
     """
     parts = {name: getattr(tensor, "ds_tensor", tensor) for name, tensor in tensors.items()}
     parts = {name: part.to_local() if isinstance(part, DTensor) else part for name, part in parts.items()}
@@ -192,12 +187,8 @@ def gathered_tensors(
 ) -> dict[str, Any]:
     """Gather every parameter and saved buffer of a sharded model in host memory; all ranks must call it.
 
-    Tensor after tensor is gathered and taken, so a device holds one whole tensor at a time beside its shards.
-
-    Args:
-        keep: give the tensors; other ranks take part, and get an empty dict.
-        only: which names are wanted; all when left out.
-        take: makes of a whole tensor what is kept of it: a copy when left out.
+    Tensor after tensor is gathered and taken, so a device holds one whole tensor at a time beside its shards. Ranks
+    that do not `keep` them take part, and get an empty dict. `take` makes of a whole tensor what is kept of it.
     """
     # what the last forward pass left gathered goes back to shards with this
     state = model.state_dict(keep_vars=True)
@@ -219,14 +210,7 @@ def gathered_tensors(
 
 
 def whole_policy(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return gathered tensors as a server names them: with adapters merged into the base weights.
-
-    Args:
-        tensors: as `gathered_tensors` gave them; base weights are changed in place.
-
-    Raises:
-        ConfigError: an adapter that is not plain LoRA on linear layers.
-    """
+    """Return gathered tensors as a server names them: with adapters merged into the base weights, in place."""
     if not hasattr(model, "merge_adapter"):
         return tensors
     from peft.tuners.lora import Linear, LoraLayer

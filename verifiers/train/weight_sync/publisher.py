@@ -146,8 +146,7 @@ class WeightPublisher:
     def connect(self, on_version: Callable[[int], None]) -> None:
         """Wait for the servers, check what they can do, and let no rollout reach weights that were not pushed.
 
-        Args:
-            on_version: called with the version of a push that all servers hold, before requests in flight continue.
+        `on_version` is called with the version of a push that all servers hold, before requests in flight continue.
 
         Raises:
             WeightSyncError: a server did not answer in time, or cannot be trained against.
@@ -212,11 +211,7 @@ class WeightPublisher:
         return str(name or self.pool.run(self.pool.servers[0].model_name(), _DESCRIBE_S))
 
     def drains(self) -> bool:
-        """Return whether rollouts in flight end before a push: as asked for, or because they would be lost.
-
-        Raises:
-            ConfigError: draining is switched off, and the servers cannot keep requests during a push.
-        """
+        """Return whether rollouts in flight end before a push: as asked for, or because they would be lost."""
         asked, name = self._args.drain_before_sync, type(self.sync).__name__
         if self.sync.keeps_requests:
             return bool(asked)
@@ -268,11 +263,7 @@ class WeightPublisher:
             self.check(version)
 
     def check(self, version: int) -> None:
-        """Check the servers' log-probs now; tied weights are pushed under each of their names where that helps.
-
-        Raises:
-            WeightProbeError: a server samples from other weights.
-        """
+        """Check the servers' log-probs now; tied weights are pushed under each of their names where that helps."""
         try:
             self._check.run(version, self.pool)
         except WeightProbeError as error:

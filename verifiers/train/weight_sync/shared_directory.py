@@ -44,12 +44,7 @@ class VersionFiles:
     def write(
         self, tensors: Mapping[str, Any], version: int, *, name: str, config: Mapping[str, Any] | None = None
     ) -> Path:
-        """Write a new version and return its directory.
-
-        Args:
-            tensors: in host memory.
-            name: of the file that holds the tensors.
-            config: written beside it as adapter_config.json, for an adapter.
+        """Write a new version of tensors in host memory, with an adapter's config beside it; return its directory.
 
         Raises:
             WeightSyncError: there is no room; nothing was written.
@@ -163,10 +158,14 @@ class DirectorySync(ServerSync):
         self._files = VersionFiles(directory)
 
     def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_parameters}
-        _copy_shared_memory(tensors)
+        tensors: dict[str, Any] = {}
+        seen = set()
+        for name, tensor in named_parameters:
+            one = tensor.detach().cpu().contiguous()
+            # a file of tensors cannot hold ties
+            tensors[name] = one.clone() if one.data_ptr() in seen else one
+            seen.add(one.data_ptr())
         directory = self._write(tensors, version)
-
         try:
             self.pool.run(self.pool.push(WeightUpdate(version, self._load_of(directory))))
         except BaseException:
@@ -186,16 +185,6 @@ class DirectorySync(ServerSync):
     def _load_of(self, directory: Path) -> Load:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         return lambda server, timeout_s: server.request("POST", "/collective_rpc", body, timeout_s)
-
-
-def _copy_shared_memory(tensors: dict[str, Any]) -> None:
-    """Replace tensors that share memory with an earlier one by copies, as a file of tensors cannot hold ties."""
-    seen = set()
-    for name, tensor in tensors.items():
-        place = tensor.data_ptr()
-        if place in seen and tensor.numel():
-            tensors[name] = tensor.clone()
-        seen.add(place)
 
 
 class LoraSync(DirectorySync):
@@ -248,11 +237,7 @@ class LoraSync(DirectorySync):
 
     @contextlib.contextmanager
     def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """Give the adapter's tensors and remember its settings; as `WeightSync.tensors_of`.
-
-        Raises:
-            ConfigError: the model has no adapter, or trains more than one.
-        """
+        """Give the adapter's tensors and remember its settings; refuse a model that trains anything beside it."""
         tensors, self._config = adapter_tensors(model, whole)
         yield tensors
 
@@ -275,11 +260,7 @@ class LoraSync(DirectorySync):
 
 
 def adapter_tensors(model: Any, whole: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a PEFT model's LoRA tensors under the names of its checkpoint format, and its adapter_config.json.
-
-    Raises:
-        ConfigError: there is no LoRA adapter, or something beside it is trained.
-    """
+    """Return a PEFT model's LoRA tensors under the names of its checkpoint format, and its adapter_config.json."""
     configs = getattr(model, "peft_config", None) or {}
     if not configs:
         raise ConfigError(

@@ -100,13 +100,9 @@ def compare_answer(
 ) -> ProbeResult:
     """Compare an answer of `ask_server` with the trainer's log-probs.
 
-    Args:
-        score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
-        version: of the weights that were pushed.
-        tolerance: largest difference accepted, in nats.
-
     Raises:
-        WeightProbeError: the difference is larger, or the server names another version than was pushed.
+        WeightProbeError: the difference is above the tolerance, in nats, or the server names another version than was
+            pushed.
     """
     sampled = sampled_tokens(answer)
     ids = sampled.completion_ids
@@ -177,11 +173,8 @@ class LogprobCheck:
         """Return the check under a run's settings, with the prompt of its first training row."""
 
         def question() -> dict[str, Any]:
-            return {
-                "model": str(args.server_model),
-                "prompt": row_fields(rows[0])[0],
-                "temperature": args.temperature,
-            }
+            prompt = row_fields(rows[0])[0]
+            return {"model": str(args.server_model), "prompt": prompt, "temperature": args.temperature}
 
         patience_s = max(args.weight_sync_timeout, args.rollout_timeout)
         return cls(
@@ -241,12 +234,8 @@ class LogprobCheck:
     def finish(self) -> int | None:
         """Compare the answers that `begin` asked for, with the weights that were pushed then.
 
-        Returns:
-            The version where an answer did not agree, so that `run` has to find out why; else None.
-
-        Raises:
-            NoAnswerError: a server did not answer in time.
-            DeadlineError: code of the environment blocks the event loop.
+        Return the version where an answer did not agree, so that `run` has to find out why; else None. A server that
+        did not answer in time is a NoAnswerError.
         """
         version, asked, pool = self._version, self._asked, self._pool
         self.forget()
