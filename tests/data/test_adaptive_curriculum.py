@@ -23,7 +23,7 @@ from verifiers.data.adaptive_curriculum import (
 )
 from verifiers.data.curriculum import Curriculum
 from verifiers.data.row_source import ObservesBlocks, PlannedBlock
-from verifiers.errors import CheckpointError, ConfigError, GenerationError
+from verifiers.errors import ConfigError, GenerationError
 
 SIZES = {"easy": 30, "middle": 20, "hard": 40}
 PROMPTS = [(name, row) for name, size in SIZES.items() for row in range(size)]
@@ -117,13 +117,6 @@ def test_a_pool_that_runs_out_leaves_its_part_to_the_others() -> None:
     assert len(set(only.draw(0, 90))) == 90
 
 
-def test_only_the_datasets_named_are_drawn_from() -> None:
-    rule = begun(PoolsPolicy(datasets=("middle",)))
-    assert {name for name, _ in rule.draw(0, 20)} == {"middle"}
-    rule.learn({("easy", 0): 1.0})
-    assert rule.metrics()["curriculum/prompts_seen"] == 0
-
-
 # -- as a row source ----------------------------------------------------------------------------------------------
 
 
@@ -209,11 +202,6 @@ def test_blocks_are_observed_in_order_and_drawn_once() -> None:
     # drawing it again would take other rows, and those of later blocks with it
     with pytest.raises(GenerationError, match="block 0 was observed; what it drew is not kept"):
         rows.example_ids(planned(0))
-
-
-def test_a_state_that_cannot_be_read_is_a_checkpoint_error() -> None:
-    with pytest.raises(CheckpointError, match="state of the curriculum in the checkpoint cannot be read"):
-        AdaptiveRows(levels(), IDS, lag=0).restore({"observed": 3})
 
 
 def test_the_name_of_a_step_is_that_of_the_block_trained_and_not_of_one_in_flight() -> None:

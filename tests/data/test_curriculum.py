@@ -97,21 +97,6 @@ def test_a_block_depends_on_seed_block_and_stage_and_not_on_what_was_asked_befor
         assert again == in_order[block]
 
 
-@settings(max_examples=40)
-@given(runs())
-def test_a_stage_keeps_to_its_weights_from_its_own_beginning(run: tuple[Curriculum, int, int]) -> None:
-    curriculum, count, updates = run
-    drawn: dict[str, list[str]] = {}
-    for block, prompts in enumerate(drawn_blocks(run, range(60))):
-        drawn.setdefault(curriculum.stage_at(block * updates).name, []).extend(name for name, _ in prompts)
-    for stage in curriculum.stages:
-        names = drawn[stage.name]
-        whole = sum(dataset.weight for dataset in stage.datasets)
-        for dataset in stage.datasets:
-            assert abs(names.count(dataset.id) - len(names) * dataset.weight / whole) < len(stage.datasets)
-    assert count * 60 == sum(map(len, drawn.values()))
-
-
 def test_with_replacement_rows_come_again_before_all_were_drawn() -> None:
     curriculum = staged_curriculum_from({"stages": [{"name": "all", "datasets": ["b"]}], "replacement": True})
     blocks = [curriculum.draw(SIZES, block, block, 10) for block in range(10)]

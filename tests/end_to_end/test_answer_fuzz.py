@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 import tiny_world
 import torch
@@ -32,8 +31,6 @@ from verifiers.rollouts.run import Run
 from verifiers.testing import FakeOpenAIServer, decode_ids, encode_text
 from verifiers.testing.script import END_ID, fake_logprob, render_chat, response_body
 from verifiers.types import Outcome, RolloutKey
-
-Agent = Callable[..., Awaitable[str]]
 
 ENVIRONMENT = """
 import verifiers as vf
@@ -254,31 +251,6 @@ async def test_no_answer_of_the_token_routes_ends_more_than_its_rollout(
 # -- agents behind the gateway --------------------------------------------------------------------------------------
 
 
-async def chats(row: Any, *, base_url: str, api_key: str, model: str) -> str:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        messages = list(row["prompt"])
-        for _ in range(2):
-            said = (
-                (await client.chat.completions.create(model=model, messages=messages, tools=TOOLS)).choices[0].message
-            )
-            results = [{"role": "tool", "tool_call_id": c.id, "content": "none"} for c in said.tool_calls or ()]
-            messages += [said.model_dump(exclude_none=True), *results, {"role": "user", "content": "sure?"}]
-    return said.content or ""
-
-
-async def responds(row: Any, *, base_url: str, api_key: str, model: str) -> str:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        tools: Any = [{"type": "function", **TOOLS[0]["function"]}]
-        first = await client.responses.create(model=model, input="2+2?", tools=tools)
-        outputs = [
-            {"type": "function_call_output", "call_id": item.call_id, "output": "none"}
-            for item in first.output
-            if item.type == "function_call"
-        ]
-        again: Any = [*outputs, {"role": "user", "content": "sure?"}]
-        return (await client.responses.create(model=model, previous_response_id=first.id, input=again)).output_text
-
-
 async def messages(row: Any, *, base_url: str, api_key: str, model: str) -> str:
     url = base_url.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=url, api_key=api_key, max_retries=0) as client:
@@ -301,11 +273,10 @@ TOOLS: Any = [{"type": "function", "function": {"name": "look_up", "parameters":
 
 
 @counts_of("agents")
-@pytest.mark.parametrize("agent", [chats, responds, messages])
-async def test_no_answer_to_an_agent_ends_more_than_its_rollout(tmp_path: Path, count: int, agent: Agent) -> None:
+async def test_no_answer_to_an_agent_ends_more_than_its_rollout(tmp_path: Path, count: int) -> None:
     spoiler = Spoiler(answer, seed=4)
     rows = [{"question": "2+2?", "answer": "4"}]
-    env = vf.AgentEnv(agent, dataset=rows, eval_dataset=rows, rubric=vf.Rubric(funcs=[lambda **_: 1.0]))
+    env = vf.AgentEnv(messages, dataset=rows, eval_dataset=rows, rubric=vf.Rubric(funcs=[lambda **_: 1.0]))
     async with FakeOpenAIServer(spoiler) as server:
         backend = HttpBackend(Endpoint(server.url))
         outcomes = await play(env, backend, tmp_path / "run", lambda: spoiler.count, count // 2)

@@ -105,20 +105,6 @@ def test_rollouts_in_flight_end_before_a_push_only_where_pushes_drain(
     assert (max(in_flight) == 0) == drains
 
 
-def test_a_server_that_loses_requests_while_it_loads_weights_is_drained_and_the_reason_is_said(
-    make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    class Loses(DirectorySync):
-        keeps_requests = False
-
-    with FakeOpenAIServer(letters) as fake:
-        options = {"num_batches_ahead": 1, "max_steps": 1, "weight_sync": Loses(fake.url)}
-        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
-        trainer.open()
-    assert trainer.session.prefetcher.drains
-    assert "Loses cannot keep requests in flight while it loads weights" in caplog.text
-
-
 def test_a_streamed_micro_batch_trains_while_the_rest_of_its_block_is_generated(
     make_fake_trainer: Callable[..., Any], holding: Holding
 ) -> None:
@@ -265,17 +251,3 @@ def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
     means = [sum(of_step) / len(of_step) for of_step in ratios.values()]
     assert trainer.logged("sampling/importance_sampling_ratio/mean") == pytest.approx(means, rel=1e-4)
     assert min(trainer.logged("mismatch_kl")) > 0
-
-
-@pytest.mark.parametrize("path", ["two passes", "streaming, two updates"])
-def test_without_the_correction_stale_tokens_are_clipped_against_the_samplers_log_probs(
-    make_fake_trainer: Callable[..., Any], path: str
-) -> None:
-    with FakeOpenAIServer(letters) as fake:
-        options = {"vllm_importance_sampling_correction": False, "max_steps": 4, **PATHS[path]}
-        stale = make_fake_trainer(tiny_world.single_turn(), fake.url, num_batches_ahead=1, **options)
-        stale.train()
-    assert stale.args.may_be_stale
-    for batch in stale.seen:
-        assert torch.equal(batch["old_logps"], batch["sampler_logps"])
-    assert min(stale.logged("mismatch_kl")) > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,36 +255,6 @@ def test_an_evaluation_keeps_to_its_share_and_all_rollouts_to_the_one_limit(
     assert training.most == 6
     assert max(training.most_together, evaluated.most_together) == 6
     assert [entry["eval_prompts"] for entry in logged_evaluations(trainer)] == [12, 12]
-
-
-class BreaksLater(tiny_world.Dialogue):
-    """A mistake that shows in the second block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun = 0
-
-    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-        self._begun += 1
-        if self._begun > 8:
-            raise vf.ConfigError("the second block shows the mistake")
-        return await super().rollout(*args, **kwargs)
-
-
-def test_a_failure_of_training_is_not_kept_waiting_by_an_evaluation(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(
-        BreaksLater(),
-        eval_env=NeverEnds(),
-        num_batches_ahead=1,
-        max_steps=3,
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_timeout=60.0,
-    )
-    started = time.monotonic()
-    with pytest.raises(vf.ConfigError, match="the second block shows the mistake"):
-        trainer.train()
-    assert time.monotonic() - started < 40
 
 
 # -- a run file ---------------------------------------------------------------------------------------------------

@@ -162,34 +162,6 @@ def evaluations(output_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_every_rank_learns_what_rank_0_evaluated(
-    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
-) -> None:
-    settings = {
-        "per_device_train_batch_size": 2,
-        "max_steps": 4,
-        "num_batches_ahead": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 2,
-        "load_best_model_at_end": True,
-    }
-    log = tmp_path / "log"
-    code = forks.run("run_training:run", given(model_dir, server, tmp_path, **settings), log, ranks=2)
-    assert code == 0, log.read_text()
-    zero, one = evaluations(tmp_path, 0), evaluations(tmp_path, 1)
-    assert [entry["step"] for entry in zero] == [1, 2, 3, 4]
-    assert zero == one
-    # both loaded the same best weights
-    finals = [torch.load(tmp_path / f"final-{rank}.pt")["weights"] for rank in (0, 1)]
-    assert all(torch.equal(tensor, finals[1][name]) for name, tensor in finals[0].items())
-    assert steps_of(list((tmp_path / "evals").iterdir())) == [f"step-{step}" for step in range(1, 5)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_run_killed_while_it_evaluates_logs_each_evaluation_once(
     forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
 ) -> None:

@@ -15,12 +15,8 @@ import torch
 
 import verifiers as vf
 from verifiers.errors import NothingScoredError
-from verifiers.inference.retry import RetryPolicy
-from verifiers.rollouts.block import BatchRequest
-from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.types import Outcome, RolloutKey
+from verifiers.types import Outcome
 
 EXAMPLE_13 = ["x", "y", "x", Fault(400)]
 """Rewards 1, 0, 1, and a provider error."""
@@ -209,22 +205,3 @@ def test_a_block_without_any_score_stops_the_run_with_the_commonest_cause(
     assert "none of 8 rollouts got a reward" in str(raised.value)
     assert trainer.state.global_step == 0
     assert trainer.seen == []
-
-
-def test_a_swallowed_provider_error_is_still_a_provider_error() -> None:
-    class Swallowing(vf.SingleTurnEnv):
-        async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return await super().rollout(client, model, prompt, *args, **kwargs)
-            except Exception:
-                return [{"role": "assistant", "content": "x"}], vf.State(prompt=prompt, responses=[], turn=0)
-
-    env = Swallowing(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[counts_x]))
-    request = RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "q"}], seed=5000)
-    with (
-        FakeOpenAIServer(Fault(503)) as fake,
-        AsyncBatchGenerator(env, fake.url, "fake", retry=RetryPolicy(max_attempts=2, base_s=0.01)) as generator,
-    ):
-        generator.submit_batch(BatchRequest(0, [request]))
-        with pytest.raises(NothingScoredError, match=r"1 provider_error.*503.*after 2 attempts"):
-            generator.get_batch(0, timeout_s=60)

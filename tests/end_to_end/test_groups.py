@@ -61,32 +61,6 @@ def test_zero_variance_groups_are_replaced_by_other_prompts_and_recorded(
         assert set(trainer.plan.requests(record["block_id"])) <= set(ended)
 
 
-def test_of_a_group_with_failures_the_scored_rewards_say_whether_it_is_replaced(
-    make_fake_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    class FailsOnce(vf.SingleTurnEnv):
-        """The first prompt's first rollout fails, and its others are rewarded alike."""
-
-        failing: str | None = None
-
-        async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-            if FailsOnce.failing is None:
-                FailsOnce.failing = prompt[-1]["content"]
-                raise LookupError("once")
-            return await super().rollout(client, model, prompt, *args, **kwargs)
-
-    def reward(completion: Any, prompt: Any = None, **kwargs: Any) -> float:
-        return 1.0 if prompt[-1]["content"] == FailsOnce.failing else tiny_world.vowels(completion)
-
-    env = FailsOnce(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[reward]))
-    with FakeOpenAIServer(letters) as fake:
-        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, dynamic_sampling=True, max_steps=1)
-        trainer.train()
-    assert trainer.logged("rollouts/groups_replaced") == [1.0]
-    assert trainer.logged("rows/trained") == [8.0]
-    assert reasons(tmp_path) == {"zero_variance": 3, "environment_error": 1}
-
-
 def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
     make_fake_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -272,14 +246,6 @@ def test_skipping_rows_without_an_advantage_changes_no_weight(
     before, after = tiny_world.weights(computing), tiny_world.weights(skipping)
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("overrides", [{"beta": 0.1}, {"loss_type": "bnpo"}, {"entropy_coef": 0.01}])
-def test_rows_are_kept_where_anything_but_the_advantage_reaches_the_loss(
-    make_trainer: Callable[..., Any], overrides: dict[str, Any]
-) -> None:
-    trainer = trained(make_trainer, **overrides)
-    assert trainer.logged("rows/trained") == [16.0]
 
 
 def test_a_block_in_which_no_group_has_variance_is_trained_and_changes_nothing(

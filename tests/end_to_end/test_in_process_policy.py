@@ -6,18 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import tiny_world
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from verifiers_embedded.engine import decoding
 
 import verifiers as vf
 from verifiers.cli import train
 from verifiers.monitoring.run_log import read_run
 from verifiers.train.loss import logprobs
-from verifiers.train.weight_sync.in_process import InProcessSync
 
 
 @pytest.fixture
@@ -118,27 +114,6 @@ def test_an_adapter_is_pushed_merged(make: Callable[..., Any], model_dir: Path, 
     with tiny_world.closing(trainer):
         trainer.train()
     assert max(trainer.logged("sampling/probe_difference")) < 1e-4
-
-
-def test_the_copys_passes_are_recorded_where_that_is_asked_for(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded = []
-
-    def record(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
-        recorded.append(device)
-        return run
-
-    monkeypatch.setattr(decoding, "cuda_graph", record)
-    policy: Any = AutoModelForCausalLM.from_pretrained(model_dir)
-    sync = InProcessSync(lambda: policy, AutoTokenizer.from_pretrained(model_dir), "cpu", slots=2, cuda_graphs=True)
-    sync.connect(60.0)
-    try:
-        client = openai.OpenAI(base_url=sync.own_url, api_key="EMPTY")
-        client.completions.create(model="policy", prompt="ab", max_tokens=4)
-    finally:
-        sync.close()
-    assert recorded == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize(

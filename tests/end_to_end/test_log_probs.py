@@ -18,7 +18,6 @@ from verifiers.inference.server_client import NoAnswerError, ServerClient
 from verifiers.inference.wire import NEUTRAL_SAMPLING
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.weight_sync import DirectorySync, LoraSync, verification
-from verifiers.train.weight_sync.publisher import WeightChecks
 
 TOLERANCE = 1e-4
 
@@ -106,49 +105,6 @@ def test_a_server_that_ignores_pushes_later_is_found_before_the_weights_change_a
     with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 3, but its log-probs differ"):
         trainer.train()
     assert trainer.state.global_step == 3
-
-
-def watched_probes(trainer: Any) -> list[str]:
-    """In order: "asked" for each probe that is on its way, "trained" for each micro-step, "judged"."""
-    seen: list[str] = []
-    finish_check, step, push = trainer.publisher.finish_check, trainer.training_step, trainer.publisher.push
-
-    def pushing(version: int, **options: Any) -> None:
-        push(version, **options)
-        seen.extend(["asked"] * (trainer.check._version is not None))
-
-    def training(*args: Any) -> Any:
-        loss = step(*args)
-        seen.append("trained")
-        return loss
-
-    def finishing() -> None:
-        seen.extend(["judged"] * (trainer.check._version is not None))
-        finish_check()
-
-    trainer.publisher.push, trainer.training_step = pushing, training
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, WeightChecks):
-            callback._finish_check = finishing
-    return seen
-
-
-def test_later_probes_are_answered_while_the_trainer_computes(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
-    seen = watched_probes(trainer)
-    trainer.train()
-    first, later = ["trained", "trained"], ["asked", "trained", "trained", "judged"]
-    assert seen == [*first, *first, *later, *later]
-    assert len(trainer.logged("sampling/probe_difference")) == 4
-    assert max(trainer.logged("sampling/probe_difference")) < TOLERANCE
-
-
-def test_nothing_runs_beside_a_probe_where_pushes_drain(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=4, drain_before_sync=True)
-    seen = watched_probes(trainer)
-    trainer.train()
-    assert seen == ["trained"] * 8
-    assert len(trainer.logged("sampling/probe_difference")) == 4
 
 
 def test_a_server_that_is_gone_when_it_is_probed_ends_nothing(make_trainer: Callable[..., Any]) -> None:
@@ -292,23 +248,6 @@ def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_wei
         with pytest.raises(NoAnswerError, match=r"did not answer a log-prob check"):
             trainer.session.push(0)
         assert time.monotonic() - started < 30
-
-
-def test_a_push_after_a_doubtful_load_is_probed_and_waited_for(
-    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FakeOpenAIServer("ok") as fake:
-        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, probe_every=0)
-        trainer.open()
-        probed: list[int] = []
-        trainer.publisher.check = probed.append
-        for version in range(3):
-            trainer.session.push(version)
-        trainer.weight_sync.pool.replicas[0].repeated_loads += 1
-        trainer.session.push(3)
-        trainer.session.push(4)
-        assert trainer.check.finish() is None
-    assert probed == [0, 1, 3]
 
 
 def test_nothing_that_cuts_the_distribution_is_left_to_the_server(make_fake_trainer: Callable[..., Any]) -> None:

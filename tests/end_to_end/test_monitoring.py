@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,9 @@ import pytest
 import tiny_world
 from transformers import TrainerCallback
 
-import verifiers as vf
 from verifiers.monitoring.history import read_history
 from verifiers.monitoring.run_log import SAMPLES, read_lines, read_run
-from verifiers.monitoring.stage_timer import STAGES, StageTimer
-from verifiers.rollouts import generator
-from verifiers.rollouts.activity import RolloutActivity
-from verifiers.train import monitor
+from verifiers.monitoring.stage_timer import STAGES
 from verifiers.train.checkpoint.checkpoint import mark_complete
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -164,56 +158,6 @@ def test_steps_that_no_log_was_due_for_are_in_the_record_too(
     assert history.time.steps == 5
     blocks = list(read_lines(Path(trainer.args.output_dir) / "metrics.jsonl"))
     assert sum(line["rollouts/launched"] * line["steps"] for line in blocks) == 5 * 8
-
-
-class Metered(vf.SingleTurnEnv):
-    """Each block of 8 rollouts takes a second of the test's clock, while all run and the trainer waits for them."""
-
-    def __init__(self) -> None:
-        super().__init__(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
-        self.now = 0.0
-        self.trainer: Any = None
-        self._all_run, self._blocks = asyncio.Barrier(8), 0
-
-    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-        if await self._all_run.wait() == 0:
-            block, self._blocks = self._blocks, self._blocks + 1
-            await asyncio.to_thread(self._until_waited_for, block)
-            self.now += 1.0
-        return await super().rollout(*args, **kwargs)
-
-    def _until_waited_for(self, block: int) -> None:
-        until = time.monotonic() + 60
-        while (self.trainer.monitor.timer.current, self.trainer.state.global_step) != ("wait", block):
-            assert time.monotonic() < until
-            time.sleep(0.001)
-
-
-def test_the_generator_is_metered_while_it_works(
-    make_trainer: Callable[..., tiny_world.ObservedTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = Metered()
-    # a clock that only this test moves: what a crowded machine adds to a stage is nobody's
-    monkeypatch.setattr(monitor, "StageTimer", lambda: StageTimer(lambda: env.now))
-    monkeypatch.setattr(generator, "RolloutActivity", lambda: RolloutActivity(lambda: env.now))
-    trainer = make_trainer(env, max_steps=2, async_generation_timeout=100.0)
-    env.trainer = trainer
-    compute = trainer._compute_loss
-
-    def takes_time(*args: Any, **kwargs: Any) -> Any:
-        env.now += 0.5
-        return compute(*args, **kwargs)
-
-    monkeypatch.setattr(trainer, "_compute_loss", takes_time)
-    trainer.train()
-    total = trainer.monitor.total
-    # strictly on policy: rollouts run while the trainer waits, and at no other time
-    assert total.server == total.generator == pytest.approx(2.0)
-    assert total.stages["wait"] == pytest.approx(2.0)
-    assert total.stages["train"] == pytest.approx(2.0)
-    assert total.overlapped == 0.0
-    assert total.most_in_flight == 8
-    assert total.sampled_tokens == pytest.approx(sum(trainer.logged("rollouts/sampled_tokens")), rel=1e-4)
 
 
 def test_tensorboard_is_given_every_number_that_the_record_has(

@@ -227,27 +227,3 @@ def test_a_server_that_sends_no_token_ids_is_refused_at_once(make_fake_trainer: 
             trainer.train()
     assert is_one_sentence(str(raised.value))
     assert trainer.seen == []
-
-
-def test_a_first_row_whose_messages_hold_nulls_does_not_disturb_the_probe(make_trainer: Callable[..., Any]) -> None:
-    """Arrow gives every message the fields of all others, as None, and servers refuse what they do not know."""
-    noted = [{"role": "user", "content": "go", "name": "ann"}]
-    plain = [{"role": "user", "content": "why"}]
-    env = vf.SingleTurnEnv(
-        dataset=[{"prompt": plain}, {"prompt": noted}], rubric=vf.Rubric(funcs=[tiny_world.vowels])
-    )
-    assert env.get_dataset()[0]["prompt"][0]["name"] is None
-    trainer = make_trainer(env, max_steps=1, shuffle_dataset=False)
-    bodies: list[Any] = []
-    server = trainer.weight_sync.pool.servers[0]
-    request = server.request
-
-    async def spy(method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
-        bodies.append((path, body))
-        return await request(method, path, body, *args, **kwargs)
-
-    server.request = spy
-    trainer.open()
-    trainer.session.push(0)
-    asked = [body for path, body in bodies if path.startswith("/v1/chat")]
-    assert asked[0]["messages"] == [{"role": "user", "content": "why"}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from transformers import TrainerCallback
 from verifiers.errors import CheckpointError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.checkpoint import MARKER
 from verifiers.train.checkpoint.run_directory import ResumePoint, newest_complete, visible_checkpoint
 
 Make = Callable[..., tiny_world.ObservedTrainer]
@@ -165,60 +163,6 @@ def test_going_on_where_all_steps_are_done_trains_nothing_and_ends_well(trainer_
     assert [record["block_id"] for record in read_block_log(tmp_path)] == [0, 1, 2, 3]
     again.train()
     assert steps(again)[::2] == [0, 1, 2]
-
-
-class TrainsAnother(TrainerCallback):
-    def __init__(self, other: tiny_world.ObservedTrainer) -> None:
-        self._other = other
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with pytest.raises(CheckpointError, match="another run writes to"):
-            self._other.train()
-
-
-def test_two_runs_at_once_in_one_directory_are_refused(trainer_in: Make, tmp_path: Path) -> None:
-    one, other = (trainer_in(tmp_path, max_steps=1) for _ in range(2))
-    one.add_callback(TrainsAnother(other))
-    one.train()
-    assert_block_log_is_whole(tmp_path, one)
-    assert not aside(tmp_path).exists()
-    other.train()
-    assert steps(other) == [0, 0]
-
-
-class Stops(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            control.should_training_stop = control.should_save = True
-
-
-def test_a_callback_that_stops_inside_a_block_leaves_no_rollout_that_is_said_to_be_trained(
-    trainer_in: Make, tmp_path: Path
-) -> None:
-    sizes = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 8}
-    trainer = trainer_in(tmp_path, **sizes)
-    trainer.add_callback(Stops())
-    trainer.train()
-    assert trainer.state.global_step == 4
-    assert steps(trainer) == [0, 1, 2, 3]
-    assert [len(record["trained"]) for record in read_block_log(tmp_path)] == [8, 8]
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
-
-
-def test_a_checkpoint_of_other_rows_or_another_model_is_refused(trainer_in: Make, tmp_path: Path) -> None:
-    trainer_in(tmp_path, max_steps=2).train()
-    with pytest.raises(CheckpointError, match=r"other training rows .* start again at step 0 \(vf-train --fresh"):
-        trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a")).train(resume_from_checkpoint=True)
-    marker = tmp_path / "checkpoint-2" / MARKER
-    saved = json.loads(marker.read_text())
-    marker.write_text(json.dumps({**saved, "rows": None, "model": "elsewhere"}))
-    with pytest.raises(CheckpointError, match=f"the model 'elsewhere', .* to begin from '{saved['model']}'"):
-        trainer_in(tmp_path).train(resume_from_checkpoint=True)
-    # a marker of before rows and models were looked at
-    marker.write_text(json.dumps({k: v for k, v in saved.items() if k not in ("rows", "model")}))
-    old = trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a"), max_steps=4)
-    old.train(resume_from_checkpoint=True)
-    assert steps(old) == [2, 2, 3, 3]
 
 
 def test_a_rank_that_does_not_see_the_checkpoint_says_what_is_needed(tmp_path: Path) -> None:

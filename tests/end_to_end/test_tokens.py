@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,7 @@ import torch
 
 import verifiers as vf
 from verifiers.errors import ConfigError
-from verifiers.inference.token_in import token_in_for
-from verifiers.rollouts.rollout import Rollout, RolloutRequest
-from verifiers.rollouts.run import Run
 from verifiers.train.tiny_model.char_model import make_model
-from verifiers.types import RolloutKey
 
 ENVIRONMENTS = {"single": tiny_world.single_turn, "multi": tiny_world.Dialogue, "forking": tiny_world.Rewriting}
 
@@ -111,31 +106,23 @@ def train(new_trainer: Callable[..., tiny_world.ObservedTrainer]) -> Callable[..
     return run
 
 
-@pytest.mark.slow
-def test_fifty_turns_with_tools_train_as_one_row_also_where_the_template_forgets(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
-    directory = tool_world.make_model(tmp_path / "policy", tool_world.FORGETFUL_TEMPLATE)
-    trainer = train(directory, tool_world.environment(TURNS), max_steps=1)
-    said = sorted(trainer.client.sampled())
-    assert len(said) == 8 * TURNS
-    # byte for byte: every trained span is an answer of the server, behind exactly the ids that it was sent
-    assert trainer.trained_spans() == said
-    assert len(list(trainer.rows())) == 8
-    assert trainer.logged("rollouts/fork_rate") == [0.0]
-    assert trainer.logged("rollouts/turns") == [float(TURNS)]
-    assert trainer.largest_difference() < 1e-4
-    sent = [body for body, _ in trainer.client.answers if "sampling_params" in body and "seed" in str(body)]
-    assert len(sent) == 8 * (TURNS - 1)
-
-
+@pytest.mark.parametrize(
+    ("template", "generation"),
+    [
+        (tool_world.TEMPLATE, "messages"),
+        # sent as token ids, also where the template forgets
+        pytest.param(tool_world.FORGETFUL_TEMPLATE, "auto", marks=pytest.mark.slow),
+    ],
+    ids=["messages", "a template that forgets"],
+)
 def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(
-    train: Callable[..., Any], tmp_path: Path
+    train: Callable[..., Any], tmp_path: Path, template: str, generation: str
 ) -> None:
-    directory = tool_world.make_model(tmp_path / "policy")
-    trainer = train(directory, tool_world.environment(TURNS), max_steps=1, generation="messages")
+    directory = tool_world.make_model(tmp_path / "policy", template)
+    trainer = train(directory, tool_world.environment(TURNS), max_steps=1, generation=generation)
     answers = sorted(trainer.client.sampled())
     assert len(answers) == 8 * TURNS
+    # byte for byte: every trained span is an answer of the server, behind exactly the ids that it was sent
     assert trainer.trained_spans() == answers
     rows = list(trainer.rows())
     assert len(rows) == 8
@@ -163,39 +150,6 @@ def test_a_template_that_strips_thoughts_forks_with_messages_alone(
         assert len(list(trainer.rows())) == 16
     assert trainer.trained_spans() == sorted(trainer.client.sampled())
     assert trainer.largest_difference() < 1e-4
-
-
-def test_the_same_seeds_give_the_same_tokens_by_messages_and_by_ids(server: tiny_world.EmbeddedServer) -> None:
-    by_way = {way: asyncio.run(_rollouts(server.url, way)) for way in ("messages", "auto", "tokens")}
-    for one, two, three in zip(*by_way.values(), strict=True):
-        assert one.failure is None
-        assert [row.completion_ids for row in one.rows] == [row.completion_ids for row in two.rows]
-        assert [row.completion_ids for row in one.rows] == [row.completion_ids for row in three.rows]
-        assert one.completion == two.completion == three.completion
-        assert [two.forks, three.forks] == [0, 0]
-        assert one.rows[0].logprobs == pytest.approx(three.rows[0].logprobs, abs=1e-4)
-        assert three.rows[0].versions == one.rows[0].versions
-
-
-async def _rollouts(url: str, way: str) -> list[Rollout]:
-    backend = tiny_world.RecordingBackend(url)
-    token_in = token_in_for(way, backend, "policy", require_tokens=True)
-    runner = Run(
-        tiny_world.Dialogue(),
-        backend,
-        "policy",
-        {"temperature": 1.0, "max_tokens": 12},
-        require_tokens=True,
-        token_in=token_in,
-    )
-    try:
-        requests = [
-            RolloutRequest(RolloutKey(0, n, 0), prompt=[{"role": "user", "content": row["question"]}], seed=n)
-            for n, row in enumerate(tiny_world.rows(8))
-        ]
-        return [(await runner.play([request]))[0] for request in requests]
-    finally:
-        await backend.close()
 
 
 # -- the small model of vf-init -----------------------------------------------------------------------------------

@@ -50,11 +50,6 @@ def test_sides_that_share_cores_are_told_to_take_turns_and_then_that_they_do() -
     assert "num_batches_ahead" not in in_turns.advice
 
 
-def test_what_is_slow_beside_the_cores_is_still_named_where_they_are_shared() -> None:
-    time = run({"wait": 20.0, "train": 20.0, "sync": 60.0})
-    assert find_bottleneck(time, num_batches_ahead=0, shares_cores=True).kind == "sync-bound"
-
-
 class Asks(Environment):
     """Asks the policy once."""
 

@@ -138,18 +138,6 @@ def test_a_number_has_the_decimals_that_its_error_leaves(value: float, stderr: f
     assert rounded(value, stderr) == text
 
 
-def test_what_is_of_the_whole_run_and_what_of_the_newest_log_stand_apart() -> None:
-    total = RunTime()
-    total.take(WHOLE)
-    total.take({**WHOLE, "steps": 3, "time/wait_s": 0.0, "time/step_s": 1.16})
-    latest = {**WHOLE, "time/wait_s": 0.0, "time/step_s": 1.16}
-    (waiting,) = (line for line in drawn(100, latest, total) if "waiting  " in line)
-    # of 4 steps, as the share is
-    assert waiting.partition("waiting")[2].split()[:4] == ["0.71", "s", "38", "%"]
-    (step,) = (line for line in drawn(100, latest, total) if line.startswith("a step  "))
-    assert step.split()[2:4] == ["1.16", "s"]
-
-
 def test_named_eval_sets_are_shown_the_first_two_of_many() -> None:
     total = RunTime(10.0, {"wait": 71.0, "train": 29.0})
     latest = {"reward": 0.5, "eval_easy_reward": 0.9, "eval_easy_reward_stderr": 0.01, "eval_tasks/a/reward": 0.7}

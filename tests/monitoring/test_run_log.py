@@ -22,9 +22,7 @@ from verifiers.monitoring.run_log import (
     SAMPLES,
     RunRecord,
     SampleChoice,
-    error_key,
     read_lines,
-    read_run,
     shown_messages,
 )
 from verifiers.reports.training_run import training_data
@@ -66,18 +64,6 @@ def test_a_resumed_run_shows_each_step_once_and_nothing_of_what_was_lost(tmp_pat
     assert history.evaluations["eval_reward"].steps == [4]
     assert [line["example"] for line in read_lines(tmp_path / SAMPLES)] == [1]
     assert history.time.wall == 16.0
-
-
-def test_a_run_that_starts_again_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
-    old = RunRecord(tmp_path, resume_step=None)
-    old.describe(status="finished", stopped_by="the old one")
-    old.write_metrics(0, 0, {"eval_reward": 0.5}, {})
-    write_steps(old, 1, 3)
-    new = RunRecord(tmp_path, resume_step=None)
-    new.describe(status="running")
-    assert read_run(tmp_path) == {"status": "running"}
-    assert list(read_history(tmp_path).steps) == []
-    assert read_history(tmp_path).evaluations == {}
 
 
 def test_an_evaluation_that_is_logged_again_stands_once_at_its_step(tmp_path: Path) -> None:
@@ -182,16 +168,6 @@ def test_a_checkpoint_tells_failures_of_before_it_and_a_resume_counts_none_twice
     counts = {text: error.count for text, error in read_history(tmp_path).failures.items()}
     assert counts == {"E: before": 4, "E: after": 4}
     assert list(read_history(tmp_path).steps) == []
-
-
-def test_words_and_short_numbers_are_no_ids() -> None:
-    for text in (
-        "HTTP 503 from port 8000",
-        "TimeoutError: 600 s passed",
-        "defaced facade, deadbeef",
-        "a_function_name",
-    ):
-        assert error_key(text) == text
 
 
 def test_no_secret_reaches_any_file_of_the_record(tmp_path: Path) -> None:

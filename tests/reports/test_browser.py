@@ -222,34 +222,6 @@ async def test_two_runs_show_their_differences_prompt_by_prompt(browser: Any, tm
     assert browser.errors == []
 
 
-async def test_prompts_that_differ_under_one_id_are_said_and_not_compared(
-    browser: Any, tmp_path: Path, rows: Any
-) -> None:
-    one = store(tmp_path / "a", [rows(e, 0, reward=0.5) for e in range(4)], env_args={"n": 1})
-    changed = [{"role": "user", "content": "another question"}]
-    two = store(
-        tmp_path / "b",
-        [rows(e, 0, reward=1.0, **({"prompt": changed} if e == 2 else {})) for e in range(4)],
-        env_args={"n": 2},
-    )
-    await browser.open(f"file://{write_comparison_report(one, two, tmp_path / 'two.html')}")
-    said = await browser.run("[...document.querySelectorAll('.notice')].map(one => one.textContent).join(' ')")
-    assert "3 prompts scored in both runs" in said
-    assert "1 prompt with another text, answer or task in B under the same id: not compared" in said
-    assert "env_args is" in said
-    await browser.run("location.hash = '#prompts'")
-    await browser.until(f"{VISIBLE_ROWS}.length === 4")
-    values = await browser.run(f"{VISIBLE_ROWS}.map(row => row.querySelector('.row-value').textContent)")
-    assert sorted(values) == ["+0.500", "+0.500", "+0.500", "≠"]
-    await browser.run("location.hash = '#prompt=2'")
-    folds = "[...document.querySelectorAll('details')].map(one => one.textContent)"
-    await browser.until(f"{folds}.some(one => one.startsWith('prompt of B'))")
-    shown = [text for text in await browser.run(folds) if text.startswith("prompt")]
-    assert [("Task 2" in text, "another question" in text) for text in shown] == [(True, False), (False, True)]
-    await browser.screenshot(tmp_path / "otherwise.png")
-    assert browser.errors == []
-
-
 async def test_a_live_page_follows_its_run(browser: Any, tmp_path: Path, rows: Any) -> None:
     run = store(
         tmp_path / "evals" / "sums--m" / "1", [rows(0, 0)], num_examples=2, rollouts_per_example=2, summary=None

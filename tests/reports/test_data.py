@@ -89,12 +89,6 @@ def test_last_words_come_after_the_reasoning(rows: Rows) -> None:
     )
 
 
-def test_numbers_that_json_lacks_are_no_values(rows: Rows) -> None:
-    entry = entry_of(rows(0, 0, reward=math.nan, right=math.inf, generation_ms="soon", prompt_tokens=None))
-    assert (entry.reward, entry.seconds, entry.prompt_tokens) == (None, None, 0)
-    assert set(entry.metrics) == {"brief"}
-
-
 def test_a_prompt_stands_once_in_a_block(rows: Rows) -> None:
     block = json.loads(json_block([rows(3, generation) for generation in range(4)] + [rows(4, 0)]))
     assert len(block["prompts"]) == 2
@@ -151,16 +145,6 @@ def test_a_growing_run_reads_what_was_appended_and_waits_for_incomplete_lines(tm
     assert said == [rows(0, generation)["completion"][0]["content"] for generation in range(3)]
     assert json.loads(run.block(1))["rows"] == []
     assert run.epoch == 0
-
-
-def test_a_rollout_that_was_done_again_counts_once(tmp_path: Path, rows: Rows) -> None:
-    made = [rows(0, 0, reward=None, outcome="provider_error"), rows(0, 1), rows(0, 0, reward=1.0)]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    run = GrowingRun(tmp_path)
-    assert run.refresh() == 3
-    summary = run.summary()
-    assert (summary["rollouts"], summary["scored"], summary["outcomes"].get("provider_error")) == (2, 2, None)
-    assert summary["measures"][0]["mean"] == pytest.approx((1.0 + made[1]["reward"]) / 2)
 
 
 def test_runs_are_found_below_a_folder_but_not_beyond_it(tmp_path: Path) -> None:

@@ -150,14 +150,6 @@ def test_too_many_rollouts_are_sampled_and_it_is_said(sums_run: Path, monkeypatc
     assert "holds the rollouts of a sample of prompts" in script_text(EVALUATION_SCRIPTS)
 
 
-def test_too_many_bytes_are_sampled_too(sums_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "MOST_BYTES", 60_000)
-    parsed = outline(write_evaluation_report(sums_run))
-    shown = len(json.loads(parsed.bodies["vf-data"])["columns"]["example"])
-    assert 8 <= shown < 320
-    assert sum(len(body) for name, body in parsed.bodies.items() if name.startswith("vf-block")) <= 60_000
-
-
 def test_two_runs_share_one_page(sums_run: Path, tmp_path: Path, rows: Any) -> None:
     other = store(tmp_path / "other" / "b", [rows(e, 0, reward=1.0) for e in range(30, 50)], model="other")
     data = json.loads(outline(write_comparison_report(sums_run, other, tmp_path / "two.html")).bodies["vf-data"])

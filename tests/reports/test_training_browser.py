@@ -51,16 +51,6 @@ async def test_the_page_shows_everything_that_its_data_has(browser: Any, tmp_pat
     assert browser.errors == []
 
 
-async def test_a_run_without_a_step_yet_and_one_without_a_record_have_a_page(browser: Any, tmp_path: Path) -> None:
-    assert "Nothing was logged yet" in await words_of(
-        browser, runs.write_run(tmp_path / "new", [], [], status="running")
-    )
-    damaged = runs.write_run(tmp_path / "damaged", [runs.line(1)], [])
-    (damaged / "run.json").write_text("{")
-    assert "damaged" in await words_of(browser, damaged)
-    assert browser.errors == []
-
-
 async def test_the_mouse_tells_the_values_of_one_step_in_all_charts(browser: Any, tmp_path: Path) -> None:
     await browser.open(f"file://{write_training_report(long_run(tmp_path / 'run'))}")
     assert await browser.run("document.querySelectorAll('figure.chart svg').length") > 6
