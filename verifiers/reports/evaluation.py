@@ -62,10 +62,6 @@ def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
     """Write one page that shows two evaluations side by side, with the differences prompt by prompt.
 
     Prompts are the same where example ids, texts, answers and tasks are; the page says which have the same id alone.
-
-    Raises:
-        ConfigError: one of them holds no results, or damaged ones.
-        OSError: the file cannot be written.
     """
     return write_page(out, comparison_text(before, after))
 
@@ -125,14 +121,7 @@ def _row(directory: Path, entry: Entry) -> dict[str, Any]:
 
 
 def read_entries(directory: Path, run: int = 0) -> tuple[list[Entry], RolloutResults]:
-    """Return a run's rollouts without transcripts, of one that was done again the last, and the numbers of all.
-
-    Args:
-        run: 0, or 1 for the second of two runs.
-
-    Raises:
-        ConfigError: the directory holds no results, or damaged ones.
-    """
+    """Return a run's rollouts without transcripts, of one that was done again the last, and the numbers of all."""
     if not (directory / RESULTS).is_file():
         raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
     last: dict[tuple[str, int], Entry] = {}

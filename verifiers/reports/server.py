@@ -69,9 +69,6 @@ class RunServer:
     Args:
         root: folder of run directories, at most four levels down, or a run directory itself.
         port: default 0 takes a free one.
-
-    Raises:
-        ConfigError: `root` is not a directory.
     """
 
     def __init__(self, root: Path, port: int = 0) -> None:

@@ -128,11 +128,7 @@ def read_block_log(directory: str | Path) -> list[dict[str, Any]]:
 
 
 class BlockLog:
-    """The block log of a run that is written to; lines from the block on that this process trains first are removed.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """The block log of a run that is written to, without lines of the blocks that this process will train."""
 
     def __init__(self, directory: str | Path, first_block: int) -> None:
         self.path = Path(directory) / BLOCK_LOG
@@ -152,11 +148,7 @@ class BlockLog:
             ) from error
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one block's line, in place of the last one where that is of the same block.
-
-        Raises:
-            CheckpointError: it cannot be written, so the block's fate would not be recorded.
-        """
+        """Append one block's line, in place of the last one where that is of the same block."""
         try:
             if self._last is not None and self._last[0] == record["block_id"]:
                 os.truncate(self.path, self._last[1])

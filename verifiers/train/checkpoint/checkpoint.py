@@ -84,7 +84,6 @@ def mark_complete(
     """Sync the files of a checkpoint to disk, then write the marker that says it is whole.
 
     Args:
-        optimizer_step: the step after which it was written.
         extra: further state by the name of what it belongs to, as JSON; `extra_state` gives it back.
         rows: the training rows; left out, the checkpoint does not say which they were.
         model: path or hub name of what the policy was at step 0; likewise.
@@ -112,9 +111,6 @@ def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, mo
     """Refuse a checkpoint that is incomplete, or was written under other sizes, another seed, rows or model.
 
     Rows and model are not looked at where they are left out, or where the checkpoint does not know its own.
-
-    Raises:
-        CheckpointError: with the setting that differs, or what is missing.
     """
     marker = Path(directory) / MARKER
     if not marker.is_file():
@@ -238,11 +234,7 @@ def save_pending_blocks(directory: Path, blocks: Iterable[ScoredBlock]) -> None:
 
 
 def load_pending_blocks(directory: str | Path) -> list[ScoredBlock]:
-    """Return the blocks that a checkpoint keeps; none for a run without blocks in flight.
-
-    Raises:
-        CheckpointError: the file is not what `save_pending_blocks` wrote.
-    """
+    """Return the blocks that a checkpoint keeps; none for a run without blocks in flight."""
     path = Path(directory) / PENDING_BLOCKS
     if not path.is_file():
         return []

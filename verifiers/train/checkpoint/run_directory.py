@@ -67,12 +67,9 @@ class ResumePoint:
 
 
 def lock_output_dir(output_dir: str | Path) -> Any:
-    """Lock a directory until the returned lock's `release` is called, or this process ends.
+    """Lock a directory until the returned lock's `release` is called, or this process ends; refuse a second run.
 
     Where the file system has no locks, or the lock file cannot be made, nothing is locked.
-
-    Raises:
-        CheckpointError: another run, of this process or any other, holds the lock.
     """
     import filelock
 
@@ -91,11 +88,7 @@ def lock_output_dir(output_dir: str | Path) -> Any:
 
 
 def visible_checkpoint(point: ResumePoint, output_dir: str, rank: int) -> str | None:
-    """Return the checkpoint's path on this rank.
-
-    Raises:
-        CheckpointError: this rank does not see the checkpoint that rank 0 chose.
-    """
+    """Return the checkpoint's path on this rank; refuse to go on where this rank does not see it."""
     if point.checkpoint is None:
         return None
     path = Path(point.checkpoint)
@@ -120,13 +113,7 @@ def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Pa
     """Move aside what the directory holds of other runs than the one that starts, and log it; on rank 0.
 
     A run that resumes one of its own checkpoints leaves the later ones, which others will have the numbers of; else
-    the whole directory gets another name.
-
-    Returns:
-        The directory's new name, with its lock; None where it keeps its own.
-
-    Raises:
-        CheckpointError: a name cannot be changed.
+    the whole directory, with its lock, gets another name, which is returned.
     """
     root = Path(output_dir)
     if point.checkpoint and Path(point.checkpoint).resolve().parent == root.resolve():
@@ -239,11 +226,7 @@ def finished_steps(output_dir: str | Path, plan: BatchPlan, rows: Any = None, mo
     """Return the steps of the run in a directory, where it has nothing left to do; else None.
 
     Such a run ended well, saved its model, was to have as many steps, and was of the same plan, rows and model. A run
-    that a callback ended early is finished, too.
-
-    Raises:
-        CheckpointError: the newest complete checkpoint is of another plan, so the run can neither be resumed nor be
-            this one; or another run writes to the directory.
+    that a callback ended early is finished, too. A directory whose checkpoint is of another plan is refused.
     """
     if not Path(output_dir).is_dir():
         return None
@@ -282,7 +265,6 @@ class RunDirectory:
     """The output directory of a run, which no other run writes to meanwhile; every rank has one.
 
     Args:
-        model: path or hub name of the policy at step 0; None where there is none.
         checksums: gives those of the policy's tensors, on rank 0; every rank calls it.
         state: gives what a checkpoint keeps beside the model, as JSON, by the name of what it belongs to.
         blocks: gives the blocks in flight that are finished.
@@ -316,8 +298,7 @@ class RunDirectory:
             asked: a checkpoint's path, True for the newest complete one here, else step 0.
 
         Raises:
-            CheckpointError: another run holds the lock, or the checkpoint is incomplete, or of another plan, other
-                rows or another model.
+            CheckpointError: another run holds the lock, or the checkpoint cannot be resumed.
         """
         self._lock = lock_output_dir(self.path)
         found = newest_complete(self.path) if asked is True else None
@@ -329,11 +310,7 @@ class RunDirectory:
         )
 
     def begin(self, point: ResumePoint, keeps: Collection[Path]) -> dict[str, Any]:
-        """Move aside what other runs left here and open the block log; return the checkpoint's further state.
-
-        Raises:
-            CheckpointError: files cannot be moved or written.
-        """
+        """Move aside what other runs left here and open the block log; return the checkpoint's further state."""
         if prepare_output_dir(point, str(self.path), keeps) is not None:
             # the lock has moved too
             self._lock.release()
@@ -344,11 +321,7 @@ class RunDirectory:
         return extra_state(point.checkpoint) if point.checkpoint else {}
 
     def log_block(self, block: ScoredBlock, step: int, dropped: Sequence[Dropped]) -> None:
-        """Write down the fate of the rollouts of a block that begins after `step` optimizer steps.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write down the fate of the rollouts of a block that begins after `step` optimizer steps."""
         if self._block_log is not None:
             self._block_log.write(block_record(block, step, dropped))
 
@@ -375,9 +348,6 @@ class RunDirectory:
         """Mark the checkpoint that is written inside as complete once it is whole, then delete older ones.
 
         The last checkpoint of a run may stand inside a block: no run can resume it, and it does not count.
-
-        Raises:
-            CheckpointError: the disk is full or broken.
         """
         step, writes = state.global_step, self._args.should_save
         checkpoint = self.path / f"checkpoint-{step}"

@@ -35,8 +35,7 @@ class CheckpointWeights:
     def load(self, checkpoint: str, load_by_name: Callable[[], None]) -> None:
         """Load a checkpoint into the policy, and compare the checksum of each tensor with the saved one.
 
-        Args:
-            load_by_name: transformers' own loading, for shards and adapters.
+        Shards and adapters are loaded by transformers, with `load_by_name`.
 
         Raises:
             CheckpointError: the files cannot be read, or the policy is not as it was saved.

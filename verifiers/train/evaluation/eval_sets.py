@@ -21,10 +21,8 @@ class EvalSet:
 
     Attributes:
         name: part of the names of its metrics; empty where it is the only set.
-        env: plays and scores the prompts.
         rows: the prompts; None for the eval rows of `env`.
         most: the first so many of them; -1 for all.
-        trained_env: what is trained on, where that is known.
     """
 
     name: str

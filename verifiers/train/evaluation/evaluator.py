@@ -170,11 +170,7 @@ class Evaluator:
             ) from error
 
     def is_best(self, decide: Callable[[], Any], metrics: Mapping[str, float]) -> bool:
-        """Return what transformers decides about the last evaluation, which is not the best where it gave no reward.
-
-        Raises:
-            ConfigError: metric_for_best_model is not among the metrics.
-        """
+        """Return what transformers decides of the last evaluation, which is not the best where it gave no reward."""
         try:
             return bool(decide())
         except KeyError:
@@ -190,7 +186,6 @@ class Evaluator:
         """Roll out the prompts of the only set, or of rows that are given instead, and keep the rollouts; on rank 0.
 
         Raises:
-            ConfigError: there are several sets.
             NothingScoredError: no rollout got a reward, or it ran out of time.
         """
         sets = self.sets

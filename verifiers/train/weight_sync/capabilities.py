@@ -13,9 +13,6 @@ from typing import Any
 
 from verifiers.errors import WeightSyncError
 from verifiers.inference.server_client import RefusedError, ServerClient
-from verifiers.inference.wire import NEUTRAL_SAMPLING
-
-_LOOK_S = 5.0
 
 OLDEST_VLLM = (0, 28)
 """The first minor of vLLM that can be trained against; `vf-vllm` knows the same."""
@@ -146,47 +143,10 @@ def too_old(version: str | None) -> str | None:
 async def old_server(server: ServerClient) -> str | None:
     """Return `too_old` of a server that may not answer."""
     try:
-        answer = await server.request("GET", "/version", timeout_s=_LOOK_S)
+        answer = await server.request("GET", "/version", timeout_s=5.0)
     except WeightSyncError:
         return None
     return too_old(str(answer.get("version"))) if isinstance(answer, dict) else None
-
-
-async def log_probs_are_raw(server: ServerClient, model: str, prompt: Any) -> bool:
-    """Return whether a server's log-probs are those before temperature, found by sampling.
-
-    The difference of two tokens' log-probs doubles at temperature 0.5 where they are processed, and stays where they
-    are raw. False where the server does not show two tokens.
-    """
-    gaps = [await _top_gap(server, model, prompt, temperature) for temperature in (1.0, 0.5)]
-    if gaps[0] is None or gaps[1] is None or gaps[0] < 0.05:
-        return False
-    return gaps[1] < 1.5 * gaps[0]
-
-
-async def _top_gap(server: ServerClient, model: str, prompt: Any, temperature: float) -> float | None:
-    chat = not isinstance(prompt, str)
-    body: dict[str, Any] = {
-        "model": model,
-        "temperature": temperature,
-        "max_tokens": 1,
-        "seed": 1,
-        **NEUTRAL_SAMPLING,
-    }
-    body |= {"messages": prompt, "logprobs": True, "top_logprobs": 3} if chat else {"prompt": prompt, "logprobs": 3}
-    try:
-        answer = await server.request("POST", "/v1/chat/completions" if chat else "/v1/completions", body)
-        shown = answer["choices"][0]["logprobs"]
-        top = (
-            [entry["logprob"] for entry in shown["content"][0]["top_logprobs"]]
-            if chat
-            else list(shown["top_logprobs"][0].values())
-        )
-    except (WeightSyncError, LookupError, TypeError):
-        return None
-    # vLLM counts the sampled token among those that were asked for
-    best = sorted(top, reverse=True)[:2]
-    return best[0] - best[1] if len(best) == 2 else None
 
 
 async def _asked(server: ServerClient, method: str, path: str, body: Any = None) -> Any:

@@ -92,10 +92,8 @@ class NcclGroup:
 class NcclSync(ServerSync):
     """A weight sync that broadcasts the weights to the workers of each server. Experimental.
 
-    Args:
-        base_url: of the rollout server, or of several; vLLM 0.30 or later with
-            --weight-transfer-config '{"backend": "nccl"}'.
-        make_group: gives a new group for each server; with torch's NCCL on the present CUDA device when left out.
+    The servers are vLLM 0.30 or later with --weight-transfer-config '{"backend": "nccl"}'. `make_group` gives a new
+    group for each; with torch's NCCL on the present CUDA device when left out.
     """
 
     kind = "nccl"

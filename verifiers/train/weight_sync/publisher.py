@@ -105,13 +105,6 @@ class WeightPublisher:
     Args:
         client: anything that `backend_for` takes; None for the servers of the settings.
         sync: how weights reach the servers; the kind that the settings name when left out.
-        rows: the training rows.
-
-    Attributes:
-        servers: what rollouts are sent to.
-
-    Raises:
-        ConfigError: draining is switched off, and the servers cannot keep requests during a push.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ from verifiers.inference.server_client import (
 )
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
-from verifiers.train.weight_sync.capabilities import log_probs_are_raw
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
@@ -55,13 +54,8 @@ async def ask_server(
 ) -> dict[str, Any]:
     """Sample a few tokens from a server at the training temperature; return its answer.
 
-    An answer that fails, is late or is broken is asked for again.
-
-    Args:
-        prompt: messages, or a string for a completion model.
-        version: of the weights, which makes the seed.
-        timeout_s: deadline in seconds; the server's own when left out.
-        try_s: deadline of the first try, doubled with each; a third of the whole at most.
+    An answer that fails, is late or is broken is asked for again. `try_s` is the deadline of the first try, which is
+    doubled with each, a third of the whole at most.
     """
     chat = not isinstance(prompt, str)
     body: dict[str, Any] = {
@@ -122,8 +116,9 @@ def compare_answer(
         raise WeightProbeError(
             f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
             f"{difference:.4f} (probe_tolerance is {tolerance:g}): it does not sample from these weights, or from "
-            "another distribution (temperature, log-probs before processing, tied embeddings kept old). A server "
-            "that refused a load in an earlier run may hold half of it: start it again."
+            "another distribution (temperature, tied embeddings kept old; log-probs before processing: start vLLM "
+            "with --logprobs-mode processed_logprobs). A server that refused a load in an earlier run may hold half "
+            "of it: start it again."
         )
     return ProbeResult(difference, len(ids))
 
@@ -195,17 +190,7 @@ class LogprobCheck:
             NoAnswerError: a server does not answer, nor has the pushed weights.
         """
         for server in pool.servers:
-            try:
-                self._run_on(server, version, pool)
-            except WeightProbeError as error:
-                question = self._question()
-                raw = log_probs_are_raw(server, question["model"], question["prompt"])
-                if pool.run(raw, 4 * server.timeout_s):
-                    raise WeightProbeError(
-                        f"the log-probs of {server.root} are those before temperature, so they are not of the "
-                        "distribution it samples from; start it with --logprobs-mode processed_logprobs."
-                    ) from error
-                raise
+            self._run_on(server, version, pool)
 
     def _run_on(self, server: ServerClient, version: int, pool: ServerPool) -> None:
         deadline = time.monotonic() + pool.restart_timeout_s
