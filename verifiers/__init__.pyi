@@ -3,7 +3,7 @@
 from typing import Any
 
 from .data.curriculum import Curriculum as Curriculum
-from .data.curriculum_policies import curriculum_from as curriculum_from
+from .data.adaptive_curriculum import curriculum_from as curriculum_from
 from .data.sampler import RepeatSampler as RepeatSampler
 from .envs.agent_env import AgentEnv as AgentEnv
 from .classic.example_datasets import load_example_dataset as load_example_dataset

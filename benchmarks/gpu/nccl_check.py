@@ -41,9 +41,9 @@ def send() -> None:
     """Run the first rank, the trainer's, and start the second."""
     import torch
 
-    from verifiers.train.weight_sync.nccl import TorchNcclGroup
+    from verifiers.train.weight_sync.nccl import NcclGroup
 
-    group = TorchNcclGroup("cuda:0")
+    group = NcclGroup("cuda:0")
     unique_id = group.unique_id()
     receiver = subprocess.Popen(
         [sys.executable, __file__, "receive", base64.b64encode(unique_id).decode()], stdout=subprocess.PIPE, text=True

@@ -18,8 +18,7 @@ import aiohttp
 import pytest
 
 from verifiers.cli import view
-from verifiers.reports.runs import find_runs
-from verifiers.reports.server import RunServer
+from verifiers.reports.server import RunServer, find_runs
 
 
 def row(example: int, generation: int, reward: float | None = 1.0) -> dict[str, Any]:

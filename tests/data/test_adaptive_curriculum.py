@@ -13,13 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verifiers
-from verifiers.data.adaptive_curriculum import AdaptiveRows, CurriculumPolicy
+from verifiers.data.adaptive_curriculum import (
+    AdaptiveRows,
+    CurriculumPolicy,
+    LevelsPolicy,
+    Pool,
+    PoolsPolicy,
+    curriculum_from,
+)
 from verifiers.data.curriculum import Curriculum
-from verifiers.data.curriculum_policies import LevelsPolicy, Pool, PoolsPolicy, curriculum_from
 from verifiers.data.row_source import ObservesBlocks, PlannedBlock
-from verifiers.errors import CheckpointError, ConfigError, GenerationError
+from verifiers.errors import ConfigError, GenerationError
 
 SIZES = {"easy": 30, "middle": 20, "hard": 40}
+PROMPTS = [(name, row) for name, size in SIZES.items() for row in range(size)]
 IDS = {"easy": range(30), "middle": range(30, 50), "hard": range(50, 90)}
 
 
@@ -72,12 +79,6 @@ def test_what_another_levels_prompts_did_says_nothing_about_this_one() -> None:
     assert rule.name == "middle"
 
 
-def test_each_level_draws_every_row_once_before_any_twice() -> None:
-    rule = begun(levels())
-    rows = [row for block in range(12) for _, row in rule.draw(block, 5)]
-    assert sorted(rows[:30]) == sorted(rows[30:]) == list(range(30))
-
-
 # -- pools --------------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +99,7 @@ def test_prompts_move_between_pools_by_their_newest_pass_rate() -> None:
 
 def test_blocks_draw_from_the_pools_by_weight() -> None:
     rule = begun(PoolsPolicy())
-    rates = dict.fromkeys(rule._prompts[:30], 0.0) | dict.fromkeys(rule._prompts[60:], 1.0)
+    rates = dict.fromkeys(PROMPTS[:30], 0.0) | dict.fromkeys(PROMPTS[60:], 1.0)
     rule.learn(rates)
     drawn = Counter(rates.get(prompt, 0.5) for block in range(300) for prompt in rule.draw(block, 5))
     assert drawn == {0.0: 250, 0.5: 1000, 1.0: 250}
@@ -108,19 +109,12 @@ def test_blocks_draw_from_the_pools_by_weight() -> None:
 
 def test_a_pool_that_runs_out_leaves_its_part_to_the_others() -> None:
     rule = begun(PoolsPolicy())
-    rule.learn(dict.fromkeys(rule._prompts[:88], 0.0))
+    rule.learn(dict.fromkeys(PROMPTS[:88], 0.0))
     drawn = [rule.draw(block, 12) for block in range(20)]
     assert all(len(set(block)) == 12 for block in drawn)
-    assert all(set(rule._prompts[88:]) <= set(block) for block in drawn)
+    assert all(set(PROMPTS[88:]) <= set(block) for block in drawn)
     only = begun(PoolsPolicy(pools=(Pool("hard", 0.5, 0.0), Pool("easy", 1.0, 1.0)), unseen="hard"))
     assert len(set(only.draw(0, 90))) == 90
-
-
-def test_only_the_datasets_named_are_drawn_from() -> None:
-    rule = begun(PoolsPolicy(datasets=("middle",)))
-    assert {name for name, _ in rule.draw(0, 20)} == {"middle"}
-    rule.learn({("easy", 0): 1.0})
-    assert rule.metrics()["curriculum/prompts_seen"] == 0
 
 
 # -- as a row source ----------------------------------------------------------------------------------------------
@@ -210,11 +204,6 @@ def test_blocks_are_observed_in_order_and_drawn_once() -> None:
         rows.example_ids(planned(0))
 
 
-def test_a_state_that_cannot_be_read_is_a_checkpoint_error() -> None:
-    with pytest.raises(CheckpointError, match="state of the curriculum in the checkpoint cannot be read"):
-        AdaptiveRows(levels(), IDS, lag=0).restore({"observed": 3})
-
-
 def test_the_name_of_a_step_is_that_of_the_block_trained_and_not_of_one_in_flight() -> None:
     rows = AdaptiveRows(levels(), IDS, lag=1)
     first, second = rows.example_ids(planned(0)), rows.example_ids(planned(1))
@@ -247,23 +236,18 @@ def test_a_table_gives_stages_levels_or_pools() -> None:
         ({}, "neither stages, levels nor pools"),
         ({"stages": [], "levels": {}}, "has stages and levels; give one of"),
         ({"levels": {"datasets": ["a"]}, "replacement": True}, "unknown key 'replacement' beside 'levels'"),
-        ({"levels": {}}, "levels of the curriculum has no 'datasets'"),
-        ({"levels": {"datasets": ["a"], "windo": 1}}, "levels of the curriculum has an unknown key 'windo'"),
-        ({"levels": {"datasets": "a"}}, "datasets of the curriculum's levels is 'a'; give a list"),
+        ({"levels": {}}, r"the curriculum\.levels\.datasets: Field required"),
+        ({"levels": {"datasets": ["a"], "windo": 1}}, r"the curriculum\.levels\.windo is an unknown key"),
         ({"levels": {"datasets": ["a", "a"]}}, "give different datasets, the easiest first"),
-        ({"levels": {"datasets": [["a"]]}}, "give different datasets, the easiest first"),
-        ({"levels": {"datasets": ["a"], "passes_at": "1"}}, "passes_at is '1'"),
         ({"levels": {"datasets": ["a"], "window": 0}}, "window is 0"),
         ({"levels": {"datasets": ["a"], "raise_at": 1.5}}, "raise_at is 1.5; give a number from 0 to 1"),
         ({"levels": {"datasets": ["a"], "raise_at": 0.2}}, "lower_at must be smaller"),
-        ({"levels": {"datasets": ["a"]}, "seed": "x"}, "seed of the curriculum is 'x'"),
-        ({"pools": 3}, "pools of the curriculum is 3"),
+        ({"levels": {"datasets": ["a"]}, "seed": "x"}, r"the curriculum\.levels\.seed: .* \(given: 'x'\)"),
         ({"pools": {"datasets": ["a", "a"]}}, "give names of different datasets"),
-        ({"pools": {"datasets": [["a"]]}}, "give names of different datasets"),
         ({"pools": {"passes_at": float("nan")}}, "passes_at is nan"),
         ({"pools": {"unseen": "fresh"}}, "unseen is 'fresh'; name one of the pools hard, medium, easy"),
         ({"pools": {"pools": [{"name": "a", "up_to": 0.5}], "unseen": "a"}}, "of which the last is 1"),
-        ({"pools": {"pools": [{"name": "a"}]}}, "a pool of the curriculum has no 'up_to'"),
+        ({"pools": {"pools": [{"name": "a"}]}}, r"pools\.0\.up_to: Field required"),
         ({"pools": {"pools": [{"name": "a", "up_to": 1, "weight": 0}], "unseen": "a"}}, "pools sum to 0"),
         (
             {"pools": {"pools": [{"name": "a", "up_to": 0.5}, {"name": "a", "up_to": 1}], "unseen": "a"}},
@@ -290,6 +274,3 @@ def test_a_block_larger_than_what_is_drawn_from_is_refused_when_the_run_is_plann
         AdaptiveRows(levels(), IDS, lag=0).check_blocks(21)
     with pytest.raises(ConfigError, match="a block takes 91 different prompts, and the pools hold 90"):
         AdaptiveRows(PoolsPolicy(), IDS, lag=0).check_blocks(91)
-    for rule in (begun(levels()), begun(PoolsPolicy())):
-        with pytest.raises(ConfigError, match="make blocks smaller"):
-            rule.draw(0, 100)

@@ -44,12 +44,6 @@ def test_blocks_hold_the_stage_of_their_optimizer_step_with_one_pass_and_with_tw
             assert names == ({"a": 4} if step < 2 else {"a": 1, "b": 3})
 
 
-def test_weights_of_1_and_3_give_a_quarter_and_three_quarters_of_the_prompts() -> None:
-    curriculum = two_stages()
-    drawn = [name for block in range(2, 402) for name, _ in curriculum.draw(SIZES, block, block, 5)]
-    assert Counter(drawn) == {"a": 500, "b": 1500}
-
-
 datasets = st.dictionaries(st.sampled_from("abc"), st.integers(1, 5), min_size=1)
 
 
@@ -103,32 +97,11 @@ def test_a_block_depends_on_seed_block_and_stage_and_not_on_what_was_asked_befor
         assert again == in_order[block]
 
 
-@settings(max_examples=40)
-@given(runs())
-def test_a_stage_keeps_to_its_weights_from_its_own_beginning(run: tuple[Curriculum, int, int]) -> None:
-    curriculum, count, updates = run
-    drawn: dict[str, list[str]] = {}
-    for block, prompts in enumerate(drawn_blocks(run, range(60))):
-        drawn.setdefault(curriculum.stage_at(block * updates).name, []).extend(name for name, _ in prompts)
-    for stage in curriculum.stages:
-        names = drawn[stage.name]
-        whole = sum(dataset.weight for dataset in stage.datasets)
-        for dataset in stage.datasets:
-            assert abs(names.count(dataset.id) - len(names) * dataset.weight / whole) < len(stage.datasets)
-    assert count * 60 == sum(map(len, drawn.values()))
-
-
 def test_with_replacement_rows_come_again_before_all_were_drawn() -> None:
     curriculum = staged_curriculum_from({"stages": [{"name": "all", "datasets": ["b"]}], "replacement": True})
     blocks = [curriculum.draw(SIZES, block, block, 10) for block in range(10)]
     assert all(len(set(block)) == 10 for block in blocks)
     assert len({prompt for block in blocks for prompt in block}) < 100
-
-
-def test_another_seed_draws_other_rows() -> None:
-    one, other = (two_stages(seed=seed).draw(SIZES, 0, 0, 10) for seed in (0, 1))
-    assert one != other
-    assert two_stages(seed=1).draw(SIZES, 0, 0, 10) == other
 
 
 def test_a_cadence_that_does_not_fit_still_gets_the_rows_of_the_right_stage() -> None:
@@ -154,27 +127,19 @@ def stage(name: str = "one", until_step: Any = None, datasets: Any = ("a",)) -> 
     ("mapping", "message"),
     [
         (stages(), "no stages"),
-        ({}, "has no 'stages'"),
-        ({"stages": "warm"}, "stages is 'warm'; give a list"),
-        ({**stages(stage()), "sede": 1}, "unknown key 'sede'"),
-        ({**stages(stage()), "seed": 1.5}, "seed of the curriculum is 1.5"),
-        ({**stages(stage()), "replacement": "no"}, "replacement of the curriculum is 'no'"),
-        (stages({"name": "one"}), "stage 0 of the curriculum has no 'datasets'"),
-        (stages({**stage(), "until": 3}), "stage 0 of the curriculum has an unknown key 'until'"),
+        ({}, r"the curriculum\.stages: Field required"),
+        ({**stages(stage()), "sede": 1}, r"the curriculum\.sede is an unknown key"),
         (stages(stage(datasets=[])), "stage 'one' has no datasets"),
-        (stages(stage(datasets=[{"id": "a", "wait": 2}])), "unknown key 'wait'"),
-        (stages(stage(datasets=[7])), "a dataset of stage 0 of the curriculum is 7"),
+        (stages(stage(datasets=[{"id": "a", "wait": 2}])), r"stages\.0\.datasets\.0\.wait is an unknown key"),
+        (stages(stage(datasets=[7])), r"stages\.0\.datasets\.0: .* \(given: 7\)"),
         (stages(stage(datasets=["a", "a"])), "names dataset 'a' twice"),
         (stages(stage(datasets=[{"id": "a", "weight": -1}])), "dataset 'a' has the weight -1"),
         (stages(stage(datasets=[{"id": "a", "weight": math.nan}])), "dataset 'a' has the weight nan"),
-        (stages(stage(datasets=[{"id": "a", "weight": math.inf}])), "dataset 'a' has the weight inf"),
-        (stages(stage(datasets=[{"id": "a", "weight": True}])), "dataset 'a' has the weight True"),
         (stages(stage(datasets=[{"id": "a", "weight": 0}])), "weights of stage 'one' sum to 0"),
         (stages(stage(until_step=0)), "until_step of stage 'one' is 0"),
         (stages(stage("one", 4), stage("one")), "two stages of the curriculum are called 'one'"),
         (stages(stage("one"), stage("two")), "'one' has no until_step, so stage 'two' cannot begin"),
         (stages(stage("one", 4), stage("two", 4)), "stage 'two' ends at step 4, and stage 'one' before it at 4"),
-        (stages(stage("one", 4), stage("two", 3), stage("three")), "put stages in the order"),
     ],
 )
 def test_what_cannot_be_a_curriculum_is_refused_in_one_sentence(mapping: Any, message: str) -> None:

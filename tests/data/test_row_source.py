@@ -63,8 +63,6 @@ SIZES = [
     {"num_processes": 1, "gradient_accumulation_steps": 1, "num_iterations": 1, "num_generations": 16, "updates": 1},
     {"num_processes": 2, "gradient_accumulation_steps": 4, "num_iterations": 1, "num_generations": 4, "updates": 4},
     {"num_processes": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "num_generations": 2, "updates": 2},
-    {"num_processes": 1, "gradient_accumulation_steps": 2, "num_iterations": 2, "num_generations": 16, "updates": 4},
-    {"num_processes": 4, "gradient_accumulation_steps": 1, "num_iterations": 1, "num_generations": 2, "updates": 2},
 ]
 
 
@@ -114,9 +112,8 @@ def test_a_stage_that_would_get_no_block_is_refused_with_a_step_that_gives_it_on
     check(30, 31)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_stage_that_ends_after_the_run_takes_no_step_of_it(passes: int) -> None:
-    for held, max_steps in itertools.product((4, 8), range(1, 25)):
+def test_a_stage_that_ends_after_the_run_takes_no_step_of_it() -> None:
+    for passes, held, max_steps in itertools.product((1, 2), (4, 8), (1, 7, 8, 24)):
         for border in range(max_steps, max_steps + passes * held + 1):
             source = staged(border, border + 1, border + 3)
             plan = plan_with(source, max_steps=max_steps, steps_per_generation=held, num_iterations=passes)
@@ -155,14 +152,6 @@ def test_a_run_draws_every_row_once_before_any_twice_over_all_stages(
             assert len(set(epoch)) == len(epoch)
 
 
-def test_ranks_share_the_rows_that_one_rank_has() -> None:
-    def drawn(ranks: int) -> list[list[int]]:
-        plan = plan_with(staged(4), num_processes=ranks, per_device_train_batch_size=8 // ranks)
-        return [plan.example_ids(block) for block in range(10)]
-
-    assert drawn(1) == drawn(2) == drawn(4)
-
-
 def test_a_replacement_is_of_the_blocks_stage_and_none_of_its_own_prompts() -> None:
     plan = plan_with(staged(4, 8), steps_per_generation=4, num_generations=2)
     rows = plan.replacement_ids(2, 50)
@@ -180,11 +169,6 @@ def test_blocks_that_want_more_rows_than_a_dataset_has_are_found_before_the_run(
     source.check_blocks(3, 4, 1)
     with pytest.raises(ConfigError, match="block 3 takes 4 different rows of dataset 'b', which has 3"):
         source.check_blocks(4, 4, 1)
-
-
-def test_a_dataset_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="stage 's1' names dataset 'd1', which is not there; there are: d0"):
-        StagedRows(staged(3).curriculum, {"d0": range(5)})
 
 
 def test_the_table_says_which_stage_holds_when_and_which_is_never_reached(caplog: pytest.LogCaptureFixture) -> None:

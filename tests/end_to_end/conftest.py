@@ -79,7 +79,7 @@ def make_fake_trainer(
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Start processes of the modules of this folder that train."""
-    with fork_parent("fault_world", "run_training", "run_curriculum") as running:
+    with fork_parent("fault_world", "run_training") as running:
         yield running
 
 

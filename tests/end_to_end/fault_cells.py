@@ -1,4 +1,8 @@
-"""The processes of a cell of the fault matrix, and what must be so when they have ended."""
+"""The faults of a run and what becomes of it, the processes of a cell, and what must be so when they have ended.
+
+A run that `Goes` on ends as if nothing had been, but for rollouts that are recorded as dropped. One that `Ends` does
+within `within_s` seconds, with that error and those words; the same command, given again, finishes it.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,151 @@ import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fault_matrix import DEADLINE_S, Ends
 from forks import Forked, Forks
 
 from verifiers.train.checkpoint.block_log import read_block_log
 
-__all__ = [
-    "MAY_BE_LEFT",
-    "World",
-    "assert_ended_as",
-    "assert_every_row_is_accounted_for",
-    "assert_in_time",
-    "assert_no_files_are_left",
-    "assert_nothing_is_left",
-    "assert_recorded",
-    "go_on",
-    "settings_of",
-]
+STAGES = {
+    "generating": "the trainer waits for a block whose rollouts are in flight",
+    "scoring": "a group of the block that the trainer waits for is being scored",
+    "training": "in a forward pass; rollouts of the next block are in flight",
+    "syncing": "the server is paused and is to load the weights; rollouts are in flight",
+    "saving": "a checkpoint is half written; rollouts of the next block are in flight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Goes:
+    """The run continues; rollouts that met the fault are recorded as dropped for this reason, or none are lost."""
+
+    dropped: str | None = None
+
+    def __str__(self) -> str:
+        return f"continues; `{self.dropped}`" if self.dropped else "continues"
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The run ends.
+
+    Attributes:
+        error: the error's class, or the command's word, in one line of the output; one of several.
+        words: what else that line says, as a regular expression.
+        code: of the process.
+        within_s: from the fault to the end of the process.
+    """
+
+    error: str
+    words: str = ""
+    code: int = 1
+    within_s: float = 5.0
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return "ends"
+        if self.error.endswith("Error"):
+            return "ends: " + " or ".join(f"`{error}`" for error in self.error.split(" or "))
+        return f"ends: \u201c{self.error}\u201d"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that breaks.
+
+    Attributes:
+        stages: in which it is tried: each fault in the stages that differ for it, each stage by several faults.
+        other: the outcome in some stage, where that is another one.
+    """
+
+    meaning: str
+    outcome: Goes | Ends
+    stages: Sequence[str]
+    other: Mapping[str, Goes | Ends]
+
+
+def fault(meaning: str, outcome: Goes | Ends, *stages: str, **other: Goes | Ends) -> Fault:
+    return Fault(meaning, outcome, stages, other)
+
+
+# the deadlines that the tests set: a fault that only a deadline can find out takes as long
+DEADLINE_S = 2.5
+
+
+def _found_out(words: str) -> Ends:
+    """By the next push, or by the rollouts in flight: whichever runs out of time first."""
+    return Ends("WeightSyncError or NothingScoredError", words, within_s=5.0 + 2 * DEADLINE_S)
+
+
+FAULTS = {
+    "rollout raises": fault("the environment's code raises", Goes("environment_error"), "generating"),
+    "reward raises": fault("a reward function raises", Goes("grading_error"), "scoring"),
+    "environment hangs": fault("the environment's code never returns", Goes("timed_out"), "training"),
+    "server 500s": fault("the server answers 500 for a moment", Goes(), "generating", "syncing"),
+    "server hangs": fault(
+        "the server's process is stopped: connections open, nothing is answered",
+        _found_out("got no answer|did not answer|timed_out"),
+        "generating",
+        "saving",
+        generating=Ends("NothingScoredError", "8 timed_out", within_s=5.0 + DEADLINE_S),
+    ),
+    "server dies": fault(
+        "the server's process is killed and nobody starts it again",
+        _found_out("did not reach|no rollout server was up"),
+        "generating",
+        "training",
+        generating=Ends("NothingScoredError", "no rollout server was up", within_s=5.0 + DEADLINE_S),
+    ),
+    "server restarts": fault(
+        "the server's process is killed and started again, with its first weights", Goes(), "training", "syncing"
+    ),
+    # a server that was started again is given the weights by another thread, in whatever stage the trainer is
+    "sync fails": fault(
+        "the server does not take the weights",
+        Goes(),
+        "scoring",
+        "syncing",
+        syncing=Ends("WeightSyncError", "did not reach the rollout server"),
+    ),
+    "generator thread killed": fault(
+        "the thread that owns all rollouts ends",
+        Ends("GenerationError", "generator's thread"),
+        "generating",
+        "scoring",
+    ),
+    "disk full at checkpoint": fault(
+        "no room is left on the disk of the checkpoints, while one is written",
+        Ends("CheckpointError", "checkpoint-4"),
+        "saving",
+    ),
+    "rank 1 raises": fault(
+        "user code raises on the second of two processes",
+        Ends("RankError", "the second rank's own mistake"),
+        "training",
+        "syncing",
+    ),
+    "Ctrl-C": fault("SIGINT", Ends("interrupted", code=130), "scoring", "saving"),
+    "SIGTERM": fault("what a scheduler sends before it kills", Ends("ended by SIGTERM", code=143), "training", "syncing"),
+    "kill -9": fault("SIGKILL", Ends("", code=-9), "generating", "saving"),
+}
+
+CELLS = {(name, stage): one.other.get(stage, one.outcome) for name, one in FAULTS.items() for stage in one.stages}
+
+
+def as_markdown() -> str:
+    """Return the table as docs/concepts/faults.md has it."""
+    lines = ["| what breaks | what the run does |", "|---|---|"]
+    for name, one in FAULTS.items():
+        others = "".join(f"; while {stage} {outcome}" for stage, outcome in one.other.items())
+        lines.append(f"| **{name}**: {one.meaning} | {one.outcome}{others} |")
+    return "\n".join(lines) + "\n"
+
+
+# -- processes ----------------------------------------------------------------------------------------------------
 
 OF_THE_SERVER = ("server 500s", "server hangs", "server dies", "server restarts", "sync fails")
 # idle threads for users' own functions end by themselves; the last is the harness's

@@ -1,26 +1,17 @@
-"""A run over three stages as a process: what the tests that kill it, or give it several ranks, start.
-
-`run` takes {"model": DIR, "url": URL, "output_dir": DIR, "resume": true, "settings": {}}. Each rank writes
-trained-RANK.json: (optimizer step, question) of every row that it trained.
-"""
+"""Runs over three stages, or levels: their environment, a server's answers, and what was trained."""
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import tiny_world
-import torch.distributed
 
 import verifiers as vf
+from verifiers.data.adaptive_curriculum import LevelsPolicy
 from verifiers.data.curriculum import Curriculum, staged_curriculum_from
-from verifiers.data.curriculum_policies import LevelsPolicy
 from verifiers.testing import Fault
 
 ROWS = 24
@@ -74,21 +65,3 @@ def trained(trainer: tiny_world.ObservedTrainer) -> list[tuple[int, str]]:
 def stage_names(step: int, ends: Sequence[int]) -> set[str]:
     """Datasets that `three_stages` may train at a step."""
     return ({"d0"}, {"d0", "d1"}, {"d2"})[sum(end <= step for end in ends)]
-
-
-def run(given: dict[str, Any]) -> None:
-    """Train as `given` says."""
-    rank = int(os.environ.get("RANK", "0"))
-    output_dir = Path(given["output_dir"])
-    output_dir.mkdir(parents=True, exist_ok=True)
-    args = tiny_world.config(output_dir, given["url"], probe_tolerance=1e9, **given["settings"])
-    curriculum = levels() if given.get("adaptive") else three_stages(*given["ends"])
-    trainer = tiny_world.ObservedTrainer(given["model"], environment(), args, curriculum=curriculum)
-    trainer.train(resume_from_checkpoint=given.get("resume"))
-    (output_dir / f"trained-{rank}.json").write_text(json.dumps(trained(trainer)))
-    if torch.distributed.is_initialized():
-        # a model that outlives its process group can hang while it is freed
-        torch.distributed.barrier()
-        del trainer
-        gc.collect()
-        torch.distributed.destroy_process_group()

@@ -23,7 +23,7 @@ import torch.distributed
 from accelerate import state
 
 from verifiers.train.config import lora_defaults
-from verifiers.train.weight_sync.lora import LoraSync
+from verifiers.train.weight_sync import LoraSync
 from verifiers.train.weight_sync.protocol import gathered_tensors, is_sharded
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerCallback
 
 import verifiers as vf
-from verifiers.data.curriculum_policies import curriculum_from
+from verifiers.data.adaptive_curriculum import curriculum_from
 
 
 class WritesDown(TrainerCallback):
@@ -39,6 +40,26 @@ class WritesDown(TrainerCallback):
         rows = [row[:2] for row in self._trainer.rows() if row[4]["step"] == step]
         with open(self._path, "a") as file:
             file.write(json.dumps({"process": os.getpid(), "step": step, "rows": rows}) + "\n")
+
+
+class Breaks(TrainerCallback):
+    """Breaks one rank at the end of its second optimizer step, once it has written down when."""
+
+    def __init__(self, how: str, mark: Path) -> None:
+        self._how, self._mark = how, mark
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step < 2:
+            return
+        self._mark.write_text(str(time.time()))
+        if self._how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._how == "alone":
+            # nobody ever sends: this rank waits in C++ code, and the others for it in their next collective
+            torch.distributed.recv(torch.zeros(2), src=0)
+        # the other rank never joins, and the interpreter would wait for it at its exit
+        torch.distributed.all_reduce(torch.zeros(2), async_op=True)
+        raise ValueError("no more of this")
 
 
 class BreaksInTheSecondBlock(tiny_world.Dialogue):
@@ -103,6 +124,8 @@ def run(given: dict[str, Any]) -> None:
     trainer = tiny_world.ObservedTrainer(given["model"], envs[given["env"]](), args, curriculum=curriculum)
     if rank == 0:
         trainer.add_callback(WritesDown(trainer, output_dir / "trained.jsonl"))
+    if rank == 1 and given.get("breaks"):
+        trainer.add_callback(Breaks(given["breaks"], output_dir / "broke"))
     start = tiny_world.weights(trainer)
     try:
         trainer.train(resume_from_checkpoint=given.get("resume"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -13,11 +12,8 @@ import pytest
 import tiny_world
 import torch
 
-import verifiers as vf
-from verifiers.errors import GenerationError
 from verifiers.testing import FakeOpenAIServer, Fault
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.loss.policy_loss import importance_weights
 from verifiers.train.weight_sync import DirectorySync
 
 
@@ -109,20 +105,6 @@ def test_rollouts_in_flight_end_before_a_push_only_where_pushes_drain(
     assert (max(in_flight) == 0) == drains
 
 
-def test_a_server_that_loses_requests_while_it_loads_weights_is_drained_and_the_reason_is_said(
-    make_fake_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    class Loses(DirectorySync):
-        keeps_requests = False
-
-    with FakeOpenAIServer(letters) as fake:
-        options = {"num_batches_ahead": 1, "max_steps": 1, "weight_sync": Loses(fake.url)}
-        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
-        trainer.open()
-    assert trainer.session.prefetcher.drains
-    assert "Loses cannot keep requests in flight while it loads weights" in caplog.text
-
-
 def test_a_streamed_micro_batch_trains_while_the_rest_of_its_block_is_generated(
     make_fake_trainer: Callable[..., Any], holding: Holding
 ) -> None:
@@ -149,7 +131,6 @@ def test_a_streamed_micro_batch_trains_while_the_rest_of_its_block_is_generated(
     ("make_env", "loss_type"),
     [
         (tiny_world.Rewriting, "grpo"),
-        pytest.param(tiny_world.single_turn, "dapo", marks=pytest.mark.slow),
         pytest.param(tiny_world.Rewriting, "dr_grpo", marks=pytest.mark.slow),
     ],
 )
@@ -229,28 +210,6 @@ def test_rollouts_of_a_server_that_lags_are_dropped_and_counted_by_length(
     assert {item["reason"] for item in stale[0]["dropped"]} == {"stale"}
 
 
-def test_a_server_that_is_further_behind_than_any_push_explains_stops_the_run(
-    make_fake_trainer: Callable[..., Any],
-) -> None:
-    class Never(DirectorySync):
-        def push(self, named_parameters: Any, version: int) -> None:
-            if version == 0:
-                super().push(named_parameters, version)
-
-    with FakeOpenAIServer(letters) as fake:
-        trainer = make_fake_trainer(
-            tiny_world.single_turn(),
-            fake.url,
-            num_batches_ahead=1,
-            max_steps=4,
-            drain_before_sync=True,
-            weight_sync=Never(fake.url),
-        )
-        trainer.publisher.check = lambda version: None
-        with pytest.raises(GenerationError, match=r"policy version 0 at optimizer step 2, .* a staleness of 1"):
-            trainer.train()
-
-
 STORED = ("two passes", "two updates a pass", "streaming, two passes")
 """Paths on which rows are trained under several versions, so that the proximal log-probs have to be kept."""
 
@@ -258,7 +217,6 @@ PATHS = {
     "one update": {},
     "two passes": {"num_iterations": 2},
     "two updates a pass": {"steps_per_generation": 4},
-    "streaming": {"streaming": True},
     "streaming, two updates": {"streaming": True, "steps_per_generation": 4},
     "streaming, two passes": {"streaming": True, "num_iterations": 2},
 }
@@ -293,60 +251,3 @@ def test_the_advantage_of_a_stale_token_is_weighted_by_proximal_over_sampler(
     means = [sum(of_step) / len(of_step) for of_step in ratios.values()]
     assert trainer.logged("sampling/importance_sampling_ratio/mean") == pytest.approx(means, rel=1e-4)
     assert min(trainer.logged("mismatch_kl")) > 0
-
-
-@pytest.mark.parametrize("path", ["two passes", "streaming, two updates"])
-def test_without_the_correction_stale_tokens_are_clipped_against_the_samplers_log_probs(
-    make_fake_trainer: Callable[..., Any], path: str
-) -> None:
-    with FakeOpenAIServer(letters) as fake:
-        options = {"vllm_importance_sampling_correction": False, "max_steps": 4, **PATHS[path]}
-        stale = make_fake_trainer(tiny_world.single_turn(), fake.url, num_batches_ahead=1, **options)
-        stale.train()
-    assert stale.args.may_be_stale
-    for batch in stale.seen:
-        assert torch.equal(batch["old_logps"], batch["sampler_logps"])
-    assert min(stale.logged("mismatch_kl")) > 0
-
-
-def test_a_cut_distribution_cannot_be_trained_stale_without_the_correction(tmp_path: Any) -> None:
-    with pytest.raises(
-        vf.ConfigError, match=r"top_p=0\.9 with num_batches_ahead=1 and without vllm_importance_sampling_correction"
-    ):
-        tiny_world.config(
-            tmp_path, "http://x/v1", vllm_importance_sampling_correction=False, top_p=0.9, num_batches_ahead=1
-        )
-    tiny_world.config(
-        tmp_path, "http://x/v1", vllm_importance_sampling_correction=False, top_p=0.9, num_batches_ahead=0
-    )
-
-
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-def test_the_share_that_the_correction_clips_is_measured_as_its_mode_sees_it(
-    make_fake_trainer: Callable[..., Any], mode: str
-) -> None:
-    inside = []
-    with FakeOpenAIServer(letters) as fake:
-        options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 2.0}
-        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, max_steps=1, **options)
-        trainer.keeps_logps = True
-        trainer.train()
-    ratios, clipped, kl = [], [], []
-    for batch in trainer.seen:
-        mask = batch["loss_mask"].bool()
-        arguments = (batch["current_logps"], batch["sampler_logps"], batch["loss_mask"])
-        bound = importance_weights(*arguments, trainer.args)
-        without_bound = copy.copy(trainer.args)
-        without_bound.vllm_importance_sampling_clip_max = None
-        free = importance_weights(*arguments, without_bound)
-        ratios += free[mask].tolist()
-        clipped += ((free - bound).abs() > 1e-5)[mask].tolist()
-        difference = (arguments[0] - arguments[1])[mask]
-        kl += (difference.exp() - 1 - difference).tolist()
-    inside = trainer.logged("sampling/clipped_share")
-    assert inside == pytest.approx([sum(clipped) / len(clipped)], abs=1e-6)
-    name = "sampling/importance_sampling_ratio"
-    assert trainer.logged(f"{name}/mean") == pytest.approx([sum(ratios) / len(ratios)], rel=1e-4)
-    assert trainer.logged(f"{name}/min") == pytest.approx([min(ratios)], rel=1e-4)
-    assert trainer.logged(f"{name}/max") == pytest.approx([max(ratios)], rel=1e-4)
-    assert trainer.logged("mismatch_kl") == pytest.approx([sum(kl) / len(kl)], rel=1e-4)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_world
 
 import verifiers as vf
-from verifiers.errors import DeadlineError, GenerationError, GeneratorClosedError
-from verifiers.errors import Error as VerifiersError
+from verifiers.errors import DeadlineError
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
@@ -65,21 +60,6 @@ def test_a_failure_of_the_generator_wakes_every_waiter_with_its_own_traceback() 
     assert "_stumble" in frames
 
 
-def test_what_nobody_foresaw_is_wrapped_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stumble(_: Any) -> None:
-        raise ArithmeticError("nobody foresaw this")
-
-    env = tiny_world.single_turn()
-    with FakeOpenAIServer("x") as fake, AsyncBatchGenerator(env, fake.url, "fake") as generator:
-        monkeypatch.setattr(generator, "_count", stumble)
-        generator.submit_batch(BatchRequest(0, requests(0)))
-        with pytest.raises(GenerationError, match="ArithmeticError: nobody foresaw this") as raised:
-            generator.get_batch(0, timeout_s=60)
-    cause = raised.value.__cause__
-    assert isinstance(cause, ArithmeticError)
-    assert "stumble" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
-
-
 def test_a_failure_ahead_stops_the_trainer_at_its_next_micro_step(make_trainer: Callable[..., Any]) -> None:
     env = Breaking(good=2)
     env.may_break.clear()
@@ -113,16 +93,6 @@ def test_a_failure_ahead_stops_the_trainer_at_its_next_micro_step(make_trainer: 
         time.sleep(0.01)
 
 
-def test_an_environment_that_exits_ends_nothing_but_its_rollout(make_trainer: Callable[..., Any]) -> None:
-    class Exiting(Breaking):
-        def _stumble(self) -> None:
-            sys.exit(3)
-
-    trainer = make_trainer(Exiting(good=1), max_steps=1, shuffle_dataset=False)
-    trainer.train()
-    assert trainer.logged("outcomes/environment_error") == [4.0]
-
-
 def test_get_has_a_deadline_that_says_what_was_waited_for() -> None:
     env = tiny_world.single_turn()
     hanging = [Fault.hang(times=100)]
@@ -152,57 +122,3 @@ def test_the_trainer_stops_at_the_deadline_of_a_block(make_fake_trainer: Callabl
         trainer.publisher.connect = connects
         with pytest.raises(DeadlineError, match=r"block 0 .* 0\.5 s \(async_generation_timeout\)"):
             trainer.train()
-
-
-def test_closing_wakes_every_waiter() -> None:
-    env = tiny_world.single_turn()
-    with FakeOpenAIServer("x", faults=[Fault.hang(times=100)]) as fake:
-        generator = AsyncBatchGenerator(env, fake.url, "fake").start()
-        generator.submit_batch(BatchRequest(0, requests(0)))
-        fake.wait_until(lambda server: server.in_flight == 4)
-        closing = threading.Timer(0.1, generator.close)
-        closing.start()
-        with pytest.raises(GeneratorClosedError):
-            generator.get_batch(0, timeout_s=60)
-        closing.join()
-        fake.wait_until(lambda server: server.in_flight == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_server_killed_in_mid_block_ends_the_run_within_seconds(
-    model_dir: Path, tmp_path: Path, ahead: int
-) -> None:
-    command = [sys.executable, "-m", "verifiers_embedded", "--model", str(model_dir), "--threads", "1", "--port", "0"]
-    process = subprocess.Popen([*command, "--port-file", str(tmp_path / "port")], stdout=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 40
-        while not (tmp_path / "port").exists():
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        url = f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}/v1"
-        killed_at = 0.0
-
-        class Killing(tiny_world.Dialogue):
-            async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-                nonlocal killed_at
-                if not killed_at and trainer.state.global_step >= 2:
-                    killed_at = time.monotonic()
-                    process.send_signal(signal.SIGKILL)
-                return await super().env_response(messages, state, **kwargs)
-
-        args = tiny_world.config(
-            tmp_path / "run", url, max_steps=100, num_batches_ahead=ahead, server_restart_timeout=2.0
-        )
-        trainer = tiny_world.ObservedTrainer(str(model_dir), Killing(), args)
-        with pytest.raises(VerifiersError, match=r"could not be reached|got no answer") as raised:
-            trainer.train()
-        assert killed_at
-        assert time.monotonic() - killed_at < 60
-        assert "127.0.0.1" in str(raised.value)
-        assert 2 <= trainer.state.global_step <= 3
-    finally:
-        process.kill()
-        process.wait()

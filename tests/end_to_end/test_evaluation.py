@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import time
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from evaluation_world import NeverEnds, logged_evaluations, stored
 from transformers import TrainerCallback
 
 import verifiers as vf
+from verifiers.cli.train import main
 from verifiers.errors import ConfigError, NothingScoredError
-from verifiers.evals.store import ResultStore, read_run
-from verifiers.reports.runs import find_runs
+from verifiers.evals.store import read_run
+from verifiers.reports.server import find_runs
 
 
 def test_an_evaluation_is_stored_as_vf_eval_stores_one(
@@ -137,74 +138,13 @@ def test_an_evaluation_that_does_not_end_is_given_up_at_its_deadline(
     assert "it did not end within 0.4 s (eval_timeout)" in caplog.text
 
 
-def test_a_disk_that_refuses_evaluations_does_not_end_the_training(
-    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = make_trainer(tiny_world.single_turn(), **settings)
+def test_an_evaluation_that_cannot_be_stored_ends_the_run_with_what_to_do(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), max_steps=2, eval_strategy="steps", eval_steps=1)
     evals = Path(trainer.args.output_dir) / "evals"
     evals.parent.mkdir(parents=True, exist_ok=True)
     evals.write_text("a file where a directory should be")
-    trainer.train()
-    assert len(trainer.logged("eval_reward")) == 2
-    assert "is not written" in caplog.text
-    caplog.clear()
-    append, appended = ResultStore.append, list[Any]()
-
-    def full_after_two(self: ResultStore, rollout: Any) -> None:
-        appended.append(rollout)
-        if len(appended) > 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        append(self, rollout)
-
-    monkeypatch.setattr(ResultStore, "append", full_after_two)
-    again = make_trainer(tiny_world.single_turn(), **settings)
-    again.train()
-    # the numbers are of all four prompts, whatever the disk took
-    assert [entry["eval_prompts"] for entry in logged_evaluations(again)] == [4, 4]
-    assert "No space left on device" in caplog.text
-    assert len(read_run(stored(again, 1)).rows) == 2
-
-
-def test_evaluations_are_not_stored_where_that_is_switched_off(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(
-        tiny_world.single_turn(), max_steps=1, eval_strategy="steps", eval_steps=1, save_evaluations=False
-    )
-    trainer.train()
-    assert len(logged_evaluations(trainer)) == 1
-    assert not (Path(trainer.args.output_dir) / "evals").exists()
-
-
-def test_several_eval_sets_have_metrics_and_directories_of_their_own(make_trainer: Callable[..., Any]) -> None:
-    named = {"easy": tiny_world.rows(2), "hard": tiny_world.rows(3)}
-    trainer = make_trainer(
-        tiny_world.single_turn(),
-        eval_dataset=named,
-        max_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        metric_for_best_model="hard_reward",
-    )
-    trainer.train()
-    (entry,) = logged_evaluations(trainer)
-    assert (entry["eval_easy_prompts"], entry["eval_hard_prompts"]) == (2, 3)
-    assert trainer.state.best_metric == entry["eval_hard_reward"]
-    for name in named:
-        found = read_run(stored(trainer, 1, name)).metadata["summary"]["rewards"]["reward"]["mean"]
-        assert found == pytest.approx(entry[f"eval_{name}_reward"])
-
-
-def test_an_evaluation_of_a_group_tells_its_tasks_apart(make_trainer: Callable[..., Any]) -> None:
-    def one(**kwargs: Any) -> float:
-        return 1.0
-
-    group = vf.EnvGroup([tiny_world.single_turn(), tiny_world.single_turn(reward=one)], ["talk", "ones"])
-    trainer = make_trainer(group, max_steps=1, eval_strategy="steps", eval_steps=1)
-    trainer.train()
-    (entry,) = logged_evaluations(trainer)
-    assert entry["eval_tasks/ones/reward"] == 1.0
-    assert entry["eval_reward"] == pytest.approx((1.0 + entry["eval_tasks/talk/reward"]) / 2)
-    assert [entry[f"eval_tasks/{task}/prompts"] for task in ("talk", "ones")] == [4, 4]
+    with pytest.raises(ConfigError, match=r"cannot be stored in .*evals.*save_evaluations=False"):
+        trainer.train()
 
 
 def test_no_key_of_an_environment_is_stored_with_an_evaluation(make_trainer: Callable[..., Any]) -> None:
@@ -269,12 +209,6 @@ def test_an_evaluated_block_is_of_the_eval_set(make_trainer: Callable[..., Any])
         several.evaluate_block()
 
 
-def test_an_evaluated_block_that_does_not_end_is_given_up_too(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), eval_env=NeverEnds(), eval_timeout=0.3)
-    with tiny_world.closing(trainer), pytest.raises(NothingScoredError, match=r"within 0\.3 s \(eval_timeout\)"):
-        trainer.evaluate_block()
-
-
 class Counts(tiny_world.Dialogue):
     """Knows how many of its rollouts run at once, and how many of all that share its count."""
 
@@ -323,31 +257,82 @@ def test_an_evaluation_keeps_to_its_share_and_all_rollouts_to_the_one_limit(
     assert [entry["eval_prompts"] for entry in logged_evaluations(trainer)] == [12, 12]
 
 
-class BreaksLater(tiny_world.Dialogue):
-    """A mistake that shows in the second block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun = 0
-
-    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-        self._begun += 1
-        if self._begun > 8:
-            raise vf.ConfigError("the second block shows the mistake")
-        return await super().rollout(*args, **kwargs)
+# -- a run file ---------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_of_training_is_not_kept_waiting_by_an_evaluation(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(
-        BreaksLater(),
-        eval_env=NeverEnds(),
-        num_batches_ahead=1,
-        max_steps=3,
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_timeout=60.0,
-    )
-    started = time.monotonic()
-    with pytest.raises(vf.ConfigError, match="the second block shows the mistake"):
-        trainer.train()
-    assert time.monotonic() - started < 40
+ENVIRONMENT = """
+import verifiers as vf
+
+def load_environment(letter, num_eval=0):
+    def has(completion, **kwargs):
+        return float(letter in completion[-1]["content"])
+
+    rows = [{"question": f"{letter}{number}", "answer": ""} for number in range(8)]
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows[:num_eval] or None, rubric=vf.Rubric(funcs=[has]))
+"""
+
+RUN = """
+[environment]
+id = "letters"
+args = {{ letter = "a" }}
+
+[eval_environments.vowel]
+id = "letters"
+args = {{ letter = "e", num_eval = 3 }}
+
+[eval_environments.consonant]
+id = "letters"
+args = {{ letter = "t", num_eval = 2 }}
+
+[model]
+path = "{model}"
+
+[server]
+url = "{url}"
+
+[trainer]
+output_dir = "run"
+max_steps = 2
+per_device_train_batch_size = 4
+num_generations = 4
+max_completion_length = 8
+eval_strategy = "steps"
+eval_steps = 1
+eval_max_concurrent = 2
+eval_temperature = 0.9
+num_generations_eval = 2
+save_strategy = "steps"
+save_steps = 1
+save_total_limit = 1
+load_best_model_at_end = true
+metric_for_best_model = "vowel_reward"
+bf16 = false
+use_cpu = true
+"""
+
+
+def test_a_run_file_says_what_is_evaluated_and_the_command_what_came_of_it(
+    model_dir: Path,
+    server: tiny_world.EmbeddedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "letters.py").write_text(ENVIRONMENT)
+    (tmp_path / "run.toml").write_text(RUN.format(model=model_dir, url=server.url))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    try:
+        assert main(["run.toml"]) == 0
+    finally:
+        sys.modules.pop("letters", None)
+    shown = capsys.readouterr().out
+    number = r"\d\.\d{3}"
+    assert re.search(rf"^held-out reward of vowel at step 2: {number} ± {number} \(3 prompts\)$", shown, re.MULTILINE)
+    assert re.search(r"^held-out reward of consonant at step 2: .* \(2 prompts\)$", shown, re.MULTILINE)
+    assert re.search(rf"^best vowel_reward: {number} at step [12], whose weights are saved$", shown, re.MULTILINE)
+    for name, letter, prompts in (("vowel", "e", 3), ("consonant", "t", 2)):
+        run = read_run(tmp_path / "run" / "evals" / "step-1" / name)
+        assert (run.metadata["env"], run.metadata["env_args"]["letter"]) == ("letters", letter)
+        assert run.metadata["env_source"] is not None
+        assert len(run.rows) == prompts * 2

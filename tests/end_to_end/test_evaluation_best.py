@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import tiny_world
 import torch
 from evaluation_world import logged_evaluations, scripted, steps_of
+from forks import Forked, Forks
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -78,50 +80,6 @@ def test_early_stopping_by_an_overlapped_evaluation_stops_at_the_next_block(
     assert trainer.state.best_global_step == 1
 
 
-def test_a_run_that_stops_when_its_evaluation_is_good_enough_ends_with_the_weights_that_solved_it(
-    make_trainer: Callable[..., Any], server: Any
-) -> None:
-    class Solved(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            control.should_training_stop = metrics["eval_reward"] > 0.8
-
-    trainer = make_trainer(
-        tiny_world.single_turn(),
-        eval_env=by_weights(server, {2: 0.9, 4: 0.95}),
-        **{**EVERY_STEP, "eval_steps": 2},
-        save_strategy="steps",
-        save_steps=2,
-        load_best_model_at_end=True,
-    )
-    trainer.add_callback(Solved())
-    trainer.train()
-    assert trainer.state.global_step == 2
-    best = Path(trainer.args.output_dir) / "checkpoint-2"
-    assert Path(trainer.state.best_model_checkpoint) == best
-    state = trainer.model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in load_file(best / "model.safetensors").items())
-
-
-def test_the_newest_complete_checkpoint_is_there_until_the_next_one_is_complete(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(
-        tiny_world.single_turn(), max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=1
-    )
-    seen = []
-
-    def look(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        seen.append(newest_complete(trainer.args.output_dir))
-        return {}
-
-    # the last thing that is asked for before a checkpoint is marked
-    monkeypatch.setattr(trainer.lifecycle, "state", look)
-    trainer.train()
-    output_dir = Path(trainer.args.output_dir)
-    assert seen == [None, output_dir / "checkpoint-1", output_dir / "checkpoint-2"]
-    assert list(output_dir.glob("checkpoint-*")) == [output_dir / "checkpoint-3"]
-
-
 # -- a run that is cut -------------------------------------------------------------------------------------------
 
 
@@ -186,3 +144,55 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_anything_is_loaded(
     trainer = make_trainer(tiny_world.single_turn(), **EVERY_STEP, metric_for_best_model="rewards/consonants")
     with pytest.raises(ConfigError, match=r"'rewards/consonants', which this .* eval_rewards/vowels"):
         trainer.train()
+
+
+# -- several ranks, and processes that are killed -----------------------------------------------------------------
+
+
+def given(model_dir: Path, server: Any, output_dir: Path, **settings: Any) -> dict[str, Any]:
+    """Return what `run_training.run` takes."""
+    where = {"model": str(model_dir), "url": server.url, "output_dir": str(output_dir)}
+    return {**where, "env": "single", "resume": True, "settings": settings}
+
+
+def evaluations(output_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
+    log = torch.load(output_dir / f"final-{rank}.pt")["log"]
+    return [entry for entry in log if "eval_reward" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_run_killed_while_it_evaluates_logs_each_evaluation_once(
+    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+) -> None:
+    settings = {
+        "max_steps": 6,
+        "num_batches_ahead": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_max_concurrent": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    log = tmp_path / "log"
+
+    def start() -> Forked:
+        return forks.start("run_training:run", given(model_dir, server, tmp_path, **settings), log)
+
+    for step in (2, 4):
+        process, until = start(), time.monotonic() + 60
+        results = tmp_path / "evals" / f"step-{step}" / "results.jsonl"
+        while not results.exists():
+            assert process.code is None, log.read_text()
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        process.kill()
+        forks.wait(process, 60)
+    assert forks.wait(start(), 60) == 0, log.read_text()
+    entries = evaluations(tmp_path)
+    assert [entry["step"] for entry in entries] == [2, 4, 6]
+    for entry in entries:
+        run = read_run(tmp_path / "evals" / f"step-{entry['step']}")
+        assert run.metadata["status"] == "finished"
+        assert len(run.rows) == entry["eval_prompts"] == 4
+        assert entry["eval_reward"] == pytest.approx(run.metadata["summary"]["rewards"]["reward"]["mean"])

@@ -15,12 +15,8 @@ import torch
 
 import verifiers as vf
 from verifiers.errors import NothingScoredError
-from verifiers.inference.retry import RetryPolicy
-from verifiers.rollouts.block import BatchRequest
-from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.testing import FakeOpenAIServer, Fault
-from verifiers.types import Outcome, RolloutKey
+from verifiers.types import Outcome
 
 EXAMPLE_13 = ["x", "y", "x", Fault(400)]
 """Rewards 1, 0, 1, and a provider error."""
@@ -189,31 +185,6 @@ def test_launched_rollouts_are_the_sum_over_outcomes_whatever_happens(make_fake_
     assert trained == {"good", "long"}
 
 
-def test_the_messages_of_failures_name_their_causes() -> None:
-    # what hangs is named by the test below: here nothing may run out of time
-    kinds = [kind for kind in KINDS if kind != "hang"]
-    env = Raising(
-        dataset=[{"question": f"{kind} 0"} for kind in kinds],
-        rubric=vf.Rubric(funcs=[grades]),
-    )
-    with FakeOpenAIServer(mixed_answer) as fake, AsyncBatchGenerator(env, fake.url, "fake") as g:
-        requests = [
-            RolloutRequest(RolloutKey(0, i, j), [{"role": "user", "content": f"{kind} 0"}], seed=5000 + 10 * i + j)
-            for i, kind in enumerate(kinds)
-            for j in range(2)
-        ]
-        g.submit_batch(BatchRequest(0, requests))
-        block = g.get_batch(0, timeout_s=60)
-        assert g.launched == g.finished == len(requests) == sum(block.outcomes().values())
-    said = {str(r.prompt[-1]["content"]).split()[0]: str(r.failure) for r in block if r.failure is not None}
-    assert "the environment's own mistake" in said["raise"]
-    assert "a tool called exit" in said["exit"]
-    assert "its own, not the run's" in said["timeout"]
-    assert "401" in said["refuse"]
-    assert "grades: " in said["ungraded"]
-    assert "the reward function's mistake" in said["ungraded"]
-
-
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
@@ -234,22 +205,3 @@ def test_a_block_without_any_score_stops_the_run_with_the_commonest_cause(
     assert "none of 8 rollouts got a reward" in str(raised.value)
     assert trainer.state.global_step == 0
     assert trainer.seen == []
-
-
-def test_a_swallowed_provider_error_is_still_a_provider_error() -> None:
-    class Swallowing(vf.SingleTurnEnv):
-        async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return await super().rollout(client, model, prompt, *args, **kwargs)
-            except Exception:
-                return [{"role": "assistant", "content": "x"}], vf.State(prompt=prompt, responses=[], turn=0)
-
-    env = Swallowing(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[counts_x]))
-    request = RolloutRequest(RolloutKey(0, 0, 0), [{"role": "user", "content": "q"}], seed=5000)
-    with (
-        FakeOpenAIServer(Fault(503)) as fake,
-        AsyncBatchGenerator(env, fake.url, "fake", retry=RetryPolicy(max_attempts=2, base_s=0.01)) as generator,
-    ):
-        generator.submit_batch(BatchRequest(0, [request]))
-        with pytest.raises(NothingScoredError, match=r"1 provider_error.*503.*after 2 attempts"):
-            generator.get_batch(0, timeout_s=60)

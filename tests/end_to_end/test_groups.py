@@ -61,32 +61,6 @@ def test_zero_variance_groups_are_replaced_by_other_prompts_and_recorded(
         assert set(trainer.plan.requests(record["block_id"])) <= set(ended)
 
 
-def test_of_a_group_with_failures_the_scored_rewards_say_whether_it_is_replaced(
-    make_fake_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    class FailsOnce(vf.SingleTurnEnv):
-        """The first prompt's first rollout fails, and its others are rewarded alike."""
-
-        failing: str | None = None
-
-        async def rollout(self, client: Any, model: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-            if FailsOnce.failing is None:
-                FailsOnce.failing = prompt[-1]["content"]
-                raise LookupError("once")
-            return await super().rollout(client, model, prompt, *args, **kwargs)
-
-    def reward(completion: Any, prompt: Any = None, **kwargs: Any) -> float:
-        return 1.0 if prompt[-1]["content"] == FailsOnce.failing else tiny_world.vowels(completion)
-
-    env = FailsOnce(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[reward]))
-    with FakeOpenAIServer(letters) as fake:
-        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, dynamic_sampling=True, max_steps=1)
-        trainer.train()
-    assert trainer.logged("rollouts/groups_replaced") == [1.0]
-    assert trainer.logged("rows/trained") == [8.0]
-    assert reasons(tmp_path) == {"zero_variance": 3, "environment_error": 1}
-
-
 def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
     make_fake_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -119,47 +93,35 @@ def test_stragglers_are_dropped_with_their_reason_and_their_seconds(
     assert trainer.logged("time/straggler_mean_s") == [pytest.approx(fmean(seconds), abs=0.002)]
 
 
-def test_a_failed_rollout_is_run_again_where_that_is_asked(
-    make_fake_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
-    class FailsAtFirst(vf.SingleTurnEnv):
-        begun = 0
-
-        async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-            FailsAtFirst.begun += 1
-            if FailsAtFirst.begun <= 2:
-                raise LookupError("not yet")
-            return await super().rollout(*args, **kwargs)
-
-    env = FailsAtFirst(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
-    with FakeOpenAIServer(letters) as fake:
-        options = {"rollout_retries": 2, "max_steps": 1}
-        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, **options)
-        trainer.train()
-    assert trainer.logged("rollouts/failed") == [0.0]
-    assert reasons(tmp_path) == {}
-
-
-def test_a_group_with_a_failure_is_dropped_whole_where_full_groups_are_required(
-    make_fake_trainer: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("settings", "lost", "trained"),
+    [
+        ({"require_full_groups": True}, {"environment_error": 1, "group_incomplete": 3}, 4.0),
+        ({"rollout_retries": 1}, {}, 8.0),
+    ],
+)
+def test_a_group_with_a_failure_is_dropped_whole_or_its_rollout_run_again_where_that_is_asked(
+    make_fake_trainer: Callable[..., Any],
+    tmp_path: Path,
+    settings: dict[str, Any],
+    lost: dict[str, int],
+    trained: float,
 ) -> None:
     class FailsOnce(vf.SingleTurnEnv):
         begun = 0
 
         async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-            FailsOnce.begun += 1
-            if FailsOnce.begun == 1:
+            self.begun += 1
+            if self.begun == 1:
                 raise LookupError("once")
             return await super().rollout(*args, **kwargs)
 
     env = FailsOnce(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
     with FakeOpenAIServer(letters) as fake:
-        trainer = make_fake_trainer(
-            env, fake.url, output_dir=tmp_path, max_steps=1, require_full_groups=True, num_iterations=1
-        )
+        trainer = make_fake_trainer(env, fake.url, output_dir=tmp_path, max_steps=1, num_iterations=1, **settings)
         trainer.train()
-    assert reasons(tmp_path) == {"environment_error": 1, "group_incomplete": 3}
-    assert trainer.logged("rows/trained") == [4.0]
+    assert reasons(tmp_path) == lost
+    assert trainer.logged("rows/trained") == [trained]
 
 
 @pytest.mark.parametrize(("per_token", "streaming"), [(False, False), (True, True)])
@@ -248,7 +210,56 @@ def test_a_run_that_learns_nothing_is_told_in_log_end_and_report(
     assert cause in training_data(tmp_path)["learning"]["text"]
 
 
-def test_a_run_that_learns_has_no_such_finding(make_fake_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    with FakeOpenAIServer(letters) as fake:
-        make_fake_trainer(tiny_world.single_turn(count=40), fake.url, output_dir=tmp_path, max_steps=4).train()
-    assert training_data(tmp_path)["learning"] is None
+# -- rollouts without an advantage --------------------------------------------------------------------------------
+
+
+def zero_variance_for_some(completion: Any, info: Any, prompt: Any) -> float:
+    """Return the same for every rollout of a short prompt, whose group has no variance; the length for others."""
+    return 1.0 if len(prompt[-1]["content"]) % 2 else float(len(completion[-1]["content"]))
+
+
+def trained(make_trainer: Callable[..., Any], **overrides: Any) -> Any:
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 1}
+    values = {
+        "skip_zero_advantage_rows": True,
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "max_grad_norm": 0.0,
+        **sizes,
+        **overrides,
+    }
+    trainer = make_trainer(tiny_world.single_turn(reward=zero_variance_for_some), **values)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
+def test_skipping_rows_without_an_advantage_changes_no_weight(
+    make_trainer: Callable[..., Any], loss_type: str
+) -> None:
+    skipping = trained(make_trainer, loss_type=loss_type)
+    computing = trained(make_trainer, loss_type=loss_type, skip_zero_advantage_rows=False)
+    skipped = skipping.logged("rows/dropped/zero_advantage")[0]
+    assert 0 < skipped < 16
+    assert skipping.logged("rows/trained")[0] + skipped == computing.logged("rows/trained")[0]
+    assert skipping.logged("reward") == computing.logged("reward")
+    before, after = tiny_world.weights(computing), tiny_world.weights(skipping)
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_a_block_in_which_no_group_has_variance_is_trained_and_changes_nothing(
+    make_trainer: Callable[..., Any],
+) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(reward=lambda completion: 1.0), weight_decay=0.0, skip_zero_advantage_rows=True
+    )
+    before = tiny_world.weights(trainer)
+    trainer.train()
+    assert trainer.logged("rows/trained") == [0.0, 0.0]
+    assert trainer.logged("frac_reward_zero_std") == [1.0, 1.0]
+    # what is a mean over trained tokens is not told where there are none
+    for name in ("entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "staleness", "mismatch_kl"):
+        assert trainer.logged(name) == [], name
+    assert trainer.logged("loss") == [0.0, 0.0]
+    assert all(torch.equal(before[name], tensor) for name, tensor in tiny_world.weights(trainer).items())

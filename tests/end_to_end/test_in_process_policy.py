@@ -6,18 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import tiny_world
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from verifiers_embedded.engine import decoding
 
 import verifiers as vf
 from verifiers.cli import train
 from verifiers.monitoring.run_log import read_run
 from verifiers.train.loss import logprobs
-from verifiers.train.weight_sync.in_process import InProcessSync
 
 
 @pytest.fixture
@@ -120,38 +116,19 @@ def test_an_adapter_is_pushed_merged(make: Callable[..., Any], model_dir: Path, 
     assert max(trainer.logged("sampling/probe_difference")) < 1e-4
 
 
-def test_the_copys_passes_are_recorded_where_that_is_asked_for(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_device": "cpu", "rollout_cuda_graphs": True}, "rollout_cuda_graphs needs a GPU as rollout_device"),
+        ({"old_logprobs_on_rollout_device": True}, "needs rollout_device"),
+        (
+            {"rollout_device": "cpu", "old_logprobs_on_rollout_device": True, "cast_lm_head_to_fp32": True},
+            "cast_lm_head_to_fp32 do not go together",
+        ),
+    ],
+)
+def test_settings_of_a_copy_that_cannot_be_are_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    recorded = []
-
-    def record(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
-        recorded.append(device)
-        return run
-
-    monkeypatch.setattr(decoding, "cuda_graph", record)
-    policy: Any = AutoModelForCausalLM.from_pretrained(model_dir)
-    sync = InProcessSync(lambda: policy, AutoTokenizer.from_pretrained(model_dir), "cpu", slots=2, cuda_graphs=True)
-    sync.connect(60.0)
-    try:
-        client = openai.OpenAI(base_url=sync.own_url, api_key="EMPTY")
-        client.completions.create(model="policy", prompt="ab", max_tokens=4)
-    finally:
-        sync.close()
-    assert recorded == [torch.device("cpu")]
-
-
-def test_cuda_graphs_without_a_gpu_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(vf.ConfigError, match=r"rollout_cuda_graphs needs a GPU as rollout_device.*'cpu'"):
-        tiny_world.config(tmp_path, "", rollout_device="cpu", rollout_cuda_graphs=True)
-
-
-def test_old_log_probs_on_a_copy_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(vf.ConfigError, match="needs rollout_device"):
-        tiny_world.config(tmp_path, "", old_logprobs_on_rollout_device=True)
-
-
-def test_a_head_in_float32_and_old_log_probs_on_the_copy_are_refused(tmp_path: Path) -> None:
-    given = {"rollout_device": "cpu", "old_logprobs_on_rollout_device": True, "cast_lm_head_to_fp32": True}
-    with pytest.raises(vf.ConfigError, match="cast_lm_head_to_fp32 do not go together"):
-        tiny_world.config(tmp_path, "", **given)
+    with pytest.raises(vf.ConfigError, match=message):
+        tiny_world.config(tmp_path, "", **settings)

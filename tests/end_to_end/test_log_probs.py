@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_world
-import torch
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from verifiers.errors import WeightProbeError
-from verifiers.inference.server_client import NoAnswerError, RefusedError, ServerClient
-from verifiers.testing import FakeOpenAIServer
-from verifiers.train.weight_sync import DirectorySync
-from verifiers.train.weight_sync.publisher import WeightChecks
+from verifiers.errors import ConfigError, WeightProbeError
+from verifiers.inference.server_client import NoAnswerError, ServerClient
+from verifiers.inference.wire import NEUTRAL_SAMPLING
+from verifiers.testing import FakeOpenAIServer, Fault
+from verifiers.train.weight_sync import DirectorySync, LoraSync, verification
 
 TOLERANCE = 1e-4
 
@@ -61,41 +60,6 @@ def test_the_servers_log_probs_are_those_of_a_plain_forward_pass(
     for prompt, ids, log_probs in trainer.client.sampled():
         plain = tiny_world.plain_log_probs(start, model_dir, prompt + ids, temperature)[len(prompt) - 1 :]
         assert plain == pytest.approx(log_probs, abs=TOLERANCE)
-
-
-def test_example_20_through_the_real_server(
-    make_trainer: Callable[..., Any], other_model_dir: Path, tmp_path: Path
-) -> None:
-    """Logits 2, 1, 0: the log-prob of the likeliest token is -0.4076, at T=0.7 -0.2601, at T=0.5 -0.1429."""
-    from safetensors.torch import load_file, save_file
-
-    logits = torch.tensor([2.0, 1.0, 0.0])
-    # a model whose final hidden state is the same everywhere gives the same three logits everywhere
-    tensors = load_file(other_model_dir / "model.safetensors")
-    vocabulary = tensors["lm_head.weight"].shape[0]
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name].zero_()
-    tensors["model.embed_tokens.weight"][:] = torch.ones(64)
-    tensors["model.norm.weight"][:] = 1.0
-    head = torch.full((vocabulary, 64), -1e4 / 64)
-    head[5:8] = (logits / 64)[:, None]
-    tensors["lm_head.weight"] = head
-    directory = tiny_world.make_model(tmp_path / "three", seed=0)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    expected = {1.0: -0.4076060, 0.7: -0.2601184, 0.5: -0.1429316}
-    with tiny_world.EmbeddedServer(directory) as server:
-        for temperature, value in expected.items():
-            args = tiny_world.config(tmp_path / f"{temperature}", server.url, temperature=temperature, max_steps=1)
-            client = tiny_world.RecordingBackend(server.url)
-            trainer = tiny_world.ObservedTrainer(str(directory), tiny_world.single_turn(), args, client=client)
-            trainer.keeps_logps = True
-            trainer.train()
-            batch = trainer.seen[0]
-            first = batch["loss_mask"].bool() & (batch["completion_ids"] == 5)
-            assert first.any()
-            for name in ("sampler_logps", "current_logps"):
-                assert batch[name][first].tolist() == pytest.approx([value] * int(first.sum()), abs=1e-5)
 
 
 class IgnoringSync(DirectorySync):
@@ -143,77 +107,6 @@ def test_a_server_that_ignores_pushes_later_is_found_before_the_weights_change_a
     assert trainer.state.global_step == 3
 
 
-def test_an_evaluation_after_the_last_step_is_of_weights_that_were_judged(
-    make_trainer: Callable[..., Any], server: Any
-) -> None:
-    settings = {"max_steps": 3, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 3}
-    trainer = make_trainer(tiny_world.single_turn(), weight_sync=LateIgnoringSync(server.url), **settings)
-    with pytest.raises(WeightProbeError, match=r"acknowledged the weights of step 3, but its log-probs differ"):
-        trainer.train()
-    assert not trainer.logged("eval_reward")
-
-
-def watched_probes(trainer: Any) -> list[str]:
-    """In order: "asked" for each probe that is on its way, "trained" for each micro-step, "judged"."""
-    seen: list[str] = []
-    finish_check, step, push = trainer.publisher.finish_check, trainer.training_step, trainer.publisher.push
-
-    def pushing(version: int, **options: Any) -> None:
-        push(version, **options)
-        seen.extend(["asked"] * (trainer.check._version is not None))
-
-    def training(*args: Any) -> Any:
-        loss = step(*args)
-        seen.append("trained")
-        return loss
-
-    def finishing() -> None:
-        seen.extend(["judged"] * (trainer.check._version is not None))
-        finish_check()
-
-    trainer.publisher.push, trainer.training_step = pushing, training
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, WeightChecks):
-            callback._finish_check = finishing
-    return seen
-
-
-def test_later_probes_are_answered_while_the_trainer_computes(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
-    seen = watched_probes(trainer)
-    trainer.train()
-    first, later = ["trained", "trained"], ["asked", "trained", "trained", "judged"]
-    assert seen == [*first, *first, *later, *later]
-    assert len(trainer.logged("sampling/probe_difference")) == 4
-    assert max(trainer.logged("sampling/probe_difference")) < TOLERANCE
-
-
-def test_nothing_runs_beside_a_probe_where_pushes_drain(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=4, drain_before_sync=True)
-    seen = watched_probes(trainer)
-    trainer.train()
-    assert seen == ["trained"] * 8
-    assert len(trainer.logged("sampling/probe_difference")) == 4
-
-
-def test_a_probe_that_met_a_passing_trouble_is_asked_again(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
-    ask, refused = ServerClient.request, []
-
-    async def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # a probe's seed is its version and 1
-        if path.startswith("/v1/chat") and body["seed"] == 4 and not refused:
-            refused.append(path)
-            raise RefusedError("POST was answered 503: come back later", 503)
-        return await ask(self, method, path, body, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServerClient, "request", request)
-        trainer.train()
-    assert refused
-    assert len(trainer.logged("sampling/probe_difference")) == 4
-
-
 def test_a_server_that_is_gone_when_it_is_probed_ends_nothing(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(tiny_world.single_turn(), max_steps=4)
     ask, gone = ServerClient.request, []
@@ -240,21 +133,6 @@ def test_a_server_that_names_another_version_stops_the_run(make_trainer: Callabl
 
     trainer = make_trainer(tiny_world.single_turn(), weight_sync=Misnaming(server.url))
     with pytest.raises(WeightProbeError, match="version 0 was pushed, but the server samples from version 7"):
-        trainer.train()
-
-
-def test_a_server_that_samples_at_another_temperature_is_found_by_the_probe(
-    make_trainer: Callable[..., Any], server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(tiny_world.single_turn(), temperature=0.7)
-    ask = ServerClient.request
-
-    async def request(self: Any, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # what a server does that reports log-probs from before temperature
-        return await ask(self, method, path, {**body, "temperature": 1.0} if path.startswith("/v1/chat") else body)
-
-    monkeypatch.setattr(ServerClient, "request", request)
-    with pytest.raises(WeightProbeError, match=r"before temperature.*--logprobs-mode processed_logprobs"):
         trainer.train()
 
 
@@ -290,15 +168,6 @@ def test_a_tied_head_that_stays_old_is_sent_by_itself_or_refused(tmp_path: Path,
                 trainer.train()
 
 
-def test_every_metric_of_a_run_is_a_number(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(tiny_world.Rewriting(), max_steps=2, beta=0.04, num_iterations=2, max_completion_length=6)
-    trainer.train()
-    for entry in trainer.state.log_history:
-        json.dumps(entry)
-        unusual = {name: value for name, value in entry.items() if not math.isfinite(float(value))}
-        assert not unusual
-
-
 # peft 0.21 reads a property that transformers 5.23 has renamed
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -324,3 +193,135 @@ def test_dropout_is_off_for_the_run_with_a_line_that_says_so(
     assert ("default=0.3" in line) == with_adapter
     assert "attn_dropout=0.1" in line
     assert model.config.attn_pdrop == 0.1
+
+
+# -- probes: when they are sent, and the wait for their answers ---------------------------------------------------
+
+
+# a probe's seed is its version and 1, and no rollout's is as small
+PROBE_SEEDS = range(1000)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait 0.1 s for a check's answer whatever the server answers; requests keep their own deadlines."""
+
+    class Impatient(verification.LogprobCheck):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "patience_s": 0.1})
+
+    monkeypatch.setattr("verifiers.train.trainer.LogprobCheck", Impatient)
+    monkeypatch.setattr(verification, "_POLL_S", 0.02)
+
+
+def test_a_probe_behind_a_long_queue_is_waited_for_while_the_server_has_the_pushed_weights(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    with FakeOpenAIServer("ok", latency_s=0.4) as fake:
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url)
+        trainer.open()
+        trainer.session.push(0)
+        assert len(trainer._metrics["train"]["sampling/probe_difference"]) == 1
+
+
+@pytest.mark.parametrize("says", ["nothing", "another version"])
+def test_a_probe_is_given_up_where_the_server_no_longer_says_that_it_has_the_weights(
+    make_fake_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    impatient(monkeypatch)
+    asked: list[Any] = []
+
+    def answer(body: dict[str, Any]) -> Any:
+        asked.append(body)
+        if says == "another version":
+            fake.weight_version = "other"
+        return Fault.hang()
+
+    def version(_: int) -> Fault | None:
+        return Fault(404) if asked and says == "nothing" else None
+
+    with FakeOpenAIServer(answer, route_faults={"/weight_info": version}) as fake:
+        options = {"weight_sync_timeout": 60.0, "rollout_timeout": 60.0, "async_generation_timeout": 90.0}
+        trainer = make_fake_trainer(tiny_world.single_turn(), fake.url, **options)
+        trainer.open()
+        started = time.monotonic()
+        with pytest.raises(NoAnswerError, match=r"did not answer a log-prob check"):
+            trainer.session.push(0)
+        assert time.monotonic() - started < 30
+
+
+def test_nothing_that_cuts_the_distribution_is_left_to_the_server(make_fake_trainer: Callable[..., Any]) -> None:
+    """Assert that vLLM fills in what a request leaves out from the model's generation_config.json."""
+    bodies: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> str:
+        bodies.append(body)
+        return "ok"
+
+    env = tiny_world.single_turn(sampling_args={"presence_penalty": None, "extra_body": {"top_k": -1}})
+    with FakeOpenAIServer(answer) as fake:
+        trainer = make_fake_trainer(env, fake.url, max_steps=1)
+        trainer.train()
+        trained = len(bodies)
+        trainer.evaluate(env.get_dataset())
+    probes = [body for body in bodies if body["seed"] in PROBE_SEEDS]
+    rollouts = [body for body in bodies if body["seed"] not in PROBE_SEEDS]
+    assert probes
+    assert len([body for body in bodies[:trained] if body in rollouts]) == 8
+    assert [body["temperature"] for body in rollouts[8:]] == [0.0] * len(env.get_dataset())
+    for body in probes:
+        assert {name: body[name] for name in NEUTRAL_SAMPLING} == NEUTRAL_SAMPLING
+    for body in rollouts:
+        assert {name: body[name] for name in NEUTRAL_SAMPLING} == {**NEUTRAL_SAMPLING, "top_k": -1}
+
+
+def test_requests_that_keep_their_old_weights_are_not_let_run_through_a_push(
+    make_trainer: Callable[..., Any], server: Any
+) -> None:
+    sync = LoraSync(server.url)
+    with pytest.raises(ConfigError, match=r"drain_before_sync is False, but with LoraSync .* stale unmarked"):
+        make_trainer(tiny_world.single_turn(), weight_sync=sync, drain_before_sync=False)
+    assert make_trainer(tiny_world.single_turn(), weight_sync=sync).publisher.drains()
+    sync.close()
+
+
+# -- the reference ------------------------------------------------------------------------------------------------
+
+
+def test_the_kl_in_the_reward_is_none_at_first_and_grows_with_training(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        tiny_world.Rewriting(),
+        max_steps=3,
+        beta=0.1,
+        kl_in_reward=True,
+        advantage_estimator="reinforce_plus_plus",
+        learning_rate=1e-3,
+        max_completion_length=6,
+        num_batches_ahead=0,
+    )
+    trainer.train()
+    kl, penalty = trainer.logged("kl"), trainer.logged("reward/kl_penalty")
+    assert (kl[0], penalty[0]) == (pytest.approx(0.0, abs=1e-5), pytest.approx(0.0, abs=1e-5))
+    assert abs(kl[2]) > 1e-4
+    assert math.copysign(1.0, kl[2]) == math.copysign(1.0, penalty[2])
+
+
+def test_gspo_with_a_named_kl_clips_nothing_at_the_first_update(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        tiny_world.single_turn(),
+        max_steps=2,
+        num_iterations=2,
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        epsilon=1e-6,
+        beta=0.1,
+        kl_estimator="k2",
+        advantage_estimator="rloo",
+        learning_rate=1e-3,
+    )
+    trainer.train()
+    # the first update has ratios of 1, the second moved away from it
+    clipped = trainer.logged("clip_ratio/region_mean")
+    assert clipped[0] == 0.0
+    assert clipped[1] > 0.0
+    assert trainer.logged("sampling/clipped_share")[0] == 0.0

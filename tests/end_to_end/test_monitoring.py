@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import tiny_world
 from transformers import TrainerCallback
 
-import verifiers as vf
 from verifiers.monitoring.history import read_history
 from verifiers.monitoring.run_log import SAMPLES, read_lines, read_run
-from verifiers.monitoring.stage_timer import STAGES, StageTimer
-from verifiers.rollouts import generator
-from verifiers.rollouts.activity import RolloutActivity
-from verifiers.train import monitor
+from verifiers.monitoring.stage_timer import STAGES
 from verifiers.train.checkpoint.checkpoint import mark_complete
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -152,21 +147,6 @@ def test_a_key_in_the_settings_is_in_no_file_of_a_run(
     assert json.loads((Path(trainer.args.output_dir) / "run.json").read_text())["run_name"] == "***"
 
 
-def test_a_report_that_cannot_be_made_ends_no_run(
-    make_trainer: Callable[..., tiny_world.ObservedTrainer],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def breaks(*_: Any) -> None:
-        raise ZeroDivisionError("a figure")
-
-    monkeypatch.setattr("verifiers.reports.training_run.chart_sections", breaks)
-    trainer = make_trainer(tiny_world.single_turn(), max_steps=1)
-    trainer.train()
-    assert trainer.state.global_step == 1
-    assert any("report.html cannot be written: ZeroDivisionError" in record.message for record in caplog.records)
-
-
 def test_steps_that_no_log_was_due_for_are_in_the_record_too(
     make_trainer: Callable[..., tiny_world.ObservedTrainer],
 ) -> None:
@@ -178,56 +158,6 @@ def test_steps_that_no_log_was_due_for_are_in_the_record_too(
     assert history.time.steps == 5
     blocks = list(read_lines(Path(trainer.args.output_dir) / "metrics.jsonl"))
     assert sum(line["rollouts/launched"] * line["steps"] for line in blocks) == 5 * 8
-
-
-class Metered(vf.SingleTurnEnv):
-    """Each block of 8 rollouts takes a second of the test's clock, while all run and the trainer waits for them."""
-
-    def __init__(self) -> None:
-        super().__init__(dataset=tiny_world.rows(), rubric=vf.Rubric(funcs=[tiny_world.vowels]))
-        self.now = 0.0
-        self.trainer: Any = None
-        self._all_run, self._blocks = asyncio.Barrier(8), 0
-
-    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
-        if await self._all_run.wait() == 0:
-            block, self._blocks = self._blocks, self._blocks + 1
-            await asyncio.to_thread(self._until_waited_for, block)
-            self.now += 1.0
-        return await super().rollout(*args, **kwargs)
-
-    def _until_waited_for(self, block: int) -> None:
-        until = time.monotonic() + 60
-        while (self.trainer.monitor.timer.current, self.trainer.state.global_step) != ("wait", block):
-            assert time.monotonic() < until
-            time.sleep(0.001)
-
-
-def test_the_generator_is_metered_while_it_works(
-    make_trainer: Callable[..., tiny_world.ObservedTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = Metered()
-    # a clock that only this test moves: what a crowded machine adds to a stage is nobody's
-    monkeypatch.setattr(monitor, "StageTimer", lambda: StageTimer(lambda: env.now))
-    monkeypatch.setattr(generator, "RolloutActivity", lambda: RolloutActivity(lambda: env.now))
-    trainer = make_trainer(env, max_steps=2, async_generation_timeout=100.0)
-    env.trainer = trainer
-    compute = trainer._compute_loss
-
-    def takes_time(*args: Any, **kwargs: Any) -> Any:
-        env.now += 0.5
-        return compute(*args, **kwargs)
-
-    monkeypatch.setattr(trainer, "_compute_loss", takes_time)
-    trainer.train()
-    total = trainer.monitor.total
-    # strictly on policy: rollouts run while the trainer waits, and at no other time
-    assert total.server == total.generator == pytest.approx(2.0)
-    assert total.stages["wait"] == pytest.approx(2.0)
-    assert total.stages["train"] == pytest.approx(2.0)
-    assert total.overlapped == 0.0
-    assert total.most_in_flight == 8
-    assert total.sampled_tokens == pytest.approx(sum(trainer.logged("rollouts/sampled_tokens")), rel=1e-4)
 
 
 def test_tensorboard_is_given_every_number_that_the_record_has(
@@ -259,3 +189,17 @@ def test_tensorboard_is_given_every_number_that_the_record_has(
         assert written[key] == pytest.approx(values, rel=1e-5, abs=1e-12), key
     expected = {"train/time/wait_s", "train/overlap_ratio", "eval/reward", "train/train_runtime"}
     assert expected <= {name for name, _ in kept}
+
+
+# -- the table of completions -------------------------------------------------------------------------------------
+
+
+def test_log_completions_saves_the_scored_rollouts_of_each_step(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(tiny_world.single_turn(), log_completions=True)
+    trainer.train()
+    table = pd.read_parquet(Path(trainer.args.output_dir) / "completions" / "completions_00002.parquet")
+    assert len(table) == 8
+    assert set(table["step"]) == {2}
+    newest = trainer.last_block.rollouts
+    assert list(table["vowels"]) == [rollout.metrics["vowels"] for rollout in newest]
+    assert [text[0]["content"] for text in table["completion"]] == [r.completion[0]["content"] for r in newest]

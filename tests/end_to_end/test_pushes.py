@@ -168,16 +168,6 @@ def test_tokens_staler_than_allowed_stop_the_run(make_trainer: Callable[..., Any
         trainer.train()
 
 
-def test_a_push_during_an_evaluation_with_a_block_in_flight_is_stamped(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(
-        tiny_world.single_turn(), num_batches_ahead=1, max_steps=4, eval_strategy="steps", eval_steps=1
-    )
-    trainer.train()
-    assert len(trainer.logged("eval_reward")) == 4
-    assert max(trainer.logged("staleness")) <= 1
-    assert max(trainer.logged("sampling/probe_difference")) <= 1e-4
-
-
 def test_the_server_does_not_move_when_the_trainers_model_does(
     make_trainer: Callable[..., Any], server: tiny_world.EmbeddedServer
 ) -> None:

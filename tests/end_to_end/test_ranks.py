@@ -1,19 +1,24 @@
-"""Several ranks train what one rank trains, and end where rank 0 fails."""
+"""Several ranks train what one rank trains; the first failure is named, and every rank is gone within seconds."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import sharded_world
 import tiny_world
 import torch
-from fault_cells import crowding
+from fault_cells import assert_in_time, crowding
 from forks import Forks
 
 from verifiers.train.checkpoint.block_log import read_block_log
@@ -25,43 +30,70 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OF_THE_BLOCK = ("reward", "reward_std", "rollouts/launched", "rows/trained", "completions/mean_length")
 OF_THE_LOSS = ("loss", "entropy", "mismatch_kl", "grad_norm", "clip_ratio/region_mean")
 
-Launch = Callable[..., tuple[int, Path, str]]
+ENDS_WITHIN_S = 5.0
+
+
+@dataclass
+class Launched:
+    """A run of two ranks under torchrun."""
+
+    launcher: subprocess.Popen[bytes]
+    directory: Path
+
+    @property
+    def printed(self) -> str:
+        return (self.directory / "log").read_text(errors="replace")
+
+    def broke_at(self) -> float:
+        return float((self.directory / "broke").read_text())
+
+    def assert_ended_with(self, cause: str) -> float:
+        """All processes have ended, and torchrun names the cause; gives the time as a share of its bound."""
+        code, ended_at = self.launcher.wait(400), time.time()
+        assert code != 0
+        assert re.search(cause, self.printed.rpartition("Root Cause")[2], re.S), self.printed[-6000:]
+        assert not [process for process in psutil.process_iter(["cmdline"]) if self._is_ours(process.info)]
+        return (ended_at - self.broke_at()) / ENDS_WITHIN_S
+
+    def has_given_back(self) -> bool:
+        return not list((self.directory / "pushed").iterdir())
+
+    def failure_of_rank_0(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "failure-0.json").read_text())
+        return found
+
+    def stopped_by(self) -> str:
+        return str(json.loads((self.directory / "run.json").read_text())["stopped_by"])
+
+    def _is_ours(self, info: dict[str, Any]) -> bool:
+        return any(str(self.directory) in word for word in info["cmdline"] or ())
 
 
 @pytest.fixture
-def launch(model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path) -> Launch:
-    """Run the training script on two ranks; return its exit code, its output directory and what it printed."""
+def start(model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path) -> Callable[..., Launched]:
+    """Start the training script on two ranks; the second one may break in some way."""
 
-    def run(env: str, url: str | None = None, **settings: Any) -> tuple[int, Path, str]:
-        output_dir = tmp_path / env
-        given = {
-            "model": str(model_dir),
-            "url": url or server.url,
-            "output_dir": str(output_dir),
-            "env": env,
-            "settings": {"per_device_train_batch_size": 2, **settings},
-        }
-        command = [*sharded_world.torchrun(2), str(SCRIPT), json.dumps(given)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-        return done.returncode, output_dir, done.stdout + done.stderr
+    def run(env: str, breaks: str | None = None) -> Launched:
+        directory = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        (directory / "pushed").mkdir(parents=True)
+        settings = {"per_device_train_batch_size": 2, "max_steps": 5, "weight_sync_dir": str(directory / "pushed")}
+        given = {"model": str(model_dir), "url": server.url, "output_dir": str(directory), "env": env}
+        given |= {"settings": settings, "breaks": breaks}
+        with open(directory / "log", "wb") as log:
+            command = [*sharded_world.torchrun(2), str(SCRIPT), json.dumps(given)]
+            return Launched(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), directory)
 
     return run
-
-
-def failure_of_rank_0(output_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((output_dir / "failure-0.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize(
     ("env", "ranks", "settings"),
     [
         ("single", (1, 2, 4), {"loss_type": "dapo"}),
-        ("forking", (1, 2), {"loss_type": "dapo"}),
-        ("single", (1, 2), {"loss_type": "dapo", "streaming": True}),
+        ("forking", (1, 2), {"loss_type": "dapo", "streaming": True, "max_tokens_per_micro_batch": 80}),
         ("forking", (1, 2), {"kl_in_reward": True, "beta": 0.5, "advantage_estimator": "reinforce_plus_plus"}),
     ],
-    ids=["1, 2 and 4", "forking", "streaming", "kl in the reward"],
+    ids=["1, 2 and 4", "forking, streaming and a budget", "kl in the reward"],
 )
 def test_any_number_of_ranks_trains_the_rows_and_reaches_the_loss_and_weights_of_one(
     forks: Forks,
@@ -111,36 +143,74 @@ def compare_rows(by_rank: list[list[Any]], whole: list[Any]) -> None:
     )
 
 
-def test_a_failure_of_rank_0s_generator_is_the_root_cause_and_ends_all_ranks(launch: Launch) -> None:
-    code, output_dir, printed = launch("breaking", max_steps=20)
-    ended_at = time.time()
-    assert code != 0
-    zero = failure_of_rank_0(output_dir)
-    assert zero["type"] == "ConfigError", printed
-    assert "rank 0's environment broke in its second block" in printed.rpartition("Root Cause")[2]
-    broke_at = float((output_dir / "broke").read_text())
-    assert zero["time"] - broke_at < 2.0 * crowding()
-    assert ended_at - broke_at < 5.0 * crowding()
+def test_a_failure_of_rank_0s_generator_is_the_root_cause_and_ends_all_ranks(start: Callable[..., Launched]) -> None:
+    def run() -> float:
+        launched = start("breaking")
+        share = launched.assert_ended_with("rank 0's environment broke in its second block")
+        zero = launched.failure_of_rank_0()
+        assert zero["type"] == "ConfigError"
+        assert zero["time"] - launched.broke_at() < 2.0 * crowding()
+        return share
+
+    assert_in_time(run)
 
 
-def test_an_update_that_is_not_finite_on_one_rank_is_applied_on_none(launch: Launch) -> None:
-    code, output_dir, printed = launch("overflowing", max_steps=3)
-    assert code == 0, printed
-    ranks = [torch.load(output_dir / f"final-{rank}.pt") for rank in range(2)]
+def test_an_error_of_rank_1_is_the_root_cause_and_the_end_of_rank_0(start: Callable[..., Launched]) -> None:
+    def run() -> float:
+        launched = start("single", "error")
+        share = launched.assert_ended_with(r"rank +: 1 .*ValueError: no more of this")
+        assert launched.has_given_back()
+        zero = launched.failure_of_rank_0()
+        assert (zero["type"], zero["text"]) == ("RankError", "rank 1 stopped: ValueError: no more of this")
+        assert launched.stopped_by() == "RankError: rank 1 stopped: ValueError: no more of this"
+        return share
+
+    assert_in_time(run)
+
+
+def test_a_rank_that_is_killed_is_named_and_ends_the_other(start: Callable[..., Launched]) -> None:
+    def run() -> float:
+        launched = start("single", "kill")
+        share = launched.assert_ended_with(r"rank +: 1 .*Signal 9 \(SIGKILL\)")
+        assert launched.has_given_back()
+        return share
+
+    assert_in_time(run)
+
+
+def test_a_signal_to_the_launcher_ends_ranks_that_are_inside_collectives(start: Callable[..., Launched]) -> None:
+    def run() -> float:
+        launched = start("single", "alone")
+        deadline = time.monotonic() + 300
+        while not (launched.directory / "broke").exists():
+            assert time.monotonic() < deadline
+            assert launched.launcher.poll() is None, launched.printed[-6000:]
+            time.sleep(0.02)
+        # both are now in collectives that nobody ends, unless they are ended from outside
+        time.sleep(0.5)
+        (launched.directory / "broke").write_text(str(time.time()))
+        os.kill(launched.launcher.pid, signal.SIGTERM)
+        share = launched.assert_ended_with("")
+        assert launched.has_given_back()
+        assert launched.stopped_by() == "ended by SIGTERM"
+        return share
+
+    assert_in_time(run)
+
+
+def test_an_update_that_is_not_finite_on_one_rank_is_applied_on_none(
+    forks: Forks, model_dir: Path, server: tiny_world.EmbeddedServer, tmp_path: Path
+) -> None:
+    given = {"model": str(model_dir), "url": server.url, "output_dir": str(tmp_path / "run"), "env": "overflowing"}
+    given["settings"] = {"per_device_train_batch_size": 2, "max_steps": 3}
+    log = tmp_path / "log"
+    assert forks.run("run_training:run", given, log, ranks=2) == 0, log.read_text()
+    ranks = [torch.load(tmp_path / "run" / f"final-{rank}.pt") for rank in range(2)]
     for name, tensor in ranks[0]["weights"].items():
         assert torch.isfinite(tensor).all(), name
         assert torch.equal(tensor, ranks[1]["weights"][name]), name
     assert [entry["updates/not_finite"] for entry in ranks[0]["log"] if "loss" in entry] == [0.0, 1.0, 0.0]
-    assert "the update of step 2 is not finite" in printed
-    dropped = [record["dropped"] for record in read_block_log(output_dir)]
+    assert "the update of step 2 is not finite" in log.read_text()
+    dropped = [record["dropped"] for record in read_block_log(tmp_path / "run")]
     assert [len(items) for items in dropped] == [0, 8, 0]
     assert {item["reason"] for item in dropped[1]} == {"not_finite"}
-
-
-def test_a_server_that_is_down_is_the_root_cause(launch: Launch) -> None:
-    code, output_dir, printed = launch("single", url="http://127.0.0.1:9/v1", server_wait=0.5)
-    assert code != 0
-    zero = failure_of_rank_0(output_dir)
-    assert zero["type"] == "WeightSyncError", printed
-    assert "did not answer within 0.5 s" in zero["text"]
-    assert "did not answer within 0.5 s" in printed.rpartition("Root Cause")[2]

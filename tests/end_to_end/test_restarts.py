@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import subprocess
@@ -21,7 +20,6 @@ from transformers import TrainerCallback
 from verifiers.errors import ConfigError
 from verifiers.inference import server_pool
 from verifiers.inference.endpoint import Endpoint
-from verifiers.inference.server_client import ServerClient
 from verifiers.inference.server_pool import ServerPool, backend_for, credentials
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.weight_sync import DirectorySync
@@ -135,17 +133,6 @@ def test_with_no_kind_of_client_is_an_answer_used_from_weights_that_were_not_pus
     assert {version for rollout in block for row in rollout.rows for version in row.versions} == {0}
 
 
-def test_every_server_of_a_list_gets_the_pushes(wide_model_dir: Path, tmp_path: Path) -> None:
-    with FakeOpenAIServer() as one, FakeOpenAIServer() as two:
-        args = tiny_world.config(tmp_path / "run", "http://127.0.0.1:9/v1", probe_tolerance=1e9)
-        client = [Endpoint(one.url), two.url]
-        trainer = tiny_world.ObservedTrainer(str(wide_model_dir), tiny_world.single_turn(), args, client=client)
-        with tiny_world.closing(trainer):
-            trainer.open()
-            trainer.session.push(5)
-        assert (one.weight_version, two.weight_version) == (5, 5)
-
-
 def test_servers_with_different_keys_are_refused(wide_model_dir: Path, tmp_path: Path) -> None:
     client = [Endpoint("http://127.0.0.1:1/v1", "one-key"), Endpoint("http://127.0.0.1:2/v1", "another")]
     args = tiny_world.config(tmp_path / "run", "http://127.0.0.1:9/v1")
@@ -202,29 +189,4 @@ def test_training_continues_after_the_server_was_killed_with_rollouts_in_flight(
     assert trainer.state.global_step == 5
     assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
     assert sum(trainer.logged("outcomes/provider_error")) == 0
-    witness.check(model_dir)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(90)
-def test_a_restart_that_no_request_met_is_mended_while_the_trainer_computes(
-    process: Process, model_dir: Path, tmp_path: Path
-) -> None:
-    seen: list[str] = []
-
-    def restart() -> None:
-        process.kill()
-        process.start()
-        client = ServerClient(process.url)
-        until = time.monotonic() + 60
-        while (version := asyncio.run(client.weight_version())).startswith("default") and time.monotonic() < until:
-            time.sleep(0.02)
-        seen.append(version)
-
-    args = tiny_world.config(tmp_path / "run", process.url, max_steps=3, learning_rate=1e-2)
-    trainer = tiny_world.ObservedTrainer(str(model_dir), tiny_world.single_turn(), args)
-    witness = Witness(trainer, 1, restart)
-    trainer.train()
-    assert seen == ["0"]
-    assert trainer.weight_sync.pool.restarts == 1  # type: ignore[union-attr]
     witness.check(model_dir)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,15 +13,12 @@ from typing import Any
 import pytest
 import run_curriculum
 import tiny_world
-import torch
-from forks import Forks
 from transformers import TrainerCallback
 
-from verifiers.errors import CheckpointError, ConfigError
+from verifiers.errors import CheckpointError
 from verifiers.testing import FakeOpenAIServer
 from verifiers.train.checkpoint.block_log import read_block_log
-from verifiers.train.checkpoint.checkpoint import MARKER
-from verifiers.train.checkpoint.run_directory import newest_complete
+from verifiers.train.checkpoint.run_directory import ResumePoint, newest_complete, visible_checkpoint
 
 Make = Callable[..., tiny_world.ObservedTrainer]
 
@@ -132,23 +128,6 @@ def test_a_checkpoint_given_by_its_path_is_the_newest_of_its_lineage(trainer_in:
     assert checkpoints(aside(tmp_path / "back")) == ["checkpoint-2"]
 
 
-def test_a_trainer_that_was_stopped_continues_as_a_new_one_would(trainer_in: Make, tmp_path: Path) -> None:
-    settings = {"max_steps": 4}
-    whole = trainer_in(tmp_path / "whole", **settings)
-    whole.train()
-    one = trainer_in(tmp_path / "one", **settings)
-    cut(one, 3)
-    before = len(one.seen)
-    one.train(resume_from_checkpoint=True)
-    assert steps(one, before) == [step for step in (2, 3) for _ in range(2)]
-    assert_block_log_is_whole(tmp_path / "one", one)
-    for expected, batch in zip(whole.seen[4:], one.seen[before:], strict=True):
-        assert torch.equal(expected["completion_ids"], batch["completion_ids"])
-    assert all(
-        torch.equal(a, b) for a, b in zip(*(tiny_world.weights(t).values() for t in (whole, one)), strict=True)
-    )
-
-
 def test_a_second_run_of_a_trainer_begins_at_its_first_block(
     wide_model_dir: Path, fake: FakeOpenAIServer, tmp_path: Path
 ) -> None:
@@ -186,132 +165,10 @@ def test_going_on_where_all_steps_are_done_trains_nothing_and_ends_well(trainer_
     assert steps(again)[::2] == [0, 1, 2]
 
 
-class TrainsAnother(TrainerCallback):
-    def __init__(self, other: tiny_world.ObservedTrainer) -> None:
-        self._other = other
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with pytest.raises(CheckpointError, match="another run writes to"):
-            self._other.train()
-
-
-def test_two_runs_at_once_in_one_directory_are_refused(trainer_in: Make, tmp_path: Path) -> None:
-    one, other = (trainer_in(tmp_path, max_steps=1) for _ in range(2))
-    one.add_callback(TrainsAnother(other))
-    one.train()
-    assert_block_log_is_whole(tmp_path, one)
-    assert not aside(tmp_path).exists()
-    other.train()
-    assert steps(other) == [0, 0]
-
-
-class FindsTheBest(TrainerCallback):
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        state.best_model_checkpoint = str(Path(args.output_dir) / "checkpoint-1")
-
-
-def test_the_end_of_a_run_leaves_what_it_could_go_on_from(trainer_in: Make, tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path, max_steps=3, save_steps=1, save_total_limit=1)
-    trainer.add_callback(FindsTheBest())
-    trainer.train()
-    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-3"]
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
-    assert trainer.args.save_total_limit == 1
-
-
-class Stops(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            control.should_training_stop = control.should_save = True
-
-
-def test_a_callback_that_stops_inside_a_block_leaves_no_rollout_that_is_said_to_be_trained(
-    trainer_in: Make, tmp_path: Path
-) -> None:
-    sizes = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 8}
-    trainer = trainer_in(tmp_path, **sizes)
-    trainer.add_callback(Stops())
-    trainer.train()
-    assert trainer.state.global_step == 4
-    assert steps(trainer) == [0, 1, 2, 3]
-    assert [len(record["trained"]) for record in read_block_log(tmp_path)] == [8, 8]
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-4"
-
-
-def test_checkpoints_without_an_optimizer_are_not_gone_on_from(
-    trainer_in: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer_in(tmp_path, save_only_model=True, max_steps=2).train()
-    assert caplog.text.count("with save_only_model=True no run can resume its checkpoints") == 1
-    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
-    assert newest_complete(tmp_path) is None
-
-
-def test_a_checkpoint_of_other_rows_or_another_model_is_refused(trainer_in: Make, tmp_path: Path) -> None:
-    trainer_in(tmp_path, max_steps=2).train()
-    with pytest.raises(CheckpointError, match=r"other training rows .* start again at step 0 \(vf-train --fresh"):
-        trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a")).train(resume_from_checkpoint=True)
-    marker = tmp_path / "checkpoint-2" / MARKER
-    saved = json.loads(marker.read_text())
-    marker.write_text(json.dumps({**saved, "rows": None, "model": "elsewhere"}))
-    with pytest.raises(CheckpointError, match=f"the model 'elsewhere', .* to begin from '{saved['model']}'"):
-        trainer_in(tmp_path).train(resume_from_checkpoint=True)
-    # a marker of before rows and models were looked at
-    marker.write_text(json.dumps({k: v for k, v in saved.items() if k not in ("rows", "model")}))
-    old = trainer_in(tmp_path, tiny_world.single_turn(system_prompt="a"), max_steps=4)
-    old.train(resume_from_checkpoint=True)
-    assert steps(old) == [2, 2, 3, 3]
-
-
-class HubRefusesError(OSError):
-    """As what a hub's client raises."""
-
-
-@pytest.mark.parametrize(
-    ("error", "is_raised"),
-    [(OSError("no file named model.safetensors"), ConfigError), (HubRefusesError("403"), HubRefusesError)],
-    ids=["loading", "a hub"],
-)
-def test_only_what_loading_raises_is_called_a_model_that_cannot_be_loaded(
-    trainer_in: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_raised: type[Exception]
-) -> None:
-    def init(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("trl.GRPOTrainer.__init__", init)
-    with pytest.raises(is_raised, match="cannot be loaded" if is_raised is ConfigError else "403"):
-        trainer_in(tmp_path)
-
-
-def test_an_output_dir_that_is_a_file_is_refused_before_anything_is_loaded(trainer_in: Make, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"output_dir .* cannot be written to: Not a directory"):
-        trainer_in(tmp_path / "file" / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_rank_that_does_not_see_the_checkpoint_ends_all_with_a_sentence(
-    forks: Forks, model_dir: Path, tmp_path: Path
-) -> None:
-    with tiny_world.EmbeddedServer(model_dir) as server:
-        given = {
-            "model": str(model_dir),
-            "url": server.url,
-            "output_dir": str(tmp_path / "host-{rank}"),
-            "env": "single",
-            "settings": {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 2},
-            "resume": True,
-        }
-        codes = []
-        for settings in ({"max_steps": 2}, {"max_steps": 4}):
-            given["settings"] = {**given["settings"], **settings}
-            codes.append(forks.run("run_training:run", given, tmp_path / "log", ranks=2, timeout_s=90))
-    assert codes == [0, 1]
-    texts = [json.loads((tmp_path / f"host-{rank}" / f"failure-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [text["type"] for text in texts] == ["RankError", "CheckpointError"]
-    for text in texts:
-        assert "output_dir must be on a file system that all hosts mount" in text["text"]
+def test_a_rank_that_does_not_see_the_checkpoint_says_what_is_needed(tmp_path: Path) -> None:
+    point = ResumePoint(str(tmp_path / "host-0" / "checkpoint-2"), resumes=True, is_found=True)
+    with pytest.raises(CheckpointError, match="output_dir must be on a file system that all hosts mount"):
+        visible_checkpoint(point, str(tmp_path / "host-1"), rank=1)
 
 
 ENVIRONMENT = """

@@ -1,15 +1,20 @@
-"""Invariant 1: what is trained is what was sampled, byte for byte."""
+"""Invariant 1: what is trained is what was sampled, byte for byte, in as few rows as can be."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import tiny_world
+import tool_world
 import torch
 
+import verifiers as vf
 from verifiers.errors import ConfigError
+from verifiers.train.tiny_model.char_model import make_model
 
 ENVIRONMENTS = {"single": tiny_world.single_turn, "multi": tiny_world.Dialogue, "forking": tiny_world.Rewriting}
 
@@ -53,10 +58,6 @@ def test_a_rewritten_history_starts_a_new_row_and_is_counted(make_trainer: Calla
     ("settings", "named"),
     [
         ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "importance_sampling_level='sequence'"),
-        (
-            {"importance_sampling_level": "sequence", "loss_type": "luspo", "streaming": True},
-            "importance_sampling_level='sequence'",
-        ),
         ({"loss_type": "vespo"}, "loss_type='vespo'"),
         ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode='sequence_mask'"),
         ({"off_policy_mask_threshold": 0.5}, r"off_policy_mask_threshold=0\.5"),
@@ -77,15 +78,107 @@ def test_a_ratio_over_whole_rows_is_taken_where_no_rollout_forks(make_trainer: C
     assert trainer.state.global_step == 1
 
 
-def test_prompts_have_unequal_lengths_so_that_padding_is_really_exercised(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(
-        tiny_world.single_turn(), max_steps=3, per_device_train_batch_size=8, gradient_accumulation_steps=1
+# -- many turns, sent as messages or token ids --------------------------------------------------------------------
+
+
+TURNS = 50
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{% set said = m.content or '' %}"
+    # a turn's first word is its thought, which later prompts leave out
+    "{% if m.role == 'assistant' and ' ' in said %}{% set said = said.split(' ', 1)[1] %}{% endif %}"
+    "{{ m.role[0] + ':' + said + '<end>' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def train(new_trainer: Callable[..., tiny_world.ObservedTrainer]) -> Callable[..., tiny_world.ObservedTrainer]:
+    """Train a policy against a server of its own, and return the trainer."""
+
+    def run(directory: Path, env: Any, **overrides: Any) -> tiny_world.ObservedTrainer:
+        with tiny_world.EmbeddedServer(directory) as server:
+            trainer = new_trainer(directory, env, server.url, **overrides)
+            trainer.keeps_logps = True
+            trainer.train()
+            trainer.close()
+        return trainer
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("template", "generation"),
+    [
+        (tool_world.TEMPLATE, "messages"),
+        # sent as token ids, also where the template forgets
+        pytest.param(tool_world.FORGETFUL_TEMPLATE, "auto", marks=pytest.mark.slow),
+    ],
+    ids=["messages", "a template that forgets"],
+)
+def test_fifty_turns_of_tool_calls_train_as_one_row_each_token_exactly(
+    train: Callable[..., Any], tmp_path: Path, template: str, generation: str
+) -> None:
+    directory = tool_world.make_model(tmp_path / "policy", template)
+    trainer = train(directory, tool_world.environment(TURNS), max_steps=1, generation=generation)
+    answers = sorted(trainer.client.sampled())
+    assert len(answers) == 8 * TURNS
+    # byte for byte: every trained span is an answer of the server, behind exactly the ids that it was sent
+    assert trainer.trained_spans() == answers
+    rows = list(trainer.rows())
+    assert len(rows) == 8
+    assert trainer.logged("rollouts/fork_rate") == [0.0]
+    assert trainer.logged("rollouts/turns") == [float(TURNS)]
+    # the tool's words between the calls are seen and carry no loss
+    assert all(0 < sum(row[2]) < len(row[2]) for row in rows)
+    assert trainer.largest_difference() < 1e-4
+
+
+@pytest.mark.parametrize("generation", ["messages", "auto"])
+def test_a_template_that_strips_thoughts_forks_with_messages_alone(
+    train: Callable[..., Any], tmp_path: Path, generation: str
+) -> None:
+    directory = tiny_world.make_model(tmp_path / "policy")
+    tokenizer = tiny_world.make_tokenizer()
+    tokenizer.chat_template = THINKING_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    trainer = train(directory, tiny_world.Dialogue(), max_steps=2, generation=generation, max_completion_length=20)
+    rates = trainer.logged("rollouts/fork_rate")
+    if generation == "messages":
+        assert min(rates) > 0.0
+    else:
+        assert rates == [0.0, 0.0]
+        assert len(list(trainer.rows())) == 16
+    assert trainer.trained_spans() == sorted(trainer.client.sampled())
+    assert trainer.largest_difference() < 1e-4
+
+
+# -- the small model of vf-init -----------------------------------------------------------------------------------
+
+
+def look_up(city: Literal["Rome", "Oslo"]) -> str:
+    """Return a city's country.
+
+    Args:
+        city: its name
+    """
+    return {"Rome": "Italy", "Oslo": "Norway"}[city]
+
+
+def test_a_tool_environment_runs_on_the_small_model(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    make_model(tmp_path / "tiny", seed=0)
+    env = vf.ToolEnv(
+        tools=[look_up],
+        max_turns=3,
+        eval_dataset=[{"question": "Where is it?"}] * 2,
+        rubric=vf.Rubric(funcs=[lambda completion: float(sum(m["role"] == "tool" for m in completion))]),
+        sampling_args={"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200},
     )
-    trainer.train()
-    prompts = {len(row[0]) for row in trainer.rows()}
-    completions = {len(row[1]) for row in trainer.rows()}
-    assert len(prompts) > 2
-    assert len(completions) > 2
-    # prompts of unequal length share a pass: the end of the longer ones stands before their completions
-    assert any(not batch["loss_mask"][:, 0].all() for batch in trainer.seen)
-    assert any(not batch["completion_mask"].all() for batch in trainer.seen)
+    with tiny_world.EmbeddedServer(tmp_path / "tiny") as server:
+        results = env.evaluate_sync(server.url, "policy")
+    # every turn but the last is a call that was read, executed and put into the next prompt
+    assert results.reward == [2.0, 2.0]
+    for completion in results.completion:
+        for call, result in zip(completion[0::2], completion[1::2], strict=False):
+            arguments = json.loads(call["tool_calls"][0]["function"]["arguments"])
+            assert result["content"] == look_up(**arguments)

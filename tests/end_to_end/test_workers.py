@@ -12,6 +12,7 @@ import torch
 from test_order import logged_without_clocks
 from test_resume import stop
 
+import verifiers as vf
 from verifiers.workers.settings import WorkerSettings
 
 pytestmark = pytest.mark.slow
@@ -78,3 +79,42 @@ def test_a_run_with_workers_goes_on_from_its_checkpoint(
     assert second.seen[0]["step"] == 2
     before, after = tiny_world.weights(whole), tiny_world.weights(second)
     assert all(torch.allclose(before[name], after[name], rtol=0, atol=1e-6) for name in before)
+
+
+# -- a program in a sandbox ---------------------------------------------------------------------------------------
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+messages = json.loads(sys.argv[1])
+said = ""
+for turn in (1, 2):
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "temperature": 0.1}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        messages.append(json.load(answer)["choices"][0]["message"])
+    said += messages[-1]["content"]
+    messages.append({"role": "user", "content": f"turn {turn}"})
+vowels = sum(said.count(letter) for letter in "aeiou") + 0.01 * len(said)
+json.dump({"reward": vowels, "length": len(said)}, open("reward.json", "w"))
+"""
+
+
+def test_a_programs_answers_are_trained_as_they_were_sampled(make_trainer: Callable[..., Any]) -> None:
+    env = vf.ProgramEnv(
+        ["python3", "agent.py", "{messages}"],
+        files={"agent.py": AGENT},
+        result="reward.json",
+        dataset=tiny_world.rows(),
+    )
+    trainer = make_trainer(env, max_steps=1, max_concurrent=4)
+    trainer.train()
+    said = sorted(trainer.client.sampled())
+    assert len(said) == 2 * 8
+    assert trainer.trained_spans() == said
+    # both turns of a rollout are one row
+    assert len(list(trainer.rows())) == 8
+    assert trainer.logged("rollouts/turns") == [2.0]
+    assert trainer.logged("reward")[0] > 0

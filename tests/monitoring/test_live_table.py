@@ -6,8 +6,6 @@ import io
 import logging
 import re
 import sys
-import threading
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -17,27 +15,12 @@ from rich.console import Console
 from rich.text import Text
 
 from verifiers.data.batch_plan import make_plan
-from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
-from verifiers.monitoring.learning import NothingLearned
+from verifiers.monitoring.findings import Finding, find_bottleneck
 from verifiers.monitoring.live_table import LiveTable, run_table
-from verifiers.monitoring.number_text import rounded, sparkline
-from verifiers.monitoring.run_log import Trend
-from verifiers.monitoring.time_metrics import RunTime
+from verifiers.monitoring.number_text import rounded
+from verifiers.monitoring.stage_timer import RunTime
 from verifiers.train.console import ProgressLines, can_draw
 from verifiers.train.monitor import RunMonitor
-
-LATEST = {
-    "reward": 0.6125,
-    "eval_reward": 0.5,
-    "eval_reward_stderr": 0.022,
-    "overlap_ratio": 0.98,
-    "time/step_s": 4.0,
-    "time/wait_s": 2.84,
-    "time/train_s": 0.04,
-    "time/rollout_p50_s": 1.1,
-    "rollouts/in_flight": 231.2,
-    "staleness": None,
-}
 
 
 class Terminal(io.StringIO):
@@ -62,34 +45,6 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain(text: str) -> list[str]:
     return [line.rstrip() for line in Text.from_ansi(text).plain.splitlines()]
-
-
-@pytest.mark.parametrize("width", [200, 100, 60, 20])
-def test_the_table_fits_any_width(width: int) -> None:
-    time_ = RunTime(25.0, {"wait": 71.0, "train": 28.0, "sync": 1.0}, peak_gib={"train": 11.5})
-    bottleneck = Bottleneck("rollout-bound", "the trainer waited 71 % of the time", "more servers " * 30)
-    nothing = NothingLearned("every reward was 0", "easier prompts")
-    table = run_table(
-        title="step 1/2", now="now waiting", latest=LATEST, total=time_, bottleneck=bottleneck, learning=nothing
-    )
-    console = Console(file=io.StringIO(), width=width)
-    console.print(table)
-    lines = console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    assert "reward" in text
-    if width >= 60:
-        for part in (
-            "71 %",
-            "2.84 s",
-            "40.0 ms",
-            "11.5 G",
-            "0.500 ± 0.022",
-            "1.10 / – / – s",
-            "nothing: every",
-            "rollout-bound",
-        ):
-            assert part in text, part
 
 
 WHOLE = {
@@ -123,14 +78,14 @@ WHOLE = {
 }
 
 
-def drawn(width: int, latest: dict[str, Any], total: RunTime, bottleneck: Bottleneck | None = None) -> list[str]:
+def drawn(width: int, latest: dict[str, Any], total: RunTime, bottleneck: Finding | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     now = "now waiting for rollouts, for 0:03; 212 rollouts run, 44 queued, 3 scoring"
     console.print(run_table(title="step 1/2", now=now, latest=latest, total=total, bottleneck=bottleneck))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("width", [100, 80, 60, 40])
+@pytest.mark.parametrize("width", [100, 80, 40])
 def test_every_number_is_whole_on_a_usual_terminal(width: int) -> None:
     total = RunTime()
     total.take(WHOLE)
@@ -143,6 +98,7 @@ def test_every_number_is_whole_on_a_usual_terminal(width: int) -> None:
     for number in numbers.split("|"):
         assert number in text, number
     assert "…" not in text
+    assert max(map(len, lines)) <= width
     # whole sentences, on as many lines as they need
     assert " ".join(text.split()).endswith(f"{bottleneck} try: {bottleneck.advice}")
     assert any("whole run" in line and "newest log" in line for line in lines) == (width >= 80)
@@ -153,10 +109,7 @@ def test_every_number_is_whole_on_a_usual_terminal(width: int) -> None:
 
 @pytest.mark.parametrize("width", [100, 60, 30])
 def test_the_run_is_a_bar_and_the_reward_a_course(width: int) -> None:
-    reward = Trend()
-    for step in range(1000):
-        reward.take(0.2 + 0.6 * step / 999)
-    reward.take(None)
+    reward = [0.2 + 0.6 * step / 999 for step in range(1000)]
     console = Console(file=io.StringIO(), width=width)
     console.print(
         run_table(title="t", now="n", latest={}, total=RunTime(), bottleneck=None, done=0.25, reward=reward)
@@ -174,21 +127,6 @@ def test_the_run_is_a_bar_and_the_reward_a_course(width: int) -> None:
         assert len(lines) == 3
 
 
-def test_a_course_says_nothing_of_what_is_not_there_and_keeps_little() -> None:
-    trend = Trend()
-    trend.take(float("nan"))
-    assert (trend.first, trend.now, sparkline(trend.values, 8)) == (None, None, "")
-    for _ in range(3):
-        trend.take(1.0)
-    assert sparkline(trend.values, 8) == "▄▄▄"
-    trend.take(0.0)
-    assert sparkline(trend.values, 2) == "█▁"
-    for _ in range(5000):
-        trend.take(0.5)
-    assert len(trend.values) < 256
-    assert len(sparkline(trend.values, 24)) == 24
-
-
 @pytest.mark.parametrize(
     ("value", "stderr", "text"),
     [
@@ -198,18 +136,6 @@ def test_a_course_says_nothing_of_what_is_not_there_and_keeps_little() -> None:
 )  # fmt: skip
 def test_a_number_has_the_decimals_that_its_error_leaves(value: float, stderr: float, text: str) -> None:
     assert rounded(value, stderr) == text
-
-
-def test_what_is_of_the_whole_run_and_what_of_the_newest_log_stand_apart() -> None:
-    total = RunTime()
-    total.take(WHOLE)
-    total.take({**WHOLE, "steps": 3, "time/wait_s": 0.0, "time/step_s": 1.16})
-    latest = {**WHOLE, "time/wait_s": 0.0, "time/step_s": 1.16}
-    (waiting,) = (line for line in drawn(100, latest, total) if line.startswith("waiting"))
-    # of 4 steps, as the share is
-    assert waiting.split()[1:5] == ["0.71", "s", "38", "%"]
-    (step,) = (line for line in drawn(100, latest, total) if " a step  " in line and "1.16" in line)
-    assert step.endswith("1.16 s")
 
 
 def test_named_eval_sets_are_shown_the_first_two_of_many() -> None:
@@ -233,7 +159,6 @@ def test_what_is_printed_and_logged_stands_whole_above_the_table(monkeypatch: py
     handler = logging.StreamHandler(sys.stderr)
     logger = logging.getLogger("verifiers.test-table")
     monkeypatch.setattr(logger, "handlers", [handler])
-    before = set(threading.enumerate())
     table = LiveTable(lambda: Text("THE TABLE"), terminal)
     table.start()
     try:
@@ -244,8 +169,6 @@ def test_what_is_printed_and_logged_stands_whole_above_the_table(monkeypatch: py
     finally:
         table.stop()
         table.stop()
-    # threads of earlier tests may have ended meanwhile
-    assert set(threading.enumerate()) <= before
     assert sys.stdout is terminal
     lines = plain(terminal.getvalue())
     for said in ("printed line", "logged line", "warned line", "a line of ours [not markup]"):
@@ -373,16 +296,3 @@ def test_only_rank_0_shows_anything_and_tqdm_can_be_switched_off(monkeypatch: py
     shown(None, disable_tqdm=True)
     assert "\x1b" not in terminal.getvalue()
     assert "step  3/10" in terminal.getvalue()
-
-
-def test_drawing_costs_next_to_nothing() -> None:
-    time_ = RunTime(10.0, dict.fromkeys(("wait", "train", "sync", "optimizer"), 25.0))
-    bottleneck = Bottleneck("balanced", "x", "y")
-    console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    spent = []
-    for _ in range(5):
-        started = time.process_time()
-        console.print(run_table(title="t", now="n", latest=LATEST, total=time_, bottleneck=bottleneck))
-        spent.append(time.process_time() - started)
-    # two a second, of one core
-    assert min(spent) < 0.05

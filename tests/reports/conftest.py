@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from chromium import Page, opened_browser
+from training_runs import store
 
 SENTENCE = "the train leaves at noon and arrives after three hours so we add them up and check the sum again"
 WORDS = SENTENCE.split()
@@ -77,24 +77,6 @@ def tool_row(example: int, generation: int, **fields: Any) -> dict[str, Any]:
     return make_row(example, generation, completion=completion, **fields)
 
 
-def write_run(directory: Path, rows: Iterable[dict[str, Any]], **metadata: Any) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "results.jsonl").open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-    known = {
-        "env": "sums",
-        "model": "small-model",
-        "started": "2026-01-02T03:04:05+0000",
-        "num_examples": 40,
-        "rollouts_per_example": 8,
-        "sampling_args": {"temperature": 1.0},
-        "summary": {"seconds": 123.4},
-    }
-    (directory / "metadata.json").write_text(json.dumps({**known, **metadata}), encoding="utf-8")
-    return directory
-
-
 def sums_rows(prompts: int = 40, generations: int = 8) -> list[dict[str, Any]]:
     rows = [make_row(example, generation) for example in range(prompts) for generation in range(generations)]
     rows[5] = failed_row(0, 5)
@@ -104,7 +86,7 @@ def sums_rows(prompts: int = 40, generations: int = 8) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def sums_run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "sums--small-model" / "aaaa1111", sums_rows())
+    return store(tmp_path / "sums--small-model" / "aaaa1111", sums_rows(), model="small-model")
 
 
 @pytest.fixture

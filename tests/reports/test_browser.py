@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import training_runs
+from training_runs import store
 
 from verifiers.reports.evaluation import write_comparison_report, write_evaluation_report
 from verifiers.reports.server import RunServer
@@ -24,14 +25,6 @@ HOSTILE = (
 VISIBLE_ROWS = "[...document.querySelectorAll('.list .row:not([hidden])')]"
 SELECTED = "document.querySelector('[role=option][aria-selected=true] .row-id')?.textContent"
 OPENED = "document.querySelector('.opened .detail h3')?.textContent"
-
-
-def store(directory: Path, rows: list[dict[str, Any]], **metadata: Any) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    known = {"env": "sums", "model": "m", "summary": {"seconds": 1.0}, **metadata}
-    (directory / "metadata.json").write_text(json.dumps(known))
-    return directory
 
 
 async def open_run(browser: Any, run: Path, at: str = "") -> None:
@@ -132,15 +125,6 @@ async def test_everything_can_be_done_from_the_keyboard(browser: Any, sums_run: 
     assert browser.errors == []
 
 
-async def test_going_back_opens_what_was_open(browser: Any, sums_run: Path) -> None:
-    await open_run(browser, sums_run, "#rollout=2.0")
-    await browser.until(OPENED)
-    await browser.key("g")
-    await browser.until(f"{OPENED} === 'prompt 2'")
-    await browser.run("history.back()")
-    await browser.until(f"{OPENED} === 'prompt 2, rollout 0'")
-
-
 async def test_what_a_model_writes_is_shown_and_never_run(browser: Any, tmp_path: Path, rows: Any) -> None:
     calls = [{"id": HOSTILE, "function": {"name": HOSTILE, "arguments": HOSTILE}}]
     completion = [
@@ -238,41 +222,6 @@ async def test_two_runs_show_their_differences_prompt_by_prompt(browser: Any, tm
     assert browser.errors == []
 
 
-async def test_a_run_on_training_rows_says_so(browser: Any, tmp_path: Path, rows: Any) -> None:
-    run = store(tmp_path / "a", [rows(e, 0, reward=0.5) for e in range(4)], prompts_trained_on=3)
-    await browser.open(f"file://{write_evaluation_report(run)}")
-    said = await browser.run("[...document.querySelectorAll('.notice')].map(one => one.textContent).join(' ')")
-    assert "3 prompts also trained on: this is not a held-out reward" in said
-
-
-async def test_prompts_that_differ_under_one_id_are_said_and_not_compared(
-    browser: Any, tmp_path: Path, rows: Any
-) -> None:
-    one = store(tmp_path / "a", [rows(e, 0, reward=0.5) for e in range(4)], env_args={"n": 1})
-    changed = [{"role": "user", "content": "another question"}]
-    two = store(
-        tmp_path / "b",
-        [rows(e, 0, reward=1.0, **({"prompt": changed} if e == 2 else {})) for e in range(4)],
-        env_args={"n": 2},
-    )
-    await browser.open(f"file://{write_comparison_report(one, two, tmp_path / 'two.html')}")
-    said = await browser.run("[...document.querySelectorAll('.notice')].map(one => one.textContent).join(' ')")
-    assert "3 prompts scored in both runs" in said
-    assert "1 prompt with another text, answer or task in B under the same id: not compared" in said
-    assert "env_args is" in said
-    await browser.run("location.hash = '#prompts'")
-    await browser.until(f"{VISIBLE_ROWS}.length === 4")
-    values = await browser.run(f"{VISIBLE_ROWS}.map(row => row.querySelector('.row-value').textContent)")
-    assert sorted(values) == ["+0.500", "+0.500", "+0.500", "≠"]
-    await browser.run("location.hash = '#prompt=2'")
-    folds = "[...document.querySelectorAll('details')].map(one => one.textContent)"
-    await browser.until(f"{folds}.some(one => one.startsWith('prompt of B'))")
-    shown = [text for text in await browser.run(folds) if text.startswith("prompt")]
-    assert [("Task 2" in text, "another question" in text) for text in shown] == [(True, False), (False, True)]
-    await browser.screenshot(tmp_path / "otherwise.png")
-    assert browser.errors == []
-
-
 async def test_a_live_page_follows_its_run(browser: Any, tmp_path: Path, rows: Any) -> None:
     run = store(
         tmp_path / "evals" / "sums--m" / "1", [rows(0, 0)], num_examples=2, rollouts_per_example=2, summary=None
@@ -296,7 +245,7 @@ async def test_a_live_page_follows_its_run(browser: Any, tmp_path: Path, rows: A
     assert [entry for entry in browser.errors if "favicon" not in entry and "404" not in entry] == []
 
 
-@pytest.mark.parametrize(("generations", "labels"), [(3, "1 2 3"), (6, "1 2 4 6"), (17, "1 2 4 8 17")])
+@pytest.mark.parametrize(("generations", "labels"), [(6, "1 2 4 6"), (17, "1 2 4 8 17")])
 async def test_the_pass_at_k_chart_labels_its_last_k(
     browser: Any, tmp_path: Path, rows: Any, generations: int, labels: str
 ) -> None:
@@ -308,17 +257,6 @@ async def test_the_pass_at_k_chart_labels_its_last_k(
     )
     lowest = [text for y, text in texts if text.isdigit() and float(y) > 190]
     assert " ".join(lowest) == labels
-
-
-async def test_the_line_of_the_length_chart_has_one_mean_a_length(browser: Any, tmp_path: Path, rows: Any) -> None:
-    stored = [rows(index, 0, completion_tokens=4 + index % 3, reward=float(index % 7 > 2)) for index in range(120)]
-    await open_run(browser, store(tmp_path / "run", stored))
-    path = await browser.run(
-        "[...document.querySelectorAll('figure')].at(-1).querySelector('path.line').getAttribute('d')"
-    )
-    xs = [float(point.split()[0]) for point in path[1:].split("L")]
-    assert len(xs) == 3
-    assert xs == sorted(set(xs))
 
 
 async def test_the_list_leads_to_runs_and_back_and_fits_a_narrow_window(

@@ -9,22 +9,24 @@ from typing import Any
 import pytest
 
 from verifiers.chat_messages import MOST_CHARACTERS, as_text, messages_of
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.summary import summarize
-from verifiers.reports.evaluation_data import (
+from verifiers.reports.evaluation import (
     columns_of,
     difference_of,
     entry_of,
-    groups_by_prompt,
     json_block,
     last_words,
-    numbers_of,
-    sampled_examples,
     sampled_groups,
     summary_of,
 )
-from verifiers.reports.runs import GrowingRun, find_runs
+from verifiers.reports.server import GrowingRun, find_runs
 
 Rows = Callable[..., dict[str, Any]]
+
+
+def counted(rows: list[dict[str, Any]]) -> RolloutResults:
+    return RolloutResults(entry_of(row).counted() for row in rows)
 
 
 def test_messages_keep_calls_reasoning_and_the_call_that_is_answered() -> None:
@@ -79,13 +81,6 @@ def test_a_huge_text_says_how_much_of_it_is_left_out() -> None:
     assert text.endswith("b")
 
 
-def test_data_nested_too_deeply_is_said_to_be_so() -> None:
-    nested: list[Any] = []
-    for _ in range(5000):
-        nested = [nested]
-    assert "nested too deeply" in as_text(nested)
-
-
 def test_last_words_come_after_the_reasoning(rows: Rows) -> None:
     assert last_words({"completion": "<think>long thought</think>\nit is\n\n4"}) == "it is 4"
     assert last_words({"completion": "x", "error": "ProviderError: down"}) == "ProviderError: down"
@@ -94,23 +89,10 @@ def test_last_words_come_after_the_reasoning(rows: Rows) -> None:
     )
 
 
-def test_numbers_that_json_lacks_are_no_values(rows: Rows) -> None:
-    entry = entry_of(rows(0, 0, reward=math.nan, right=math.inf, generation_ms="soon", prompt_tokens=None))
-    assert (entry.reward, entry.seconds, entry.prompt_tokens) == (None, None, 0)
-    assert set(entry.metrics) == {"brief"}
-
-
 def test_a_prompt_stands_once_in_a_block(rows: Rows) -> None:
     block = json.loads(json_block([rows(3, generation) for generation in range(4)] + [rows(4, 0)]))
     assert len(block["prompts"]) == 2
     assert [row["prompt"] for row in block["rows"]] == [0, 0, 0, 0, 1]
-
-
-def test_rows_are_grouped_by_prompt_whatever_their_order(rows: Rows) -> None:
-    arrived = [rows(10, 1), rows(9, 0), rows(10, 0)]
-    groups = groups_by_prompt([*map(entry_of, arrived), entry_of(rows(10, 0), 1)])
-    found = [[(entry.example, entry.generation, entry.run) for entry in group] for group in groups]
-    assert found == [[("9", 0, 0)], [("10", 0, 0), ("10", 1, 0), ("10", 0, 1)]]
 
 
 def test_a_sample_holds_whole_prompts_spread_over_all() -> None:
@@ -122,18 +104,10 @@ def test_a_sample_holds_whole_prompts_spread_over_all() -> None:
     assert sampled_groups([list(range(50))], 7) == [list(range(7))]
 
 
-def test_the_examples_of_a_sample_are_known_without_its_rollouts(rows: Rows) -> None:
-    made = [rows(example, generation) for example in range(100) for generation in range(4)]
-    groups = groups_by_prompt(map(entry_of, made))
-    for most in (1, 3, 40, 41, 399, 400):
-        kept = sampled_groups(groups, most)
-        assert sampled_examples(numbers_of(made), most) == {group[0].example for group in kept}
-
-
 def test_the_summary_counts_failures_beside_the_means(rows: Rows) -> None:
     made = [rows(e, g, reward=float((e + g) % 2), right=1.0) for e in range(4) for g in range(4)]
     made[0] = rows(0, 0, reward=None, outcome="provider_error", right=1.0)
-    summary = summary_of(numbers_of(made), {"num_examples": 5, "rollouts_per_example": 4}, "x/y")
+    summary = summary_of(counted(made), {"num_examples": 5, "rollouts_per_example": 4}, "x/y")
     reward, _, right = summary["measures"]
     assert (summary["rollouts"], summary["scored"], summary["expected"], summary["finished"]) == (16, 15, 20, False)
     assert summary["outcomes"] == {"completed": 15, "provider_error": 1}
@@ -146,12 +120,6 @@ def test_the_summary_counts_failures_beside_the_means(rows: Rows) -> None:
     assert points[2]["mean"] == pytest.approx((1.0 + 3 * (1 - 1 / 6)) / 4, abs=1e-5)
     assert points[4]["prompts"] == 3
     assert all(0 <= point["low"] <= point["high"] <= 1 for point in points.values() if point["low"] is not None)
-
-
-def test_a_run_without_results_has_a_summary_too() -> None:
-    summary = summary_of(numbers_of([]), {}, "x/y")
-    assert (summary["rollouts"], summary["title"], summary["passAtK"]) == (0, "x/y", [])
-    json.dumps(summary, allow_nan=False)
 
 
 def test_differences_are_those_of_shared_prompts(rows: Rows) -> None:
@@ -177,26 +145,6 @@ def test_a_growing_run_reads_what_was_appended_and_waits_for_incomplete_lines(tm
     assert said == [rows(0, generation)["completion"][0]["content"] for generation in range(3)]
     assert json.loads(run.block(1))["rows"] == []
     assert run.epoch == 0
-
-
-def test_a_rollout_that_was_done_again_counts_once(tmp_path: Path, rows: Rows) -> None:
-    made = [rows(0, 0, reward=None, outcome="provider_error"), rows(0, 1), rows(0, 0, reward=1.0)]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    run = GrowingRun(tmp_path)
-    assert run.refresh() == 3
-    summary = run.summary()
-    assert (summary["rollouts"], summary["scored"], summary["outcomes"].get("provider_error")) == (2, 2, None)
-    assert summary["measures"][0]["mean"] == pytest.approx((1.0 + made[1]["reward"]) / 2)
-
-
-def test_a_file_that_was_replaced_starts_a_new_epoch(tmp_path: Path, rows: Rows) -> None:
-    path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps(rows(0, g)) + "\n" for g in range(3)))
-    run = GrowingRun(tmp_path)
-    run.refresh()
-    path.write_text(json.dumps(rows(5, 0)) + "\n")
-    assert run.refresh() == 1
-    assert (run.epoch, run.entries[0].example) == (1, "5")
 
 
 def test_runs_are_found_below_a_folder_but_not_beyond_it(tmp_path: Path) -> None:
@@ -226,7 +174,7 @@ def test_pass_at_k_is_that_of_the_summary_also_for_another_threshold(rows: Rows)
     made = [rows(e, g, reward=[0.0, 0.5, 1.0][(e + g) % 3]) for e in range(6) for g in range(6)]
     for right_from in (None, 0.5):
         metadata = {} if right_from is None else {"summary": {"right_from": right_from}}
-        shown = summary_of(numbers_of(made), metadata, "x/y")
+        shown = summary_of(counted(made), metadata, "x/y")
         told = summarize(made, right_from=right_from or 1.0).as_json()
         assert shown["rightFrom"] == (right_from or 1.0)
         assert [point["k"] for point in shown["passAtK"]] == [1, 2, 4, 6]

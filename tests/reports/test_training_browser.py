@@ -51,27 +51,6 @@ async def test_the_page_shows_everything_that_its_data_has(browser: Any, tmp_pat
     assert browser.errors == []
 
 
-async def test_the_parts_of_a_step_have_their_last_values_under_drawings_of_one_height(
-    browser: Any, tmp_path: Path
-) -> None:
-    await words_of(browser, runs.write_run(tmp_path, [runs.line(n, **{"time/rest_s": 0.015}) for n in (1, 2)], []))
-    chart = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith(\"A step's time\"))"
-    shown = await browser.run(f"[...{chart}.querySelectorAll('.legend li')].map(one => one.textContent)")
-    assert shown == ["train 1.16", "wait 2.84", "rest 0.015"]
-    assert await browser.run(f"{chart}.querySelectorAll('path.area').length") == 3
-    assert await browser.run(f"{chart}.lastElementChild.previousElementSibling.className") == "legend"
-
-
-async def test_a_run_without_a_step_yet_and_one_without_a_record_have_a_page(browser: Any, tmp_path: Path) -> None:
-    assert "Nothing was logged yet" in await words_of(
-        browser, runs.write_run(tmp_path / "new", [], [], status="running")
-    )
-    damaged = runs.write_run(tmp_path / "damaged", [runs.line(1)], [])
-    (damaged / "run.json").write_text("{")
-    assert "damaged" in await words_of(browser, damaged)
-    assert browser.errors == []
-
-
 async def test_the_mouse_tells_the_values_of_one_step_in_all_charts(browser: Any, tmp_path: Path) -> None:
     await browser.open(f"file://{write_training_report(long_run(tmp_path / 'run'))}")
     assert await browser.run("document.querySelectorAll('figure.chart svg').length") > 6
@@ -104,24 +83,6 @@ async def test_one_step_of_a_prompt_is_shown_at_a_time(browser: Any, tmp_path: P
     await browser.key("ArrowRight")
     assert "said at 51" in (await browser.run(shown))[0]
     assert browser.errors == []
-
-
-async def test_a_step_that_is_looked_at_keeps_the_colour_of_its_reward(browser: Any, tmp_path: Path) -> None:
-    samples = [
-        {**runs.sample(step, 7, followed=True), "mean_reward": mean} for step, mean in ((1, 0.0), (2, 1.0), (3, 0.0))
-    ]
-    await browser.open(f"file://{write_training_report(runs.write_run(tmp_path / 'run', [runs.line(1)], samples))}")
-    look = (
-        "[...document.querySelectorAll('.strip button')].map(button => { const is = getComputedStyle(button);"
-        "return [is.backgroundColor, is.opacity, is.outlineStyle]; })"
-    )
-    first, second, third = await browser.run(look)
-    assert first[:2] == third[:2] != second[:2]
-    assert (first[2], third[2]) == ("none", "solid")
-    await browser.run("document.querySelector('.strip button').click()")
-    pressed, _, left = await browser.run(look)
-    assert pressed[:2] == left[:2] == first[:2]
-    assert pressed[2] == "solid"
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])

@@ -1,4 +1,4 @@
-"""Training runs for tests of reports: lines, samples, and a run directory of them."""
+"""Runs for tests of reports: stored evaluations, and training runs of lines and samples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from typing import Any
 from verifiers.monitoring.run_log import METRICS, RUN, SAMPLES
 
 HOSTILE = "</script><script>globalThis.canary = 1</script><img src=x onerror='canary = 2'>\x1b[31m\u202e&"
+
+
+def store(directory: Path, rows: list[dict[str, Any]], **metadata: Any) -> Path:
+    """Write an evaluation."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {"env": "sums", "model": "m", "summary": {"seconds": 1.0}, **metadata}
+    (directory / "metadata.json").write_text(json.dumps(known))
+    return directory
 
 
 def line(step: int, **metrics: Any) -> dict[str, Any]:

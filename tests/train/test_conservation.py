@@ -33,7 +33,7 @@ from verifiers.train.batching.prefetch import RolloutPrefetcher
 from verifiers.train.batching.streaming import BlockStream
 from verifiers.train.batching.training_block import TrainingBlock, build_training_block
 from verifiers.train.checkpoint.block_log import block_record
-from verifiers.train.checkpoint.pending_blocks import load_pending_blocks, save_pending_blocks
+from verifiers.train.checkpoint.checkpoint import load_pending_blocks, save_pending_blocks
 from verifiers.types import RolloutKey, State
 
 PROMPTS = 24

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verifiers.data.batch_plan import make_plan
-from verifiers.monitoring.learning import LearningSignal
+from verifiers.monitoring.findings import LearningSignal
 from verifiers.monitoring.stage_timer import StageTimer
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.advantages import group_advantages

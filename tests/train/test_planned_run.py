@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 import verifiers as vf
-from verifiers.data.adaptive_curriculum import AdaptiveRows
+from verifiers.data.adaptive_curriculum import AdaptiveRows, LevelsPolicy
 from verifiers.data.batch_plan import make_plan
 from verifiers.data.curriculum import staged_curriculum_from
-from verifiers.data.curriculum_policies import LevelsPolicy
 from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.rollouts.rollout import Group, ScoredBlock

@@ -13,82 +13,16 @@ import functools
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from verifiers.data.row_source import HasReplacements, PlannedBlock, RowSource
-from verifiers.data.sampler import RepeatSampler, check_size, rollout_seed
+from verifiers.data.sampler import RepeatSampler, check_size
 from verifiers.errors import ConfigError
-
-__all__ = ["BatchPlan", "Position", "check_size", "make_plan", "plan_table", "rollout_seed"]
-
-
-def plan_table(plan: BatchPlan) -> str:
-    """Return the table of a plan, without a trailing newline."""
-    sizes = [
-        ("per block", plan.completions_per_block),
-        ("per update", plan.completions_per_update),
-        ("per micro-step", plan.completions_per_micro_step),
-        ("per device", plan.per_device_train_batch_size),
-    ]
-    lines = [f"{'batch plan':<18}{'prompts':>12}{'completions':>14}"]
-    lines += [f"{name:<18}{size / plan.num_generations:>12,.6g}{size:>14,}" for name, size in sizes]
-    lines += [f"{name:<17} {text}" for name, text in _notes(plan)]
-    return "\n".join(lines)
-
-
-def _notes(plan: BatchPlan) -> list[tuple[str, str]]:
-    iterations = f"{_count(plan.num_iterations, 'iteration', 'iterations')} over "
-    iterations += _count(plan.steps_per_generation, "micro-step", "micro-steps")
-    run = f"{plan.blocks:,} for {_count(plan.max_steps, 'optimizer step', 'optimizer steps')}"
-    if unused := plan.blocks * plan.updates_per_block - plan.max_steps:
-        run += f"; the last serves {plan.updates_per_block - unused} of {plan.updates_per_block} updates"
-    return [
-        ("block", "what is generated together (TRL: generation batch)"),
-        ("group", f"{plan.num_generations} completions of each prompt"),
-        (
-            "updates per block",
-            f"{plan.updates_per_block:,} ({iterations}, {plan.gradient_accumulation_steps:,} per update)",
-        ),
-        ("blocks in the run", run),
-        *_rows(plan),
-        ("devices", f"{plan.num_processes:,}"),
-        *_token_budget(plan),
-    ]
-
-
-def _rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    if plan.source is None:
-        return [("epochs", _epochs(plan))]
-    return list(plan.source.describe(plan.max_steps, plan.updates_per_block))
-
-
-def _token_budget(plan: BatchPlan) -> list[tuple[str, str]]:
-    if plan.max_tokens_per_micro_batch is None:
-        return []
-    return [
-        ("micro-batches", f"at most {plan.max_tokens_per_micro_batch:,} tokens each on a device, padding included")
-    ]
-
-
-def _epochs(plan: BatchPlan) -> str:
-    text = f"{plan.epochs:.4g} over {_count(plan.num_prompts, 'prompt', 'prompts')}"
-    if left_out := plan.prompts_left_out_per_epoch:
-        text += f"; {left_out:,} left out of each, too few for a block"
-    return text
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in the training run.
-
-    Attributes:
-        block_id: the block being trained, from 0.
-        iteration: the pass over that block, 0 .. num_iterations - 1.
-        micro_step: the micro-step of the block, 0 .. steps_per_generation - 1.
-    """
+    """A place in the training run: the pass over a block, and the micro-step of that pass, all from 0."""
 
     block_id: int
     iteration: int
@@ -139,10 +73,13 @@ class BatchPlan:
                 "num_generations is 1, but an advantage compares rollouts of one prompt: use at least 2."
             )
         check_size("num_generations", self.num_generations, 2)
-        self._check_updates()
-        self._check_groups()
-        if self.source is None:
-            self._check_dataset()
+        self._check_divisions()
+        if self.source is None and self.num_prompts < self.prompts_per_block:
+            raise ConfigError(
+                f"the dataset has {self.num_prompts} prompts, but a block holds {self.prompts_per_block} different "
+                f"ones: use at least {self.prompts_per_block} prompts, or blocks of at most "
+                f"{self.num_prompts * self.num_generations} completions in place of {self.completions_per_block}."
+            )
 
     @property
     def completions_per_micro_step(self) -> int:
@@ -184,16 +121,6 @@ class BatchPlan:
         """Whole blocks that one pass over the dataset gives."""
         return self.num_prompts // self.prompts_per_block
 
-    @property
-    def prompts_left_out_per_epoch(self) -> int:
-        """Prompts at the end of each epoch that make no full block."""
-        return self.num_prompts % self.prompts_per_block
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the dataset that the run makes."""
-        return self.blocks / self.blocks_per_epoch
-
     def requests(self, block_id: int) -> list[tuple[int, int]]:
         """Return the rollouts of a block as (example id, generation), all generations of a prompt in a row."""
         rows = self._completion_rows(block_id)
@@ -225,8 +152,7 @@ class BatchPlan:
         if self.source is None:
             return self._sampler.chunk(*divmod(block_id, self.blocks_per_epoch))
         rows = self.source.example_ids(self._block(block_id))
-        sampler = RepeatSampler(rows, self.num_generations, batch_size=len(rows), shuffle=False)
-        return [rows[place] for place in sampler]
+        return [row for row in rows for _ in range(self.num_generations)]
 
     @functools.cached_property
     def _sampler(self) -> RepeatSampler:
@@ -240,8 +166,7 @@ class BatchPlan:
     def shuffle_order(self, block_id: int, num_rows: int) -> list[int]:
         """Return the permutation of 0 .. `num_rows` - 1 that cuts a block into updates, by seed and block alone.
 
-        Within an update the trainer orders rows by length. The permutation is independent of `shuffle`, which is
-        about the dataset, and of any other random state.
+        It does not depend on `shuffle`, which is about the dataset. Within an update rows stand by their length.
         """
         check_size("block_id", block_id, 0)
         check_size("num_rows", num_rows, 0)
@@ -250,15 +175,7 @@ class BatchPlan:
         return order
 
     def position(self, optimizer_step: int, micro_step: int = 0) -> Position:
-        """Return where training stands at a micro-step of an optimizer step.
-
-        Args:
-            optimizer_step: optimizer steps done so far.
-            micro_step: 0 .. gradient_accumulation_steps - 1 within the step, default 0.
-
-        Raises:
-            ConfigError: `micro_step` is outside its step, or a number is negative.
-        """
+        """Return where training stands at a micro-step after `optimizer_step` optimizer steps."""
         check_size("optimizer_step", optimizer_step, 0)
         check_size("micro_step", micro_step, 0)
         if micro_step >= self.gradient_accumulation_steps:
@@ -272,11 +189,7 @@ class BatchPlan:
         return Position(block_id, iteration, micro_batch)
 
     def first_block_after(self, optimizer_step: int) -> int:
-        """Return the block that a run resumed at `optimizer_step` begins with.
-
-        Raises:
-            ConfigError: the step lies inside a block; checkpoints stand at block boundaries only.
-        """
+        """Return the block that a run resumed at `optimizer_step` begins with; refuse a step inside a block."""
         check_size("optimizer_step", optimizer_step, 0)
         block_id, inside = divmod(optimizer_step, self.updates_per_block)
         if inside:
@@ -289,17 +202,52 @@ class BatchPlan:
 
     def describe(self) -> str:
         """Return the plan as a table for a person, without a trailing newline."""
-        return plan_table(self)
+        sizes = [
+            ("per block", self.completions_per_block),
+            ("per update", self.completions_per_update),
+            ("per micro-step", self.completions_per_micro_step),
+            ("per device", self.per_device_train_batch_size),
+        ]
+        lines = [f"{'batch plan':<18}{'prompts':>12}{'completions':>14}"]
+        lines += [f"{name:<18}{size / self.num_generations:>12,.6g}{size:>14,}" for name, size in sizes]
+        lines += [f"{name:<17} {text}" for name, text in self._notes()]
+        return "\n".join(lines)
 
-    def _check_updates(self) -> None:
+    def _notes(self) -> list[tuple[str, str]]:
+        iterations = f"{_count(self.num_iterations, 'iteration')} over "
+        iterations += _count(self.steps_per_generation, "micro-step")
+        run = f"{self.blocks:,} for {_count(self.max_steps, 'optimizer step')}"
+        if unused := self.blocks * self.updates_per_block - self.max_steps:
+            run += f"; the last serves {self.updates_per_block - unused} of {self.updates_per_block} updates"
+        notes = [
+            ("block", "what is generated together (TRL: generation batch)"),
+            ("group", f"{self.num_generations} completions of each prompt"),
+            (
+                "updates per block",
+                f"{self.updates_per_block:,} ({iterations}, {self.gradient_accumulation_steps:,} per update)",
+            ),
+            ("blocks in the run", run),
+        ]
+        if self.source is not None:
+            notes += self.source.describe(self.max_steps, self.updates_per_block)
+        else:
+            epochs = f"{self.blocks / self.blocks_per_epoch:.4g} over {_count(self.num_prompts, 'prompt')}"
+            if left_out := self.num_prompts % self.prompts_per_block:
+                epochs += f"; {left_out:,} left out of each, too few for a block"
+            notes.append(("epochs", epochs))
+        notes.append(("devices", f"{self.num_processes:,}"))
+        if self.max_tokens_per_micro_batch is not None:
+            budget = f"at most {self.max_tokens_per_micro_batch:,} tokens each on a device, padding included"
+            notes.append(("micro-batches", budget))
+        return notes
+
+    def _check_divisions(self) -> None:
         held, step = self.steps_per_generation, self.gradient_accumulation_steps
         if held % step:
             raise ConfigError(
                 f"steps_per_generation={held} is not a multiple of gradient_accumulation_steps={step}, so a block "
                 f"would end inside an update: the nearest steps_per_generation are {_nearest_multiples(held, step)}."
             )
-
-    def _check_groups(self) -> None:
         block, group = self.completions_per_block, self.num_generations
         if block % group:
             device = self.per_device_train_batch_size
@@ -311,54 +259,27 @@ class BatchPlan:
                 f"{_nearest_multiples(device, step)}, the nearest num_generations {_nearest_divisors(block, group)}."
             )
 
-    def _check_dataset(self) -> None:
-        if self.num_prompts < self.prompts_per_block:
-            raise ConfigError(
-                f"the dataset has {self.num_prompts} prompts, but a block holds {self.prompts_per_block} different "
-                f"ones: use at least {self.prompts_per_block} prompts, or blocks of at most "
-                f"{self.num_prompts * self.num_generations} completions in place of {self.completions_per_block}."
-            )
-
 
 def make_plan(
-    *,
-    per_device_train_batch_size: int,
-    num_generations: int,
-    max_steps: int,
-    num_prompts: int,
-    num_processes: int = 1,
-    gradient_accumulation_steps: int = 1,
-    steps_per_generation: int | None = None,
-    num_iterations: int = 1,
-    seed: int = 0,
-    shuffle: bool = True,
-    source: RowSource | None = None,
-    max_tokens_per_micro_batch: int | None = None,
+    *, gradient_accumulation_steps: int = 1, steps_per_generation: int | None = None, **sizes: Any
 ) -> BatchPlan:
     """Build the plan of a run from the trainer's settings, which keep TRL's names and meanings.
 
-    The arguments are the attributes of `BatchPlan`, with their units and defaults; `steps_per_generation` None means
-    `gradient_accumulation_steps`, which makes one update of each pass over a block.
+    The arguments are the attributes of `BatchPlan`; `steps_per_generation` None means `gradient_accumulation_steps`,
+    which makes one update of each pass over a block.
 
     Raises:
         ConfigError: sizes that cannot work together; one sentence with both numbers and the nearest that do.
     """
-    if steps_per_generation is None:
-        steps_per_generation = gradient_accumulation_steps
     return BatchPlan(
-        per_device_train_batch_size=per_device_train_batch_size,
-        steps_per_generation=steps_per_generation,
-        num_generations=num_generations,
-        max_steps=max_steps,
-        num_prompts=num_prompts,
-        num_processes=num_processes,
         gradient_accumulation_steps=gradient_accumulation_steps,
-        num_iterations=num_iterations,
-        seed=seed,
-        shuffle=shuffle,
-        source=source,
-        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+        steps_per_generation=gradient_accumulation_steps if steps_per_generation is None else steps_per_generation,
+        **sizes,
     )
+
+
+def _count(number: int, one: str) -> str:
+    return f"{number:,} {one}{'' if number == 1 else 's'}"
 
 
 def _nearest_multiples(size: int, step: int) -> str:

@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from verifiers.data.sampler import check_size
-from verifiers.data.weighted_sampling import (
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+
+from verifiers.data.sampler import (
+    check_size,
     interleave,
     row_without_replacement,
     rows_at_random,
@@ -25,28 +27,22 @@ from verifiers.data.weighted_sampling import (
 )
 from verifiers.errors import ConfigError
 
-__all__ = ["Curriculum", "Stage", "WeightedDataset", "staged_curriculum_from"]
-
 logger = logging.getLogger("verifiers.data")
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedDataset:
-    """A dataset of a stage.
+    """A dataset of a stage: its part of the prompts is its weight over the sum of the stage's weights."""
 
-    Attributes:
-        id: its name.
-        weight: its part of the stage's prompts is its weight over the sum of the stage's weights.
-    """
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     id: str
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not self.id:
-            raise ConfigError(f"a dataset of a curriculum has the id {self.id!r}; give it a name.")
-        number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
-        if not number or not math.isfinite(self.weight) or self.weight < 0:
+        if not math.isfinite(self.weight) or self.weight < 0:
             raise ConfigError(f"dataset {self.id!r} has the weight {self.weight!r}; give a number of at least 0.")
 
 
@@ -58,17 +54,19 @@ class Stage:
         name: for messages and metrics.
         until_step: the optimizer step at which the next stage begins, or with the next block where that step lies
             inside one; None for the end of the run.
-        datasets: what prompts are drawn from.
+        datasets: what prompts are drawn from; in a file, in place of {"id": NAME} a plain NAME will do.
     """
 
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
     name: str
-    until_step: int | None
-    datasets: tuple[WeightedDataset, ...]
+    until_step: int | None = None
+    datasets: tuple[
+        Annotated[WeightedDataset, BeforeValidator(lambda given: {"id": given} if isinstance(given, str) else given)],
+        ...,
+    ] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "datasets", tuple(self.datasets))
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"a stage of the curriculum has the name {self.name!r}; give it one.")
         if self.until_step is not None:
             check_size(f"until_step of stage {self.name!r}", self.until_step, 1)
         if not self.datasets:
@@ -93,17 +91,15 @@ class Curriculum:
         seed: of the order of each dataset's rows.
         replacement: draw each row from the whole dataset, whether or not an earlier block had it. Otherwise every row
             of a dataset is drawn once before any is drawn twice, over all stages. In both, a block's prompts differ.
-
-    Raises:
-        ConfigError: no stages, stages out of order, two of one name.
     """
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     stages: tuple[Stage, ...]
     seed: int = 0
     replacement: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", tuple(self.stages))
         if not self.stages:
             raise ConfigError("a curriculum has no stages; give it at least one.")
         if twice := _repeated([stage.name for stage in self.stages]):
@@ -130,12 +126,10 @@ class Curriculum:
         return self.stages[sum(step <= optimizer_step for step in self.until_steps)]
 
     def first_blocks(self, updates_per_block: int | Fraction) -> list[int]:
-        """Return the block with which each stage but the first begins.
+        """Return the block with which each stage but the first begins, where a block serves so many optimizer steps.
 
-        A stage whose `until_step` lies inside a block holds to the end of that block.
-
-        Args:
-            updates_per_block: optimizer steps that a block serves; below 1 where several blocks make an update.
+        A stage whose `until_step` lies inside a block holds to the end of that block. `updates_per_block` is below 1
+        where several blocks make an update.
         """
         return [math.ceil(Fraction(step) / updates_per_block) for step in self.until_steps]
 
@@ -152,15 +146,10 @@ class Curriculum:
         """Return the prompts of a block as (dataset id, row), for a caller whose blocks all hold `count` prompts.
 
         Args:
-            block_id: the block, from 0.
             optimizer_step: the first step that trains the block's rows; it alone chooses the stage.
-            count: prompts in a block, different from each other.
             updates_per_block: optimizer steps that a block serves; tells how much earlier stages drew. Where it does
                 not fit the two numbers above, the stage is right all the same, but coverage starts with that stage.
             first_blocks: the block with which each stage but the first begins, in place of `updates_per_block`.
-
-        Raises:
-            ConfigError: a dataset that is not in `sizes`, or has fewer rows than the block would take from it.
         """
         check_size("block_id", block_id, 0)
         check_size("count", count, 1)
@@ -174,25 +163,21 @@ class Curriculum:
         drawn = self._drawn_before(block_id, begins, count)
         waiting: dict[str, list[int]] = {}
         for name, wanted in Counter(names).items():
-            size = _size(sizes, name)
-            _check_rows(block_id, name, wanted, size, count)
+            if name not in sizes:
+                raise ConfigError(
+                    f"the curriculum names dataset {name!r}, which is not there; there are: {', '.join(sizes)}."
+                )
+            _check_rows(block_id, name, wanted, sizes[name], count)
             if self.replacement:
-                rows = rows_at_random(size, f"{self.seed}:{block_id}:{name}", wanted)
+                rows = rows_at_random(sizes[name], f"{self.seed}:{block_id}:{name}", wanted)
             else:
                 places = range(drawn[name], drawn[name] + wanted)
-                rows = [row_without_replacement(size, f"{self.seed}:{name}", place, count) for place in places]
+                rows = [row_without_replacement(sizes[name], f"{self.seed}:{name}", place, count) for place in places]
             waiting[name] = rows[::-1]
         return [(name, waiting[name].pop()) for name in names]
 
     def check(self, sizes: Mapping[str, int], max_steps: int | None) -> None:
-        """Compare the curriculum with the datasets and the run; a horizon shorter than the run is a warning.
-
-        Args:
-            max_steps: optimizer steps in the run; None where it is not known.
-
-        Raises:
-            ConfigError: a stage names a dataset that is not there, or one without rows.
-        """
+        """Refuse datasets that are not there or have no rows, and warn where the run is longer than the stages."""
         for stage in self.stages:
             for dataset in stage.datasets:
                 if dataset.id not in sizes:
@@ -200,7 +185,7 @@ class Curriculum:
                         f"stage {stage.name!r} names dataset {dataset.id!r}, which is not there; there are: "
                         f"{', '.join(sorted(sizes)) or 'none'}."
                     )
-                if dataset.weight and _size(sizes, dataset.id) < 1:
+                if dataset.weight and sizes[dataset.id] < 1:
                     raise ConfigError(f"dataset {dataset.id!r} of stage {stage.name!r} has no rows.")
         last = self.stages[-1]
         if max_steps is not None and last.until_step is not None and last.until_step < max_steps:
@@ -214,15 +199,7 @@ class Curriculum:
     def check_blocks(
         self, sizes: Mapping[str, int], blocks: int, count: int, updates_per_block: int | Fraction
     ) -> None:
-        """Refuse stages without a block, and blocks that would take more rows of a dataset than it has.
-
-        Args:
-            updates_per_block: optimizer steps that a block serves.
-
-        Raises:
-            ConfigError: with the stage and the nearest steps; or with the first such block, the dataset and both
-                numbers.
-        """
+        """Refuse stages without a block, and blocks that would take more rows of a dataset than it has."""
         begins = [0, *self.first_blocks(updates_per_block)]
         for index, (first, end) in enumerate(itertools.pairwise(begins)):
             if first == end < blocks:
@@ -254,11 +231,6 @@ class Curriculum:
 
 
 def _check_rows(block_id: int, name: str, wanted: int, size: int, prompts_per_block: int) -> None:
-    """Refuse a block that takes more rows of a dataset than there are.
-
-    Raises:
-        ConfigError: with both numbers.
-    """
     if wanted > size:
         raise ConfigError(
             f"block {block_id} takes {wanted} different rows of dataset {name!r}, which has {size}; "
@@ -266,63 +238,28 @@ def _check_rows(block_id: int, name: str, wanted: int, size: int, prompts_per_bl
         )
 
 
-def staged_curriculum_from(mapping: Any) -> Curriculum:
-    """Return the curriculum that a table of a file describes.
-
-    Args:
-        mapping: {"stages": [{"name", "until_step", "datasets": [{"id", "weight"}]}], "seed", "replacement"};
-            only stages are needed, and in place of {"id": NAME} a plain NAME will do.
-
-    Raises:
-        ConfigError: a key that is missing or unknown, or a value that cannot be; the message says where.
-    """
-    given = _table(mapping, "the curriculum", {"stages"}, {"seed", "replacement"})
-    seed, replacement = given.get("seed", 0), given.get("replacement", False)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"seed of the curriculum is {seed!r}; give a whole number.")
-    if not isinstance(replacement, bool):
-        raise ConfigError(f"replacement of the curriculum is {replacement!r}; give true or false.")
-    stages = [_stage_from(stage, index) for index, stage in enumerate(_list(given["stages"], "stages"))]
-    return Curriculum(tuple(stages), seed, replacement)
-
-
-def _stage_from(mapping: Any, index: int) -> Stage:
-    where = f"stage {index} of the curriculum"
-    given = _table(mapping, where, {"name", "datasets"}, {"until_step"})
-    found = []
-    for dataset in _list(given["datasets"], f"datasets of {where}"):
-        if isinstance(dataset, str):
-            found.append(WeightedDataset(dataset))
-        else:
-            row = _table(dataset, f"a dataset of {where}", {"id"}, {"weight"})
-            found.append(WeightedDataset(row["id"], row.get("weight", 1.0)))
-    return Stage(given["name"], given.get("until_step"), tuple(found))
-
-
-def _table(value: Any, where: str, needed: set[str], optional: set[str]) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} is {value!r}; give a table with {', '.join(sorted(needed))}.")
-    for key in value:
-        if key not in needed | optional:
-            raise ConfigError(f"{where} has an unknown key {key!r}; it takes {', '.join(sorted(needed | optional))}.")
-    if missing := needed - set(value):
-        raise ConfigError(f"{where} has no {sorted(missing)[0]!r}; it takes {', '.join(sorted(needed | optional))}.")
-    return value
-
-
-def _list(value: Any, where: str) -> Sequence[Any]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"{where} is {value!r}; give a list.")
-    return value
-
-
 def _repeated(names: Sequence[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
-def _size(sizes: Mapping[str, int], name: str) -> int:
-    if name not in sizes:
-        raise ConfigError(
-            f"the curriculum names dataset {name!r}, which is not there; there are: {', '.join(sizes)}."
-        )
-    return sizes[name]
+def staged_curriculum_from(mapping: Any) -> Curriculum:
+    """Return the curriculum that a table of a file describes, by the fields of `Curriculum` and what is inside."""
+    return from_table(Curriculum, mapping, "the curriculum")
+
+
+def from_table(kind: type[Kind], mapping: Any, where: str) -> Kind:
+    """Return the dataclass that a table of a file describes.
+
+    Raises:
+        ConfigError: a key that is missing or unknown, or a value that cannot be; the message says where.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(mapping)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if isinstance(cause := first.get("ctx", {}).get("error"), ConfigError):
+            raise cause from None
+        place = ".".join([where, *map(str, first["loc"])])
+        if first["type"] == "unexpected_keyword_argument":
+            raise ConfigError(f"{place} is an unknown key; docs/guides/curriculum.md has those there are.") from None
+        raise ConfigError(f"{place}: {first['msg']} (given: {first['input']!r}).") from None

@@ -11,19 +11,14 @@ from fractions import Fraction
 from typing import Any, Protocol, runtime_checkable
 
 from verifiers.data.curriculum import Curriculum, Stage
-from verifiers.data.weighted_sampling import interleave
-
-__all__ = ["HasReplacements", "ObservesBlocks", "PlannedBlock", "RowSource", "StagedRows", "rows_by_name"]
+from verifiers.data.sampler import interleave
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """A block of the plan, as a row source sees it.
+    """A block of the plan, as a row source sees it: its prompts all differ.
 
-    Attributes:
-        block_id: its number, from 0.
-        prompts: how many it holds, which all differ.
-        updates_per_block: optimizer steps that each block serves; below 1 where several blocks make an update.
+    `updates_per_block` is below 1 where several blocks make an optimizer step.
     """
 
     block_id: int
@@ -92,11 +87,7 @@ class ObservesBlocks(RowSource, Protocol):
 
 
 def rows_by_name(names: Iterable[str | None]) -> dict[str, list[int]]:
-    """Return the row numbers of each dataset, from a column that names the dataset of each row.
-
-    Args:
-        names: the column, such as `task`; rows that have none count as "default".
-    """
+    """Return the row numbers of each dataset, from a column such as `task`; rows without a name are of "default"."""
     found: dict[str, list[int]] = {}
     for row, name in enumerate(names):
         found.setdefault(name or "default", []).append(row)
@@ -104,14 +95,7 @@ def rows_by_name(names: Iterable[str | None]) -> dict[str, list[int]]:
 
 
 class StagedRows:
-    """The row source of a `Curriculum`.
-
-    Args:
-        datasets: example ids of each dataset, by its name in the curriculum.
-
-    Raises:
-        ConfigError: the curriculum names a dataset that is not there.
-    """
+    """The row source of a `Curriculum`: example ids by the names of its datasets, all of which must be there."""
 
     def __init__(self, curriculum: Curriculum, datasets: Mapping[str, Sequence[int]]) -> None:
         self.curriculum = curriculum

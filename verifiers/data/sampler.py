@@ -1,23 +1,23 @@
-"""Orders of rows and sampling seeds that depend on nothing but their arguments, not on what arrives when."""
+"""Orders of rows, shares of datasets and sampling seeds, by their arguments alone and not by what arrives when."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import heapq
 import logging
+import math
 import random
 import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from fractions import Fraction
 from typing import TypeVar
 
 from verifiers.errors import ConfigError
 from verifiers.types import RolloutKey
 
-__all__ = ["RepeatSampler", "check_size", "epoch_order", "reorder_chunks", "rollout_seed"]
-
 logger = logging.getLogger("verifiers.data")
-
 
 Item = TypeVar("Item")
 
@@ -36,8 +36,8 @@ class RepeatSampler:
         mini_repeat_count: times each row is repeated within its chunk (the trainer's num_generations).
         batch_size: distinct rows in a chunk, default 1.
         repeat_count: times each chunk is repeated (iterations times micro-steps), default 1.
-        shuffle: visit rows in an order drawn from (seed, epoch), default True. The permutation is that of
-            `epoch_order`, not torch's: the structure is TRL's, the random order is not.
+        shuffle: visit rows in an order drawn from (seed, epoch), default True. The permutation is not torch's: the
+            structure is TRL's, the random order is not.
         seed: default None draws one, which `seed` then holds.
 
     Raises:
@@ -70,35 +70,6 @@ class RepeatSampler:
 
     def __iter__(self) -> Iterator[int]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        self._warn_of_dropped_rows()
-        return (row for number in range(self.chunks_per_epoch) for row in self.chunk(epoch, number))
-
-    def chunk(self, epoch: int, number: int) -> list[int]:
-        """Return the row numbers of one chunk of an epoch, with all their repetitions.
-
-        Args:
-            epoch: from 0.
-            number: of the chunk in its epoch, from 0.
-        """
-        start = check_size("number", number, 0) * self.batch_size
-        order: Sequence[int] = range(self.num_samples)
-        if self.shuffle:
-            order = epoch_order(self.num_samples, self.seed, epoch)
-        rows = [row for row in order[start : start + self.batch_size] for _ in range(self.mini_repeat_count)]
-        return rows * self.repeat_count
-
-    def __len__(self) -> int:
-        """Return how many row numbers one epoch yields."""
-        return self.chunks_per_epoch * self.batch_size * self.mini_repeat_count * self.repeat_count
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` epoch number `epoch` (from 0).
-
-        accelerate calls it on the sampler of a DataLoader that it prepared, before each epoch.
-        """
-        self.epoch = check_size("epoch", epoch, 0)
-
-    def _warn_of_dropped_rows(self) -> None:
         dropped = self.num_samples % self.batch_size
         if dropped and not self._warned:
             self._warned = True
@@ -108,6 +79,24 @@ class RepeatSampler:
                 self.num_samples,
                 self.batch_size,
             )
+        return (row for number in range(self.chunks_per_epoch) for row in self.chunk(epoch, number))
+
+    def chunk(self, epoch: int, number: int) -> list[int]:
+        """Return the row numbers of chunk `number` of an epoch, both from 0, with all their repetitions."""
+        start = check_size("number", number, 0) * self.batch_size
+        order: Sequence[int] = range(self.num_samples)
+        if self.shuffle:
+            order = _shuffled(self.num_samples, f"{self.seed}:{epoch}")
+        rows = [row for row in order[start : start + self.batch_size] for _ in range(self.mini_repeat_count)]
+        return rows * self.repeat_count
+
+    def __len__(self) -> int:
+        """Return how many row numbers one epoch yields."""
+        return self.chunks_per_epoch * self.batch_size * self.mini_repeat_count * self.repeat_count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()` epoch number `epoch` (from 0); accelerate calls it before each epoch."""
+        self.epoch = check_size("epoch", epoch, 0)
 
 
 def _length(data_source: Sized | int) -> int:
@@ -123,11 +112,7 @@ def _length(data_source: Sized | int) -> int:
 
 
 def check_size(name: str, value: object, minimum: int) -> int:
-    """Return `value` where it is a whole number of at least `minimum`.
-
-    Raises:
-        ConfigError: it is not; the message names the setting, the value and the bound.
-    """
+    """Return `value` where it is a whole number of at least `minimum`; refuse it otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least {minimum}.")
     return value
@@ -136,46 +121,18 @@ def check_size(name: str, value: object, minimum: int) -> int:
 def rollout_seed(seed: int, key: RolloutKey) -> int:
     """Return the sampling seed sent to the server for one rollout.
 
-    The seed depends on nothing but the arguments, so a retried or resumed rollout samples what it would have sampled,
-    and no two rollouts of a group share a seed.
-
-    Args:
-        key: block, example and generation of the rollout.
-
-    Returns:
-        An integer in 1 .. 2**63 - 1 (what signed 64-bit seed fields take), from BLAKE2b (RFC 7693) over the
-        four numbers.
+    A retried or resumed rollout samples what it would have sampled, and no two rollouts of a group share a seed. It
+    is an integer in 1 .. 2**63 - 1, from BLAKE2b (RFC 7693) over the four numbers.
     """
     text = f"{seed}:{key.block_id}:{key.example_id}:{key.generation}"
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"vf-rollout").digest()
     return int.from_bytes(digest, "big") >> 1 or 1
 
 
-@functools.lru_cache(maxsize=4)
-def epoch_order(num_items: int, seed: int, epoch: int) -> array[int]:
-    """Return the order in which epoch number `epoch` (from 0) visits rows 0 .. `num_items` - 1, by `seed` alone.
-
-    The array is shared with other callers and must not be changed.
-    """
-    order = array("q", range(num_items))
-    # a text key is hashed with SHA-512, so neighbouring seeds and epochs give unrelated permutations
-    random.Random(f"{seed}:{epoch}").shuffle(order)
-    return order
-
-
 def reorder_chunks(chunks: Iterable[Iterable[tuple[tuple[int, int], Item]]], num_generations: int) -> list[Item]:
-    """Put chunked generation back into prompt-major order, whatever the order of arrival.
+    """Put chunks of ((prompt, generation), item) into prompt-major order, whatever the order of arrival.
 
-    Args:
-        chunks: items with their identity, ((prompt, generation), item); prompt is its place in the batch.
-            Chunks may be uneven.
-        num_generations: generations of each prompt.
-
-    Returns:
-        The items of prompt 0, generations 0 .. num_generations - 1, then those of prompt 1, and so on.
-
-    Raises:
-        ConfigError: where a generation is missing, doubled or out of range: order is never guessed.
+    One that is missing, doubled or out of range is refused: order is never guessed.
     """
     items: dict[tuple[int, int], Item] = {}
     for chunk in chunks:
@@ -191,3 +148,86 @@ def reorder_chunks(chunks: Iterable[Iterable[tuple[tuple[int, int], Item]]], num
             f"and {unexpected} do not belong"
         )
     return [items[key] for key in sorted(items)]
+
+
+# -- weights of datasets ------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def whole_weights(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Return whole numbers in the proportions of `weights`, which are read as they are written: 0.1 is a tenth."""
+    fractions = [Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    return tuple(int(fraction * scale) for fraction in fractions)
+
+
+def shares(weights: Sequence[int], total: int) -> list[int]:
+    """Return how many of the first `total` draws go to each dataset, of which one has a weight above 0.
+
+    Webster's method (Sainte-Laguë), because its shares never shrink as `total` grows, so that they are prefix counts
+    of one sequence; after each sum(weights) draws they stand exactly in the proportions of the weights.
+    """
+    whole = sum(weights)
+    counts = [(2 * total * weight + whole) // (2 * whole) for weight in weights]
+    surplus = sum(counts) - total
+    for _ in range(surplus):
+        # the place given last: the lowest priority, and of equal ones the last dataset's
+        held = [index for index, count in enumerate(counts) if count]
+        counts[min(held, key=lambda i: (Fraction(weights[i], 2 * counts[i] - 1), -i))] -= 1
+    for _ in range(-surplus):
+        counts[max(range(len(counts)), key=lambda i: (Fraction(weights[i], 2 * counts[i] + 1), -i))] += 1
+    return counts
+
+
+def interleave(weights: Sequence[int], start: int, stop: int) -> list[int]:
+    """Return the index of the dataset that each of the draws `start` .. `stop` - 1 goes to; see `shares`."""
+    counts = shares(weights, start)
+    waiting = [(-Fraction(weight, 2 * counts[i] + 1), i) for i, weight in enumerate(weights) if weight]
+    heapq.heapify(waiting)
+    drawn = []
+    for _ in range(start, stop):
+        _, index = waiting[0]
+        counts[index] += 1
+        drawn.append(index)
+        heapq.heapreplace(waiting, (-Fraction(weights[index], 2 * counts[index] + 1), index))
+    return drawn
+
+
+def row_without_replacement(size: int, key: str, place: int, window: int) -> int:
+    """Return the row that draw number `place` of a dataset gets, without replacement.
+
+    Draws 0 .. size - 1 are the first epoch and get every row once, and so on. Any `window` draws in succession get
+    different rows, also across the border of two epochs. A dataset of fewer than three windows keeps the order of its
+    first epoch; a larger one has another order in each.
+    """
+    epoch, index = divmod(place, size)
+    if size < 3 * window:
+        return _shuffled(size, f"{key}:0")[index]
+    if epoch and index < 2 * window:
+        return _head(size, key, epoch, window)[index]
+    return _shuffled(size, f"{key}:{epoch}")[index]
+
+
+def rows_at_random(size: int, key: str, count: int) -> list[int]:
+    """Return `count` different rows, each drawn at random from the others; fewer are the beginning of more."""
+    chance, drawn = random.Random(key), dict[int, None]()
+    while len(drawn) < count:
+        drawn[chance.randrange(size)] = None
+    return list(drawn)
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffled(size: int, key: str) -> array[int]:
+    order = array("I", range(size))
+    # a text key is hashed with SHA-512, so neighbouring keys give unrelated permutations
+    random.Random(key).shuffle(order)
+    return order
+
+
+@functools.lru_cache(maxsize=256)
+def _head(size: int, key: str, epoch: int, window: int) -> list[int]:
+    """Return the first two windows of an epoch; rows that ended the epoch before come in the second window."""
+    # of `size` >= 3 windows the last is never moved by this, so no epoch depends on more than its predecessor
+    recent = set(_shuffled(size, f"{key}:{epoch - 1}")[size - window :])
+    first = list(_shuffled(size, f"{key}:{epoch}")[: 2 * window])
+    return [row for row in first if row not in recent] + [row for row in first if row in recent]

@@ -9,22 +9,13 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 
-__all__ = ["Shard"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard `number` of `of`, written "3/8".
+    """Shard `number` of `of`, written "3/8", numbered from 1.
 
     Its prompts are those whose example id leaves the remainder `number - 1` when divided by `of`. Datasets that are
     sorted by difficulty or length so give shards that take about as long.
-
-    Attributes:
-        number: from 1 to `of`.
-        of: number of shards.
-
-    Raises:
-        ConfigError: the number is not among them.
     """
 
     number: int
@@ -39,11 +30,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Return the shard that a text such as "3/8" names.
-
-        Raises:
-            ConfigError: it names none.
-        """
+        """Return the shard that a text such as "3/8" names; refuse one that names none."""
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
         if found is None:
             raise ConfigError(f"{text!r} is not a shard: write K/N, such as 3/8.")
@@ -56,11 +43,7 @@ class Shard:
         return None if text is None else cls.parse(str(text))
 
     def examples(self, num_examples: int) -> range:
-        """Return the example ids of this shard's prompts.
-
-        Raises:
-            ConfigError: there are fewer prompts than shards, so that some would have none.
-        """
+        """Return the example ids of this shard's prompts; refuse fewer prompts than shards."""
         if num_examples < self.of:
             raise ConfigError(
                 f"{num_examples} prompts cannot be split into {self.of} shards; give at most {num_examples}."

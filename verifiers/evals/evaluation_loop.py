@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from verifiers.data.batch_plan import rollout_seed
+from verifiers.data.sampler import rollout_seed
 from verifiers.data.shard import Shard
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import NothingScoredError

@@ -5,28 +5,14 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verifiers.monitoring.learning import LearningSignal
+from verifiers.monitoring.findings import LearningSignal
 from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, read_lines
-from verifiers.monitoring.time_metrics import RunTime
-
-__all__ = [
-    "EVAL_REWARD",
-    "ErrorCount",
-    "Evaluations",
-    "History",
-    "Points",
-    "eval_set_label",
-    "is_trained_on",
-    "name_eval_reward",
-    "read_history",
-    "thin_points",
-]
+from verifiers.monitoring.stage_timer import RunTime
 
 MOST_POINTS = 240
 """Points of a drawn curve; of more, each is the mean of several, with their span beside it."""
@@ -75,11 +61,10 @@ class Evaluations:
         return {"step": self.steps[at], "reward": self.rewards[at], "error": error if math.isfinite(error) else None}
 
     def put(self, step: float, reward: float, error: float) -> None:
-        """Take one in by its step: one that ran beside the training is logged late, or again after a resume."""
-        at = bisect_left(self.steps, step)
-        again = at < len(self.steps) and self.steps[at] == step
+        """Append an evaluation, in place of the last one where that was of the same step."""
+        end = len(self.steps) - (self.steps[-1:] == [step])
         for column, value in ((self.steps, step), (self.rewards, reward), (self.errors, error)):
-            column[at : at + again] = [value]
+            column[end:] = [value]
 
 
 @dataclass(slots=True)
@@ -87,13 +72,9 @@ class History:
     """The logged numbers of a run.
 
     Attributes:
-        steps: optimizer steps of the logs.
         columns: every metric's values at `steps`; NaN where it has none.
         evaluations: by the metric's name, e.g. "eval_reward".
         details: other means of evaluations: of "at_k", "function" and "task", by what a curve of them is called.
-        failures: by error.
-        time: sums over all of it.
-        signal: tells whether the run learns.
         last_at: when the last line was written, in seconds since 1970; 0.0 for none.
     """
 
@@ -127,11 +108,7 @@ class Points:
 
 
 def eval_set_label(name: str, *, trained_on: bool | None) -> str:
-    """Return the label of an eval reward: "held out", "trained rows" or "not checked", and its set's name if any.
-
-    Args:
-        trained_on: prompts of the set are training rows too; None where that was not checked.
-    """
+    """Return the label of an eval reward: "held out", "trained rows" or "not checked", and its set's name if any."""
     inner = name.removeprefix("eval").removesuffix("reward").strip("_")
     kind = "not checked" if trained_on is None else "trained rows" if trained_on else "held out"
     return f"{kind} {inner}".strip()
@@ -203,15 +180,12 @@ def _take_evaluations(history: History, line: Mapping[str, Any], step: float) ->
             found.trained_on = found.trained_on or is_trained_on(name, line)
         elif detail := _EVAL_DETAIL.fullmatch(name):
             kind = next(kind for kind in ("at_k", "function", "task") if detail[kind])
-            label = " ".join(filter(None, (_called(kind, detail[kind]), detail["set"])))
+            label = detail[kind]
+            if kind == "at_k":
+                measure, _, k = label.rpartition("_")
+                label = _MEASURES[measure] + k
+            label = " ".join(filter(None, (label, detail["set"])))
             history.details.setdefault(kind, {}).setdefault(label, Evaluations()).put(step, float(value), spread)
-
-
-def _called(kind: str, name: str) -> str:
-    if kind != "at_k":
-        return name
-    measure, _, k = name.rpartition("_")
-    return _MEASURES[measure] + k
 
 
 def _take_failures(history: History, line: Mapping[str, Any], step: int) -> None:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from verifiers.monitoring.bottleneck import Bottleneck
+from verifiers.monitoring.findings import Finding
 from verifiers.monitoring.history import EVAL_REWARD, eval_set_label, is_trained_on
-from verifiers.monitoring.learning import NothingLearned
 from verifiers.monitoring.number_text import bar, sparkline
-from verifiers.monitoring.run_log import Trend
-from verifiers.monitoring.stage_timer import STAGES
-from verifiers.monitoring.time_metrics import RunTime
+from verifiers.monitoring.stage_timer import STAGES, RunTime
 
-__all__ = ["LiveTable", "run_table"]
-
-_REFRESH_EVERY_S = 0.5
 _LEAST_S = 0.1
 _EVAL_SETS_SHOWN = 2
 _NAME_CHARACTERS = 18
@@ -33,12 +26,9 @@ _NAMES = {"old_logprobs": "old log-probs", "eval": "evaluation", "save": "checkp
 
 
 class LiveTable:
-    """A table of `content()`, drawn twice a second in a thread of its own until it is stopped; the last one stays.
+    """A table of `content()`, drawn twice a second by another thread until it is stopped; the last one stays.
 
     What is printed, warned of or logged meanwhile appears above it.
-
-    Args:
-        content: makes what is drawn; called from another thread.
     """
 
     def __init__(self, content: Callable[[], RenderableType], stream: TextIO) -> None:
@@ -46,12 +36,10 @@ class LiveTable:
         self._console = Console(file=stream, highlight=False)
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._last: RenderableType = Text("")
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._refresh, name="verifiers-table", daemon=True)
         self._live = Live(
             console=self._console,
             get_renderable=self._draw,
-            auto_refresh=False,
+            refresh_per_second=2,
             # what goes to a file is to stay there
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
@@ -68,7 +56,6 @@ class LiveTable:
                 if handler.stream is old and old is not new:
                     handler.setStream(new)
                     self._handlers.append((handler, old))
-        self._thread.start()
 
     def print(self, text: str) -> None:
         """Print a line above the table."""
@@ -76,17 +63,10 @@ class LiveTable:
 
     def stop(self) -> None:
         """Draw once more, and leave the terminal as it was. May be called twice."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
         handlers, self._handlers = self._handlers, []
         for handler, stream in handlers:
             handler.setStream(stream)
         self._live.stop()
-
-    def _refresh(self) -> None:
-        while not self._stopped.wait(_REFRESH_EVERY_S):
-            self._live.refresh()
 
     def _draw(self) -> RenderableType:
         try:
@@ -103,38 +83,36 @@ def run_table(
     now: str,
     latest: Mapping[str, Any],
     total: RunTime,
-    bottleneck: Bottleneck | None,
-    learning: NothingLearned | None = None,
+    bottleneck: Finding | None,
+    learning: Finding | None = None,
     done: float = 0.0,
-    reward: Trend | None = None,
+    reward: Sequence[float] = (),
 ) -> RenderableType:
     """Return the table, for a terminal of any width.
 
     Args:
-        bottleneck: of the run; None where nothing was measured.
-        learning: why the run learns nothing; None where it may.
         now: what the trainer does at the moment, and the generator.
         done: share of the steps, 0 .. 1.
-        reward: of the run so far.
+        reward: the mean reward of each log so far.
     """
     lines: list[RenderableType] = [Text(title, style="bold"), Text(now, style="cyan"), _Progress(done, reward)]
     if total.wall > 0:
-        lines.append(_SideBySide(_time_table(total), _newest_log(latest)))
-    if learning is not None:
-        lines += [Text(str(learning), style="bold red"), Text(f"try: {learning.advice}", style="dim")]
-    if bottleneck is not None:
-        lines += [Text(str(bottleneck), style="yellow"), Text(f"try: {bottleneck.advice}", style="dim")]
+        # the newest log first: where there is no room beside it, a terminal of few lines cuts off what is below
+        lines.append(Columns([_newest_log(latest), _time_table(total)], padding=(0, 2)))
+    for finding, style in ((learning, "bold red"), (bottleneck, "yellow")):
+        if finding is not None:
+            lines += [Text(str(finding), style=style), Text(f"try: {finding.advice}", style="dim")]
     return Group(*lines)
 
 
 class _Progress:
     """The bar of the run, and the reward's course beside or below it."""
 
-    def __init__(self, done: float, reward: Trend | None) -> None:
+    def __init__(self, done: float, reward: Sequence[float]) -> None:
         self._done = done
         self._reward = ""
-        if reward is not None and reward.first is not None:
-            self._reward = f"reward {reward.first:.3f} first, {reward.now:.3f} now  {sparkline(reward.values, 24)}"
+        if reward:
+            self._reward = f"reward {reward[0]:.3f} first, {reward[-1]:.3f} now  {sparkline(reward, 24)}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         percent = f" {100 * self._done:.0f} %"
@@ -143,26 +121,6 @@ class _Progress:
         width = min(_LONGEST_BAR, options.max_width - len(percent) if is_below else beside)
         text = Text.assemble((bar(self._done, max(1, width)), "green"), percent)
         yield text.append("\n" if is_below else "   ").append(self._reward) if self._reward else text
-
-
-class _SideBySide:
-    """Two tables beside one another where both fit whole, else below one another."""
-
-    def __init__(self, left: Table, right: Table) -> None:
-        self._left = left
-        self._right = right
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unbounded = options.update(width=10_000)
-        wanted = [Measurement.get(console, unbounded, table).maximum for table in (self._left, self._right)]
-        gap = min(4, options.max_width - sum(wanted))
-        if gap < 2:
-            # the newest log first: a terminal of few lines cuts off what is below
-            yield Group(self._right, self._left)
-            return
-        both = Table.grid(padding=(0, gap))
-        both.add_row(self._left, self._right)
-        yield both
 
 
 def _time_table(total: RunTime) -> Table:
@@ -193,7 +151,7 @@ def _newest_log(latest: Mapping[str, Any]) -> Table:
         *_eval_rewards(latest),
         ("a step", _times(latest, "time/step_s")),
         ("overlap ratio", _joined(latest, "{:.2f}", "overlap_ratio")),
-        ("server busy", _percent(latest, "rollouts/server_busy")),
+        ("server busy", _joined(latest, "{:.0%}", "rollouts/server_busy").replace("%", " %")),
         ("in flight, queued", _joined(latest, "{:.0f}", "rollouts/in_flight", "rollouts/queued")),
         ("latency p50/95/max", _times(latest, "time/rollout_p50_s", "time/rollout_p95_s", "time/rollout_max_s")),
         ("block, its scoring", _times(latest, "time/block_generation_s", "time/scoring_mean_s")),
@@ -214,14 +172,11 @@ def _eval_rewards(latest: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name in names[:_EVAL_SETS_SHOWN]:
         reward, error = _number(latest, name), _number(latest, f"{name}_stderr")
         shown = f"{reward:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-        rows.append((_cut(eval_set_label(name, trained_on=is_trained_on(name, latest))), shown))
+        label = eval_set_label(name, trained_on=is_trained_on(name, latest))
+        rows.append((label if len(label) <= _NAME_CHARACTERS else label[: _NAME_CHARACTERS - 1] + "…", shown))
     if more := len(names) - len(rows):
         rows.append(("", f"and {more} more"))
     return rows
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= _NAME_CHARACTERS else name[: _NAME_CHARACTERS - 1] + "…"
 
 
 def _joined(latest: Mapping[str, Any], form: str, *names: str) -> str:
@@ -238,11 +193,6 @@ def _times(latest: Mapping[str, Any], *names: str) -> str:
     if min(known) < _LEAST_S:
         return " / ".join(_seconds(value) or "–" for value in values)
     return " / ".join("–" if value is None else _three_digits(value) for value in values) + " s"
-
-
-def _percent(latest: Mapping[str, Any], name: str) -> str:
-    value = _number(latest, name)
-    return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def _number(latest: Mapping[str, Any], name: str) -> float | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["bar", "rounded", "sparkline"]
-
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MOST_DECIMALS = 4
 
@@ -14,10 +12,7 @@ _MOST_DECIMALS = 4
 def rounded(value: float | None, stderr: float | None, sign: str = "") -> str:
     """Return a number with the decimals that its standard error leaves a meaning: two digits of the error.
 
-    Args:
-        value: "-" stands for None and NaN.
-        stderr: of the value; 3 decimals where it is 0 or not known.
-        sign: "+" shows the sign of positive numbers too.
+    It has 3 decimals where that is 0 or not known, and "-" stands for None and NaN.
     """
     if value is None or math.isnan(value):
         return "-"

@@ -32,23 +32,6 @@ from verifiers.evals.json_lines import json_line, plain
 from verifiers.log import Redactor
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock
 
-__all__ = [
-    "METRICS",
-    "OTHER_ERRORS",
-    "RUN",
-    "SAMPLES",
-    "ErrorCounts",
-    "RunRecord",
-    "SampleChoice",
-    "Trend",
-    "error_key",
-    "is_training_run",
-    "read_lines",
-    "read_run",
-    "replace_file",
-    "shown_messages",
-]
-
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -73,8 +56,11 @@ def read_run(directory: str | Path) -> dict[str, Any]:
 def replace_file(path: Path, text: str) -> None:
     """Write a file in one step: readers see the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -91,33 +77,33 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a logged value is a finite number."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 class RunRecord:
     """The writer of a run's record. A file that cannot be written is warned of once, and costs the run nothing else.
 
     Args:
         resume_step: the optimizer step that the run is resumed from; None for a new run, which removes what an
             earlier run left there.
-        redact: takes secrets out of every text.
 
     Attributes:
-        redact: the same, for texts that are cut or changed before they come here.
+        redact: takes secrets out of texts; also of those that are cut or changed before they come here.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        resume_step: int | None,
-        redact: Redactor | None = None,
-    ) -> None:
+    def __init__(self, directory: str | Path, *, resume_step: int | None, redact: Redactor | None = None) -> None:
         self.directory = Path(directory)
         self.redact = redact or Redactor([])
         self._warned = False
         self._run = read_run(directory) if resume_step is not None else {}
         with self._warning():
             self.directory.mkdir(parents=True, exist_ok=True)
-            for name in (METRICS, SAMPLES):
-                self._keep_until(self.directory / name, resume_step)
+            for path in (self.directory / METRICS, self.directory / SAMPLES):
+                if path.exists():
+                    rows = [] if resume_step is None else [r for r in read_lines(path) if r["step"] <= resume_step]
+                    replace_file(path, "".join(json_line(row) + "\n" for row in rows))
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -153,13 +139,6 @@ class RunRecord:
         with self._warning(), (self.directory / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(self.redact(json_line(row)) + "\n" for row in rows))
 
-    def _keep_until(self, path: Path, step: int | None) -> None:
-        if not path.exists():
-            return
-        rows = [] if step is None else [row for row in read_lines(path) if row["step"] <= step]
-        kept = [json_line(row) + "\n" for row in rows]
-        replace_file(path, "".join(kept))
-
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
         try:
@@ -171,52 +150,9 @@ class RunRecord:
                 logger.warning(text, self.directory, error)
 
 
-_MOST_MEANS = 256
-
-
-class Trend:
-    """The course of a metric: its first and newest value, and means of equal spans between them.
-
-    It keeps 256 means at most, however long the run.
-
-    Attributes:
-        first: the first value; None before there is one.
-        now: the newest value; None before there is one.
-    """
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.now: float | None = None
-        self._means: list[float] = []
-        self._newest: list[float] = []
-        self._values_a_mean = 1
-
-    @property
-    def values(self) -> Sequence[float]:
-        """Means of equal numbers of values, in order."""
-        return self._means or self._newest
-
-    def take(self, value: Any) -> None:
-        """Take in a value; what is not a finite number is left out."""
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            return
-        self.now = float(value)
-        self.first = self.now if self.first is None else self.first
-        self._newest.append(self.now)
-        if len(self._newest) < self._values_a_mean:
-            return
-        self._means.append(fmean(self._newest))
-        self._newest = []
-        if len(self._means) == _MOST_MEANS:
-            pairs = zip(self._means[::2], self._means[1::2], strict=True)
-            self._means = [(one + two) / 2 for one, two in pairs]
-            self._values_a_mean *= 2
-
-
 OTHER_ERRORS = "other errors"
 """Key under which errors beyond the commonest are counted."""
 
-_MOST_HELD = 1000
 _ONE_OF_A_KIND = re.compile(
     r"0x[0-9a-fA-F]+"
     r"|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
@@ -232,26 +168,11 @@ def error_key(text: str) -> str:
     return _ONE_OF_A_KIND.sub("…", text)
 
 
-class ErrorCounts:
-    """Counts of errors by their text; past a number of texts, further ones are counted together."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def add(self, texts: Iterable[str]) -> None:
-        """Count the failures that these texts tell of."""
-        for text in texts:
-            error = error_key(text)
-            is_known = error in self._counts or len(self._counts) < _MOST_HELD
-            self._counts[error if is_known else OTHER_ERRORS] += 1
-
-    def take(self, most: int) -> dict[str, int]:
-        """Return the commonest errors, with all others as `OTHER_ERRORS`, and start counting from zero."""
-        others = self._counts.pop(OTHER_ERRORS, 0)
-        kept = dict(self._counts.most_common(most))
-        others += self._counts.total() - sum(kept.values())
-        self._counts.clear()
-        return {**kept, OTHER_ERRORS: others} if others else kept
+def commonest_errors(counts: Counter[str], most: int) -> dict[str, int]:
+    """Return the commonest of some counted errors, with all others as `OTHER_ERRORS`."""
+    kept = dict(counts.most_common(most))
+    others = counts.total() - sum(kept.values())
+    return {**kept, OTHER_ERRORS: others} if others else kept
 
 
 # -- rollouts that are kept for reading ----------------------------------------------------------------------------
@@ -264,11 +185,7 @@ _MESSAGES = 24
 
 
 class SampleChoice:
-    """The choice of what is kept of each block.
-
-    Args:
-        kept: lines that are kept already, of the same run before it was resumed.
-    """
+    """The choice of what is kept of each block; `kept` are lines of the same run before it was resumed."""
 
     def __init__(self, max_steps: int, kept: Iterable[Mapping[str, Any]] = ()) -> None:
         self._every = max(1, max_steps // _TIMES)
@@ -286,7 +203,6 @@ class SampleChoice:
 
         Args:
             advantages: by rollout; a list has one a token.
-            step: the optimizer step that first trains on it.
             is_last: no block comes after it; it is looked at in any case.
         """
         groups = [group for group in block.groups if group.rollouts]

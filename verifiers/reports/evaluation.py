@@ -1,40 +1,28 @@
-"""report.html: an evaluation in one file that needs nothing else, or two evaluations side by side."""
+"""report.html: an evaluation in one file that needs nothing else, or two evaluations side by side.
+
+The page's script reads columns of small values when it opens, and a block of transcripts when one of its rollouts is
+looked at, so that opening a page of 10,000 rollouts does not wait for 10,000 transcripts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from verifiers.chat_messages import as_text, messages_of
 from verifiers.errors import ConfigError
 from verifiers.evals.comparison import prompt_digest
 from verifiers.evals.json_lines import parse_row
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import RESULTS, iter_rows, read_metadata
-from verifiers.reports.evaluation_data import (
-    ROWS_PER_BLOCK,
-    Entry,
-    columns_of,
-    difference_of,
-    entry_of,
-    example_of,
-    groups_by_prompt,
-    json_block,
-    numbers_of,
-    sampled_examples,
-    sampled_groups,
-    summary_of,
-)
-from verifiers.reports.page import page_text, write_page
-from verifiers.reports.runs import run_name
-
-__all__ = [
-    "MOST_BYTES",
-    "MOST_ROLLOUTS",
-    "comparison_text",
-    "write_comparison_report",
-    "write_evaluation_report",
-]
+from verifiers.evals.statistics import Estimate, mean_and_stderr_clustered, paired_difference
+from verifiers.evals.store import RESULTS, iter_lines, metrics_of, read_metadata
+from verifiers.evals.summary import RIGHT_FROM, at_k, rollouts_planned
+from verifiers.reports.page import json_text, page_text, write_page
 
 MOST_ROLLOUTS = 10_000
 """Rollouts that a file holds; of more it shows a sample of whole prompts, and says so."""
@@ -42,9 +30,16 @@ MOST_ROLLOUTS = 10_000
 MOST_BYTES = 48 << 20
 """Bytes of transcripts that a file holds."""
 
+ROWS_PER_BLOCK = 100
+
+_PROMPT_CHARACTERS = 140
+_LAST_CHARACTERS = 160
+
+_Item = TypeVar("_Item")
+
 
 def write_evaluation_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the page that shows an evaluation: its numbers, charts, and rollouts to read.
+    """Write the page that shows an evaluation: its numbers, charts, and rollouts to read; return its path.
 
     Over `MOST_ROLLOUTS` rollouts, or `MOST_BYTES` of transcripts, the page shows the rollouts of a sample of prompts,
     evenly spaced, and says so; its numbers are those of all. The same rows give the same bytes.
@@ -53,33 +48,20 @@ def write_evaluation_report(run_dir: Path, out: Path | None = None) -> Path:
         run_dir: directory with results.jsonl and metadata.json; it may still be growing.
         out: the file to write; default report.html in `run_dir`.
 
-    Returns:
-        The path written to.
-
     Raises:
         ConfigError: `run_dir` holds no results, or damaged ones.
         OSError: the file cannot be written.
     """
     directory = Path(run_dir)
-    numbers, metadata = _numbers(directory), read_metadata(directory)
-    entries = _entries(directory, sampled_examples(numbers, MOST_ROLLOUTS))
-    summary = summary_of(numbers, metadata, run_name(directory))
+    entries, numbers = read_entries(directory)
+    summary = summary_of(numbers, read_metadata(directory), run_name(directory))
     return write_page(out or directory / "report.html", _page([directory], [summary], entries, None))
 
 
 def write_comparison_report(before: Path, after: Path, out: Path) -> Path:
     """Write one page that shows two evaluations side by side, with the differences prompt by prompt.
 
-    Args:
-        after: run directory. Prompts are the same where example ids, texts, answers and tasks are; the page says
-            which have the same id alone.
-
-    Returns:
-        The path written to.
-
-    Raises:
-        ConfigError: one of them holds no results, or damaged ones.
-        OSError: the file cannot be written.
+    Prompts are the same where example ids, texts, answers and tasks are; the page says which have the same id alone.
     """
     return write_page(out, comparison_text(before, after))
 
@@ -88,47 +70,17 @@ def comparison_text(before: Path, after: Path, *, home: str | None = None) -> st
     """Return the page of `write_comparison_report`, with a link to `home` where a server has a list of runs."""
     summaries, entries, settings = [], [], []
     for run, directory in enumerate((Path(before), Path(after))):
-        numbers, metadata = _numbers(directory), read_metadata(directory)
-        settings.append(metadata)
-        entries.append(_entries(directory, None, run))
-        summaries.append(summary_of(numbers, metadata, run_name(directory)))
+        found, numbers = read_entries(directory, run)
+        entries.append(found)
+        settings.append(read_metadata(directory))
+        summaries.append(summary_of(numbers, settings[run], run_name(directory)))
     difference = difference_of(entries[0], entries[1], settings)
     return _page([Path(before), Path(after)], summaries, entries[0] + entries[1], difference, home)
 
 
-def _numbers(directory: Path) -> RolloutResults:
-    """Return the numbers of a run, without any transcript."""
-    if not (directory / RESULTS).is_file():
-        raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
-    return numbers_of(iter_rows(directory))
-
-
-def _entries(directory: Path, examples: set[str] | None, run: int = 0) -> list[Entry]:
-    """Return the entries that count: of a rollout that was done again, the last.
-
-    Args:
-        examples: of these alone; None stands for all, with a hash of each prompt, for a comparison.
-        run: 0, or 1 for the second of two runs.
-    """
-    last: dict[tuple[str, int], Entry] = {}
-    asked: dict[str, str] = {}
-    offset = 0
-    with (directory / RESULTS).open("rb") as file:
-        for line in file:
-            try:
-                row = parse_row(line)
-            except ConfigError:
-                raise
-            except ValueError:
-                break  # the last line, which is half-written: the others were read before
-            example = example_of(row)
-            if examples is None and example not in asked:
-                asked[example] = prompt_digest(row)
-            if examples is None or example in examples:
-                entry = entry_of(row, run, offset, asked.get(example, ""))
-                last[entry.example, entry.generation] = entry
-            offset += len(line)
-    return list(last.values())
+def run_name(directory: Path) -> str:
+    """Return the last two parts of a run's path, by which people find the run again."""
+    return "/".join(Path(os.path.abspath(directory)).parts[-2:])
 
 
 def _page(
@@ -140,11 +92,10 @@ def _page(
 ) -> str:
     # rows of two runs are grouped together, so that a sample holds both sides of a prompt
     shown = sampled_groups(groups_by_prompt(entries), MOST_ROLLOUTS)
-    rows = _Rows(directories)
     while True:
         flat = [entry for group in shown for entry in group]
         parts = (flat[at : at + ROWS_PER_BLOCK] for at in range(0, len(flat), ROWS_PER_BLOCK))
-        blocks = [json_block([rows.row(entry) for entry in part]) for part in parts]
+        blocks = [json_block([_row(directories[entry.run], entry) for entry in part]) for part in parts]
         size = sum(len(block.encode("utf-8", "backslashreplace")) for block in blocks)
         if size <= MOST_BYTES or len(flat) <= 1:
             break
@@ -162,13 +113,322 @@ def _page(
     return page_text(title, data, blocks)
 
 
-class _Rows:
-    """Rows of some runs, read when they are asked for, so that memory holds a block of them and never a run."""
+def _row(directory: Path, entry: Entry) -> dict[str, Any]:
+    # read when it is asked for: memory holds a block of rows and never a run
+    with (directory / RESULTS).open("rb") as file:
+        file.seek(entry.offset)
+        return parse_row(file.readline())
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self._paths = [directory / RESULTS for directory in directories]
 
-    def row(self, entry: Entry) -> dict[str, Any]:
-        with self._paths[entry.run].open("rb") as file:
-            file.seek(entry.offset)
-            return parse_row(file.readline())
+def read_entries(directory: Path, run: int = 0) -> tuple[list[Entry], RolloutResults]:
+    """Return a run's rollouts without transcripts, of one that was done again the last, and the numbers of all."""
+    if not (directory / RESULTS).is_file():
+        raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
+    last: dict[tuple[str, int], Entry] = {}
+    asked: dict[str, str] = {}
+    numbers, offset = RolloutResults(), 0
+    for line, row in iter_lines(directory):
+        if (example := example_of(row)) not in asked:
+            asked[example] = prompt_digest(row)
+        entry = entry_of(row, run, offset, asked[example])
+        last[entry.example, entry.generation] = entry
+        numbers.add(entry.counted())
+        offset += len(line)
+    return list(last.values()), numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One rollout without its transcript.
+
+    Attributes:
+        run: 0, or 1 for the second of two runs.
+        reward: None where it was not scored.
+        metrics: each reward function's value, where it is a finite number.
+        seconds: of generation; None where the row does not say.
+        words: its last words, on one line.
+        prompt: the end of its prompt, on one line.
+        offset: of its row in results.jsonl, in bytes.
+        asked: a hash of its prompt, answer and task.
+    """
+
+    example: str
+    generation: int
+    run: int
+    outcome: str
+    reward: float | None
+    metrics: Mapping[str, float]
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float | None
+    words: str
+    prompt: str
+    offset: int = 0
+    asked: str = ""
+
+    def counted(self) -> dict[str, Any]:
+        """Return what `RolloutResults` counts, whatever shape the row had."""
+        return {
+            "example_id": self.example,
+            "generation": self.generation,
+            "outcome": self.outcome,
+            "reward": self.reward,
+            "metrics": self.metrics,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+
+
+def entry_of(row: Mapping[str, Any], run: int = 0, offset: int = 0, asked: str = "") -> Entry:
+    """Return the small values of a row; what is missing or of another type counts as absent."""
+    milliseconds = _number(row.get("generation_ms"))
+    said = next(_newest_first(row.get("prompt"), "prompt"), {}).get("text", "")
+    return Entry(
+        # the rollouts of a prompt share these texts, which would otherwise be most of what many entries take
+        example=example_of(row),
+        generation=_count(row.get("generation")),
+        run=run,
+        outcome=_outcome(row),
+        reward=_number(row.get("reward")),
+        metrics=_metrics(row),
+        prompt_tokens=_count(row.get("prompt_tokens")),
+        completion_tokens=_count(row.get("completion_tokens")),
+        seconds=None if milliseconds is None else milliseconds / 1000,
+        words=last_words(row),
+        prompt=sys.intern(" ".join(said[: 4 * _PROMPT_CHARACTERS].split())[:_PROMPT_CHARACTERS]),
+        offset=offset,
+        asked=sys.intern(asked),
+    )
+
+
+def example_of(row: Mapping[str, Any]) -> str:
+    """Return the example id of a row as the page has it."""
+    return sys.intern(as_text(row.get("example_id"))[:200])
+
+
+def columns_of(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Return the entries as lists of equal length, and each example's prompt once."""
+    names = sorted({name for entry in entries for name in entry.metrics})
+    prompts: dict[str, str] = {}
+    for entry in entries:
+        prompts.setdefault(entry.example, entry.prompt)
+    return {
+        "example": [entry.example for entry in entries],
+        "generation": [entry.generation for entry in entries],
+        "run": [entry.run for entry in entries],
+        "outcome": [entry.outcome for entry in entries],
+        "reward": [_rounded(entry.reward) for entry in entries],
+        "metrics": {name: [_rounded(entry.metrics.get(name)) for entry in entries] for name in names},
+        "promptTokens": [entry.prompt_tokens for entry in entries],
+        "completionTokens": [entry.completion_tokens for entry in entries],
+        "seconds": [_rounded(entry.seconds) for entry in entries],
+        "words": [entry.words for entry in entries],
+        "prompts": prompts,
+    }
+
+
+def json_block(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the transcripts of some rows as JSON; a prompt that several of them share stands once.
+
+    `{"prompts": [messages, ...], "rows": [{"prompt": place in prompts, "completion": messages, ...}, ...]}`
+    """
+    places: dict[str, int] = {}
+    shown = []
+    for row in rows:
+        transcript = _transcript(row)
+        prompt = json_text(transcript["prompt"])
+        transcript["prompt"] = places.setdefault(prompt, len(places))
+        shown.append(json_text(transcript))
+    return f'{{"prompts":[{",".join(places)}],"rows":[{",".join(shown)}]}}'
+
+
+def groups_by_prompt(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Group entries by prompt, in order of example ids, each by run and generation; whatever the order of arrival."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.example, []).append(entry)
+    return [
+        sorted(groups[example], key=lambda entry: (entry.run, entry.generation))
+        for example in sorted(groups, key=_order)
+    ]
+
+
+def sampled_groups(groups: Sequence[Sequence[_Item]], most: int) -> list[list[_Item]]:
+    """Return at most `most` items: whole groups, evenly spaced over all; of a single group too large, its first."""
+    total = sum(map(len, groups))
+    if total <= most:
+        return [list(group) for group in groups]
+    count = max(1, len(groups) * most // total)
+    kept: list[list[_Item]] = []
+    room = most
+    for place in range(count):
+        group = list(groups[place * len(groups) // count])[:room]
+        room -= len(group)
+        if group:
+            kept.append(group)
+    return kept
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    return sys.intern(str(row.get("outcome", "?"))[:40])
+
+
+def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name)[:200]: value for name, value in metrics_of(row).items() if math.isfinite(value)}
+
+
+def _order(example: str) -> tuple[int, int, str]:
+    return (0, int(example), "") if example.isdecimal() and len(example) < 20 else (1, 0, example)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _count(value: Any) -> int:
+    number = _number(value)
+    return 0 if number is None else int(number)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def summary_of(numbers: RolloutResults, metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return one run's numbers, ready for JSON; null stands for what the data cannot tell.
+
+    `name` is what the run is called where it stands beside another.
+    """
+    summary = metadata.get("summary")
+    seconds = summary.get("seconds") if isinstance(summary, Mapping) else None
+    chosen = summary.get("right_from") if isinstance(summary, Mapping) else None
+    right_from = float(chosen) if isinstance(chosen, (int, float)) and math.isfinite(chosen) else RIGHT_FROM
+    counts = numbers.counts()
+    return {
+        "name": name,
+        "title": " / ".join(as_text(metadata[key])[:120] for key in ("env", "model") if metadata.get(key)) or name,
+        "started": as_text(metadata.get("started"))[:80],
+        "metadata": as_text(dict(metadata)),
+        "rollouts": counts.rollouts,
+        "expected": rollouts_planned(metadata) or None,
+        # runs of before it have no status, but got their summary at the end
+        "finished": metadata.get("status", "finished" if isinstance(summary, Mapping) else "") == "finished",
+        "prompts": counts.prompts,
+        "promptsTrainedOn": _count(metadata.get("prompts_trained_on")),
+        "scored": counts.scored,
+        "outcomes": dict(counts.outcomes),
+        "measures": [
+            {"name": name, **_numbers(mean_and_stderr_clustered(list(numbers.values(name).values())))}
+            for name in numbers.metrics
+        ],
+        "promptTokens": numbers.prompt_tokens,
+        "completionTokens": numbers.completion_tokens,
+        "seconds": seconds if isinstance(seconds, (int, float)) and math.isfinite(seconds) else None,
+        "passAtK": [
+            {"k": row.k, **_numbers(row.pass_at)}
+            for row in at_k(list(numbers.values().values()), right_from=right_from)
+        ],
+        "rightFrom": right_from,
+    }
+
+
+def difference_of(
+    before: Sequence[Entry],
+    after: Sequence[Entry],
+    settings: Sequence[Mapping[str, Any]] = ({}, {}),
+) -> dict[str, Any]:
+    """Return the second run's gain, paired by prompt: one estimate of each measure that both have.
+
+    A prompt that asks something else in the second run, under the same example id, is in no pair, and is named.
+    """
+    asked = {entry.example: entry.asked for entry in before}
+    other = {entry.example for entry in after if asked.get(entry.example, entry.asked) != entry.asked}
+    before, after = ([entry for entry in entries if entry.example not in other] for entries in (before, after))
+    rows = {}
+    for name in ["reward", *sorted({name for entry in (*before, *after) for name in entry.metrics} - {"reward"})]:
+        one, two = _by_prompt(before, name), _by_prompt(after, name)
+        rows[name] = _numbers(paired_difference(one, two))
+    # a prompt that one side never scored has nothing to be compared with
+    one, two = _by_prompt(before, "reward"), _by_prompt(after, "reward")
+    return {
+        "measures": rows,
+        "shared": len(one.keys() & two.keys()),
+        "onlyBefore": len(one.keys() - two.keys()),
+        "onlyAfter": len(two.keys() - one.keys()),
+        "askedOtherwise": sorted(other),
+        "settings": [
+            {
+                "name": name,
+                "before": as_text(settings[0].get(name))[:200],
+                "after": as_text(settings[1].get(name))[:200],
+            }
+            for name in ("env", "env_args")
+            if settings[0].get(name) != settings[1].get(name)
+        ],
+    }
+
+
+def _by_prompt(entries: Sequence[Entry], name: str) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for entry in entries:
+        # what was not scored has no part in any mean, whichever of its functions did answer
+        value = None if entry.reward is None else entry.reward if name == "reward" else entry.metrics.get(name)
+        if value is not None:
+            found.setdefault(entry.example, []).append(value)
+    return found
+
+
+def _numbers(estimate: Estimate) -> dict[str, Any]:
+    shown = {name: getattr(estimate, name) for name in ("mean", "stderr", "low", "high")}
+    numbers = {name: None if math.isnan(value) else float(f"{value:.6g}") for name, value in shown.items()}
+    return {**numbers, "prompts": estimate.prompts, "rollouts": estimate.rollouts}
+
+
+def _transcript(row: Mapping[str, Any]) -> dict[str, Any]:
+    info, error = row.get("info"), row.get("error")
+    return {
+        "prompt": messages_of(row.get("prompt"), "prompt"),
+        "completion": messages_of(row.get("completion"), "completion"),
+        "answer": as_text(row.get("answer")),
+        "task": as_text(row.get("task")),
+        "info": as_text(info) if info else "",
+        "error": as_text(error) if error else None,
+    }
+
+
+def _newest_first(messages: Any, role: str) -> Iterator[dict[str, Any]]:
+    """Yield messages like `messages_of`, the last one first, so that the end of a long conversation is cheap."""
+    if isinstance(messages, list):
+        return (messages_of([message], role)[0] for message in reversed(messages))
+    return iter(messages_of(messages, role))
+
+
+def last_words(row: Mapping[str, Any]) -> str:
+    """Return the end of a rollout on one line: why it failed, or else the last thing that was said."""
+    if row.get("error"):
+        return _one_line(as_text(row["error"]), _LAST_CHARACTERS)
+    for message in _newest_first(row.get("completion"), "completion"):
+        calls = ", ".join(call["name"] for call in message.get("calls", ()))
+        words = _one_line(_after_thinking(message.get("text", "")), _LAST_CHARACTERS) or (
+            f"calls {calls}" if calls else ""
+        )
+        if words:
+            return words
+    return ""
+
+
+def _one_line(text: str, characters: int) -> str:
+    # only the end is looked at: splitting a text of megabytes for a line of it takes seconds over many rows
+    return " ".join(text[-4 * characters :].split())[-characters:]
+
+
+def _after_thinking(text: str) -> str:
+    """Return the text after the reasoning; the reasoning itself where nothing follows."""
+    head, end, rest = text.rpartition("</think>")
+    return rest if end and rest.strip() else head or rest

@@ -13,24 +13,12 @@ import functools
 import hashlib
 import html
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "EVALUATION_SCRIPTS",
-    "TRAINING_SCRIPTS",
-    "content_policy",
-    "json_text",
-    "page_text",
-    "plain_page",
-    "script_text",
-    "style_text",
-    "write_page",
-]
+from verifiers.monitoring.run_log import replace_file
 
 _SHARED_SCRIPTS = ("core.js", "transcript.js", "plot.js")
 EVALUATION_SCRIPTS = (
@@ -61,7 +49,7 @@ def page_text(
 
     Args:
         data: read by the script at the start, as plain data without NaN.
-        blocks: transcripts as of `evaluation_data.json_block`; a live page has none and asks its server.
+        blocks: transcripts as of `json_block`; a live page has none and asks its server.
         scripts: files of the script, which see each other's names.
         live: allow the page to ask the server that it came from, and no other.
     """
@@ -85,28 +73,15 @@ def page_text(
 
 
 def plain_page(title: str, body: str) -> str:
-    """Return a page of text and links without any script.
-
-    Args:
-        body: HTML, escaped by the caller.
-    """
+    """Return a page of text and links without any script; its body is HTML, escaped by the caller."""
     policy = f"default-src 'none'; style-src '{_hash(style_text())}'; form-action 'self'; base-uri 'none'"
     return "\n".join([*_head(title, policy), f'<body class="plain">{body}</body>', "</html>", ""])
 
 
 def content_policy(script: str, *, live: bool) -> str:
     """Return the content security policy of a page with this script."""
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src '{_hash(script)}'",
-            f"style-src '{_hash(style_text())}'",
-            "img-src data:",
-            *(["connect-src 'self'"] if live else []),
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style_text())}'; img-src data:; "
+    return policy + ("connect-src 'self'; " if live else "") + "base-uri 'none'; form-action 'none'"
 
 
 @functools.cache
@@ -138,14 +113,7 @@ def write_page(target: Path, text: str) -> Path:
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    replace_file(target, text)
     return target
 
 

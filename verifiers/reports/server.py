@@ -7,34 +7,46 @@ person at this machine: the server listens on a loopback address alone and answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
 import json
+import os
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aiohttp import web
+
 from verifiers.errors import ConfigError
-from verifiers.evals.store import RESULTS
+from verifiers.evals.json_lines import parse_row
+from verifiers.evals.results import RolloutResults
+from verifiers.evals.store import RESULTS, read_metadata
 from verifiers.http_requests import app_runner
 from verifiers.monitoring.history import eval_set_label, is_trained_on
 from verifiers.monitoring.number_text import rounded
-from verifiers.monitoring.run_log import is_training_run, read_run
-from verifiers.reports.evaluation import comparison_text
-from verifiers.reports.evaluation_data import ROWS_PER_BLOCK, columns_of
+from verifiers.monitoring.run_log import METRICS, is_training_run, read_run
+from verifiers.reports.evaluation import (
+    ROWS_PER_BLOCK,
+    Entry,
+    columns_of,
+    comparison_text,
+    entry_of,
+    json_block,
+    run_name,
+    summary_of,
+)
 from verifiers.reports.page import json_text, page_text, plain_page
-from verifiers.reports.runs import GrowingRun, find_runs, known_metadata, newest_metrics
 from verifiers.reports.training_run import run_version, started_at, training_data, training_page
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from verifiers.http_requests import Handler
-
-__all__ = ["HOST", "RunServer"]
 
 HOST = "127.0.0.1"
 _CLOSING_S = 0.5
+_DEEPEST = 4
+_CHUNK_BYTES = 8 << 20
+_TAIL_BYTES = 64 << 10
 _CELL_CHARACTERS = 100
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -57,9 +69,6 @@ class RunServer:
     Args:
         root: folder of run directories, at most four levels down, or a run directory itself.
         port: default 0 takes a free one.
-
-    Raises:
-        ConfigError: `root` is not a directory.
     """
 
     def __init__(self, root: Path, port: int = 0) -> None:
@@ -79,13 +88,7 @@ class RunServer:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError where the port is taken."""
-        from aiohttp import web
-
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            return await self._guarded(request, handler)
-
-        app = web.Application(middlewares=[guard])
+        app = web.Application(middlewares=[_guarded])
         app.router.add_get("/", self._list)
         app.router.add_get("/compare", self._compare)
         app.router.add_get("/run/{run:.+}/rows", self._rows)
@@ -111,23 +114,8 @@ class RunServer:
     def _is_own_host(self, host: str) -> bool:
         return host in (f"{HOST}:{self.port}", f"localhost:{self.port}")
 
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        from aiohttp import web
-
-        try:
-            response = await handler(request)
-        except web.HTTPException as error:
-            error.headers.update(_HEADERS)
-            raise
-        except (OSError, ConfigError) as error:
-            # runs can be deleted or damaged while they are looked at
-            response = web.Response(status=404, text=f"{error}\n")
-        response.headers.update(_HEADERS)
-        return response
-
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        text = await asyncio.to_thread(_list_text, self.root)
-        return _html(text)
+        return _html(await asyncio.to_thread(_list_text, self.root))
 
     async def _compare(self, request: web.Request) -> web.StreamResponse:
         chosen = set(request.query.getall("run", []))
@@ -148,8 +136,6 @@ class RunServer:
         return _html(text)
 
     async def _training(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         directory = await self._directory(request.match_info["run"])
         if not is_training_run(directory):
             raise web.HTTPNotFound(text="This is not a training run.\n")
@@ -167,8 +153,6 @@ class RunServer:
         return _json(data)
 
     async def _block(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         run = await self._run(request)
         async with self._reading:
             text = await asyncio.to_thread(run.block, int(request.match_info["number"]))
@@ -182,12 +166,24 @@ class RunServer:
         return self._opened.setdefault(key, GrowingRun(directory))
 
     async def _directory(self, key: str) -> Path:
-        from aiohttp import web
-
         found = await asyncio.to_thread(find_runs, self.root)
         if key not in found:
             raise web.HTTPNotFound(text="There is no such run.\n")
         return found[key]
+
+
+@web.middleware
+async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        error.headers.update(_HEADERS)
+        raise
+    except (OSError, ConfigError) as error:
+        # runs can be deleted or damaged while they are looked at
+        response = web.Response(status=404, text=f"{error}\n")
+    response.headers.update(_HEADERS)
+    return response
 
 
 def _news(run: GrowingRun, start: int) -> dict[str, Any]:
@@ -246,7 +242,7 @@ def _cell(text: object, below: str = "") -> str:
 def _evaluation_cells(directory: Path) -> list[tuple[str, ...]]:
     metadata = known_metadata(directory)
     numbers = _mapping(metadata, "summary")
-    reward = _mapping(numbers, "rewards", "reward")
+    reward = _mapping(_mapping(numbers, "rewards"), "reward")
     mean, stderr, low, high = (_number(reward, name) for name in ("mean", "stderr", "low", "high"))
     interval = "" if low is None else f"{rounded(low, stderr)} .. {rounded(high, stderr)}"
     done = f"{numbers['rollouts']} rollouts" if isinstance(numbers.get("rollouts"), int) else "not finished"
@@ -281,12 +277,9 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _mapping(record: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return the mapping under these names; empty where one of them is missing or something else."""
-    for name in names:
-        found = record.get(name)
-        record = found if isinstance(found, dict) else {}
-    return record
+def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _notice_text(text: str) -> str:
@@ -295,13 +288,124 @@ def _notice_text(text: str) -> str:
 
 
 def _html(text: str, status: int = 200) -> web.Response:
-    from aiohttp import web
-
     body = text.encode("utf-8", "backslashreplace")
     return web.Response(body=body, status=status, content_type="text/html", charset="utf-8")
 
 
 def _json(data: Any) -> web.Response:
-    from aiohttp import web
-
     return web.Response(body=json_text(data).encode("utf-8", "backslashreplace"), content_type="application/json")
+
+
+# -- run directories ------------------------------------------------------------------------------------------------
+
+
+def known_metadata(directory: Path) -> dict[str, Any]:
+    """Return what metadata.json holds; empty where it is missing or damaged, since the results can still be shown."""
+    try:
+        return read_metadata(directory)
+    except (ConfigError, OSError, RecursionError):
+        return {}
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Return the directories under `root` that hold an evaluation or a training run, by their path, newest first.
+
+    Where `root` is a run itself, it has the name of its directory. Links that lead out of `root` are not followed.
+    """
+    real_root = root.resolve()
+    found: list[tuple[float, str, Path]] = []
+    for parent, names, _ in os.walk(root):
+        path = Path(parent)
+        depth = len(path.relative_to(root).parts)
+        names[:] = [] if depth >= _DEEPEST else [name for name in names if not name.startswith(".")]
+        file = _record_of(path)
+        if file is not None and file.resolve().is_relative_to(real_root):
+            key = path.relative_to(root).as_posix() if depth else real_root.name or "run"
+            found.append((-file.stat().st_mtime, key, path))
+    return {key: path for _, key, path in sorted(found)}
+
+
+def newest_metrics(directory: Path) -> dict[str, Any]:
+    """Return the newest value of each metric of a training run, of its last lines alone."""
+    with (directory / METRICS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    newest: dict[str, Any] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):
+            newest.update(json.loads(line))
+    return newest
+
+
+def _record_of(directory: Path) -> Path | None:
+    """Return the file that grows while a run is in progress; None where the directory holds no run."""
+    if (directory / RESULTS).is_file():
+        return directory / RESULTS
+    return directory / METRICS if is_training_run(directory) else None
+
+
+class GrowingRun:
+    """A run that is read as it grows: each refresh reads what was appended since the last.
+
+    Not for several threads at once. Only small values are kept; transcripts are read again from the file. `epoch`
+    counts how often the file was replaced or cut, which makes row numbers mean something else.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.entries: list[Entry] = []
+        self.epoch = 0
+        self._numbers = RolloutResults()
+        self._offset = 0
+        self._file_id: tuple[int, int] | None = None
+        self._summary: tuple[int, int, dict[str, Any], dict[str, Any]] | None = None
+
+    def refresh(self) -> int:
+        """Read what is new; the number of rows now. A last line without its end waits for the next time.
+
+        Raises:
+            OSError: the file is gone.
+        """
+        with (self.directory / RESULTS).open("rb") as file:
+            status = os.fstat(file.fileno())
+            file_id = (status.st_dev, status.st_ino)
+            if self._file_id not in (None, file_id) or status.st_size < self._offset:
+                self.entries, self._offset, self.epoch = [], 0, self.epoch + 1
+                self._numbers = RolloutResults()
+            self._file_id = file_id
+            file.seek(self._offset)
+            while lines := file.readlines(_CHUNK_BYTES):
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        return len(self.entries)
+                    row = self._row(line)
+                    if row is not None:
+                        self.entries.append(entry_of(row, offset=self._offset))
+                        self._numbers.add(self.entries[-1].counted())
+                    self._offset += len(line)
+        return len(self.entries)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's numbers as of the last refresh; computed again only where rows or metadata changed."""
+        metadata = known_metadata(self.directory)
+        if self._summary is None or self._summary[:3] != (self.epoch, len(self.entries), metadata):
+            numbers = summary_of(self._numbers, metadata, run_name(self.directory))
+            self._summary = (self.epoch, len(self.entries), metadata, numbers)
+        return self._summary[3]
+
+    def block(self, number: int) -> str:
+        """Return the transcripts of the rows from `number * ROWS_PER_BLOCK` on as JSON; fewer at the end, or none."""
+        start = number * ROWS_PER_BLOCK
+        rows: list[Mapping[str, Any]] = []
+        with (self.directory / RESULTS).open("rb") as file:
+            for entry in self.entries[start : start + ROWS_PER_BLOCK]:
+                file.seek(entry.offset)
+                rows.append(self._row(file.readline()) or {})
+        return json_block(rows)
+
+    def _row(self, line: bytes) -> dict[str, Any] | None:
+        """Return a line's row; None for one that a crash cut off."""
+        try:
+            return parse_row(line.decode("utf-8", "replace").encode())
+        except (ValueError, RecursionError):
+            return None

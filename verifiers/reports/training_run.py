@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -15,41 +16,32 @@ from verifiers.errors import ConfigError
 from verifiers.evals.json_lines import parse_row
 from verifiers.evals.store import RESULTS, iter_rows
 from verifiers.log import Redactor, secrets_of_run
-from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
-from verifiers.monitoring.history import History, eval_set_label, read_history
+from verifiers.monitoring.findings import Finding, find_bottleneck
+from verifiers.monitoring.history import Evaluations, History, eval_set_label, read_history, thin_points
 from verifiers.monitoring.run_log import METRICS, OTHER_ERRORS, RUN, SAMPLES, read_lines, read_run, shown_messages
-from verifiers.monitoring.stage_timer import STAGES
-from verifiers.monitoring.time_metrics import RunTime
+from verifiers.monitoring.stage_timer import STAGES, RunTime
 from verifiers.reports.page import TRAINING_SCRIPTS, page_text, write_page
-from verifiers.reports.training_charts import STAGE_COLOURS, chart_sections, marked_steps, step_span
 
-__all__ = [
-    "bottleneck_of",
-    "run_title",
-    "run_version",
-    "sample_sections",
-    "started_at",
-    "stored_evaluations",
-    "training_data",
-    "training_page",
-    "write_training_report",
-]
+_COLOURS = 9
+_STAGES_BY_COLOUR = ("train", "wait", "sync", "optimizer", "old_logprobs", "eval", "save", "prepare", "rest")
+STAGE_COLOURS = {stage: number for number, stage in enumerate(_STAGES_BY_COLOUR)}
+"""Index of each stage's colour in the style sheet."""
+
+_LEAST_SHARE = 0.01
+_MOST_MARKS = 40
 
 _ERRORS_SHOWN = 30
 _BOTTLENECK_SETTINGS = ("num_batches_ahead", "shares_cores", "drains", "max_concurrent", "max_staleness")
 
 
 def write_training_report(run_dir: str | Path, out: Path | None = None) -> Path:
-    """Write the page that shows a training run: its numbers, curves, and rollouts to read.
+    """Write the page that shows a training run: its numbers, curves, and rollouts to read; return its path.
 
     The file is replaced in one step: readers see the old page or the new one.
 
     Args:
         run_dir: the run's `output_dir`; the run may still be in progress.
         out: the file to write; report.html in `run_dir` when left out.
-
-    Returns:
-        The path written to.
 
     Raises:
         ConfigError: the directory holds no record of a training run.
@@ -62,11 +54,7 @@ def write_training_report(run_dir: str | Path, out: Path | None = None) -> Path:
 
 
 def training_page(directory: Path, *, live: bool = False) -> str:
-    """Return the page of a training run.
-
-    Args:
-        live: let the page ask its server for newer data.
-    """
+    """Return the page of a training run; a live one may ask its server for newer data."""
     data = training_data(directory)
     return page_text(
         data["title"], {**data, "live": live, "home": "/" if live else None}, scripts=TRAINING_SCRIPTS, live=live
@@ -76,15 +64,16 @@ def training_page(directory: Path, *, live: bool = False) -> str:
 def training_data(directory: Path) -> dict[str, Any]:
     """Return what the page shows of a run, as plain data without NaN and without the secrets of this process."""
     run, history = read_run(directory), read_history(directory)
+    updates = run.get("updates_per_block")
     data = {
         "version": run_version(directory),
-        "title": run_title(run, directory),
+        "title": " / ".join(str(run[key]) for key in ("env", "model") if run.get(key)) or directory.resolve().name,
         "status": str(run.get("status", "")),
         "started": _started(run),
         "stoppedBy": str(run["stopped_by"]) if run.get("stopped_by") else "",
         "head": _head(run, history),
-        "learning": _learning(run, history),
-        "bottleneck": _bottleneck(bottleneck_of(run, history.time)),
+        "learning": _finding(history.signal.finding(updates if isinstance(updates, int) else 1)),
+        "bottleneck": _finding(bottleneck_of(run, history.time)),
         "time": _time(history.time, run.get("memory")),
         "span": step_span(history),
         "marks": marked_steps(run, history),
@@ -104,11 +93,6 @@ def training_data(directory: Path) -> dict[str, Any]:
     return redacted
 
 
-def run_title(run: Mapping[str, Any], directory: Path) -> str:
-    """Return environment and model of a run, or else the name of its directory."""
-    return " / ".join(str(run[key]) for key in ("env", "model") if run.get(key)) or directory.resolve().name
-
-
 def run_version(directory: Path) -> str:
     """Return a text that changes whenever the files of the run do."""
     sizes = []
@@ -119,7 +103,7 @@ def run_version(directory: Path) -> str:
     return " ".join(sizes)
 
 
-def bottleneck_of(run: Mapping[str, Any], total: RunTime) -> Bottleneck | None:
+def bottleneck_of(run: Mapping[str, Any], total: RunTime) -> Finding | None:
     """Return what limits the speed of a run; None where nothing was measured."""
     settings = run.get("judged_by")
     if not isinstance(settings, dict):
@@ -129,14 +113,8 @@ def bottleneck_of(run: Mapping[str, Any], total: RunTime) -> Bottleneck | None:
     return find_bottleneck(total, **{"num_batches_ahead": 0, **known})
 
 
-def _bottleneck(found: Bottleneck | None) -> dict[str, str] | None:
-    return None if found is None else {"kind": found.kind, "text": found.text, "advice": found.advice}
-
-
-def _learning(run: Mapping[str, Any], history: History) -> dict[str, str] | None:
-    updates = run.get("updates_per_block")
-    found = history.signal.finding(updates if isinstance(updates, int) else 1)
-    return None if found is None else {"text": str(found), "advice": found.advice}
+def _finding(found: Finding | None) -> dict[str, str] | None:
+    return None if found is None else dataclasses.asdict(found)
 
 
 def _head(run: Mapping[str, Any], history: History) -> dict[str, Any]:
@@ -222,6 +200,215 @@ def _errors(history: History) -> dict[str, Any]:
         "leftOut": len(others),
         "leftOutRollouts": sum(error.count for _, error in others),
     }
+
+
+# -- charts: which curves are shown, by subject, and their points ----------------------------------------------
+
+_Chart = dict[str, Any]
+
+
+def step_span(history: History) -> tuple[float, float]:
+    """Return the first and last optimizer step of the x axis, which all charts share; (0, 0) without any log."""
+    steps = [max(found.steps, default=0.0) for found in history.evaluations.values()]
+    return 0.0, float(max([*steps, *history.steps[-1:]], default=0.0))
+
+
+def chart_sections(run: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
+    """Return the charts that have something to draw: `{"title", "charts"}` for each subject.
+
+    A chart is `{"title", "note", "series", "stacked", "staircase", "fromZero"}`. A series is `{"name", "colour",
+    "x", "y"}`, with "low" and "high" where each point is the mean of several, or "errors" where the points are means
+    of an eval set (null where one has no standard error).
+    """
+    sections = {
+        "Learning": _learning_charts(history),
+        "Held out": _evaluation_charts(history),
+        "Speed": [_step_time(history), *(_chart(history, *one) for one in _SPEED)],
+        "Off-policy": [_chart(history, *one) for one in _OFF_POLICY],
+        "Data": _data(run, history),
+    }
+    found = ({"title": title, "charts": [c for c in charts if c["series"]]} for title, charts in sections.items())
+    return [section for section in found if section["charts"]]
+
+
+def marked_steps(run: Mapping[str, Any], history: History) -> list[tuple[float, str]]:
+    """Return the steps to point out in every chart: resumed sessions and changes of the curriculum's stage."""
+    sessions = [session for session in run.get("sessions") or () if isinstance(session, Mapping)]
+    found = [(float(s["step"]), f"resumed from step {s['step']}") for s in sessions if s.get("step")]
+    stage, names = history.values("curriculum/stage"), list(run.get("stages") or ())
+    for at in range(1, len(stage)):
+        if math.isfinite(stage[at]) and math.isfinite(stage[at - 1]) and stage[at] != stage[at - 1]:
+            number = int(stage[at])
+            found.append((history.steps[at], f"stage {names[number] if number < len(names) else number}"))
+    return found[:_MOST_MARKS]
+
+
+def _learning_charts(history: History) -> list[_Chart]:
+    functions = _named(history, "rewards/", "/mean")
+    rates = [value for value in history.values("learning_rate") if math.isfinite(value)]
+    is_constant = not rates or min(rates) == max(rates)
+    eval_sets = {
+        eval_set_label(name, trained_on=found.trained_on): found for name, found in history.evaluations.items()
+    }
+    lengths = {"mean": "completions/mean_length", "longest": "completions/max_length"}
+    reward = _chart(history, "Reward", {"training": "reward"}, "evaluations with 95 % intervals" if eval_sets else "")
+    reward["series"] += _evaluations(eval_sets, first_colour=len(reward["series"]))
+    return [
+        reward,
+        _chart(history, "Reward functions", functions if len(functions) > 1 else {}, "means"),
+        _chart(history, "Reward by environment", _named(history, "tasks/", "/reward")),
+        _chart(history, "Completion length", lengths, "sampled tokens"),
+        _chart(history, "Loss", {"loss": "loss"}, fromZero=False),
+        _chart(history, "Gradient norm", {"before clipping": "grad_norm"}),
+        _chart(history, "Entropy", {"entropy": "entropy"}, "nats a token"),
+        _chart(history, "KL to the reference", {"kl": "kl"}),
+        _chart(history, "Learning rate", {} if is_constant else {"learning rate": "learning_rate"}),
+    ]
+
+
+def _evaluation_charts(history: History) -> list[_Chart]:
+    at_k, functions = history.details.get("at_k", {}), history.details.get("function", {})
+    shown = {
+        f"{measure}k": {label: found for label, found in at_k.items() if label.startswith(measure)}
+        for measure in ("pass@", "pass^", "best@")
+    }
+    # one function of each set would be its reward again
+    shown["reward functions"] = functions if len(functions) > len(history.evaluations) else {}
+    shown["reward by environment"] = history.details.get("task", {})
+    charts = []
+    for title, found in shown.items():
+        chart = _chart(history, f"Evaluations: {title}", {}, "with 95 % intervals" if title.endswith("k") else "")
+        chart["series"] = _evaluations(found)
+        charts.append(chart)
+    return charts
+
+
+_SPEED = (
+    (
+        "Both sides at work",
+        {"overlap ratio": "overlap_ratio", "server busy": "rollouts/server_busy"},
+        "1 is the most",
+    ),
+    ("Tokens a second", {"sampled": "tokens/sampled_per_s", "trained": "tokens/trained_per_s"}, ""),
+    ("Rollout latency", {name: f"time/rollout_{name}_s" for name in ("p50", "p95", "max")}, "seconds"),
+    ("A block", {"generation": "time/block_generation_s", "scoring a group": "time/scoring_mean_s"}, "seconds"),
+    ("Rollouts", {"in flight": "rollouts/in_flight", "waiting for a slot": "rollouts/queued"}, "means over time"),
+    ("Padding", {"share of computed tokens": "rows/padding_share"}, ""),
+)
+_OFF_POLICY = (
+    ("Staleness", {"oldest token": "staleness"}, "optimizer steps"),
+    ("Sampler against trainer", {"KL": "mismatch_kl"}, "nats a token"),
+    (
+        "Importance ratio",
+        {name: f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "min", "max")},
+        "trainer / sampler",
+    ),
+    (
+        "Clipped",
+        {"importance weight": "sampling/clipped_share", "loss": "clip_ratio/region_mean"},
+        "share of tokens",
+    ),
+    ("Probe after a push", {"largest difference": "sampling/probe_difference"}, "nats"),
+)
+
+
+def _step_time(history: History) -> _Chart:
+    """Return the seconds of a step by stage; stages of under 1 % are one series, so that the legend stays short."""
+    # an evaluation takes as long as many steps, and would flatten the rest
+    stages = [stage for stage in STAGE_COLOURS if stage not in ("eval", "save", "rest")]
+    shown = [stage for stage in stages if history.time.share(stage) >= _LEAST_SHARE]
+    chart = _chart(
+        history,
+        "A step's time",
+        {stage: f"time/{stage}_s" for stage in shown},
+        "seconds, no eval or save",
+        stacked=True,
+    )
+    small = [history.values(f"time/{stage}_s") for stage in ("rest", *stages) if stage not in shown]
+    rest = [math.fsum(parts) for parts in zip(*(part for part in small if len(part)), strict=True)]
+    if rest:
+        chart["series"] += _series("rest", 0, history.steps, rest)
+    for series in chart["series"]:
+        series["colour"] = STAGE_COLOURS[series["name"]]
+    return chart
+
+
+def _data(run: Mapping[str, Any], history: History) -> list[_Chart]:
+    shares = {"no variance": "frac_reward_zero_std", "truncated": "completions/clipped_ratio"}
+    failed = {
+        label: name
+        for label, name in _spaced(_named(history, "outcomes/")).items()
+        if name.endswith(("error", "timed_out", "cancelled")) and any(value > 0 for value in history.values(name))
+    }
+    curriculum = {"stage": "curriculum/stage", "level": "curriculum/level"}
+    stages = ", ".join(f"{number} {name}" for number, name in enumerate(run.get("stages") or ()))
+    dropped = _spaced(_named(history, "rows/dropped/"))
+    dropped_lengths = _spaced(_named(history, "rows/dropped_tokens/"))
+    return [
+        _chart(history, "No variance, truncated", shares, "shares"),
+        _chart(history, "Failed rollouts", failed, "a block, by outcome", missing=0.0, stacked=True),
+        _chart(history, "Not trained on", dropped, "a block, by reason", missing=0.0, stacked=True),
+        _chart(history, "Length of dropped rows", dropped_lengths, "mean tokens"),
+        _chart(history, "Dropped stragglers", {"had run": "time/straggler_mean_s"}, "seconds"),
+        _chart(history, "Curriculum", curriculum, stages[:120], staircase=True),
+    ]
+
+
+def _named(history: History, prefix: str, suffix: str = "") -> dict[str, str]:
+    """Return the logged metrics of such a name, by the part between prefix and suffix."""
+    return {name.removeprefix(prefix).removesuffix(suffix): name for name in history.names(prefix, suffix)}
+
+
+def _spaced(metrics: Mapping[str, str]) -> dict[str, str]:
+    return {label.replace("_", " "): name for label, name in metrics.items()}
+
+
+def _chart(
+    history: History,
+    title: str,
+    metrics: Mapping[str, str],
+    note: str = "",
+    missing: float | None = None,
+    **options: bool,
+) -> _Chart:
+    """Return a chart of those metrics, by label, that were logged.
+
+    `missing` stands for a value that was not logged; None leaves the point out.
+    """
+    series: list[dict[str, Any]] = []
+    for label, name in metrics.items():
+        values: Iterable[float] = history.values(name)
+        if missing is not None:
+            values = [value if math.isfinite(value) else missing for value in values]
+        series += _series(label, len(series), history.steps, list(values))
+    return {"title": title, "note": note, "series": series, "fromZero": True, **options}
+
+
+def _series(name: str, colour: int, steps: Iterable[float], values: list[float]) -> list[dict[str, Any]]:
+    if not any(math.isfinite(value) for value in values):
+        return []
+    points = thin_points(list(steps), values)
+    series = {"name": name, "colour": colour % _COLOURS, "x": [round(x) for x in points.x], "y": _rounded(points.y)}
+    if points.is_thinned:
+        series |= {"low": _rounded(points.low), "high": _rounded(points.high)}
+    return [series]
+
+
+def _evaluations(found: Mapping[str, Evaluations], first_colour: int = 0) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "colour": number % _COLOURS,
+            "x": [round(step) for step in one.steps],
+            "y": _rounded(one.rewards),
+            "errors": [float(f"{error:.4g}") if math.isfinite(error) else None for error in one.errors],
+        }
+        for number, (name, one) in enumerate(list(found.items())[:_COLOURS], start=first_colour)
+    ]
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
 
 
 # -- sampled rollouts: for each prompt its steps, and its rollouts at each of them ---------------------------------
@@ -340,10 +527,11 @@ def _evaluated(run_dir: Path) -> dict[str, list[_Line]]:
 
 
 def _chosen_examples(directory: Path) -> list[Any]:
-    examples = sorted({row.get("example_id") for row in iter_rows(directory)}, key=_order)
-    if len(examples) <= _PROMPTS:
-        return examples
-    return [examples[at * len(examples) // _PROMPTS] for at in range(_PROMPTS)]
+    examples = {row.get("example_id"): None for row in iter_rows(directory)}
+    # numbers before names, each in order
+    ordered = sorted(examples, key=lambda one: (not isinstance(one, int), one if isinstance(one, int) else str(one)))
+    every = max(1, len(ordered) / _PROMPTS)
+    return [ordered[int(at * every)] for at in range(min(_PROMPTS, len(ordered)))]
 
 
 def _rows_of(directory: Path, examples: Sequence[Any]) -> dict[Any, list[dict[str, Any]]]:
@@ -356,10 +544,6 @@ def _rows_of(directory: Path, examples: Sequence[Any]) -> dict[Any, list[dict[st
                 if line.startswith(beginning) and line.endswith(b"\n"):
                     rows[example].append(parse_row(line))
     return {example: found for example, found in rows.items() if found}
-
-
-def _order(example: Any) -> tuple[int, int, str]:
-    return (0, example, "") if isinstance(example, int) else (1, 0, str(example))
 
 
 def _line(step: int, example: Any, rows: Sequence[Mapping[str, Any]]) -> _Line:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,18 @@ from verifiers.evals.provenance import versions
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.server_pool import credentials
 from verifiers.log import Redactor, secrets_of_run
-from verifiers.monitoring.bottleneck import Bottleneck, find_bottleneck
-from verifiers.monitoring.learning import LearningSignal, NothingLearned
-from verifiers.monitoring.run_log import METRICS, SAMPLES, ErrorCounts, RunRecord, SampleChoice, Trend, read_lines
-from verifiers.monitoring.stage_timer import StageTimer, peak_memory
-from verifiers.monitoring.time_metrics import RunTime, interval_metrics
+from verifiers.monitoring.findings import Finding, LearningSignal, find_bottleneck
+from verifiers.monitoring.run_log import (
+    METRICS,
+    SAMPLES,
+    RunRecord,
+    SampleChoice,
+    commonest_errors,
+    error_key,
+    is_number,
+    read_lines,
+)
+from verifiers.monitoring.stage_timer import RunTime, StageTimer, interval_metrics, peak_memory
 from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.block_metrics import block_metrics, curriculum_metrics
@@ -91,7 +99,7 @@ class RunMonitor:
         timer: the trainer's time by stage.
         total: sums over the run so far, since its first start.
         latest: the newest value of every metric.
-        reward: the course of the mean reward, since the run's first start.
+        reward: the mean reward of each log, since the run's first start.
         record: the files that are written, on rank 0 while a run is in progress.
     """
 
@@ -102,11 +110,11 @@ class RunMonitor:
         self.total = RunTime()
         self._signal, self._has_warned = LearningSignal(), False
         self.latest: dict[str, Any] = {}
-        self.reward = Trend()
+        self.reward: list[float] = []
         self.record: RunRecord | None = None
         self._samples = SampleChoice(plan.max_steps)
         self._judged_by: dict[str, Any] = {"num_batches_ahead": 0}
-        self._failures = ErrorCounts()
+        self._failures: Counter[str] = Counter()
         self._noted_step = 0
         self._logged_step = 0
         self._interval_steps = 0
@@ -143,10 +151,10 @@ class RunMonitor:
         self.timer.activity = activity
         self.total = RunTime()
         self._signal, self._has_warned = LearningSignal(), False
-        self.reward = Trend()
+        self.reward = []
         for line in read_lines(directory / METRICS):
             self.total.take(line)
-            self.reward.take(line.get("reward"))
+            self._note_reward(line)
             self._signal.take(line)
         self._samples = SampleChoice(self.plan.max_steps, read_lines(directory / SAMPLES))
         self._judged_by = {
@@ -167,7 +175,7 @@ class RunMonitor:
             memory=self.timer.memory.where if self.timer.memory is not None else None,
         )
         # of an earlier run of the same trainer
-        self.latest, self._failures, self._tokens = {}, ErrorCounts(), (0.0, 0.0)
+        self.latest, self._failures, self._tokens = {}, Counter(), (0.0, 0.0)
         self._logged_step = resume_step or 0
         self.timer.start()
 
@@ -188,7 +196,8 @@ class RunMonitor:
     def _note_failures(self, block: ScoredBlock, step: int) -> None:
         # before texts are shortened: part of a secret would not be recognized
         redact = self.record.redact if self.record is not None else str
-        self._failures.add(redact(str(rollout.failure)) for rollout in block.launched if rollout.failure is not None)
+        failures = (redact(str(rollout.failure)) for rollout in block.launched if rollout.failure is not None)
+        self._failures.update(map(error_key, failures))
         # a run that resumes from a checkpoint at `step` generates the block again
         self._noted_step = step + 1
 
@@ -208,7 +217,7 @@ class RunMonitor:
     def write(self, step: int, logs: Mapping[str, Any]) -> None:
         """Take in what was logged."""
         self.latest.update(logs)
-        self.reward.take(logs.get("reward"))
+        self._note_reward(logs)
         is_step = "time/step_s" in logs
         # what transformers logs once at the end has no interval where the last step was logged
         is_kept = is_step or "train_runtime" in logs or any(name.startswith("eval_") for name in logs)
@@ -219,19 +228,26 @@ class RunMonitor:
         if is_step:
             self._signal.take({**logs, "steps": steps})
             self._warn_where_nothing_is_learned()
-        failures = self._failures.take(_ERRORS_A_LINE) if is_step else {}
-        self.record.write_metrics(step, steps, logs, failures)
+        self.record.write_metrics(step, steps, logs, self._take_failures() if is_step else {})
 
     def write_failures(self) -> None:
         """Record failures that no log has told yet."""
-        if self.record is not None and (errors := self._failures.take(_ERRORS_A_LINE)):
+        if self.record is not None and (errors := self._take_failures()):
             self.record.write_metrics(self._noted_step, 0, {}, errors)
 
-    def bottleneck(self) -> Bottleneck | None:
+    def _take_failures(self) -> dict[str, int]:
+        counts, self._failures = self._failures, Counter()
+        return commonest_errors(counts, _ERRORS_A_LINE)
+
+    def _note_reward(self, logs: Mapping[str, Any]) -> None:
+        if is_number(logs.get("reward")):
+            self.reward.append(logs["reward"])
+
+    def bottleneck(self) -> Finding | None:
         """Return what the run is bound by so far."""
         return find_bottleneck(self.total, **self._judged_by)
 
-    def learning(self) -> NothingLearned | None:
+    def learning(self) -> Finding | None:
         """Return why the run learns nothing, where the newest blocks had no signal."""
         return self._signal.finding(self.plan.updates_per_block)
 

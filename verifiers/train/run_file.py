@@ -43,9 +43,8 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from verifiers.data.adaptive_curriculum import CurriculumPolicy
+from verifiers.data.adaptive_curriculum import CurriculumPolicy, curriculum_from
 from verifiers.data.curriculum import Curriculum
-from verifiers.data.curriculum_policies import curriculum_from
 from verifiers.errors import ConfigError
 from verifiers.workers.settings import WorkerSettings
 

@@ -20,8 +20,7 @@ from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import Group, ScoredBlock
 from verifiers.train.batching.advantages import has_zero_variance
 from verifiers.train.batching.prefetch import RolloutPrefetcher
-from verifiers.train.checkpoint.checkpoint import resume_step
-from verifiers.train.checkpoint.pending_blocks import load_pending_blocks
+from verifiers.train.checkpoint.checkpoint import load_pending_blocks, resume_step
 from verifiers.train.checkpoint.run_directory import ResumePoint, RunDirectory, visible_checkpoint
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.evaluator import Evaluator

@@ -14,7 +14,7 @@ from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequenc
 from verifiers.train.batching.advantages import rollout_advantages
 from verifiers.train.batching.block_metrics import _timing, block_metrics, percentile, reward_summary
 from verifiers.train.batching.training_block import TrainingBlock
-from verifiers.train.evaluation.policy_evaluation import evaluation_metrics
+from verifiers.train.evaluation.evaluator import evaluation_metrics
 from verifiers.types import Failure, Outcome, RolloutKey
 
 RANK_0 = [1, 0.8, 0.9, 1, 0.2, 0.3, 0.1, 0.4]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifiers.data.batch_plan import BatchPlan, make_plan, rollout_seed
+from verifiers.data.batch_plan import BatchPlan, make_plan
+from verifiers.data.sampler import rollout_seed
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
 from verifiers.train.batching.prefetch import RolloutPrefetcher

@@ -16,15 +16,16 @@ from verifiers.data.row_source import StagedRows
 from verifiers.errors import CheckpointError, ConfigError
 from verifiers.train.checkpoint.checkpoint import (
     MARKER,
+    PENDING_BLOCKS,
     check_resumable,
     dataset_fingerprint,
     extra_state,
+    load_pending_blocks,
     mark_complete,
     mark_incomplete,
     model_name,
     resume_step,
 )
-from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS, load_pending_blocks
 from verifiers.train.checkpoint.run_directory import newest_complete
 
 

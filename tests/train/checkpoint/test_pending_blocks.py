@@ -10,7 +10,7 @@ import torch
 
 from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
-from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS, load_pending_blocks, save_pending_blocks
+from verifiers.train.checkpoint.checkpoint import PENDING_BLOCKS, load_pending_blocks, save_pending_blocks
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
 DRAW = random.Random(0)

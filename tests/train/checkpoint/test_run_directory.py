@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -253,20 +252,6 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(run: Path, monkeypatch
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(CheckpointError, match=r"cannot be moved .*Permission denied.*give another output_dir"):
         prepare_output_dir(NEW, str(run))
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_going_back_to_a_run_whose_best_checkpoint_has_moved_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_there: bool
-) -> None:
-    back = tmp_path / "earlier-1" / "checkpoint-4"
-    best = back.with_name("checkpoint-2") if is_there else tmp_path / "checkpoint-2"
-    for path in (back, best) if is_there else (back,):
-        path.mkdir(parents=True)
-    (back / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(best)}))
-    mark_complete(back, PLAN, 4)
-    prepare_output_dir(ResumePoint(str(back), resumes=True), str(tmp_path))
-    assert (f"the best checkpoint before step 4, {best}, is not there" in caplog.text) == (not is_there)
 
 
 HOLDS = """

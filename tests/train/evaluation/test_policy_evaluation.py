@@ -12,8 +12,8 @@ import verifiers as vf
 from verifiers.errors import ConfigError
 from verifiers.inference.endpoint import Endpoint
 from verifiers.rollouts.generator import AsyncBatchGenerator
-from verifiers.train.evaluation import policy_evaluation
-from verifiers.train.evaluation.policy_evaluation import Measured, evaluate_sets
+from verifiers.train.evaluation import evaluator
+from verifiers.train.evaluation.evaluator import Measured, evaluate_sets
 
 FOUND = Measured({"eval_reward": 0.7}, [])
 
@@ -45,7 +45,7 @@ def generator() -> Iterator[AsyncBatchGenerator]:
 
 
 def evaluated(generator: AsyncBatchGenerator, timeout_s: float, *sets: Plays) -> Measured:
-    return evaluate_sets(generator, sets, timeout_s)
+    return evaluate_sets(generator, [one.run for one in sets], timeout_s)
 
 
 def test_an_evaluation_ends_at_its_deadline(generator: AsyncBatchGenerator) -> None:
@@ -58,8 +58,8 @@ def test_an_evaluation_ends_at_its_deadline(generator: AsyncBatchGenerator) -> N
 def test_rollouts_that_take_long_to_give_up_do_not_end_the_training(
     generator: AsyncBatchGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_evaluation, "_GRACE_S", 1.0)
-    monkeypatch.setattr(policy_evaluation, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(evaluator, "_GRACE_S", 1.0)
+    monkeypatch.setattr(evaluator, "_LOOK_EVERY_S", 0.05)
     found = evaluated(generator, 0.1, Plays(60, cleanup=lambda: 60.0))
     assert found.metrics == {}
     assert found.failures == ["it did not end within 0.1 s (eval_timeout); its rollouts are still being given up"]
@@ -90,7 +90,7 @@ def test_a_generator_that_breaks_ends_the_wait(
     def check() -> None:
         raise ConfigError("generation broke")
 
-    monkeypatch.setattr(policy_evaluation, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(evaluator, "_LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(generator, "check", check)
     with pytest.raises(ConfigError, match="generation broke"):
         evaluated(generator, 30.0, Plays(60))

@@ -27,7 +27,6 @@ from verifiers.train.weight_sync.capabilities import (
     SAMPLE_TEXT,
     Capabilities,
     check_capabilities,
-    log_probs_are_raw,
     old_server,
     read_capabilities,
 )
@@ -127,9 +126,8 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
 
 
 class _Vllm(BaseHTTPRequestHandler):
-    """Answers as vLLM does, with a distribution over two tokens one nat apart."""
+    """Answers as vLLM does."""
 
-    raw = False
     version = "0.32.0"
 
     def do_GET(self) -> None:
@@ -149,17 +147,9 @@ class _Vllm(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
-            assert body == {"model": "policy", "prompt": SAMPLE_TEXT, "add_special_tokens": False}
-            self._answer({"tokens": [5, 6]})
-            return
-        gap = 1.0 if self.raw else 1.0 / body["temperature"]
-        top = [-0.1 - gap, -0.1]
-        if "messages" in body:
-            shown: Any = {"content": [{"top_logprobs": [{"logprob": value} for value in top]}]}
-        else:
-            shown = {"top_logprobs": [dict(zip("ab", top, strict=True))]}
-        self._answer({"choices": [{"logprobs": shown}]})
+        assert self.path == "/tokenize"
+        assert body == {"model": "policy", "prompt": SAMPLE_TEXT, "add_special_tokens": False}
+        self._answer({"tokens": [5, 6]})
 
     def _answer(self, data: Any) -> None:
         content = json.dumps(data).encode()
@@ -213,21 +203,11 @@ async def test_a_server_that_lacks_the_routes_is_told_its_age(
         assert await old_server(ServerClient(other.url)) is None
 
 
-@pytest.mark.parametrize("prompt", ["go", [{"role": "user", "content": "go"}]], ids=["completion", "chat"])
-@pytest.mark.parametrize("raw", [True, False])
-async def test_raw_log_probs_are_told_by_temperature(
-    vllm: ServerClient, monkeypatch: pytest.MonkeyPatch, prompt: Any, raw: bool
-) -> None:
-    monkeypatch.setattr(_Vllm, "raw", raw)
-    assert await log_probs_are_raw(vllm, "policy", prompt) is raw
-
-
 async def test_a_server_of_another_kind_is_read_as_far_as_it_goes() -> None:
     with FakeOpenAIServer("x") as server:
         control = ServerClient(server.url)
         assert await read_capabilities(control) == Capabilities(root=control.root, models=("fake",))
         assert server.requests == []
-        assert not await log_probs_are_raw(control, "fake", "go")
 
 
 @pytest.mark.parametrize(

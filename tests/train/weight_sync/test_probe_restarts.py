@@ -45,9 +45,6 @@ def check_with(
     async def ask(*args: Any, **options: Any) -> dict[str, Any]:
         return {}
 
-    async def are_raw(*args: Any) -> bool:
-        return False
-
     def compare(*args: Any, **options: Any) -> ProbeResult:
         result = next(given)
         if isinstance(result, WeightSyncError):
@@ -56,7 +53,6 @@ def check_with(
 
     monkeypatch.setattr(verification, "ask_server", ask)
     monkeypatch.setattr(verification, "compare_answer", compare)
-    monkeypatch.setattr(verification, "log_probs_are_raw", are_raw)
     found: list[Any] = []
     question = {"model": "m", "prompt": "p", "temperature": 1.0}
     LogprobCheck(lambda: question, lambda prompt, ids: [], on_result=found.append).run(1, pool)

@@ -11,7 +11,7 @@ const prompts = new Map();
 const metricNames = new Set(["reward"]);
 let received = 0;
 
-/** Takes further rollouts in; columns as of evaluation_data.py. */
+/** Takes further rollouts in; columns as of evaluation.py. */
 function addColumns(columns) {
   const names = Object.keys(columns.metrics);
   names.forEach((name) => metricNames.add(name));

@@ -38,8 +38,8 @@ function headFacts({ head }) {
 /** The reason why a run learns nothing, above everything that is about its speed. */
 function learningCard({ learning }) {
   if (!learning) return null;
-  const text = learning.text[0].toUpperCase() + learning.text.slice(1);
-  return h("div", { class: "card bottleneck" }, h("h2", {}, `${text}.`), h("p", {}, `Try: ${learning.advice}.`));
+  const kind = learning.kind[0].toUpperCase() + learning.kind.slice(1);
+  return h("div", { class: "card bottleneck" }, h("h2", {}, `${kind}: ${learning.text}.`), h("p", {}, `Try: ${learning.advice}.`));
 }
 
 /** The bottleneck in words, over a bar of the trainer's time. */

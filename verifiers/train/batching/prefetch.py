@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from verifiers.data.batch_plan import BatchPlan, rollout_seed
+from verifiers.data.batch_plan import BatchPlan
+from verifiers.data.sampler import rollout_seed
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import GenerationError
 from verifiers.monitoring.stage_timer import StageTimer

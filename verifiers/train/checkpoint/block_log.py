@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,6 @@ from verifiers.errors import CheckpointError
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.train.batching.collate import Dropped
 from verifiers.train.checkpoint.checkpoint import sync_to_disk
-
-__all__ = ["BLOCK_LOG", "BlockLog", "block_record", "ranges_by_example", "read_block_log"]
 
 BLOCK_LOG = "blocks.jsonl"
 
@@ -37,16 +36,12 @@ ROUTINE_REASONS = ("zero_advantage", "zero_variance", "masked_truncated", "run_e
 def block_record(block: ScoredBlock, optimizer_step: int, dropped: Sequence[Dropped]) -> dict[str, Any]:
     """Return the record of one block: each of its rollouts is trained, or dropped for a reason, or in part both."""
     whole = {item.key for item in dropped if item.row is None}
+    lost_rows = Counter(item.key for item in dropped if item.row is not None)
     seconds = {rollout.key: rollout.timing.generation_s for rollout in block.launched}
-    lost_rows: dict[Any, int] = {}
-    for item in dropped:
-        if item.row is not None:
-            lost_rows[item.key] = lost_rows.get(item.key, 0) + 1
-    sampled_rows = {r.key: sum(row.sampled_tokens > 0 for row in r.rows) for r in block.launched}
     trained = [
         [rollout.key.example_id, rollout.key.generation]
         for rollout in block.launched
-        if rollout.key not in whole and lost_rows.get(rollout.key, 0) < sampled_rows[rollout.key]
+        if rollout.key not in whole and lost_rows[rollout.key] < sum(row.sampled_tokens > 0 for row in rollout.rows)
     ]
     return {
         "block_id": block.block_id,
@@ -67,7 +62,6 @@ def block_record(block: ScoredBlock, optimizer_step: int, dropped: Sequence[Drop
 
 
 def _line(record: dict[str, Any]) -> str:
-    """Return the line of the file for a record of `block_record`."""
     routine: dict[str, list[list[int]]] = {}
     dropped = []
     for item in record["dropped"]:
@@ -83,7 +77,6 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _record(line: str) -> dict[str, Any]:
-    """Return the record of a line: an entry for each rollout, those of `routine` without tokens and seconds."""
     record: dict[str, Any] = json.loads(line)
     routine = [
         {"example_id": example, "generation": generation, "reason": reason, "row": None}
@@ -119,8 +112,7 @@ def _rollouts(ranges: dict[str, str]) -> Iterator[tuple[int, int]]:
 def read_block_log(directory: str | Path) -> list[dict[str, Any]]:
     """Return the records of a run's block log, in order, without one that was cut off while it was written.
 
-    Returns:
-        Records as of `block_record`; rollouts left out for one of `ROUTINE_REASONS` have no tokens and seconds.
+    They are as of `block_record`; rollouts left out for one of `ROUTINE_REASONS` have no tokens and seconds.
     """
     path = Path(directory) / BLOCK_LOG
     if not path.is_file():
@@ -136,14 +128,7 @@ def read_block_log(directory: str | Path) -> list[dict[str, Any]]:
 
 
 class BlockLog:
-    """The block log of a run that is written to.
-
-    Args:
-        first_block: the block that this process trains first; lines from there on are removed.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """The block log of a run that is written to, without lines of the blocks that this process will train."""
 
     def __init__(self, directory: str | Path, first_block: int) -> None:
         self.path = Path(directory) / BLOCK_LOG
@@ -163,11 +148,7 @@ class BlockLog:
             ) from error
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one block's line, in place of the last one where that is of the same block.
-
-        Raises:
-            CheckpointError: it cannot be written, so the block's fate would not be recorded.
-        """
+        """Append one block's line, in place of the last one where that is of the same block."""
         try:
             if self._last is not None and self._last[0] == record["block_id"]:
                 os.truncate(self.path, self._last[1])

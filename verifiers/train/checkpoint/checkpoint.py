@@ -1,12 +1,16 @@
-"""One checkpoint, complete or ignored: a marker is written last, and only a marked checkpoint is resumed."""
+"""One checkpoint, complete or ignored: a marker is written last, and only a marked checkpoint is resumed.
+
+It also keeps blocks that are generated but not yet trained: they were sampled from weights that are gone, and a
+resumed run trains on what the uninterrupted one would have. The sampled tokens are exact for any server, and smaller
+than the weights: some 30 bytes a token, against 2 bytes a parameter and version.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +18,9 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.data.row_source import StagedRows
 from verifiers.envs.datasets import row_fields
 from verifiers.errors import CheckpointError
-from verifiers.train.checkpoint.pending_blocks import PENDING_BLOCKS
-
-__all__ = [
-    "MARKER",
-    "START_NEW",
-    "TENSORS",
-    "check_resumable",
-    "dataset_fingerprint",
-    "describe_run",
-    "extra_state",
-    "is_same_run",
-    "mark_complete",
-    "mark_incomplete",
-    "model_name",
-    "resume_step",
-    "sync_to_disk",
-    "warn_if_best_is_gone",
-]
-
-logger = logging.getLogger("verifiers.train")
+from verifiers.rollouts.rollout import Group, Rollout, ScoredBlock, TokenSequence
+from verifiers.train.batching.advantages import plain_advantage
+from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
 _HASHED_ROWS = 1000
 """Rows that are hashed; of more, so many at equal distances."""
@@ -72,6 +59,9 @@ MARKER = "verifiers_state.json"
 TENSORS = "tensors"
 """The part of a checkpoint's further state that has the checksum of each tensor."""
 
+PENDING_BLOCKS = "blocks_in_flight.jsonl"
+"""The name of the file in a checkpoint, with one line a block."""
+
 START_NEW = "start again at step 0 (vf-train --fresh, or train() alone), or give another output_dir"
 """The remedy for a checkpoint that cannot be resumed."""
 
@@ -94,10 +84,9 @@ def mark_complete(
     """Sync the files of a checkpoint to disk, then write the marker that says it is whole.
 
     Args:
-        optimizer_step: the step after which it was written.
         extra: further state by the name of what it belongs to, as JSON; `extra_state` gives it back.
         rows: the training rows; left out, the checkpoint does not say which they were.
-        model: path or hub name of what the policy was at step 0; left out, the checkpoint does not say.
+        model: path or hub name of what the policy was at step 0; likewise.
     """
     for path in sorted(directory.rglob("*")):
         # a directory holds the names of its files
@@ -121,12 +110,7 @@ def mark_complete(
 def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, model: str | None = None) -> None:
     """Refuse a checkpoint that is incomplete, or was written under other sizes, another seed, rows or model.
 
-    Args:
-        rows: the training rows; left out, they are not looked at, nor where the checkpoint does not know its own.
-        model: path or hub name of what the policy is at step 0; likewise.
-
-    Raises:
-        CheckpointError: with the setting that differs, or what is missing.
+    Rows and model are not looked at where they are left out, or where the checkpoint does not know its own.
     """
     marker = Path(directory) / MARKER
     if not marker.is_file():
@@ -135,47 +119,61 @@ def check_resumable(directory: str | Path, plan: BatchPlan, rows: Any = None, mo
             "checkpoint, or resume_from_checkpoint=True for the newest one."
         )
     saved = _marker(directory)
-    for name, value in _fingerprint(plan, int(saved["optimizer_step"])).items():
-        if name == "curriculum" and saved.get(name) != value:
-            raise CheckpointError(
-                f"{directory} was written under another curriculum than this run has up to step "
-                f"{saved['optimizer_step']} ({_difference(saved.get(name), value)}), so its rows would be others; "
-                f"change only what comes later, or {START_NEW}."
-            )
-        if saved.get(name) != value:
-            raise CheckpointError(
-                f"{directory} was written with {name}={saved.get(name)!r}, and this run has {value!r}: its blocks "
-                f"would hold other prompts; use the same settings, or {START_NEW}."
-            )
-    had = saved.get("rows")
-    if had is not None and dataset_fingerprint(rows, plan, int(saved["optimizer_step"])) not in (None, had):
-        raise CheckpointError(
-            f"{directory} was written with other training rows than the environment has now (or another environment, "
-            f"or other arguments of it), so its blocks would hold other prompts; use the same rows, or {START_NEW}."
-        )
-    if not _is_same_model(saved.get("model"), model):
-        raise CheckpointError(
-            f"{directory} is of a run that began from the model {saved['model']!r}, and this one is to begin from "
-            f"{model!r}, whose weights it would never see; use the same model, or {START_NEW}."
-        )
+    step = int(saved["optimizer_step"])
+    if text := run_difference(saved, describe_run(plan, step, rows, model)):
+        raise CheckpointError(f"{directory} {text}, or {START_NEW}.")
 
 
 def describe_run(plan: BatchPlan, optimizer_step: int, rows: Any = None, model: str | None = None) -> dict[str, Any]:
-    """Return what must stay the same when a run is resumed, as JSON; None where it is not known."""
+    """Return what must stay the same when a run is resumed, as JSON; None where it is not known.
+
+    It decides which prompts a block holds and where blocks begin. max_steps may grow, and so may what a curriculum
+    says of later steps.
+    """
+    drawn_by = plan.source.fingerprint(optimizer_step) if plan.source is not None else None
     return {
-        **_fingerprint(plan, optimizer_step),
+        "seed": plan.seed,
+        "shuffle": plan.shuffle,
+        "num_prompts": plan.num_prompts,
+        "num_generations": plan.num_generations,
+        "completions_per_block": plan.completions_per_block,
+        "updates_per_block": plan.updates_per_block,
+        "curriculum": json.loads(json.dumps(drawn_by)),
         "rows": dataset_fingerprint(rows, plan, optimizer_step),
         "model": model,
     }
 
 
-def is_same_run(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two of `describe_run` may be of one run; unknown values are not compared."""
-    if not _is_same_model(one.get("model"), other.get("model")):
-        return False
-    if None not in (one.get("rows"), other.get("rows")) and one["rows"] != other["rows"]:
-        return False
-    return all(one[name] == other[name] for name in ({*one} & {*other}) - {"model", "rows"})
+def run_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return in what a saved `describe_run` differs from this one, and what to do; None where they may be of one run.
+
+    Rows and models that are not known are not compared.
+    """
+    for name, value in now.items():
+        had = saved.get(name)
+        if had == value or (name in ("rows", "model") and None in (had, value)):
+            continue
+        if name == "curriculum":
+            return (
+                f"was written under another curriculum than this run has up to step {saved.get('optimizer_step')} "
+                f"({_difference(had, value)}), so its rows would be others; change only what comes later"
+            )
+        if name == "rows":
+            return (
+                "was written with other training rows than the environment has now (or another environment, or other "
+                "arguments of it), so its blocks would hold other prompts; use the same rows"
+            )
+        if name != "model":
+            return (
+                f"was written with {name}={had!r}, and this run has {value!r}: its blocks would hold other prompts; "
+                "use the same settings"
+            )
+        if os.path.realpath(os.path.expanduser(had)) != os.path.realpath(os.path.expanduser(value)):
+            return (
+                f"is of a run that began from the model {had!r}, and this one is to begin from {value!r}, whose "
+                "weights it would never see; use the same model"
+            )
+    return None
 
 
 def model_name(model: Any) -> str | None:
@@ -184,12 +182,6 @@ def model_name(model: Any) -> str | None:
     if not name or (Path(name) / MARKER).is_file():
         return None
     return str(name)
-
-
-def _is_same_model(one: str | None, other: str | None) -> bool:
-    if one is None or other is None or one == other:
-        return True
-    return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
 def resume_step(directory: str | Path) -> int:
@@ -203,40 +195,9 @@ def extra_state(directory: str | Path) -> dict[str, Any]:
     return extra
 
 
-def warn_if_best_is_gone(checkpoint: Path) -> None:
-    """Warn where the best checkpoint before this one, which a resumed run is to keep, is not where it was."""
-    try:
-        best = json.loads((checkpoint / "trainer_state.json").read_text()).get("best_model_checkpoint")
-    except (OSError, ValueError):
-        return
-    if best and not Path(best).is_dir():
-        logger.warning(
-            "the best checkpoint before step %d, %s, is not there, perhaps moved beside %s: only a better one after "
-            "it is kept as the best, or loaded at the end.",
-            resume_step(checkpoint),
-            best,
-            checkpoint,
-        )
-
-
 def _marker(directory: str | Path) -> dict[str, Any]:
     marker: dict[str, Any] = json.loads((Path(directory) / MARKER).read_text())
     return marker
-
-
-def _fingerprint(plan: BatchPlan, optimizer_step: int) -> dict[str, Any]:
-    # what decides which prompts a block holds and where blocks begin; max_steps may grow, and so may what a
-    # curriculum says of later steps
-    drawn_by = plan.source.fingerprint(optimizer_step) if plan.source is not None else None
-    return {
-        "seed": plan.seed,
-        "shuffle": plan.shuffle,
-        "num_prompts": plan.num_prompts,
-        "num_generations": plan.num_generations,
-        "completions_per_block": plan.completions_per_block,
-        "updates_per_block": plan.updates_per_block,
-        "curriculum": json.loads(json.dumps(drawn_by)),
-    }
 
 
 def _difference(saved: Any, now: Any, where: str = "curriculum") -> str:
@@ -259,3 +220,106 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- blocks in flight ------------------------------------------------------------------------------------------------
+
+
+def save_pending_blocks(directory: Path, blocks: Iterable[ScoredBlock]) -> None:
+    """Write blocks into a checkpoint that is not marked complete yet."""
+    with open(directory / PENDING_BLOCKS, "w") as file:
+        for block in blocks:
+            json.dump(_block(block), file, default=str)
+            file.write("\n")
+
+
+def load_pending_blocks(directory: str | Path) -> list[ScoredBlock]:
+    """Return the blocks that a checkpoint keeps; none for a run without blocks in flight."""
+    path = Path(directory) / PENDING_BLOCKS
+    if not path.is_file():
+        return []
+    try:
+        with open(path) as file:
+            return [_block_from(json.loads(line)) for line in file]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); resume from an older checkpoint, or remove "
+            "the file to generate these blocks again."
+        ) from error
+
+
+def _block(block: ScoredBlock) -> dict[str, Any]:
+    return {
+        "block_id": block.block_id,
+        "policy_version": block.policy_version,
+        "generation_s": block.generation_s,
+        "groups": [[_rollout(rollout) for rollout in group.rollouts] for group in block.groups],
+        "filtered": [[_rollout(rollout) for rollout in group.rollouts] for group in block.filtered],
+    }
+
+
+def _block_from(saved: dict[str, Any]) -> ScoredBlock:
+    block_id = int(saved["block_id"])
+
+    def groups(name: str) -> list[Group]:
+        found = [[_rollout_from(block_id, one) for one in group] for group in saved[name]]
+        return [Group(rollouts[0].key.example_id, rollouts) for rollouts in found]
+
+    return ScoredBlock(
+        block_id, groups("groups"), saved["policy_version"], saved["generation_s"], filtered=groups("filtered")
+    )
+
+
+def _rollout(rollout: Rollout) -> dict[str, Any]:
+    failure = rollout.failure
+    timing, usage = rollout.timing, rollout.usage
+    return {
+        "key": [rollout.key.example_id, rollout.key.generation],
+        "outcome": rollout.outcome.value,
+        "prompt": rollout.prompt,
+        "completion": rollout.completion,
+        "answer": rollout.answer,
+        "task": rollout.task,
+        "reward": rollout.reward,
+        "metrics": rollout.metrics,
+        "rows": [
+            [
+                list(row.prompt_ids),
+                list(row.completion_ids),
+                list(row.loss_mask),
+                list(row.logprobs),
+                list(row.versions),
+                row.is_truncated,
+            ]
+            for row in rollout.rows
+        ],
+        "forks": rollout.forks,
+        "turns": rollout.turns,
+        "advantage": plain_advantage(rollout.advantage),
+        "failure": [failure.kind, failure.text] if failure is not None else None,
+        "attempts": rollout.attempts,
+        "timing": [timing.queued_s, timing.generation_s, timing.scoring_s],
+        "usage": [usage.prompt_tokens, usage.completion_tokens],
+    }
+
+
+def _rollout_from(block_id: int, saved: dict[str, Any]) -> Rollout:
+    failure = saved["failure"]
+    return Rollout(
+        key=RolloutKey(block_id, *saved["key"]),
+        outcome=Outcome(saved["outcome"]),
+        prompt=saved["prompt"],
+        completion=saved["completion"],
+        answer=saved["answer"],
+        task=saved["task"],
+        reward=saved["reward"],
+        metrics=saved["metrics"],
+        rows=[TokenSequence(*row) for row in saved["rows"]],
+        forks=saved["forks"],
+        turns=saved["turns"],
+        advantage=saved["advantage"],
+        failure=Failure(*failure) if failure is not None else None,
+        attempts=saved["attempts"],
+        timing=Timing(*saved["timing"]),
+        usage=Usage(*saved["usage"]),
+    )

@@ -26,32 +26,15 @@ from verifiers.train.checkpoint.checkpoint import (
     check_resumable,
     describe_run,
     extra_state,
-    is_same_run,
     mark_complete,
     mark_incomplete,
     resume_step,
-    warn_if_best_is_gone,
+    run_difference,
+    save_pending_blocks,
 )
-from verifiers.train.checkpoint.pending_blocks import save_pending_blocks
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.storage import EVALUATIONS, remove_later_evaluations
 from verifiers.train.processes.distributed import Ranks
-
-__all__ = [
-    "LOCK",
-    "ResumePoint",
-    "RunDirectory",
-    "checkpoints_in",
-    "choose_resume_point",
-    "finished_steps",
-    "lock_output_dir",
-    "newest_complete",
-    "note_saved",
-    "prepare_output_dir",
-    "raises_checkpoint_error",
-    "rotate_checkpoints",
-    "visible_checkpoint",
-]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -66,10 +49,9 @@ _COMPLETIONS = "completions"
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The point at which a run starts.
+    """The point at which a run starts: a checkpoint, or None for step 0.
 
     Attributes:
-        checkpoint: the checkpoint that the run resumes from; None for step 0.
         resumes: a checkpoint was asked for, whether or not there is one.
         is_found: the checkpoint was looked for in `output_dir`, not given by its path.
     """
@@ -85,12 +67,9 @@ class ResumePoint:
 
 
 def lock_output_dir(output_dir: str | Path) -> Any:
-    """Lock a directory until the returned lock's `release` is called, or this process ends.
+    """Lock a directory until the returned lock's `release` is called, or this process ends; refuse a second run.
 
     Where the file system has no locks, or the lock file cannot be made, nothing is locked.
-
-    Raises:
-        CheckpointError: another run, of this process or any other, holds the lock.
     """
     import filelock
 
@@ -108,33 +87,8 @@ def lock_output_dir(output_dir: str | Path) -> Any:
     return lock
 
 
-def choose_resume_point(
-    output_dir: str, asked: str | bool | None, plan: BatchPlan, rows: Any = None, model: str | None = None
-) -> ResumePoint:
-    """Return where to start; on rank 0, which holds the directory's lock.
-
-    Args:
-        asked: a checkpoint's path, True for the newest complete one of `output_dir`, else step 0.
-        rows: the training rows, which must be those of the checkpoint.
-        model: path or hub name of the policy's start, which must be that of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, or of another plan, other rows or another model.
-    """
-    found = newest_complete(output_dir) if asked is True else None
-    given = str(asked) if asked and asked is not True else None
-    checkpoint = str(found) if found is not None else given
-    if checkpoint is not None:
-        check_resumable(checkpoint, plan, rows, model)
-    return ResumePoint(checkpoint, bool(asked), is_found=found is not None)
-
-
 def visible_checkpoint(point: ResumePoint, output_dir: str, rank: int) -> str | None:
-    """Return the checkpoint's path on this rank.
-
-    Raises:
-        CheckpointError: this rank does not see the checkpoint that rank 0 chose.
-    """
+    """Return the checkpoint's path on this rank; refuse to go on where this rank does not see it."""
     if point.checkpoint is None:
         return None
     path = Path(point.checkpoint)
@@ -159,13 +113,7 @@ def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Pa
     """Move aside what the directory holds of other runs than the one that starts, and log it; on rank 0.
 
     A run that resumes one of its own checkpoints leaves the later ones, which others will have the numbers of; else
-    the whole directory gets another name.
-
-    Returns:
-        The directory's new name, with its lock; None where it keeps its own.
-
-    Raises:
-        CheckpointError: a name cannot be changed.
+    the whole directory, with its lock, gets another name, which is returned.
     """
     root = Path(output_dir)
     if point.checkpoint and Path(point.checkpoint).resolve().parent == root.resolve():
@@ -188,8 +136,6 @@ def prepare_output_dir(point: ResumePoint, output_dir: str, keeps: Collection[Pa
         if point.resumes and point.checkpoint is None:
             text = "no complete checkpoint in %s yet: the run starts at step 0, and the files there are now in %s"
         logger.warning(text, output_dir, aside)
-    if point.checkpoint:
-        warn_if_best_is_gone(Path(point.checkpoint))
     return aside
 
 
@@ -229,11 +175,8 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 def rotate_checkpoints(output_dir: str | Path, limit: int | None, best: str | Path | None = None) -> None:
     """Delete the oldest checkpoints over `limit`; the newest, the newest complete one and the best always stay.
 
-    To be called when the newest is marked complete: a process that is killed before has the one before it.
-
-    Args:
-        limit: checkpoints that stay; None or 0 for all.
-        best: the directory of the best checkpoint so far, where there is one.
+    To be called when the newest is marked complete: a process that is killed before has the one before it. A limit of
+    None or 0 keeps all.
     """
     checkpoints = checkpoints_in(output_dir)
     kept = {os.path.abspath(path) for path in (*checkpoints[-1:], newest_complete(output_dir), best) if path}
@@ -249,11 +192,8 @@ def rotate_checkpoints(output_dir: str | Path, limit: int | None, best: str | Pa
 def raises_checkpoint_error(directory: Path, output_dir: Path | None = None) -> Iterator[None]:
     """Raise CheckpointError for what libraries raise of a full or broken disk while a model is written.
 
-    Args:
-        output_dir: the run's directory; the one above `directory` when left out.
-
-    Raises:
-        CheckpointError: with the first failure as its cause, the space left, and the newest complete checkpoint.
+    It has the first failure as its cause, and names the space left and the newest complete checkpoint of
+    `output_dir`, which is the directory above when left out.
     """
     try:
         yield
@@ -286,11 +226,7 @@ def finished_steps(output_dir: str | Path, plan: BatchPlan, rows: Any = None, mo
     """Return the steps of the run in a directory, where it has nothing left to do; else None.
 
     Such a run ended well, saved its model, was to have as many steps, and was of the same plan, rows and model. A run
-    that a callback ended early is finished, too.
-
-    Raises:
-        CheckpointError: the newest complete checkpoint is of another plan, so the run can neither be resumed nor be
-            this one; or another run writes to the directory.
+    that a callback ended early is finished, too. A directory whose checkpoint is of another plan is refused.
     """
     if not Path(output_dir).is_dir():
         return None
@@ -305,7 +241,9 @@ def finished_steps(output_dir: str | Path, plan: BatchPlan, rows: Any = None, mo
     if saved.get("at", 0.0) < ended or saved.get("max_steps", 0) < plan.max_steps:
         return None
     step = int(saved["step"])
-    return step if is_same_run(saved.get("of") or {}, describe_run(plan, step, rows, model)) else None
+    of = saved.get("of") or {}
+    now = {name: value for name, value in describe_run(plan, step, rows, model).items() if name in of}
+    return step if run_difference(of, now) is None else None
 
 
 def note_saved(
@@ -327,7 +265,6 @@ class RunDirectory:
     """The output directory of a run, which no other run writes to meanwhile; every rank has one.
 
     Args:
-        model: path or hub name of the policy at step 0; None where there is none.
         checksums: gives those of the policy's tensors, on rank 0; every rank calls it.
         state: gives what a checkpoint keeps beside the model, as JSON, by the name of what it belongs to.
         blocks: gives the blocks in flight that are finished.
@@ -364,14 +301,16 @@ class RunDirectory:
             CheckpointError: another run holds the lock, or the checkpoint cannot be resumed.
         """
         self._lock = lock_output_dir(self.path)
-        return choose_resume_point(str(self.path), asked, self._plan, self._rows, self._model)
+        found = newest_complete(self.path) if asked is True else None
+        checkpoint = found if asked is True else asked or None
+        if checkpoint is not None:
+            check_resumable(checkpoint, self._plan, self._rows, self._model)
+        return ResumePoint(
+            str(checkpoint) if checkpoint is not None else None, bool(asked), is_found=found is not None
+        )
 
     def begin(self, point: ResumePoint, keeps: Collection[Path]) -> dict[str, Any]:
-        """Move aside what other runs left here and open the block log; return the checkpoint's further state.
-
-        Raises:
-            CheckpointError: files cannot be moved or written.
-        """
+        """Move aside what other runs left here and open the block log; return the checkpoint's further state."""
         if prepare_output_dir(point, str(self.path), keeps) is not None:
             # the lock has moved too
             self._lock.release()
@@ -382,14 +321,7 @@ class RunDirectory:
         return extra_state(point.checkpoint) if point.checkpoint else {}
 
     def log_block(self, block: ScoredBlock, step: int, dropped: Sequence[Dropped]) -> None:
-        """Write down the fate of a block's rollouts.
-
-        Args:
-            step: optimizer steps before it.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write down the fate of the rollouts of a block that begins after `step` optimizer steps."""
         if self._block_log is not None:
             self._block_log.write(block_record(block, step, dropped))
 
@@ -416,9 +348,6 @@ class RunDirectory:
         """Mark the checkpoint that is written inside as complete once it is whole, then delete older ones.
 
         The last checkpoint of a run may stand inside a block: no run can resume it, and it does not count.
-
-        Raises:
-            CheckpointError: the disk is full or broken.
         """
         step, writes = state.global_step, self._args.should_save
         checkpoint = self.path / f"checkpoint-{step}"

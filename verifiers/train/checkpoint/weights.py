@@ -20,14 +20,11 @@ from verifiers.train.checkpoint.checkpoint import MARKER, START_NEW, TENSORS, ex
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.weight_sync.protocol import gathered_tensors
 
-__all__ = ["CheckpointWeights", "checksum"]
-
 
 class CheckpointWeights:
     """The policy's tensors as checkpoints hold them; every rank has one and calls it in the same order.
 
-    Args:
-        in_shards: FSDP or DeepSpeed trains it; both keep files of their own, under the names in memory.
+    FSDP and DeepSpeed, which train it `in_shards`, keep files of their own, under the names in memory.
     """
 
     def __init__(self, ranks: Ranks, policy: Callable[[], Any], *, in_shards: bool) -> None:
@@ -38,8 +35,7 @@ class CheckpointWeights:
     def load(self, checkpoint: str, load_by_name: Callable[[], None]) -> None:
         """Load a checkpoint into the policy, and compare the checksum of each tensor with the saved one.
 
-        Args:
-            load_by_name: transformers' own loading, for shards and adapters.
+        Shards and adapters are loaded by transformers, with `load_by_name`.
 
         Raises:
             CheckpointError: the files cannot be read, or the policy is not as it was saved.

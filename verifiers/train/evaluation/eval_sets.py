@@ -12,8 +12,6 @@ from verifiers.envs.datasets import count_trained_on
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import fingerprint
 
-__all__ = ["EvalSet", "choose_eval_sets"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
@@ -23,10 +21,8 @@ class EvalSet:
 
     Attributes:
         name: part of the names of its metrics; empty where it is the only set.
-        env: plays and scores the prompts.
         rows: the prompts; None for the eval rows of `env`.
         most: the first so many of them; -1 for all.
-        trained_env: what is trained on, where that is known.
     """
 
     name: str

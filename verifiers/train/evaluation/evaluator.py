@@ -5,39 +5,60 @@ Training waits for an evaluation, so all of it is sampled from the weights of on
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verifiers.data.batch_plan import BatchPlan
-from verifiers.errors import ConfigError, NothingScoredError
+from verifiers.errors import ConfigError, DeadlineError, Error, NothingScoredError
+from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
+from verifiers.evals.evaluation_run import EvaluationRun
+from verifiers.evals.statistics import Estimate
+from verifiers.evals.store import ResultStore
+from verifiers.evals.summary import RunSummary, summarize
 from verifiers.inference.endpoint import Backend
 from verifiers.inference.limiter import SubLimiter
 from verifiers.inference.server_pool import credentials, each_server
 from verifiers.inference.wire import neutral_where_unset
 from verifiers.log import Redactor, secrets_of_run, url_without_secrets
 from verifiers.monitoring.stage_timer import StageTimer, in_stage
+from verifiers.reports.evaluation import write_evaluation_report
 from verifiers.rollouts.activity import RolloutActivity
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import ScoredBlock
 from verifiers.rollouts.run import Run
 from verifiers.train.config import GRPOConfig
 from verifiers.train.evaluation.eval_sets import EvalSet, choose_eval_sets
-from verifiers.train.evaluation.policy_evaluation import (
-    KeptEvaluation,
-    Measured,
-    SetEvaluation,
-    evaluate_sets,
-    sub_limiter_of,
-)
 from verifiers.train.evaluation.storage import StoredEvaluations, provenance
 from verifiers.train.processes.distributed import Ranks
 from verifiers.train.validation.sampling_args import with_template_options
-
-__all__ = ["Evaluator", "log_evaluation"]
+from verifiers.types import Outcome
 
 logger = logging.getLogger("verifiers.train")
+
+EvaluatesSet = Callable[[], Coroutine[Any, Any, "Measured"]]
+
+_GRACE_S = 10.0
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Result of an evaluation.
+
+    Attributes:
+        metrics: by their logged names. A set in which nothing was scored has counts, and no means.
+        failures: why the sets without a reward have none.
+    """
+
+    metrics: dict[str, float]
+    failures: list[str]
 
 
 class Evaluator:
@@ -48,9 +69,7 @@ class Evaluator:
         publish: brings the servers to the present weights, on rank 0, and gives the generator.
 
     Attributes:
-        sets: the prompts.
-        stored: the evaluations of the run on the disk.
-        nothing_scored: the last one gave no reward.
+        nothing_scored: the last evaluation gave no reward.
     """
 
     def __init__(
@@ -100,28 +119,58 @@ class Evaluator:
 
     def _evaluate_on_rank_0(self, sets: Sequence[EvalSet], step: int, prefix: str) -> Measured:
         generator = self._publish()
-        limiter = sub_limiter_of(generator, self._args.eval_max_concurrent)
-        parts: list[SetEvaluation] = []
+        limiter = SubLimiter(generator.rollout_run().limiter, self._args.eval_max_concurrent)
+        parts = []
         for one in sets:
             sampling = self._sampling(one)
             run = self.stored.run(step, prefix, one.name, self._metadata(one, sampling, step), one.env.rubric)
-            part = SetEvaluation(
-                _runner_of(generator, one, sampling, limiter),
-                one.dataset,
-                run,
-                prefix=one.metric_prefix(prefix),
-                right_from=self._args.eval_right_from,
-                stores=self.stored.writes,
-            )
-            parts.append(part)
+            runner = _runner_of(generator, one, sampling, limiter)
+            parts.append(functools.partial(self._evaluate_set, one, run, runner, one.metric_prefix(prefix)))
         return evaluate_sets(generator, parts, self._deadline_s())
 
-    def is_best(self, decide: Callable[[], Any], metrics: Mapping[str, float]) -> bool:
-        """Return what transformers decides about the last evaluation, which is not the best where it gave no reward.
+    async def _evaluate_set(self, one: EvalSet, run: EvaluationRun, runner: Run, prefix: str) -> Measured:
+        started, right_from = time.perf_counter(), self._args.eval_right_from
+        if self.stored.writes:
+            await self._run_stored(one, run, runner)
+        else:
+            await run.run(runner, one.dataset, None)
+        results = run.progress.results
+        metrics = evaluation_metrics(
+            summarize(results, run.metadata, right_from=right_from), prefix, results.mean_length
+        )
+        metrics[f"{prefix}_seconds"] = time.perf_counter() - started
+        if (trained_on := run.metadata.get("prompts_trained_on")) is not None:
+            metrics[f"{prefix}_prompts_trained_on"] = float(trained_on)
+        try:
+            run.require_scores()
+        except NothingScoredError as error:
+            return Measured(metrics, [f"{prefix}: {error}"])
+        return Measured(metrics, [])
 
-        Raises:
-            ConfigError: metric_for_best_model is not among the metrics.
-        """
+    async def _run_stored(self, one: EvalSet, run: EvaluationRun, runner: Run) -> None:
+        """Run one set, stored as `vf-eval` stores an evaluation, with its report."""
+        started, status = time.perf_counter(), "stopped"
+        try:
+            run.directory.mkdir(parents=True, exist_ok=True)
+            with ResultStore(run.directory, {**run.metadata, "status": "running"}, run.redact) as store:
+                try:
+                    await run.run(runner, one.dataset, store)
+                    status = "finished"
+                finally:
+                    summary = run.summary(time.perf_counter() - started, right_from=self._args.eval_right_from)
+                    store.write_metadata(summary=summary, status=status)
+            # reading the rollouts again takes longer than an event loop may stand still
+            await asyncio.to_thread(write_evaluation_report, run.directory)
+        except OSError as error:
+            if isinstance(error, (Error, TimeoutError)):
+                raise
+            raise ConfigError(
+                f"the evaluation cannot be stored in {run.directory} ({error}); make room, or set "
+                "save_evaluations=False."
+            ) from error
+
+    def is_best(self, decide: Callable[[], Any], metrics: Mapping[str, float]) -> bool:
+        """Return what transformers decides of the last evaluation, which is not the best where it gave no reward."""
         try:
             return bool(decide())
         except KeyError:
@@ -137,7 +186,6 @@ class Evaluator:
         """Roll out the prompts of the only set, or of rows that are given instead, and keep the rollouts; on rank 0.
 
         Raises:
-            ConfigError: there are several sets.
             NothingScoredError: no rollout got a reward, or it ran out of time.
         """
         sets = self.sets
@@ -148,13 +196,18 @@ class Evaluator:
             raise ConfigError(f"there are several eval sets ({names}); give rows of one, or call evaluate().")
         (one,) = sets
         generator = self._publish()
-        limiter = sub_limiter_of(generator, self._args.eval_max_concurrent)
+        limiter = SubLimiter(generator.rollout_run().limiter, self._args.eval_max_concurrent)
         runner = _runner_of(generator, one, self._sampling(one), limiter)
-        part = KeptEvaluation(runner, one.dataset, self._args.num_generations_eval or 1, self._args.seed)
-        if failures := evaluate_sets(generator, [part], self._deadline_s()).failures:
+        requests = evaluation_requests(one.dataset, self._args.num_generations_eval or 1, self._args.seed)
+        kept: list[ScoredBlock] = []
+
+        async def run() -> Measured:
+            kept.append(await run_evaluation(runner, requests))
+            return Measured({}, [])
+
+        if failures := evaluate_sets(generator, [run], self._deadline_s()).failures:
             raise NothingScoredError("; ".join(failures))
-        assert part.block is not None
-        return part.block
+        return kept[0]
 
     # -- one evaluation -------------------------------------------------------------------------------------------
 
@@ -203,6 +256,96 @@ class Evaluator:
             "optimizer_step": weights_step,
             "output_dir": str(args.output_dir),
         }
+
+
+def evaluate_sets(generator: AsyncBatchGenerator, sets: Sequence[EvaluatesSet], timeout_s: float) -> Measured:
+    """Run the evaluations of all sets at once and wait for them; that they ran out of time is a failure.
+
+    Raises:
+        ConfigError: a mistake that every rollout would repeat.
+        GeneratorClosedError: the generator was closed meanwhile.
+    """
+
+    async def begin() -> asyncio.Task[Measured]:
+        return asyncio.create_task(_run_until(sets, timeout_s))
+
+    async def ended() -> Measured:
+        return await asyncio.shield(task)
+
+    task = generator.run(begin(), _GRACE_S)
+    # rollouts that are given up may have something to put away first
+    last = time.monotonic() + timeout_s + _GRACE_S
+    while True:
+        try:
+            measured: Measured = generator.run(ended(), _LOOK_EVERY_S)
+            return measured
+        except DeadlineError:
+            # the block that is generated meanwhile may have failed for good
+            generator.check()
+            if time.monotonic() > last:
+                return _out_of_time(timeout_s, "; its rollouts are still being given up")
+
+
+async def _run_until(sets: Sequence[EvaluatesSet], timeout_s: float) -> Measured:
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await _run_all(sets)
+    except Exception as error:
+        if not deadline.expired():
+            raise
+        if isinstance(error, TimeoutError):
+            return _out_of_time(timeout_s)
+        return _out_of_time(timeout_s, f"; giving it up raised {type(error).__name__}: {error}")
+
+
+async def _run_all(sets: Sequence[EvaluatesSet]) -> Measured:
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one()) for one in sets]
+    except BaseExceptionGroup as failed:
+        first = failed.exceptions[0]
+    else:
+        measured = [task.result() for task in running]
+        metrics = {name: value for one in measured for name, value in one.metrics.items()}
+        return Measured(metrics, [failure for one in measured for failure in one.failures])
+    raise first
+
+
+def _out_of_time(timeout_s: float, further: str = "") -> Measured:
+    return Measured({}, [f"it did not end within {timeout_s:g} s (eval_timeout){further}"])
+
+
+def evaluation_metrics(summary: RunSummary, prefix: str, mean_length: float) -> dict[str, float]:
+    """Return the metrics of one set, by their logged names that begin with "eval" or "eval_<name>".
+
+    What cannot be told is left out, such as the mean length where no rollout sampled any token.
+    """
+    metrics: dict[str, float] = {}
+
+    def put(name: str, estimate: Estimate) -> None:
+        for key, value in ((name, estimate.mean), (f"{name}_stderr", estimate.stderr)):
+            if math.isfinite(value):
+                metrics[f"{prefix}_{key}"] = value
+
+    for name, measure in summary.measures.items():
+        put("reward" if name == "reward" else f"rewards/{name}", measure.estimate)
+    if len(summary.at_k) > 1:
+        for row in summary.at_k:
+            put(f"pass_at_{row.k}", row.pass_at)
+            put(f"pass_hat_{row.k}", row.pass_hat)
+            put(f"best_at_{row.k}", row.best)
+    for task, (measure, counts) in summary.tasks.items():
+        put(f"tasks/{task}/reward", measure.estimate)
+        metrics[f"{prefix}_tasks/{task}/prompts"] = float(counts.prompts)
+        metrics[f"{prefix}_tasks/{task}/failed"] = float(counts.unscored)
+    if math.isfinite(mean_length):
+        metrics[f"{prefix}_completions/mean_length"] = mean_length
+    for outcome in Outcome:
+        metrics[f"{prefix}_outcomes/{outcome}"] = float(summary.counts.outcomes.get(str(outcome), 0))
+    metrics[f"{prefix}_prompts"] = float(summary.counts.prompts)
+    metrics[f"{prefix}_failed"] = float(summary.counts.failed)
+    return metrics
 
 
 def _runner_of(generator: AsyncBatchGenerator, one: EvalSet, sampling: dict[str, Any], limiter: SubLimiter) -> Run:

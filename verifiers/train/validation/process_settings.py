@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from verifiers.errors import ConfigError
-from verifiers.train.weight_sync.choice import SYNC_TYPES
+from verifiers.train.weight_sync import SYNC_TYPES
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig

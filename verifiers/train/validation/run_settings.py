@@ -10,7 +10,7 @@ from verifiers.data.batch_plan import BatchPlan
 from verifiers.errors import ConfigError
 from verifiers.train.loss.loss_types import LOSS_TYPES
 from verifiers.train.validation.loss_settings import refuse_bad_loss
-from verifiers.train.weight_sync.choice import WEIGHT_SYNCS
+from verifiers.train.weight_sync import WEIGHT_SYNCS
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig

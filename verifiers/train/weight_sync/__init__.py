@@ -1,22 +1,47 @@
-"""Kinds of weight sync; what they have in common is `verifiers.train.weight_sync.protocol.WeightSync`."""
+"""Kinds of weight sync, and the choice of a run's; what they have in common is `protocol.WeightSync`."""
 
-from verifiers.train.weight_sync.choice import WEIGHT_SYNCS, choose_sync
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verifiers.errors import ConfigError
+from verifiers.inference.endpoint import is_loopback
 from verifiers.train.weight_sync.in_process import InProcessSync
-from verifiers.train.weight_sync.lora import LoraSync
 from verifiers.train.weight_sync.nccl import NcclSync
-from verifiers.train.weight_sync.protocol import WeightSync, has_tied_tensors, policy_tensors
-from verifiers.train.weight_sync.shared_directory import DirectorySync
-from verifiers.train.weight_sync.verification import ProbeResult
+from verifiers.train.weight_sync.protocol import ServerSync, WeightSync, has_tied_tensors, policy_tensors
+from verifiers.train.weight_sync.shared_directory import DirectorySync, LoraSync
 
 __all__ = [
+    "SYNC_TYPES",
     "WEIGHT_SYNCS",
     "DirectorySync",
     "InProcessSync",
     "LoraSync",
     "NcclSync",
-    "ProbeResult",
     "WeightSync",
     "choose_sync",
     "has_tied_tensors",
     "policy_tensors",
 ]
+
+SYNC_TYPES: dict[str, type[ServerSync]] = {sync.kind: sync for sync in (DirectorySync, NcclSync, LoraSync)}
+"""The kinds that a run can name."""
+
+WEIGHT_SYNCS = ("auto", *SYNC_TYPES)
+
+
+def choose_sync(
+    kind: str, urls: Sequence[str], *, directory: str | None, timeout_s: float, api_key: str
+) -> DirectorySync | LoraSync | NcclSync:
+    """Return the sync that `weight_sync` names.
+
+    "auto" is a shared directory where every server is on this host, or `directory` is given (a file system that
+    both sides mount); else NCCL.
+    """
+    if kind not in WEIGHT_SYNCS:
+        raise ConfigError(f"weight_sync is {kind!r}; choose one of {', '.join(WEIGHT_SYNCS)}.")
+    if kind == "lora":
+        return LoraSync(urls, directory, timeout_s, api_key)
+    if kind == "nccl" or (kind == "auto" and directory is None and not all(map(is_loopback, urls))):
+        return NcclSync(urls, timeout_s, api_key)
+    return DirectorySync(urls, directory, timeout_s, api_key)

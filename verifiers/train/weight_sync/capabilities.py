@@ -13,19 +13,6 @@ from typing import Any
 
 from verifiers.errors import WeightSyncError
 from verifiers.inference.server_client import RefusedError, ServerClient
-from verifiers.inference.wire import NEUTRAL_SAMPLING
-
-__all__ = [
-    "OLDEST_VLLM",
-    "Capabilities",
-    "check_capabilities",
-    "log_probs_are_raw",
-    "old_server",
-    "read_capabilities",
-    "too_old",
-]
-
-_LOOK_S = 5.0
 
 OLDEST_VLLM = (0, 28)
 """The first minor of vLLM that can be trained against; `vf-vllm` knows the same."""
@@ -39,10 +26,7 @@ class Capabilities:
     """A server's description of itself; None where it gives none.
 
     Attributes:
-        root: its address.
         software: "vLLM", or None.
-        version: of the software.
-        models: names that it serves.
         max_model_len: longest prompt and completion together, in tokens.
         log_probs_mode: vLLM's; "processed_logprobs" is what training needs.
         sample_ids: the ids that its tokenizer gives for `SAMPLE_TEXT`.
@@ -74,12 +58,8 @@ async def read_capabilities(server: ServerClient) -> Capabilities:
     models = (await _asked(server, "GET", "/v1/models") or {}).get("data") or []
     names = tuple(str(model.get("id")) for model in models)
     lengths = [model["max_model_len"] for model in models if model.get("max_model_len")]
-    encoded = await _asked(
-        server,
-        "POST",
-        "/tokenize",
-        {"model": names[0] if names else None, "prompt": SAMPLE_TEXT, "add_special_tokens": False},
-    )
+    text = {"model": names[0] if names else None, "prompt": SAMPLE_TEXT, "add_special_tokens": False}
+    encoded = await _asked(server, "POST", "/tokenize", text)
     ids = encoded.get("tokens") if isinstance(encoded, dict) else None
     version = await _asked(server, "GET", "/version")
     info = await _asked(server, "GET", "/server_info?config_format=json")
@@ -87,6 +67,7 @@ async def read_capabilities(server: ServerClient) -> Capabilities:
     config = config if isinstance(config, dict) else None
     model_config = (config or {}).get("model_config") or {}
     lora = (config or {}).get("lora_config") or {}
+    transfer = (config or {}).get("weight_transfer_config") or {}
     environment = (info or {}).get("vllm_env") or {} if config is not None else {}
     return Capabilities(
         root=server.root,
@@ -98,7 +79,7 @@ async def read_capabilities(server: ServerClient) -> Capabilities:
         sample_ids=tuple(ids) if ids else None,
         max_lora_rank=int(lora.get("max_lora_rank", 0)) if config is not None else None,
         dtype=str(model_config["dtype"]).removeprefix("torch.") if "dtype" in model_config else None,
-        transfer_backend=_transfer_backend(config),
+        transfer_backend=str(transfer.get("backend", "")) if config is not None else None,
         loads_adapters=bool(environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")) if config is not None else None,
     )
 
@@ -114,7 +95,6 @@ def check_capabilities(
     """Refuse a server that cannot be trained against, before anything is sampled.
 
     Args:
-        found: the server's capabilities.
         missing: what it lacks for pushes, as `WeightSync.missing_at` returned it.
         model: the name under which it must serve the policy, where the user gave one.
         encode: the trainer's tokenizer, without special tokens.
@@ -163,53 +143,10 @@ def too_old(version: str | None) -> str | None:
 async def old_server(server: ServerClient) -> str | None:
     """Return `too_old` of a server that may not answer."""
     try:
-        answer = await server.request("GET", "/version", timeout_s=_LOOK_S)
+        answer = await server.request("GET", "/version", timeout_s=5.0)
     except WeightSyncError:
         return None
     return too_old(str(answer.get("version"))) if isinstance(answer, dict) else None
-
-
-async def log_probs_are_raw(server: ServerClient, model: str, prompt: Any) -> bool:
-    """Return whether a server's log-probs are those before temperature, found by sampling.
-
-    The difference of two tokens' log-probs doubles at temperature 0.5 where they are processed, and stays where they
-    are raw. False where the server does not show two tokens.
-    """
-    gaps = [await _top_gap(server, model, prompt, temperature) for temperature in (1.0, 0.5)]
-    if gaps[0] is None or gaps[1] is None or gaps[0] < 0.05:
-        return False
-    return gaps[1] < 1.5 * gaps[0]
-
-
-async def _top_gap(server: ServerClient, model: str, prompt: Any, temperature: float) -> float | None:
-    chat = not isinstance(prompt, str)
-    body: dict[str, Any] = {
-        "model": model,
-        "temperature": temperature,
-        "max_tokens": 1,
-        "seed": 1,
-        **NEUTRAL_SAMPLING,
-    }
-    body |= {"messages": prompt, "logprobs": True, "top_logprobs": 3} if chat else {"prompt": prompt, "logprobs": 3}
-    try:
-        answer = await server.request("POST", "/v1/chat/completions" if chat else "/v1/completions", body)
-        shown = answer["choices"][0]["logprobs"]
-        top = (
-            [entry["logprob"] for entry in shown["content"][0]["top_logprobs"]]
-            if chat
-            else list(shown["top_logprobs"][0].values())
-        )
-    except (WeightSyncError, LookupError, TypeError):
-        return None
-    # vLLM counts the sampled token among those that were asked for
-    best = sorted(top, reverse=True)[:2]
-    return best[0] - best[1] if len(best) == 2 else None
-
-
-def _transfer_backend(config: dict[str, Any] | None) -> str | None:
-    if config is None:
-        return None
-    return str((config.get("weight_transfer_config") or {}).get("backend", ""))
 
 
 async def _asked(server: ServerClient, method: str, path: str, body: Any = None) -> Any:

@@ -10,8 +10,6 @@ from verifiers.inference.server_pool import ServerPool
 from verifiers.installation import install_hint
 from verifiers.train.weight_sync.protocol import WeightSync, policy_tensors
 
-__all__ = ["InProcessSync"]
-
 
 class InProcessSync(WeightSync):
     """The embedded server in the trainer's process, with a frozen copy of the policy.
@@ -21,11 +19,9 @@ class InProcessSync(WeightSync):
 
     Args:
         policy: gives the trained model, unwrapped.
-        tokenizer: the policy's.
         device: where the copy lives, such as "cuda:1" or "cpu".
         slots: most sequences generated at once.
         threads: CPU threads of torch that generate; None leaves torch's choice.
-        timeout_s: deadline for one push, in seconds.
         cuda_graphs: replay passes of one token a sequence as CUDA graphs.
     """
 

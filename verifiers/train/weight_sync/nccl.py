@@ -15,7 +15,7 @@ import base64
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from verifiers.concurrency import gather_owned, threads_for
 from verifiers.errors import WeightSyncError
@@ -25,8 +25,6 @@ from verifiers.inference.server_client import CONTROL_RETRIES, RefusedError, Ser
 from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.protocol import ServerSync
 
-__all__ = ["BUFFER_BYTES", "NcclGroup", "NcclSync", "TorchNcclGroup", "packed"]
-
 BUFFER_BYTES = 2**29
 """Both sides send a buffer as soon as it holds more than this. NCCL takes at most 2**31 - 1 elements at once."""
 
@@ -35,28 +33,8 @@ NUM_BUFFERS = 2
 _MOST_TRANSFERS = 64
 
 
-class NcclGroup(Protocol):
-    """Rank 0 of a group whose other ranks are one server's workers."""
-
-    def unique_id(self) -> bytes:
-        """Return a new id by which the group's ranks find each other."""
-        ...
-
-    def join(self, unique_id: bytes, world_size: int) -> None:
-        """Enter as rank 0, and take part in the all-reduce of one float32 by which vLLM's workers begin."""
-        ...
-
-    def broadcast(self, buffer: Any) -> None:
-        """Begin to send a tensor of bytes to all ranks; the tensor must live until `wait`."""
-        ...
-
-    def wait(self, deadline: float) -> None:
-        """Wait until everything was sent; raise WeightSyncError at `deadline` (of time.monotonic)."""
-        ...
-
-
-class TorchNcclGroup:
-    """`NcclGroup` with the NCCL that torch brings.
+class NcclGroup:
+    """Rank 0, with the NCCL that torch brings, of a group whose other ranks are one server's workers.
 
     Args:
         device: such as "cuda:0"; the trainer's.
@@ -70,11 +48,13 @@ class TorchNcclGroup:
         self._stream: Any = None
 
     def unique_id(self) -> bytes:
+        """Return a new id by which the group's ranks find each other."""
         from torch.cuda import nccl
 
         return bytes(nccl.unique_id())
 
     def join(self, unique_id: bytes, world_size: int) -> None:
+        """Enter as rank 0, and take part in the all-reduce of one float32 by which vLLM's workers begin."""
         import torch
         from torch.cuda import nccl
 
@@ -87,6 +67,7 @@ class TorchNcclGroup:
             self._stream.synchronize()
 
     def broadcast(self, buffer: Any) -> None:
+        """Begin to send a tensor of bytes to all ranks."""
         import torch
         from torch.cuda import nccl
 
@@ -97,6 +78,7 @@ class TorchNcclGroup:
             on_device.record_stream(self._stream)
 
     def wait(self, deadline: float) -> None:
+        """Wait until everything was sent; raise WeightSyncError at `deadline` (of time.monotonic)."""
         import torch
 
         with torch.cuda.device(self._device):
@@ -110,11 +92,8 @@ class TorchNcclGroup:
 class NcclSync(ServerSync):
     """A weight sync that broadcasts the weights to the workers of each server. Experimental.
 
-    Args:
-        base_url: of the rollout server, or of several; vLLM 0.30 or later with
-            --weight-transfer-config '{"backend": "nccl"}'.
-        make_group: gives a new group for each server; with torch's NCCL on the present CUDA device when left out.
-        timeout_s, api_key: as of `ServerSync`.
+    The servers are vLLM 0.30 or later with --weight-transfer-config '{"backend": "nccl"}'. `make_group` gives a new
+    group for each; with torch's NCCL on the present CUDA device when left out.
     """
 
     kind = "nccl"
@@ -140,7 +119,7 @@ class NcclSync(ServerSync):
         return []
 
     def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
-        tensors = {name: _on_host(tensor) for name, tensor in named_parameters}
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_parameters}
         if self._make_group is None:
             # here, for the present device is that of the calling thread
             self._make_group = _on_present_device()
@@ -248,11 +227,6 @@ async def _beside(
         raise WeightSyncError(f"POST {path} and its collective did not end within weight_sync_timeout.") from None
 
 
-def _on_host(tensor: Any) -> Any:
-    host = tensor.detach().to("cpu", copy=True)
-    return host.contiguous()
-
-
 def _on_present_device() -> Callable[[], NcclGroup]:
     import torch
 
@@ -260,4 +234,4 @@ def _on_present_device() -> Callable[[], NcclGroup]:
         raise WeightSyncError(
             "weight_sync='nccl' needs a CUDA device on the trainer's side; use 'directory' on one host."
         )
-    return functools.partial(TorchNcclGroup, f"cuda:{torch.cuda.current_device()}")
+    return functools.partial(NcclGroup, f"cuda:{torch.cuda.current_device()}")

@@ -17,17 +17,6 @@ from verifiers.inference.server_client import ServerClient
 from verifiers.inference.server_pool import ServerPool
 from verifiers.train.weight_sync.capabilities import Capabilities
 
-__all__ = [
-    "ServerSync",
-    "WeightSync",
-    "gathered_tensors",
-    "has_tied_tensors",
-    "is_sharded",
-    "policy_tensors",
-    "require_finite",
-    "whole_policy",
-]
-
 
 class WeightSync(ABC):
     """Pushes of the policy's weights to rollout servers; each is acknowledged, versioned and bounded in time.
@@ -78,12 +67,7 @@ class WeightSync(ABC):
         return None
 
     def missing_at(self, found: Capabilities, adapter_rank: int) -> list[str]:
-        """Return what a server lacks for pushes of this kind, each with what gives it.
-
-        Args:
-            found: the server's capabilities.
-            adapter_rank: of the adapter that is trained, or 0.
-        """
+        """Return what a server lacks for pushes of this kind, each with what gives it; no adapter has rank 0."""
         return []
 
     def route(self, backend: Backend) -> Backend:
@@ -94,9 +78,7 @@ class WeightSync(ABC):
     def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[Mapping[str, Any]]:
         """Give the tensors of a model that are to be pushed, under the names that servers load them by.
 
-        Args:
-            model: the trained model, unwrapped.
-            whole: tensors that were gathered from all ranks, by name, where the model is sharded.
+        `whole` are those that were gathered from all ranks, where the model is sharded.
         """
         if whole is not None:
             yield whole_policy(model, whole)
@@ -116,12 +98,10 @@ class ServerSync(WeightSync):
         base_url: of the rollout server, or of several.
         timeout_s: deadline for one push, in seconds; a single server may be restarted within it.
         api_key: bearer token of the servers' routes.
-
-    Attributes:
-        kind: its name in `weight_sync`.
     """
 
     kind: str
+    """The name in `weight_sync`."""
     pool: ServerPool
 
     def __init__(self, base_url: str | Sequence[str], timeout_s: float = 120.0, api_key: str = "EMPTY") -> None:
@@ -143,11 +123,7 @@ def policy_tensors(model: Any, *, tied: bool = False) -> Iterator[dict[str, Tens
     """Give every parameter and saved buffer of the policy by its name in the checkpoint format.
 
     Adapters (PEFT) are merged for the time of the context and taken out again to the last bit, so that the server
-    gets plain weights.
-
-    Args:
-        model: the policy.
-        tied: give tied weights under each of their names; otherwise each tensor comes once, under its first name.
+    gets plain weights. Tied weights come once, under their first name, or with `tied` under each of their names.
     """
     if not hasattr(model, "merge_adapter"):
         yield _detached(model.state_dict(), tied)
@@ -157,11 +133,8 @@ def policy_tensors(model: Any, *, tied: bool = False) -> Iterator[dict[str, Tens
         before = {name: weight.clone() for name, weight in model.named_parameters() if ".base_layer." in name}
         model.merge_adapter()
         try:
-            state = {}
-            for name, tensor in model.get_base_model().state_dict().items():
-                if "lora_" not in name and ".original_module." not in name:
-                    state[name.replace(".base_layer", "").replace(".modules_to_save.default", "")] = tensor
-            yield _detached(state, tied)
+            state = model.get_base_model().state_dict()
+            yield _detached({_served_name(name): tensor for name, tensor in state.items()}, tied)
         finally:
             model.unmerge_adapter()
             for name, weight in model.named_parameters():
@@ -175,13 +148,8 @@ def require_finite(
 ) -> None:
     """Refuse weights that are infinite or not a number; reads them once, in a tenth of the time of a copy.
 
-    Args:
-        tensors: by name; of a sharded one the local part is looked at.
-        purpose: what they are not, as the message says.
-        gather: gives what each rank found, where each looks at its own part.
-
-    Raises:
-        NotFiniteError: with the name of one of them.
+    Of a sharded tensor the local part is looked at, and `gather` gives what each rank found in its own. The message
+    names one of them, and the `purpose` that they are not for.
     """
     parts = {name: getattr(tensor, "ds_tensor", tensor) for name, tensor in tensors.items()}
     parts = {name: part.to_local() if isinstance(part, DTensor) else part for name, part in parts.items()}
@@ -219,14 +187,8 @@ def gathered_tensors(
 ) -> dict[str, Any]:
     """Gather every parameter and saved buffer of a sharded model in host memory; all ranks must call it.
 
-    Tensor after tensor is gathered and taken, so a device holds one whole tensor at a time beside its shards.
-
-    Args:
-        model: the sharded model.
-        keep: give the tensors; other ranks take part, and get an empty dict.
-        tied: give tied weights under each of their names.
-        only: which names are wanted; all when left out.
-        take: makes of a whole tensor what is kept of it: a copy when left out.
+    Tensor after tensor is gathered and taken, so a device holds one whole tensor at a time beside its shards. Ranks
+    that do not `keep` them take part, and get an empty dict. `take` makes of a whole tensor what is kept of it.
     """
     # what the last forward pass left gathered goes back to shards with this
     state = model.state_dict(keep_vars=True)
@@ -248,15 +210,7 @@ def gathered_tensors(
 
 
 def whole_policy(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return gathered tensors as a server names them: with adapters merged into the base weights.
-
-    Args:
-        model: the sharded model that they are of.
-        tensors: as `gathered_tensors` gave them; base weights are changed in place.
-
-    Raises:
-        ConfigError: an adapter that is not plain LoRA on linear layers.
-    """
+    """Return gathered tensors as a server names them: with adapters merged into the base weights, in place."""
     if not hasattr(model, "merge_adapter"):
         return tensors
     from peft.tuners.lora import Linear, LoraLayer
@@ -278,13 +232,7 @@ def whole_policy(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             weight = tensors[f"{path}.base_layer.weight"]
             delta = (up @ down) * layer.scaling[adapter]
             weight += (delta.T if layer.fan_in_fan_out else delta).to(weight.dtype)
-    return {
-        name.removeprefix("base_model.model.")
-        .replace(".base_layer", "")
-        .replace(".modules_to_save.default", ""): tensor
-        for name, tensor in tensors.items()
-        if "lora_" not in name and ".original_module." not in name
-    }
+    return {served: tensor for name, tensor in tensors.items() if (served := _served_name(name)) is not None}
 
 
 @contextmanager
@@ -308,10 +256,20 @@ def _plain(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def _detached(state: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
+def _served_name(name: str) -> str | None:
+    """Return the name by which a server loads a tensor of a PEFT model; None for those of adapters alone."""
+    if "lora_" in name or ".original_module." in name:
+        return None
+    name = name.removeprefix("base_model.model.")
+    return name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+
+
+def _detached(state: Mapping[str | None, Tensor] | Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     kept = {}
     for name, tensor in state.items():
+        if name is None:
+            continue
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and place in seen and not tied:
             continue

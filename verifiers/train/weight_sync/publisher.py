@@ -23,8 +23,6 @@ from verifiers.train.weight_sync.verification import LogprobCheck
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
 
-__all__ = ["PolicyWeights", "WeightChecks", "WeightPublisher", "default_weight_sync"]
-
 logger = logging.getLogger("verifiers.train")
 
 _PROMPTS_MEASURED = 256
@@ -34,13 +32,7 @@ _DESCRIBE_S = 600.0
 def default_weight_sync(
     args: GRPOConfig, servers: Sequence[Backend], policy: Callable[[], Any], tokenizer: Any
 ) -> WeightSync:
-    """Return the weight sync that a run's settings name.
-
-    Args:
-        args: settings of the run.
-        servers: the rollout servers.
-        policy: gives the trained model, unwrapped.
-        tokenizer: the policy's.
+    """Return the weight sync that a run's settings name; `policy` gives the trained model, unwrapped.
 
     Raises:
         ConfigError: the servers have different API keys.
@@ -72,12 +64,7 @@ def default_weight_sync(
 
 
 class PolicyWeights:
-    """The trained model's tensors, on one rank or sharded over them.
-
-    Args:
-        ranks: of the run.
-        policy: gives the trained model, unwrapped.
-    """
+    """The trained model's tensors, on one rank or sharded over them; `policy` gives it, unwrapped."""
 
     def __init__(self, ranks: Ranks, policy: Callable[[], Any]) -> None:
         self._ranks, self._policy = ranks, policy
@@ -116,20 +103,8 @@ class WeightPublisher:
     """The pushes of weights to the rollout servers, from connecting to the check by log-probs; on rank 0.
 
     Args:
-        args: settings of the run.
         client: anything that `backend_for` takes; None for the servers of the settings.
         sync: how weights reach the servers; the kind that the settings name when left out.
-        weights: the trained tensors.
-        tokenizer: the policy's.
-        rows: the training rows.
-        check: compares the servers' log-probs with the trainer's.
-
-    Attributes:
-        sync: how weights reach the servers.
-        servers: what rollouts are sent to.
-
-    Raises:
-        ConfigError: draining is switched off, and the servers cannot keep requests during a push.
     """
 
     def __init__(
@@ -143,7 +118,7 @@ class WeightPublisher:
         check: LogprobCheck,
     ) -> None:
         self._args, self._weights, self._tokenizer, self._rows = args, weights, tokenizer, rows
-        backend = backend_for(client if client is not None else _urls(args))
+        backend = backend_for(client if client is not None else list(args.server_urls or [args.server_url]))
         self.sync = sync or default_weight_sync(args, each_server(backend), lambda: weights.model, tokenizer)
         self.servers: Backend = self.sync.route(backend)
         self._client_given = client is not None
@@ -164,8 +139,7 @@ class WeightPublisher:
     def connect(self, on_version: Callable[[int], None]) -> None:
         """Wait for the servers, check what they can do, and let no rollout reach weights that were not pushed.
 
-        Args:
-            on_version: called with the version of a push that all servers hold, before requests in flight continue.
+        `on_version` is called with the version of a push that all servers hold, before requests in flight continue.
 
         Raises:
             WeightSyncError: a server did not answer in time, or cannot be trained against.
@@ -230,11 +204,7 @@ class WeightPublisher:
         return str(name or self.pool.run(self.pool.servers[0].model_name(), _DESCRIBE_S))
 
     def drains(self) -> bool:
-        """Return whether rollouts in flight end before a push: as asked for, or because they would be lost.
-
-        Raises:
-            ConfigError: draining is switched off, and the servers cannot keep requests during a push.
-        """
+        """Return whether rollouts in flight end before a push: as asked for, or because they would be lost."""
         asked, name = self._args.drain_before_sync, type(self.sync).__name__
         if self.sync.keeps_requests:
             return bool(asked)
@@ -267,7 +237,9 @@ class WeightPublisher:
         with self._weights.tensors(self.sync) as tensors:
             self.sync.push(tensors.items(), version)
         # the first push sends what the server has; only the second can reveal a stale head
-        is_doubtful = self._are_doubtful() or self._pushes < 2
+        repeated_before, self._repeated_loads = self._repeated_loads, self.pool.repeated_loads
+        # a server that was restarted, or refused a load and was asked again, may hold half of it
+        is_doubtful = self._repeated_loads > repeated_before or self._pushes < 2
         due = is_doubtful or (self._args.probe_every > 0 and self._pushes % self._args.probe_every == 0)
         self._pushes += 1
         self._check.forget()
@@ -275,11 +247,6 @@ class WeightPublisher:
             self.check(version)
         elif due:
             self._check.begin(version, self.pool)
-
-    def _are_doubtful(self) -> bool:
-        """Return whether since the last push a server was restarted, or refused a load and was asked again."""
-        before, self._repeated_loads = self._repeated_loads, self.pool.repeated_loads
-        return self._repeated_loads > before
 
     def finish_check(self) -> None:
         """Judge the check that is on its way; the weights must still be those that were pushed."""
@@ -289,20 +256,17 @@ class WeightPublisher:
             self.check(version)
 
     def check(self, version: int) -> None:
-        """Check the servers' log-probs now; tied weights are pushed under each of their names where that helps.
-
-        Raises:
-            WeightProbeError: a server samples from other weights.
-        """
+        """Check the servers' log-probs now; tied weights are pushed under each of their names where that helps."""
         try:
             self._check.run(version, self.pool)
         except WeightProbeError as error:
-            if not self._may_untie():
+            sync = self.sync
+            if not sync.can_send_tied or sync.sends_tied or not has_tied_tensors(self._weights.model):
                 raise
             logger.warning("%s Sending tied weights under each of their names from now on.", error)
-            self.sync.sends_tied = True
-            with self._weights.tensors(self.sync) as tensors:
-                self.sync.push(tensors.items(), version)
+            sync.sends_tied = True
+            with self._weights.tensors(sync) as tensors:
+                sync.push(tensors.items(), version)
             try:
                 self._check.run(version, self.pool)
             except WeightProbeError as again:
@@ -310,10 +274,6 @@ class WeightPublisher:
                     f"{again} The model has tied embeddings, and sending the head by itself did not help; train a "
                     "model with tie_word_embeddings=False, or use another server."
                 ) from error
-
-    def _may_untie(self) -> bool:
-        sync = self.sync
-        return sync.can_send_tied and not sync.sends_tied and has_tied_tensors(self._weights.model)
 
     def copy_of(self, version: int) -> Any:
         """Return the frozen copy of the policy for old log-probs, where one is asked for and has these weights."""
@@ -330,12 +290,7 @@ class WeightPublisher:
 
 
 class WeightChecks(TrainerCallback):
-    """A callback at the last moment at which weights are those that were pushed, or those of the run.
-
-    Args:
-        finish_check: judges the check of the push, before each optimizer step.
-        weights: of the policy, which no run ends well with unless they are finite.
-    """
+    """A callback that judges the check of a push before the weights change, and ends no run on broken weights."""
 
     def __init__(self, finish_check: Callable[[], None], weights: PolicyWeights) -> None:
         self._finish_check, self._weights = finish_check, weights
@@ -345,11 +300,6 @@ class WeightChecks(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._weights.require_finite("those of a finished run")
-
-
-def _urls(args: GRPOConfig) -> list[str]:
-    """Return the servers of `server_urls`, or the one of `server_url`."""
-    return [url.rstrip("/") for url in args.server_urls or [args.server_url]]
 
 
 def _adapter_rank(model: Any) -> int:

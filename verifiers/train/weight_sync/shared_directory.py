@@ -1,4 +1,7 @@
-"""Weights through a directory that trainer and servers share: any vLLM or embedded server on the same host."""
+"""Weights through a directory that trainer and servers share: any vLLM or embedded server on the same host.
+
+An adapter goes the same way, through vLLM's route for LoRA adapters: a few megabytes a push, and base weights stay.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,15 @@ import json
 import os
 import shutil
 import tempfile
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers.errors import WeightSyncError
+from verifiers.errors import ConfigError, WeightSyncError
 from verifiers.inference.replica import Load, WeightUpdate
+from verifiers.inference.server_client import RefusedError, ServerClient
+from verifiers.train.weight_sync.capabilities import Capabilities
 from verifiers.train.weight_sync.protocol import ServerSync
-
-__all__ = ["DirectorySync", "VersionFiles"]
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "verifiers-weights-"
@@ -38,18 +40,11 @@ class VersionFiles:
         self._parent = parent
         self._made: Path | None = None
         self._lock: int | None = None
-        self._removing: threading.Thread | None = None
 
     def write(
         self, tensors: Mapping[str, Any], version: int, *, name: str, config: Mapping[str, Any] | None = None
     ) -> Path:
-        """Write a new version and return its directory.
-
-        Args:
-            tensors: in host memory.
-            version: the optimizer step they come from.
-            name: of the file that holds the tensors.
-            config: written beside it as adapter_config.json, for an adapter.
+        """Write a new version of tensors in host memory, with an adapter's config beside it; return its directory.
 
         Raises:
             WeightSyncError: there is no room; nothing was written.
@@ -58,7 +53,6 @@ class VersionFiles:
         from safetensors.torch import save_file
 
         parent = self.directory()
-        self._removed()
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         free = shutil.disk_usage(parent).free
         if needed > free:
@@ -83,29 +77,14 @@ class VersionFiles:
         # a server must never see half a version
         return partial.rename(directory)
 
-    def keep_only(self, directory: Path | None) -> None:
-        """Remove every version but this one, in a thread."""
-        if self._made is None:
-            return
-        others = [other for other in self._made.iterdir() if other != directory]
-        self._removed()
-        # freeing a gigabyte takes the kernel some 50 ms
-        self._removing = threading.Thread(target=_remove_all, args=(others,), name="verifiers-files", daemon=True)
-        self._removing.start()
-
-    def _removed(self) -> None:
-        """Wait until the removal that runs has ended, and its room is free."""
-        removing, self._removing = self._removing, None
-        if removing is not None:
-            removing.join()
-
-    def remove(self, directory: Path) -> None:
-        """Remove one version."""
-        shutil.rmtree(directory, ignore_errors=True)
+    def keep_only(self, directory: Path) -> None:
+        """Remove every version but this one."""
+        for other in self.directory().iterdir():
+            if other != directory:
+                shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
         """Remove all of it. May be called twice."""
-        self._removed()
         (made, self._made), (lock, self._lock) = (self._made, None), (self._lock, None)
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
@@ -125,11 +104,6 @@ class VersionFiles:
             # the server may run as another user
             self._made.chmod(0o755)
         return self._made
-
-
-def _remove_all(directories: list[Path]) -> None:
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _make_locked(parent: str | None) -> tuple[Path, int]:
@@ -166,7 +140,6 @@ class DirectorySync(ServerSync):
     alone; older ones are removed. So there must be room for two.
 
     Args:
-        base_url, timeout_s, api_key: as of `ServerSync`.
         directory: where versions are written; a new one under /dev/shm, or the temporary directory where there
             is no /dev/shm, when left out.
     """
@@ -185,14 +158,18 @@ class DirectorySync(ServerSync):
         self._files = VersionFiles(directory)
 
     def push(self, named_parameters: Iterable[tuple[str, Any]], version: int) -> None:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_parameters}
-        _copy_shared_memory(tensors)
+        tensors: dict[str, Any] = {}
+        seen = set()
+        for name, tensor in named_parameters:
+            one = tensor.detach().cpu().contiguous()
+            # a file of tensors cannot hold ties
+            tensors[name] = one.clone() if one.data_ptr() in seen else one
+            seen.add(one.data_ptr())
         directory = self._write(tensors, version)
-
         try:
             self.pool.run(self.pool.push(WeightUpdate(version, self._load_of(directory))))
         except BaseException:
-            self._files.remove(directory)
+            shutil.rmtree(directory, ignore_errors=True)
             raise
         self._files.keep_only(directory)
 
@@ -210,11 +187,98 @@ class DirectorySync(ServerSync):
         return lambda server, timeout_s: server.request("POST", "/collective_rpc", body, timeout_s)
 
 
-def _copy_shared_memory(tensors: dict[str, Any]) -> None:
-    """Replace tensors that share memory with an earlier one by copies, as a file of tensors cannot hold ties."""
-    seen = set()
-    for name, tensor in tensors.items():
-        place = tensor.data_ptr()
-        if place in seen and tensor.numel():
-            tensors[name] = tensor.clone()
-        seen.add(place)
+class LoraSync(DirectorySync):
+    """A weight sync that writes the adapter of each version into a directory of its own, which the servers load.
+
+    The adapter keeps one name at the server, which is the policy's name in requests; each version has a path and, at
+    the server, a number of its own, by which vLLM tells adapters and cached prefixes apart. A request that vLLM has
+    begun keeps the adapter it began with, whatever the server's version is called by then, so rollouts in flight end
+    before a push (`keeps_requests`). A server that was restarted does not know the name, and refuses requests until
+    it gets the adapter.
+
+    Args:
+        base_url: of the rollout server, or of several; vLLM with --enable-lora.
+        name: of the adapter at the server; the policy's name in requests.
+    """
+
+    kind = "lora"
+    keeps_requests = False
+    can_send_tied = False
+    sends_adapter = True
+
+    def __init__(
+        self,
+        base_url: str | Sequence[str],
+        directory: str | None = None,
+        timeout_s: float = 120.0,
+        api_key: str = "EMPTY",
+        *,
+        name: str = "policy-adapter",
+    ) -> None:
+        super().__init__(base_url, directory, timeout_s, api_key)
+        self.policy_name = name
+        self._config: dict[str, Any] = {}
+
+    def missing_at(self, found: Capabilities, adapter_rank: int) -> list[str]:
+        if found.software is None:
+            return ["weight_sync='lora' needs vLLM; use 'directory', which sends merged weights"]
+        if not found.max_lora_rank:
+            return [f"it takes no adapters; start it with --enable-lora --max-lora-rank {adapter_rank or 8}"]
+        if adapter_rank > found.max_lora_rank:
+            return [
+                f"it takes adapters up to rank {found.max_lora_rank}, and the policy's has {adapter_rank}; start it "
+                f"with --max-lora-rank {adapter_rank}"
+            ]
+        if not found.loads_adapters:
+            return [
+                "it loads no adapters while it runs; start it by vf-vllm, or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            ]
+        return []
+
+    @contextlib.contextmanager
+    def tensors_of(self, model: Any, whole: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """Give the adapter's tensors and remember its settings; refuse a model that trains anything beside it."""
+        tensors, self._config = adapter_tensors(model, whole)
+        yield tensors
+
+    def _write(self, tensors: Mapping[str, Any], version: int) -> Path:
+        return self._files.write(tensors, version, name="adapter_model.safetensors", config=self._config)
+
+    def _load_of(self, directory: Path) -> Load:
+        name = {"lora_name": self.policy_name}
+
+        async def load(server: ServerClient, timeout_s: float) -> None:
+            # not load_inplace: vLLM would read the file again at every step
+            try:
+                await server.request("POST", "/v1/unload_lora_adapter", name, timeout_s)
+            except RefusedError as error:
+                if error.status != 404:
+                    raise
+            await server.request("POST", "/v1/load_lora_adapter", {**name, "lora_path": str(directory)}, timeout_s)
+
+        return load
+
+
+def adapter_tensors(model: Any, whole: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a PEFT model's LoRA tensors under the names of its checkpoint format, and its adapter_config.json."""
+    configs = getattr(model, "peft_config", None) or {}
+    if not configs:
+        raise ConfigError(
+            "weight_sync='lora' needs a model with an adapter; give peft_config (a [lora] table), or weight_sync="
+            "'directory'."
+        )
+    from peft import get_peft_model_state_dict
+
+    adapter = model.active_adapter if isinstance(model.active_adapter, str) else model.active_adapter[0]
+    config = configs[adapter].to_dict()
+    if config.get("modules_to_save") or config.get("bias", "none") != "none":
+        raise ConfigError(
+            f"the adapter trains whole modules or biases ({config.get('modules_to_save') or config['bias']!r}), "
+            "which no server loads as an adapter; use weight_sync='directory', which sends merged weights."
+        )
+    plain = {
+        key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+        for key, value in config.items()
+    }
+    plain["inference_mode"] = True
+    return get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter), plain

@@ -24,12 +24,9 @@ from verifiers.inference.server_client import (
 )
 from verifiers.inference.server_pool import ServerPool
 from verifiers.inference.wire import NEUTRAL_SAMPLING, sampled_tokens
-from verifiers.train.weight_sync.capabilities import log_probs_are_raw
 
 if TYPE_CHECKING:
     from verifiers.train.config import GRPOConfig
-
-__all__ = ["LogprobCheck", "ProbeResult", "ask_server", "compare_answer"]
 
 logger = logging.getLogger("verifiers.train")
 
@@ -39,12 +36,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The outcome of one server's check.
-
-    Attributes:
-        largest_difference: largest |server's log-prob - trainer's| over the sampled tokens, in nats.
-        tokens: sampled tokens compared.
-    """
+    """The outcome of one server's check: the largest |server's log-prob - trainer's| over some tokens, in nats."""
 
     largest_difference: float
     tokens: int
@@ -62,16 +54,8 @@ async def ask_server(
 ) -> dict[str, Any]:
     """Sample a few tokens from a server at the training temperature; return its answer.
 
-    An answer that fails, is late or is broken is asked for again.
-
-    Args:
-        server: which one.
-        model: the policy's name there.
-        prompt: messages, or a string for a completion model.
-        temperature: of the sampling.
-        version: of the weights, which makes the seed.
-        timeout_s: deadline in seconds; the server's own when left out.
-        try_s: deadline of the first try, doubled with each; a third of the whole at most.
+    An answer that fails, is late or is broken is asked for again. `try_s` is the deadline of the first try, which is
+    doubled with each, a third of the whole at most.
     """
     chat = not isinstance(prompt, str)
     body: dict[str, Any] = {
@@ -110,15 +94,9 @@ def compare_answer(
 ) -> ProbeResult:
     """Compare an answer of `ask_server` with the trainer's log-probs.
 
-    Args:
-        server: which one answered.
-        answer: of `ask_server`.
-        score: gives the trainer's log-prob of each completion token: `score(prompt_ids, completion_ids)`.
-        version: of the weights that were pushed.
-        tolerance: largest difference accepted, in nats.
-
     Raises:
-        WeightProbeError: the difference is larger, or the server names another version than was pushed.
+        WeightProbeError: the difference is above the tolerance, in nats, or the server names another version than was
+            pushed.
     """
     sampled = sampled_tokens(answer)
     ids = sampled.completion_ids
@@ -138,8 +116,9 @@ def compare_answer(
         raise WeightProbeError(
             f"the server acknowledged the weights of step {version}, but its log-probs differ from the trainer's by "
             f"{difference:.4f} (probe_tolerance is {tolerance:g}): it does not sample from these weights, or from "
-            "another distribution (temperature, log-probs before processing, tied embeddings kept old). A server "
-            "that refused a load in an earlier run may hold half of it: start it again."
+            "another distribution (temperature, tied embeddings kept old; log-probs before processing: start vLLM "
+            "with --logprobs-mode processed_logprobs). A server that refused a load in an earlier run may hold half "
+            "of it: start it again."
         )
     return ProbeResult(difference, len(ids))
 
@@ -155,7 +134,6 @@ class LogprobCheck:
         patience_s: seconds to wait for an answer whatever the server does meanwhile; a request queues behind every
             rollout that is in flight there.
         limit_s: deadline of a request to a server that is busy, in seconds.
-        on_result: called with each outcome.
     """
 
     def __init__(
@@ -190,11 +168,8 @@ class LogprobCheck:
         """Return the check under a run's settings, with the prompt of its first training row."""
 
         def question() -> dict[str, Any]:
-            return {
-                "model": str(args.server_model),
-                "prompt": row_fields(rows[0])[0],
-                "temperature": args.temperature,
-            }
+            prompt = row_fields(rows[0])[0]
+            return {"model": str(args.server_model), "prompt": prompt, "temperature": args.temperature}
 
         patience_s = max(args.weight_sync_timeout, args.rollout_timeout)
         return cls(
@@ -215,17 +190,7 @@ class LogprobCheck:
             NoAnswerError: a server does not answer, nor has the pushed weights.
         """
         for server in pool.servers:
-            try:
-                self._run_on(server, version, pool)
-            except WeightProbeError as error:
-                question = self._question()
-                raw = log_probs_are_raw(server, question["model"], question["prompt"])
-                if pool.run(raw, 4 * server.timeout_s):
-                    raise WeightProbeError(
-                        f"the log-probs of {server.root} are those before temperature, so they are not of the "
-                        "distribution it samples from; start it with --logprobs-mode processed_logprobs."
-                    ) from error
-                raise
+            self._run_on(server, version, pool)
 
     def _run_on(self, server: ServerClient, version: int, pool: ServerPool) -> None:
         deadline = time.monotonic() + pool.restart_timeout_s
@@ -254,12 +219,8 @@ class LogprobCheck:
     def finish(self) -> int | None:
         """Compare the answers that `begin` asked for, with the weights that were pushed then.
 
-        Returns:
-            The version where an answer did not agree, so that `run` has to find out why; else None.
-
-        Raises:
-            NoAnswerError: a server did not answer in time.
-            DeadlineError: code of the environment blocks the event loop.
+        Return the version where an answer did not agree, so that `run` has to find out why; else None. A server that
+        did not answer in time is a NoAnswerError.
         """
         version, asked, pool = self._version, self._asked, self._pool
         self.forget()

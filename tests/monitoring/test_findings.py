@@ -1,4 +1,4 @@
-"""The rule of thumb: what it calls a run, with which number, and which setting it names."""
+"""Findings: what they call a run, with which number, and which setting they name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from verifiers.envs.environment import Environment
-from verifiers.monitoring.bottleneck import find_bottleneck
-from verifiers.monitoring.stage_timer import StageTimer
-from verifiers.monitoring.time_metrics import RunTime, interval_metrics
+from verifiers.monitoring.findings import LearningSignal, find_bottleneck
+from verifiers.monitoring.stage_timer import RunTime, StageTimer, interval_metrics
 from verifiers.rollouts.block import BatchRequest
 from verifiers.rollouts.generator import AsyncBatchGenerator
 from verifiers.rollouts.rollout import RolloutRequest
@@ -42,12 +41,6 @@ def test_a_trainer_that_mostly_waits_is_rollout_bound_and_the_number_is_told() -
     assert "max_concurrent above 64" in full.advice
 
 
-def test_strict_turns_are_told_to_overlap_and_not_what_it_would_bring() -> None:
-    bottleneck = find_bottleneck(run({"wait": 50.0, "train": 50.0}), num_batches_ahead=0)
-    assert bottleneck.kind == "rollout-bound"
-    assert bottleneck.advice == "num_batches_ahead=1, which lets generation and training overlap"
-
-
 def test_sides_that_share_cores_are_told_to_take_turns_and_then_that_they_do() -> None:
     time = run({"wait": 40.0, "train": 60.0})
     together = find_bottleneck(time, num_batches_ahead=1, shares_cores=True)
@@ -55,16 +48,6 @@ def test_sides_that_share_cores_are_told_to_take_turns_and_then_that_they_do() -
     in_turns = find_bottleneck(time, num_batches_ahead=0, shares_cores=True)
     assert "take turns: training took 60 % of the time, the trainer waited 40 %" in in_turns.text
     assert "num_batches_ahead" not in in_turns.advice
-
-
-def test_what_is_slow_beside_the_cores_is_still_named_where_they_are_shared() -> None:
-    time = run({"wait": 20.0, "train": 20.0, "sync": 60.0})
-    assert find_bottleneck(time, num_batches_ahead=0, shares_cores=True).kind == "sync-bound"
-
-
-def test_a_bound_on_staleness_is_named_where_it_would_undo_the_advice() -> None:
-    bottleneck = find_bottleneck(run({"wait": 71.0, "train": 29.0}), num_batches_ahead=1, max_staleness=1)
-    assert bottleneck.advice.startswith("num_batches_ahead=2 (and a max_staleness that allows it)")
 
 
 class Asks(Environment):
@@ -166,14 +149,61 @@ def test_a_part_of_less_than_half_the_time_is_never_the_headline(stages: dict[st
     assert ("num_batches_ahead=2" in found.advice) == (stages["wait"] > 10)
 
 
-def test_an_idle_server_beside_a_trainer_that_trains_less_than_half_the_time_is_mixed() -> None:
-    stages = {"wait": 20.0, "train": 40.0, "sync": 24.0, "save": 16.0}
-    assert str(find_bottleneck(run(stages, server=60.0), num_batches_ahead=1)) == (
-        "mixed: training took 40 % of the time, pushing weights took 24 %, the trainer waited 20 %, "
-        "saving checkpoints took 16 %; the rollout server was idle 40 %"
-    )
-
-
 def test_neither_side_waiting_is_balanced_and_nothing_measured_has_no_bottleneck() -> None:
     assert kind(run({"wait": 12.0, "train": 88.0}, server=90.0)) == "balanced"
     assert find_bottleneck(RunTime(), num_batches_ahead=1) is None
+
+
+# -- learning --------------------------------------------------------------------------------------------------------
+
+
+NO_SIGNAL = {"steps": 1, "rows/trained": 0.0, "rollouts/with_advantage": 0.0, "reward/min": 0.0, "reward/max": 0.0}
+
+FINDINGS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "zero": ({}, "every reward was 0 (the reward was never met) over the last 3 blocks", "partial credit"),
+    "one": ({"reward/min": 1.0, "reward/max": 1.0}, "every reward was 1 (the prompts are solved)", "harder prompts"),
+    "equal in groups": ({"reward/max": 1.0}, "the rewards of each group were all equal", "a finer reward"),
+    "not skipped": ({"rows/trained": 8.0}, "every reward was 0", "easier prompts"),
+    "truncated": (
+        {"completions/clipped_ratio": 0.97},
+        "97 % of the completions were cut off",
+        "max_completion_length",
+    ),
+    "collapsed": ({"completions/frac_identical_groups": 1.0}, "(the policy has collapsed)", "a higher temperature"),
+    "dropped": (
+        {"rollouts/with_advantage": 8.0, "rows/dropped/stale": 8.0, "rows/dropped/timed_out": 1.0},
+        "every row was left out, most as stale, over the last 3 blocks",
+        "max_staleness",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_three_blocks_without_a_signal_have_a_finding_with_its_cause(name: str) -> None:
+    changes, text, advice = FINDINGS[name]
+    signal = LearningSignal()
+    for _ in range(2):
+        signal.take(NO_SIGNAL | changes)
+    assert signal.finding() is None
+    signal.take(NO_SIGNAL | changes)
+    finding = signal.finding()
+    assert finding is not None
+    assert str(finding).startswith("learns nothing: ")
+    assert text in str(finding)
+    assert advice in finding.advice
+    signal.take(NO_SIGNAL | {"rows/trained": 4.0, "rollouts/with_advantage": 4.0})
+    assert signal.finding() is None
+
+
+def test_blocks_are_counted_by_their_updates_however_often_is_logged() -> None:
+    seldom, often = LearningSignal(), LearningSignal()
+    seldom.take(NO_SIGNAL | {"steps": 12})
+    assert "the last 3 blocks" in str(seldom.finding(updates_per_block=4))
+    for _ in range(2):
+        often.take(NO_SIGNAL)
+        for _ in range(3):
+            # updates of the same block log no block
+            often.take({"steps": 1})
+    assert often.finding(updates_per_block=4) is None
+    often.take(NO_SIGNAL)
+    assert "the last 3 blocks" in str(often.finding(updates_per_block=4))

@@ -1,13 +1,12 @@
-"""The bottleneck of a run in one sentence, and the one setting to change first."""
+"""Findings about a run: what limits its speed, or that it learns nothing, and the one setting to change first."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from verifiers.monitoring.time_metrics import RunTime
-
-__all__ = ["Bottleneck", "find_bottleneck"]
+from verifiers.monitoring.stage_timer import RunTime
 
 MAJORITY = 0.5
 """Share of the trainer's time from which one part of it gives the bottleneck its name."""
@@ -22,13 +21,26 @@ FEW_IN_FLIGHT = 0.5
 """Below this part of the most rollouts that ever ran, those that run while the trainer waits are stragglers."""
 
 
+LEAST_BLOCKS = 3
+"""Blocks in a row without a signal before a run is said to learn nothing."""
+
+NEARLY_ALL = 0.9
+"""Share of completions, or of groups, from which something is the cause."""
+
+_INSTEAD_OF_DROPPING = {
+    "stale": "a larger max_staleness, or a smaller num_batches_ahead",
+    "longer_than_max_seq_len": "a larger max_seq_len",
+    "group_incomplete": "require_full_groups=False, or rollout_retries",
+}
+
+
 @dataclass(frozen=True, slots=True)
-class Bottleneck:
-    """The part of a run that limits its speed.
+class Finding:
+    """One sentence about a run.
 
     Attributes:
         kind: "rollout-bound", "straggler-bound", "scoring-bound", "trainer-bound", "sync-bound", "evaluation-bound",
-            "checkpoint-bound", "mixed", "balanced" or "shared cores".
+            "checkpoint-bound", "mixed", "balanced", "shared cores" or "learns nothing".
         text: why, with the number: "the trainer waited 71 % of the time".
         advice: what to change first, by the name of its setting.
     """
@@ -49,7 +61,7 @@ def find_bottleneck(
     drains: bool = False,
     max_concurrent: int | None = None,
     max_staleness: int | None = None,
-) -> Bottleneck | None:
+) -> Finding | None:
     """Return the bottleneck of a run by a rule of thumb; None where nothing was measured.
 
     A part that takes at least half of the trainer's time names the bottleneck: waiting, pushes, evaluation,
@@ -59,11 +71,8 @@ def find_bottleneck(
     While the trainer waits, fewer rollouts than half of the most that ran at once are stragglers; where mostly none
     runs and some are scored, the scoring is the bottleneck.
 
-    Args:
-        shares_cores: the trainer and the rollout server compute on one machine's CPU.
-        drains: rollouts in flight end before each push.
-        max_concurrent: rollouts that may be in flight at once.
-        max_staleness: as it was set; None where `num_batches_ahead` gives it.
+    Where the trainer and the rollout server share one machine's cores, neither can be sped up by more of the other's
+    time.
     """
     if time.wall <= 0:
         return None
@@ -79,33 +88,32 @@ def find_bottleneck(
             found = _waiting(time, num_batches_ahead, drains, max_concurrent, max_staleness)
         else:
             kind, advice = _OVERHEADS[reducible]
-            found = Bottleneck(kind, f"{_PARTS[reducible]} {_percent(shares[reducible])} of the time", advice)
-        return found if shares[reducible] >= MAJORITY else Bottleneck("mixed", _listed(shares), found.advice)
+            found = Finding(kind, f"{_PARTS[reducible]} {_percent(shares[reducible])} of the time", advice)
+        return found if shares[reducible] >= MAJORITY else Finding("mixed", _listed(shares), found.advice)
     if idle >= NOTABLE:
         advice = (
             "a larger per_device_train_batch_size with fewer gradient_accumulation_steps, where memory allows, or "
             "more trainer processes; rollout servers can be fewer"
         )
         if shares["train"] < MAJORITY:
-            return Bottleneck("mixed", f"{_listed(shares)}; the rollout server was idle {_percent(idle)}", advice)
+            return Finding("mixed", f"{_listed(shares)}; the rollout server was idle {_percent(idle)}", advice)
         text = f"training took {_percent(shares['train'])} of the time, the rollout server was idle {_percent(idle)}"
-        return Bottleneck("trainer-bound", text, advice)
-    return Bottleneck(
+        return Finding("trainer-bound", text, advice)
+    return Finding(
         "balanced",
         f"the trainer waited {_percent(shares['wait'])} of the time, the rollout server was idle {_percent(idle)}",
         "more of both: neither side alone would make it faster",
     )
 
 
-def _in_turns(shares: Mapping[str, float], num_batches_ahead: int) -> Bottleneck:
-    """Return the verdict where neither side can be sped up by giving it more of the other's time."""
+def _in_turns(shares: Mapping[str, float], num_batches_ahead: int) -> Finding:
     if num_batches_ahead:
-        return Bottleneck(
+        return Finding(
             "shared cores",
             "the trainer and the rollout server compute on the same cores at one time",
             "num_batches_ahead=0: both share these cores, so let them take turns with all of them",
         )
-    return Bottleneck(
+    return Finding(
         "shared cores",
         f"both share these cores and take turns: {_listed(shares)}",
         "a second device for the rollout server; else a shorter max_completion_length, or [lora]",
@@ -121,11 +129,11 @@ def _listed(shares: Mapping[str, float]) -> str:
 
 def _waiting(
     time: RunTime, num_batches_ahead: int, drains: bool, max_concurrent: int | None, max_staleness: int | None
-) -> Bottleneck:
+) -> Finding:
     waited = time.stages.get("wait", 0.0)
     text = f"the trainer waited {_percent(time.share('wait'))} of the time"
     if time.scored_alone > 0.5 * waited:
-        return Bottleneck(
+        return Finding(
             "scoring-bound",
             f"{text}, mostly for rewards of rollouts that had ended",
             "faster reward functions, or asynchronous ones, which run side by side",
@@ -162,7 +170,7 @@ def _waiting(
             f"{time.most_in_flight:.0f} rollouts at once; else more servers (server_urls), a faster one, or a "
             "shorter max_completion_length"
         )
-    return Bottleneck("straggler-bound" if is_straggling else "rollout-bound", text, advice)
+    return Finding("straggler-bound" if is_straggling else "rollout-bound", text, advice)
 
 
 _OVERHEADS = {
@@ -188,3 +196,59 @@ _PARTS = {
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+@dataclass(slots=True)
+class LearningSignal:
+    """A count of the blocks since one had a row with an advantage; give it each log of training."""
+
+    _logs: int = 0
+    _steps: float = 0.0
+    _newest: Mapping[str, Any] = field(default_factory=dict)
+
+    def take(self, log: Mapping[str, Any]) -> None:
+        """Take in a log: its metrics, and in `steps` the optimizer steps since the one before."""
+        steps = float(log.get("steps") or 0.0)
+        trained, advantages = log.get("rows/trained"), log.get("rollouts/with_advantage")
+        if trained is None or advantages is None:
+            # the updates after a block's first log no block of their own
+            self._steps += steps if self._logs else 0.0
+        elif trained == 0.0 or advantages == 0.0:
+            self._logs, self._steps, self._newest = self._logs + 1, self._steps + steps, log
+        else:
+            self._logs, self._steps, self._newest = 0, 0.0, {}
+
+    def finding(self, updates_per_block: int = 1) -> Finding | None:
+        """Return why the run learns nothing; None while it may, or after fewer than `LEAST_BLOCKS` blocks."""
+        blocks = max(self._logs, int(self._steps // max(1, updates_per_block)))
+        if blocks < LEAST_BLOCKS:
+            return None
+        text, advice = _cause(self._newest)
+        return Finding("learns nothing", f"{text} over the last {blocks} blocks", advice)
+
+
+def _cause(log: Mapping[str, Any]) -> tuple[str, str]:
+    clipped = log.get("completions/clipped_ratio") or 0.0
+    if clipped >= NEARLY_ALL:
+        cut = f"{100 * clipped:.0f} % of the completions were cut off at their limit, and no advantage was left"
+        return cut, "a larger max_completion_length (and max_seq_len), or prompts with shorter answers"
+    if log.get("rollouts/with_advantage"):
+        prefix = "rows/dropped/"
+        counts = {name.removeprefix(prefix): log[name] or 0.0 for name in log if name.startswith(prefix)}
+        reason = max(counts, key=counts.__getitem__, default="unknown")
+        advice = _INSTEAD_OF_DROPPING.get(reason, "see the reasons in docs/concepts/async.md")
+        return f"every row was left out, most as {reason},", advice
+    if (log.get("completions/frac_identical_groups") or 0.0) >= NEARLY_ALL:
+        collapsed = "the completions of each group were all the same (the policy has collapsed)"
+        return collapsed, "a higher temperature, an earlier checkpoint, a lower learning_rate, or beta above 0"
+    low, high = log.get("reward/min"), log.get("reward/max")
+    if low == high == 0.0:
+        advice = (
+            "easier prompts first (a curriculum), a reward with partial credit, more num_generations; and the rubric "
+            "on an answer that is known to be right"
+        )
+        return "every reward was 0 (the reward was never met)", advice
+    if low == high == 1.0:
+        return "every reward was 1 (the prompts are solved)", "harder prompts, or an end of the run"
+    same = "the rewards of each group were all equal"
+    return same, "a finer reward, a higher temperature, or prompts that the policy answers in several ways"

@@ -1,8 +1,9 @@
-"""The rendered Slurm script, really run on this machine, with an srun that starts its tasks here."""
+"""`vf-train` on several processes, by the command of the documentation and by the rendered Slurm script."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,13 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import sharded_world
 from transformers import AutoModelForCausalLM
 
 from verifiers.cli.cluster.launch import rendered
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-CONFIG = Path(__file__).parents[2] / "examples" / "accelerate" / "ddp.yaml"
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "examples" / "accelerate" / "ddp.yaml"
 
 ENVIRONMENT = """
 import verifiers as vf
@@ -49,6 +52,9 @@ num_generations = 4
 per_device_train_batch_size = 2
 gradient_accumulation_steps = 2
 max_completion_length = 8
+"""
+
+CLUSTER = """
 weight_sync = "directory"
 weight_sync_dir = "{directory}"
 
@@ -125,7 +131,8 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(
     run_file, script = tmp_path / "run.toml", tmp_path / "run.sbatch"
     ports = {"server_port": free_port(), "main_port": free_port()}
     ray = IN_RAY.format(ray_port=free_port()) if workers == "ray" else ""
-    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path, config=CONFIG, workers=ray, **ports))
+    text = RUN_FILE + CLUSTER
+    run_file.write_text(text.format(model=model_dir, directory=tmp_path, config=CONFIG, workers=ray, **ports))
     script.write_text(rendered(str(run_file), "slurm"))
     installed = Path(sys.executable).parent
     # the tests' own cluster has settings of its own, which are not this script's
@@ -158,3 +165,35 @@ def test_the_script_trains_on_two_nodes_against_a_third_and_ends_all(
         time.sleep(0.1)
     assert left == []
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_the_documented_command_trains_on_two_processes_and_speaks_once(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "letters_env.py").write_text(ENVIRONMENT)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN_FILE.format(model=model_dir, directory=tmp_path))
+    documented = re.search(
+        r"^    OMP_NUM_THREADS=1 torchrun (--nproc_per_node 2 -m verifiers.cli.train) run.toml$",
+        (ROOT / "docs" / "training.md").read_text(),
+        re.M,
+    )
+    assert documented is not None
+    done = subprocess.run(
+        [*sharded_world.torchrun(2), *documented[1].split(), str(run_file)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("batch plan", "saved to", "step 2/2"):
+        assert done.stdout.count(line) == 1, done.stdout
+    assert "devices           2" in done.stdout
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3"])
+def test_the_example_files_are_what_accelerate_launch_takes(name: str) -> None:
+    told = sharded_world.launcher_environment(name)
+    assert told.get("ACCELERATE_USE_FSDP", "false") == str(name == "fsdp").lower()
+    assert told.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == {"zero2": "2", "zero3": "3"}.get(name)
