@@ -31,7 +31,7 @@ from typing import Any
 from aiohttp import ClientSession, web
 
 import verifiers as vf
-from verifiers.evals.evaluation_loop import iter_requests, run_units
+from verifiers.evals.evaluation_run import iter_requests, run_units
 from verifiers.evals.store import ResultStore
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.limiter import Limiter

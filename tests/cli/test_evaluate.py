@@ -311,7 +311,7 @@ def test_an_unknown_flag_is_exit_code_2(env_name: str, capsys: pytest.CaptureFix
 def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(
     env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("verifiers.cli.evaluation.endpoint.LISTENER_GRACE_S", 0.3)
+    monkeypatch.setattr("verifiers.cli.endpoint.LISTENER_GRACE_S", 0.3)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
@@ -326,17 +326,6 @@ def test_an_environment_that_fails_is_one_sentence_and_exit_code_1(
 ) -> None:
     assert main([env_name, "-m", "fake", "-a", '{"n": "many"}']) == 1
     assert "The environment 'toy-sums-env' could not be made: TypeError" in capsys.readouterr().err
-
-
-def test_an_interrupt_is_exit_code_130(
-    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: Any) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("verifiers.cli.evaluate.evaluate", interrupted)
-    assert main([env_name]) == 130
-    assert capsys.readouterr().err == "vf-eval: interrupted\n"
 
 
 def test_it_runs_as_a_command_from_an_environments_directory(server: FakeOpenAIServer, env_name: str) -> None:

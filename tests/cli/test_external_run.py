@@ -14,8 +14,8 @@ import aiohttp
 import openai
 import pytest
 
-from verifiers.cli.evaluation.external_run import ExternalRun, TokenStore
-from verifiers.evals.progress import Progress
+from verifiers.cli.external_run import ExternalRun, TokenStore
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
@@ -80,7 +80,8 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
             store = held.enter_context(ResultStore(tmp_path, {"env": "external", "model": "fake"}))
             tokens = held.enter_context(TokenStore(tmp_path))
             given = {"retry": RetryPolicy(max_attempts=1), "drain_s": 0.2, **settings}
-            run = ExternalRun(backend, "fake", store, tokens, Progress(), host="127.0.0.1", port=0, **given)
+            results = RolloutResults()
+            run = ExternalRun(backend, "fake", store, tokens, results, host="127.0.0.1", port=0, **given)
             serving = asyncio.create_task(run.serve())
             url = (await run.env.start()).url
             http = await held.enter_async_context(aiohttp.ClientSession())
@@ -113,7 +114,7 @@ async def test_a_session_is_stored_as_a_rollout_with_its_conversation_and_token_
     assert len(tokens["completion_ids"]) == len(tokens["loss_mask"]) == len(tokens["logprobs"])
     sampled = [i for i, kept in zip(tokens["completion_ids"], tokens["loss_mask"], strict=True) if kept]
     assert decode_ids(sampled).startswith("41")
-    assert run.progress.mean_reward == 0.5
+    assert run.results.mean_reward == 0.5
 
 
 async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
@@ -140,7 +141,7 @@ async def test_a_session_whose_caller_hangs_up_before_it_begins_is_cancelled(
                 await asyncio.sleep(0.01)
         may_begin.set()
         async with asyncio.timeout(60):
-            while len(run.progress) == 0:  # noqa: ASYNC110
+            while len(run.results) == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     (row,) = read_run(tmp_path).rows
     assert (row["outcome"], row["reward"]) == ("cancelled", None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from verifiers.cli.cluster.launch import main, rendered
+from verifiers.cli.launch import main, rendered
 from verifiers.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,7 @@ import pytest
 
 from verifiers.cli.compare import main as compare
 from verifiers.cli.evaluate import main as evaluate
-from verifiers.cli.export import main as export
-from verifiers.cli.merge import main as merge
+from verifiers.cli.stored_runs import export, merge
 from verifiers.evals.store import read_metadata, read_run
 from verifiers.testing import FakeOpenAIServer
 
@@ -56,7 +55,8 @@ def test_eight_processes_make_the_run_of_one(env_name: str, tmp_path: Path) -> N
         [
             sys.executable,
             "-m",
-            "verifiers.cli.merge",
+            "verifiers.cli.main",
+            "merge",
             *map(str, Path("runs").glob("*/*-of-8")),
             "--output-dir",
             "all",

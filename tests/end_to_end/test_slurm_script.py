@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from verifiers.cli.cluster.launch import rendered
+from verifiers.cli.launch import rendered
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

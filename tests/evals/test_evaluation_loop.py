@@ -12,8 +12,9 @@ import pytest
 
 import verifiers as vf
 from verifiers.errors import ConfigError
-from verifiers.evals.evaluation_loop import Interruption, evaluation_requests, iter_requests, run_units
-from verifiers.evals.progress import Progress
+from verifiers.evals.evaluation_run import Interruption, iter_requests, run_units
+from verifiers.evals.results import RolloutResults
+from verifiers.evals.summary import run_summary
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy
@@ -34,12 +35,6 @@ def runner_of(env: vf.Environment, answers: Any, max_concurrent: int = 4) -> Run
 
 def units_of(env: vf.Environment, rollouts: int = 1) -> Any:
     return iter_requests(env.get_eval_dataset(), rollouts, 1)
-
-
-def test_requests_are_the_same_one_by_one_as_in_a_list() -> None:
-    dataset = environment(3).get_eval_dataset()
-    assert list(iter_requests(dataset, 2, 5)) == evaluation_requests(dataset, 2, 5)
-    assert len({request.seed for group in iter_requests(dataset, 2, 5) for request in group}) == 6
 
 
 async def test_no_rollout_is_kept() -> None:
@@ -194,10 +189,10 @@ async def test_a_mistake_of_the_user_ends_the_run_as_itself() -> None:
 
 
 def test_the_progress_counts_as_the_rollouts_themselves_would() -> None:
-    progress = Progress(lambda text: text.replace("secret", "***"))
+    results = RolloutResults(redact=lambda text: text.replace("secret", "***"))
     for example, generation, reward in ((0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.5), (1, 1, None)):
         failed = reward is None
-        progress.add(
+        results.add_rollout(
             Rollout(
                 RolloutKey(0, example, generation),
                 Outcome.TIMED_OUT if failed else Outcome.COMPLETED,
@@ -211,10 +206,10 @@ def test_the_progress_counts_as_the_rollouts_themselves_would() -> None:
                 usage=Usage(3, 4),
             )
         )
-    summary = progress.summary(9.0)
+    summary = run_summary(results, {}, 9.0)
     assert (summary["rollouts"], summary["prompts"], summary["retries"]) == (4, 2, 4)
     assert summary["outcomes"] == {"completed": 3, "timed_out": 1}
     assert (summary["prompt_tokens"], summary["completion_tokens"], summary["seconds"]) == (12, 16, 9.0)
-    assert summary["rewards"]["reward"]["mean"] == progress.mean_reward == 0.5
+    assert summary["rewards"]["reward"]["mean"] == results.mean_reward == 0.5
     assert summary["rewards"]["good"]["mean"] == 2.0
-    assert progress.commonest_failure() == ("TimeoutError: ***", 1)
+    assert results.commonest_failure() == ("TimeoutError: ***", 1)

@@ -74,7 +74,7 @@ def evaluated(root: Path, env: vf.Environment, each: int, shard: Shard | None = 
     run = open_run(whole | ({} if shard is None else {"shard": str(shard)}), env.rubric, root)
     with ResultStore(run.directory, {**run.metadata, "status": "running"}) as store:
         runner = Run(env, ClientBackend(FakeClient(reply)), "m", {"temperature": 1.0})
-        asyncio.run(run.run(runner, dataset, store))
+        asyncio.run(run.run(runner, dataset, store.append))
         finish(run, store)
     return run.directory
 
@@ -217,7 +217,7 @@ def test_what_is_no_shard_is_named(shards: list[Path], tmp_path: Path) -> None:
         "is not a shard of a run; give directories that vf-eval --shard wrote."
     )
     (tmp_path / "empty").mkdir()
-    assert refusal([shards[0], tmp_path / "empty"]).startswith("'empty' holds no metadata.json")
+    assert refusal([shards[0], tmp_path / "empty"]).startswith("'empty' is not a shard of a run")
 
 
 def test_statistics_of_other_settings_are_refused(shards: list[Path], tmp_path: Path) -> None:

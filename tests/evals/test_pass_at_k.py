@@ -6,7 +6,7 @@ import math
 import pytest
 
 from verifiers.errors import ConfigError
-from verifiers.evals.pass_at_k import best_at_k, pass_at_k, pass_hat_k, sizes_up_to
+from verifiers.evals.statistics import best_at_k, pass_at_k, pass_hat_k, sizes_up_to
 
 
 @pytest.mark.parametrize(

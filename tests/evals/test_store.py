@@ -46,7 +46,7 @@ def test_a_run_is_read_as_it_was_written_in_order_of_prompts(tmp_path: Path) -> 
     run = read_run(directory)
     assert read_run(Path(directory) / "results.jsonl") == run
     assert [(row["example_id"], row["generation"]) for row in run.rows] == [(0, 0), (0, 1), (1, 0)]
-    assert (run.metadata["model"], run.rows[1]["reward"], run.metrics(run.rows[0])) == ("m", 0.5, {"good": 1.0})
+    assert (run.metadata["model"], run.rows[1]["reward"], metrics_of(run.rows[0])) == ("m", 0.5, {"good": 1.0})
 
 
 def test_an_incomplete_last_line_is_left_out_and_cut_off_before_the_next_is_written(tmp_path: Path) -> None:

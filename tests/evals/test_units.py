@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from verifiers.evals.evaluation_loop import iter_requests, run_units
+from verifiers.evals.evaluation_run import iter_requests, run_units
 from verifiers.inference.limiter import AdaptiveLimiter, Limiter
 from verifiers.rollouts.rollout import RolloutRequest
 from verifiers.types import RolloutKey

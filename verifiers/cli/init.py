@@ -15,12 +15,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, hide_library_bars, module_name, run_command
+from verifiers.cli.main import DONE, ENVIRONMENTS_DIRECTORY, Command, CommandParser, hide_library_bars
 from verifiers.errors import ConfigError
 from verifiers.installation import install_hint
-
-__all__ = ["main", "package_files", "parser"]
 
 _KINDS = ("single-turn", "multi-turn", "tool")
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -29,13 +26,7 @@ _PARTS = ("data", "tools", "rewards", "environment")
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-init", lambda: init(parser().parse_args(argv)))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-init",
         "Start a new environment package from a small task that runs as it is, or make a small model to train.",
@@ -96,7 +87,7 @@ def init(args: argparse.Namespace) -> int:
         return _init_model(args)
     if args.env is None:
         raise ConfigError("the name of the environment is missing; give lower-case words such as 'my-env'.")
-    name, module = args.env.replace("_", "-"), module_name(args.env)
+    name, module = args.env.replace("_", "-"), args.env.replace("-", "_")
     _check_name(args.env)
     target = Path(args.env_dir_path) / module
     _refuse_existing(target)
@@ -166,7 +157,7 @@ def _check_name(env: str) -> None:
             f"the name {env!r} cannot name a package; give lower-case words of letters and digits with hyphens "
             "between them, such as 'my-env'."
         )
-    if keyword.iskeyword(module_name(env)):
+    if keyword.iskeyword(env.replace("-", "_")):
         raise ConfigError(f"the name {env!r} is a keyword of Python; choose another, like '{env}-env'.")
 
 
@@ -214,6 +205,8 @@ def _write_all(target: Path, files: Mapping[str, str]) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
+
+main = Command(parser, init)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, run_command
-
-__all__ = ["InstalledEnvironment", "distributions_by_name", "installed_environments", "main", "parser"]
+from verifiers.cli.main import DONE, Command, CommandParser
 
 ENTRY_POINT_GROUP = "verifiers.environments"
 
 _NEEDS_VERIFIERS = re.compile(r"verifiers(?![\w.-])", re.IGNORECASE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-list", lambda: list_environments(as_json=parser().parse_args(argv).json))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-list",
         "List the installed environments, without importing any of them.",
@@ -38,10 +30,10 @@ def parser() -> CommandParser:
     return parser
 
 
-def list_environments(*, as_json: bool = False) -> int:
+def list_environments(args: argparse.Namespace) -> int:
     """Print the installed environments as a table or as JSON."""
     found = installed_environments()
-    if as_json:
+    if args.json:
         print(json.dumps([asdict(env) for env in found]))
         return DONE
     if not found:
@@ -180,6 +172,8 @@ def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
         elif isinstance(node, ast.If | ast.Try):
             yield from _bound_names([*node.body, *node.orelse])
 
+
+main = Command(parser, list_environments)
 
 if __name__ == "__main__":
     sys.exit(main())

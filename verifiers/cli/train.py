@@ -11,27 +11,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, hide_library_bars, run_command
+from verifiers.cli.main import DONE, Command, CommandParser, hide_library_bars
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
     from verifiers.train.config import GRPOConfig
     from verifiers.train.run_file import EnvironmentTable, RunFile
 
-__all__ = ["ended_if_held", "main", "parser"]
-
 _TEARDOWN_AFTER_FAILURE_S = 1.5
 """A run that fails has ended within 5 seconds, whatever its environments and its server wait for."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-train", lambda: _start(parser().parse_args(argv)))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-train",
         "Train a policy on an environment with GRPO, as a run file says.",
@@ -257,6 +248,8 @@ def _loaded(table: EnvironmentTable) -> Environment:
     loaded: Environment = env
     return loaded
 
+
+main = Command(parser, _start)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ identify an evaluation (limits, timeouts, versions, git) is as in the first shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +17,16 @@ from typing import Any
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
 from verifiers.evals.evaluation_run import IDENTITY
-from verifiers.evals.progress import Progress
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import (
     FAILURES,
-    METADATA,
     RESULTS,
     ResultStore,
     iter_lines,
     new_run_directory,
     read_metadata,
 )
-from verifiers.evals.summary import PriceTable
-
-__all__ = ["merge_runs"]
+from verifiers.evals.summary import PriceTable, run_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +63,8 @@ def merge_runs(
     if (prices is None) != (currency is None):
         given = "without" if currency is None else "with"
         raise ConfigError(f"the shards were run {given} prices, so the merged run is merged {given} --prices too.")
-    progress = Progress()
-    lines = [_places(number, one, RESULTS, progress) for number, one in enumerate(shards)]
+    results = RolloutResults()
+    lines = [_places(number, one, RESULTS, results) for number, one in enumerate(shards)]
     failures = [_places(number, one, FAILURES) for number, one in enumerate(shards)]
     metadata = _merged_metadata(shards)
     directory = new_run_directory(metadata["env"], metadata["model"], root)
@@ -76,8 +73,7 @@ def merge_runs(
         _copy_lines(shards, failures, FAILURES, directory)
     with ResultStore(directory, metadata) as store:
         seconds = sum(one.metadata["summary"]["seconds"] for one in shards)
-        summary = progress.summary(seconds, metadata, right_from=right_from, prices=prices)
-        summary["prompts_trained_on"] = metadata.get("prompts_trained_on")
+        summary = run_summary(results, metadata, seconds, right_from=right_from, prices=prices)
         store.write_metadata(summary=summary, status="finished")
     return directory
 
@@ -86,8 +82,6 @@ def _stored_shard(path: Path) -> _StoredShard:
     directory = path.parent if path.name == RESULTS else path
     metadata = read_metadata(directory)
     shard = Shard.of_run(metadata)
-    if not metadata:
-        raise ConfigError(f"{str(directory)!r} holds no {METADATA}; give directories that vf-eval --shard wrote.")
     if shard is None or "identity" not in metadata:
         raise ConfigError(f"{str(directory)!r} is not a shard of a run; give directories that vf-eval --shard wrote.")
     found = _StoredShard(directory, metadata, shard)
@@ -135,15 +129,15 @@ _Place = tuple[int, int, int, int, int]
 """Example, generation, index of the shard, first byte and length of a line; lines of a rollout keep their order."""
 
 
-def _places(number: int, one: _StoredShard, name: str, progress: Progress | None = None) -> list[_Place]:
-    """Return where a shard's lines are; with `progress`, count them, and require a row for each of its rollouts."""
+def _places(number: int, one: _StoredShard, name: str, results: RolloutResults | None = None) -> list[_Place]:
+    """Return where a shard's lines are; with `results`, count them, and require a row for each of its rollouts."""
     places, start = [], 0
     for line, row in iter_lines(one.directory, name):
         places.append((int(row["example_id"]), int(row["generation"]), number, start, len(line)))
         start += len(line)
-        if progress is not None:
-            progress.add_row(row)
-    if progress is not None:
+        if results is not None:
+            results.add(row)
+    if results is not None:
         each = one.metadata["rollouts_per_example"]
         planned = {(i, g) for i in one.shard.examples(one.metadata["num_examples"]) for g in range(each)}
         stored = {place[:2] for place in places}
@@ -179,13 +173,7 @@ def _merged_metadata(shards: Sequence[_StoredShard]) -> dict[str, Any]:
         **metadata,
         "started": earliest["started"],
         "started_at": earliest["started_at"],
-        "sessions": list(_sessions(shards)),
+        "sessions": [{**session, "shard": str(one.shard)} for one in shards for session in one.metadata["sessions"]],
         "merged_from": [str(one.directory) for one in shards],
         "status": "running",
     }
-
-
-def _sessions(shards: Sequence[_StoredShard]) -> Iterator[dict[str, Any]]:
-    for one in shards:
-        for session in one.metadata["sessions"]:
-            yield {**session, "shard": str(one.shard)}

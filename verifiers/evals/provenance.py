@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["environment_provenance", "git_provenance", "versions"]
-
 _GIT_TIMEOUT_S = 5.0
 _MOST_FILES = 500
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import traceback
 import uuid
@@ -22,26 +23,7 @@ from typing import IO, Any
 
 from verifiers.data.shard import Shard
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import json_line, parse_row, plain, repair_last_line
 from verifiers.rollouts.rollout import Rollout
-
-__all__ = [
-    "COLUMNS",
-    "FAILURES",
-    "METADATA",
-    "RESULTS",
-    "ResultStore",
-    "StoredRun",
-    "iter_lines",
-    "iter_rows",
-    "json_line",
-    "metrics_of",
-    "new_run_directory",
-    "read_metadata",
-    "read_run",
-    "repair_last_line",
-    "result_row",
-]
 
 RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
 
@@ -67,15 +49,14 @@ COLUMNS = (
 """Columns of results.jsonl; every further one is a reward function's value."""
 
 _LONGEST_ERROR = 1000
+_DEEPEST = 50
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run as it lies on disk.
+    """A run as it lies on disk; metadata is empty where its file is missing.
 
     Attributes:
-        directory: of the run.
-        metadata: what was run; empty where the file is missing.
         rows: one for each rollout, by example and generation; where one was done again, its last.
     """
 
@@ -83,9 +64,19 @@ class StoredRun:
     metadata: dict[str, Any]
     rows: list[dict[str, Any]]
 
-    def metrics(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return each reward function's value in one of the rows."""
-        return metrics_of(row)
+
+def run_at(path: str | Path) -> Path:
+    """Return the directory of a run, given that or its results.jsonl.
+
+    Raises:
+        ConfigError: there is no run there.
+    """
+    directory = Path(path)
+    if directory.name == RESULTS:
+        directory = directory.parent
+    if not (directory / RESULTS).is_file():
+        raise ConfigError(f"{str(path)!r} holds no {RESULTS}; give the directory of a run.")
+    return directory
 
 
 def read_run(directory: str | Path) -> StoredRun:
@@ -94,11 +85,7 @@ def read_run(directory: str | Path) -> StoredRun:
     Raises:
         ConfigError: there is no run there, or a line before the last is damaged.
     """
-    path = Path(directory)
-    if path.name == RESULTS:
-        path = path.parent
-    if not (path / RESULTS).is_file():
-        raise ConfigError(f"{str(directory)!r} holds no {RESULTS}; give the directory of a run.")
+    path = run_at(directory)
     last: dict[tuple[Any, Any], dict[str, Any]] = {}
     for row in iter_rows(path):
         last[row.get("example_id"), row.get("generation")] = row
@@ -147,8 +134,6 @@ def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, di
                 )
             try:
                 row = parse_row(line)
-            except ConfigError:
-                raise
             except ValueError as error:
                 damaged = number, error
             else:
@@ -172,11 +157,7 @@ def new_run_directory(
 ) -> Path:
     """Return a fresh directory `<root>/<env>--<model>/<run id>`; slashes in the names become `--`.
 
-    Args:
-        env_id: name of the environment.
-        model: name of the policy.
-        root: directory of all evaluations.
-        shard: that the run is of; its id then ends as in `1a2b3c4d-3-of-8`.
+    The id of a shard's run ends as in `1a2b3c4d-3-of-8`.
 
     Raises:
         ConfigError: it cannot be made there.
@@ -304,3 +285,68 @@ class ResultStore:
         text = json.dumps(plain(self.metadata), indent=2, ensure_ascii=False)
         partial.write_text(self._redact(text) + "\n", encoding="utf-8", errors="replace")
         os.replace(partial, self.directory / METADATA)
+
+
+# -- lines of JSON -------------------------------------------------------------------------------------------------
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a row as one line of strict JSON, whatever an environment put into it; without the line's end."""
+    try:
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
+        line.encode()
+    except (ValueError, TypeError):
+        # NaN, keys that are not text, a cycle, or half of a surrogate pair, which models do write
+        line = json.dumps(plain(row), ensure_ascii=True, allow_nan=False)
+    return line
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return nested data as JSON takes it: no NaN, texts as keys, no cycles."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if depth < _DEEPEST:
+        if isinstance(value, Mapping):
+            return {str(name): plain(item, depth + 1) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item, depth + 1) for item in value]
+    return f"<{type(value).__name__}>" if depth >= _DEEPEST else str(value)
+
+
+def parse_row(line: bytes) -> dict[str, Any]:
+    """Return the row of a line.
+
+    Raises:
+        ValueError: the line is not a JSON object.
+    """
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is not a JSON object")
+    return row
+
+
+def repair_last_line(path: Path) -> None:
+    """Cut off what a killed process left half-written, so that the next line begins a line."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        tail, start = b"", end
+        while start > 0 and b"\n" not in tail:
+            start = max(0, start - 65536)
+            file.seek(start)
+            tail = file.read(end - start)
+        incomplete = tail.rpartition(b"\n")[2]
+        if not incomplete:
+            return
+        try:
+            whole = isinstance(json.loads(incomplete), dict)
+        except ValueError:
+            whole = False
+        if whole:
+            file.seek(end)
+            file.write(b"\n")
+        else:
+            file.truncate(end - len(incomplete))

@@ -8,9 +8,8 @@ from typing import Any
 
 from verifiers.errors import ConfigError
 from verifiers.evals.comparison import prompt_digest
-from verifiers.evals.json_lines import parse_row
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import RESULTS, iter_rows, read_metadata
+from verifiers.evals.store import RESULTS, iter_rows, parse_row, read_metadata
 from verifiers.reports.evaluation_data import (
     ROWS_PER_BLOCK,
     Entry,

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.errors import ConfigError
-from verifiers.evals.json_lines import parse_row
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import RESULTS, read_metadata
+from verifiers.evals.store import RESULTS, parse_row, read_metadata
 from verifiers.monitoring.run_log import METRICS, is_training_run
 from verifiers.reports.evaluation_data import ROWS_PER_BLOCK, Entry, entry_of, json_block, numbers_of, summary_of
 

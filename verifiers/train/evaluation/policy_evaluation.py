@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verifiers.errors import DeadlineError, NothingScoredError
-from verifiers.evals.evaluation_loop import evaluation_requests, run_evaluation
-from verifiers.evals.evaluation_run import EvaluationRun
+from verifiers.evals.evaluation_run import EvaluationRun, iter_requests, run_evaluation
 from verifiers.evals.statistics import Estimate
 from verifiers.evals.summary import RunSummary, summarize
 from verifiers.inference.limiter import SubLimiter
@@ -77,7 +76,7 @@ class SetEvaluation:
         store = BestEffortStore(run) if self._stores else None
         ended = False
         try:
-            await run.run(self._runner, self._dataset, store)
+            await run.run(self._runner, self._dataset, None if store is None else store.append)
             ended = True
         finally:
             seconds = time.perf_counter() - started
@@ -86,7 +85,7 @@ class SetEvaluation:
         if store is not None and store.is_whole:
             # reading the rollouts again takes longer than an event loop may stand still
             await asyncio.to_thread(_write_report, run.directory)
-        results = run.progress.results
+        results = run.results
         summary = summarize(results, run.metadata, right_from=self._right_from)
         metrics = evaluation_metrics(summary, self._prefix, results.mean_length)
         metrics[f"{self._prefix}_seconds"] = seconds
@@ -108,7 +107,7 @@ class KeptEvaluation:
 
     def __init__(self, runner: Run, dataset: Any, num_generations: int, seed: int) -> None:
         self._runner = runner
-        self._groups = evaluation_requests(dataset, num_generations, seed)
+        self._groups = list(iter_requests(dataset, num_generations, seed))
         self.block: ScoredBlock | None = None
 
     async def run(self) -> Measured:

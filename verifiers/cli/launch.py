@@ -16,16 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifiers.cli.arguments import CommandParser
-from verifiers.cli.main import DONE, CommandFailedError, run_command
+from verifiers.cli.main import DONE, Command, CommandFailedError, CommandParser
 from verifiers.errors import ConfigError
 
 if TYPE_CHECKING:
     from verifiers.train.run_file import RunFile
 
-__all__ = ["launch", "main", "parser", "rendered"]
-
-_TEMPLATES = Path(__file__).parents[1] / "templates" / "cluster"
+_TEMPLATES = Path(__file__).with_name("templates") / "cluster"
 _SERVERS = {"vllm": "vf-vllm", "embedded": "vf-serve"}
 # of each of its pods, beside the workers' own
 _MEMORY_OF_RAY = 2 << 30
@@ -43,13 +40,7 @@ class _Template(string.Template):
     delimiter = "%%"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("vf-launch", lambda: launch(parser().parse_args(argv)))
-
-
 def parser() -> CommandParser:
-    """Return the command line."""
     parser = CommandParser(
         "vf-launch",
         "Start a run on a cluster: its table [cluster] says how many nodes train and how many sample.",
@@ -275,6 +266,8 @@ def _items(values: Sequence[Any], indent: int) -> str:
     """Return a YAML list; every JSON value is YAML."""
     return "\n".join(f"{' ' * indent}- {json.dumps(value)}" for value in values)
 
+
+main = Command(parser, launch)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,11 +15,11 @@ from typing import IO, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from verifiers.cli.endpoint import SAMPLING_ARGS
 from verifiers.envs.external_env import ExternalEnv, new_session_id
-from verifiers.evals.evaluation_loop import EVALUATION_BLOCK
-from verifiers.evals.json_lines import json_line, repair_last_line
-from verifiers.evals.progress import Progress
-from verifiers.evals.store import ResultStore
+from verifiers.evals.evaluation_run import EVALUATION_BLOCK
+from verifiers.evals.results import RolloutResults
+from verifiers.evals.store import ResultStore, json_line, repair_last_line
 from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.external_sessions import EndedSession, ExternalSession, SessionRoutes
 from verifiers.gateway.session import Budget
@@ -30,10 +30,7 @@ from verifiers.rollouts.rollout import Rollout, RolloutRequest, failure_from
 from verifiers.rollouts.run import Run
 from verifiers.types import Outcome, RolloutInput, RolloutKey
 
-__all__ = ["SAMPLING_ARGS", "TOKENS", "ExternalRun", "TokenStore"]
-
 TOKENS = "tokens.jsonl"
-SAMPLING_ARGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "frequency_penalty", "presence_penalty")
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -97,14 +94,13 @@ class ExternalRun:
     Sessions of one `group`, or else of one prompt, answer and task, are rollouts of one example.
 
     Args:
-        backend, model: answer the sessions' calls.
-        store, tokens: receive each finished session.
+        store, tokens, results: receive each finished session.
         train: further names by which programs may call the model; "*" for every name.
         drain_s: seconds that open sessions get to end once the run is to end.
         **settings: further fields of `Run`.
 
     Attributes:
-        progress: numbers of all sessions that ended.
+        results: numbers of all sessions that ended.
         requested: the run is to end.
     """
 
@@ -114,7 +110,7 @@ class ExternalRun:
         model: str,
         store: ResultStore,
         tokens: TokenStore,
-        progress: Progress,
+        results: RolloutResults,
         *,
         host: str,
         port: int,
@@ -124,8 +120,8 @@ class ExternalRun:
     ) -> None:
         self.env = _Sessions(self, host=host, port=port, train=train, eval_dataset=[{"question": "", "answer": ""}])
         self.runner = Run(self.env, backend, model, on_rollout=self._take, **settings)
-        self.progress, self.drain_s, self.requested = progress, drain_s, False
-        self._store, self._tokens = store, tokens
+        self.drain_s, self.requested = drain_s, False
+        self._store, self._tokens, self.results = store, tokens, results
         self._budgets: dict[str, Budget] = {}
         self._offered: dict[str, asyncio.Future[ExternalSession]] = {}
         self._open: dict[str, ExternalSession] = {}
@@ -236,7 +232,7 @@ class ExternalRun:
             rollout.outcome = Outcome.CANCELLED
         self._tokens.append(rollout)
         self._store.append(rollout)
-        self.progress.add(rollout)
+        self.results.add_rollout(rollout)
         failure = None if rollout.failure is None else str(rollout.failure)
         if external is None:
             # it failed before there was a session; the call that opens it still waits
