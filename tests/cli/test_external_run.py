@@ -14,7 +14,7 @@ import aiohttp
 import openai
 import pytest
 
-from verifiers.cli.external_run import ExternalRun, TokenStore
+from verifiers.cli.external_run import ExternalRun
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, read_run
 from verifiers.gateway.session import Session
@@ -78,10 +78,9 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
             backend = HttpBackend(Endpoint(server.url))
             held.push_async_callback(backend.close)
             store = held.enter_context(ResultStore(tmp_path, {"env": "external", "model": "fake"}))
-            tokens = held.enter_context(TokenStore(tmp_path))
             given = {"retry": RetryPolicy(max_attempts=1), "drain_s": 0.2, **settings}
             results = RolloutResults()
-            run = ExternalRun(backend, "fake", store, tokens, results, host="127.0.0.1", port=0, **given)
+            run = ExternalRun(backend, "fake", store, results, host="127.0.0.1", port=0, **given)
             serving = asyncio.create_task(run.serve())
             url = (await run.env.start()).url
             http = await held.enter_async_context(aiohttp.ClientSession())

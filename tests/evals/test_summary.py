@@ -41,7 +41,7 @@ def rows_of(rewards_by_prompt: Sequence[Sequence[float]]) -> list[dict[str, Any]
 def test_a_summary_has_the_mean_with_its_clustered_interval() -> None:
     summary = summarize(rows_of(FIVE_PROMPTS))
     for name in ("reward", "good"):
-        estimate = summary.measures[name].estimate
+        estimate = summary.measures[name]
         assert (estimate.mean, estimate.prompts, estimate.rollouts) == (0.5, 5, 20)
         assert (estimate.stderr, estimate.low, estimate.high) == pytest.approx(
             (0.176777, 0.009189, 0.990811), abs=1e-6
@@ -62,8 +62,8 @@ def test_a_failed_rollout_is_counted_and_never_a_zero() -> None:
     ]
     summary = summarize(rows, {"num_examples": 4, "rollouts_per_example": 3})
     counts = summary.counts
-    assert summary.measures["reward"].estimate.mean == 1
-    assert summary.measures["reward"].without == 5
+    assert summary.measures["reward"].mean == 1
+    assert summary.as_json()["rewards"]["reward"]["without"] == 5
     assert "good" not in summary.measures
     assert (counts.prompts, counts.rollouts, counts.scored, counts.unscored) == (3, 7, 2, 5)
     assert (counts.failed, counts.truncated, counts.missing) == (3, 1, 5)
@@ -126,8 +126,8 @@ def test_tasks_are_shown_apart_where_there_are_several() -> None:
     ]
     summary = summarize(rows)
     assert list(summary.tasks) == ["sums", "words"]
-    measure, counts = summary.tasks["words"]
-    assert (measure.estimate.mean, measure.without, counts.failed, counts.rollouts) == (0, 1, 1, 2)
+    reward, counts = summary.tasks["words"]
+    assert (reward.mean, counts.unscored, counts.failed, counts.rollouts) == (0, 1, 1, 2)
     assert summarize(rows[:1]).tasks == {}
 
 
@@ -141,7 +141,7 @@ def test_cost_is_told_only_where_the_table_has_the_model() -> None:
 
 
 def test_a_reward_function_called_reward_does_not_take_the_rewards_place() -> None:
-    assert summarize([row(0, 0, 0.5, metrics={"reward": 1.0})]).measures["reward"].estimate.mean == 0.5
+    assert summarize([row(0, 0, 0.5, metrics={"reward": 1.0})]).measures["reward"].mean == 0.5
 
 
 def test_a_summary_is_strict_json_also_where_nothing_is_known() -> None:

@@ -9,9 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -19,7 +17,7 @@ from verifiers.cli.endpoint import SAMPLING_ARGS
 from verifiers.envs.external_env import ExternalEnv, new_session_id
 from verifiers.evals.evaluation_run import EVALUATION_BLOCK
 from verifiers.evals.results import RolloutResults
-from verifiers.evals.store import ResultStore, json_line, repair_last_line
+from verifiers.evals.store import ResultStore, json_line
 from verifiers.gateway.calls import RefusedCallError
 from verifiers.gateway.external_sessions import EndedSession, ExternalSession, SessionRoutes
 from verifiers.gateway.session import Budget
@@ -53,48 +51,13 @@ class _NewSession(BaseModel):
 _NEW_SESSION = TypeAdapter(_NewSession)
 
 
-class TokenStore:
-    """A writer of rollouts' token ids to `tokens.jsonl`, a line for each rollout that has some."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / TOKENS
-        self._file: IO[str] | None = None
-
-    def __enter__(self) -> TokenStore:
-        repair_last_line(self._path)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def append(self, rollout: Rollout) -> None:
-        """Write the rows of one rollout and hand them to the operating system."""
-        if not rollout.rows:
-            return
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8")
-        names = ("prompt_ids", "completion_ids", "loss_mask", "logprobs", "is_truncated")
-        line = {
-            "example_id": rollout.key.example_id,
-            "generation": rollout.key.generation,
-            "outcome": str(rollout.outcome),
-            "reward": rollout.reward,
-            "rows": [{name: getattr(row, name) for name in names} for row in rollout.rows],
-        }
-        self._file.write(json_line(line) + "\n")
-        self._file.flush()
-
-
 class ExternalRun:
     """Sessions from `POST /sessions` to a row of results.
 
     Sessions of one `group`, or else of one prompt, answer and task, are rollouts of one example.
 
     Args:
-        store, tokens, results: receive each finished session.
+        store, results: receive each finished session; token ids go to `tokens.jsonl` beside the store's files.
         train: further names by which programs may call the model; "*" for every name.
         drain_s: seconds that open sessions get to end once the run is to end.
         **settings: further fields of `Run`.
@@ -109,7 +72,6 @@ class ExternalRun:
         backend: Backend,
         model: str,
         store: ResultStore,
-        tokens: TokenStore,
         results: RolloutResults,
         *,
         host: str,
@@ -121,7 +83,7 @@ class ExternalRun:
         self.env = _Sessions(self, host=host, port=port, train=train, eval_dataset=[{"question": "", "answer": ""}])
         self.runner = Run(self.env, backend, model, on_rollout=self._take, **settings)
         self.drain_s, self.requested = drain_s, False
-        self._store, self._tokens, self.results = store, tokens, results
+        self._store, self.results = store, results
         self._budgets: dict[str, Budget] = {}
         self._offered: dict[str, asyncio.Future[ExternalSession]] = {}
         self._open: dict[str, ExternalSession] = {}
@@ -230,7 +192,7 @@ class ExternalRun:
         external = self._open.pop(name, None)
         if external is not None and external.is_cancelled:
             rollout.outcome = Outcome.CANCELLED
-        self._tokens.append(rollout)
+        self._write_tokens(rollout)
         self._store.append(rollout)
         self.results.add_rollout(rollout)
         failure = None if rollout.failure is None else str(rollout.failure)
@@ -254,6 +216,20 @@ class ExternalRun:
                 "generation": rollout.key.generation,
             }
         )
+
+    def _write_tokens(self, rollout: Rollout) -> None:
+        if not rollout.rows:
+            return
+        names = ("prompt_ids", "completion_ids", "loss_mask", "logprobs", "is_truncated")
+        line = {
+            "example_id": rollout.key.example_id,
+            "generation": rollout.key.generation,
+            "outcome": str(rollout.outcome),
+            "reward": rollout.reward,
+            "rows": [{name: getattr(row, name) for name in names} for row in rollout.rows],
+        }
+        with (self._store.directory / TOKENS).open("a", encoding="utf-8") as file:
+            file.write(json_line(line) + "\n")
 
 
 class _Sessions(ExternalEnv):

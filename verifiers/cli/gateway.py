@@ -25,7 +25,6 @@ from verifiers.cli.interrupts import handle_interrupts
 from verifiers.cli.main import DONE, Command, CommandParser, writing_results
 
 if TYPE_CHECKING:
-    from verifiers.cli.external_run import TokenStore
     from verifiers.evals.results import RolloutResults
     from verifiers.evals.store import ResultStore
     from verifiers.inference.endpoint import Backend
@@ -89,7 +88,6 @@ def record(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace, entry: EndpointEntry, sampling: dict[str, Any], redact: Redactor) -> int:
-    from verifiers.cli.external_run import TokenStore
     from verifiers.evals.provenance import git_provenance, versions
     from verifiers.evals.results import RolloutResults
     from verifiers.evals.store import ResultStore, new_run_directory
@@ -120,9 +118,9 @@ def _record(args: argparse.Namespace, entry: EndpointEntry, sampling: dict[str, 
     results, started = RolloutResults(redact=redact), time.perf_counter()
     directory = new_run_directory(args.name, entry.model, args.output_dir)
     with writing_results(directory):
-        with ResultStore(directory, metadata, redact) as store, TokenStore(directory) as tokens:
+        with ResultStore(directory, metadata, redact) as store:
             try:
-                asyncio.run(_serve(args, entry, store, tokens, results, settings))
+                asyncio.run(_serve(args, entry, store, results, settings))
             finally:
                 summary = run_summary(results, metadata, time.perf_counter() - started)
                 store.write_metadata(summary=summary, status="finished")
@@ -137,7 +135,6 @@ async def _serve(
     args: argparse.Namespace,
     entry: EndpointEntry,
     store: ResultStore,
-    tokens: TokenStore,
     results: RolloutResults,
     settings: dict[str, Any],
 ) -> None:
@@ -150,7 +147,7 @@ async def _serve(
         backend = open_backend(entry, attempt_timeout_s=attempt_timeout_s(args, entry))
     where = {"host": args.host, "port": args.port, "train": args.train, "drain_s": args.drain_timeout}
     try:
-        run = ExternalRun(backend, entry.model, store, tokens, results, **where, **settings)
+        run = ExternalRun(backend, entry.model, store, results, **where, **settings)
         await require_listener(entry)
         with handle_interrupts("vf-gateway", run, _BLOCKED_S):
             await run.serve()

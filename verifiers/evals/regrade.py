@@ -166,13 +166,11 @@ def _messages(value: Any) -> Any:
 
 
 def _directory_beside(directory: Path) -> Path:
-    for number in range(1, 1000):
-        path = directory.resolve().parent / f"{directory.resolve().name}-regraded-{number}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"nothing can be written beside {str(directory)!r}: {error}.") from error
-        return path
-    raise ConfigError(f"{str(directory)!r} was graded again a thousand times; delete some of its '-regraded-' runs.")
+    run, number = directory.resolve(), 1
+    while (path := run.with_name(f"{run.name}-regraded-{number}")).exists():
+        number += 1
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise ConfigError(f"nothing can be written beside {str(directory)!r}: {error}.") from error
+    return path

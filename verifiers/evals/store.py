@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from verifiers.data.shard import Shard
@@ -54,11 +53,7 @@ _DEEPEST = 50
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run as it lies on disk; metadata is empty where its file is missing.
-
-    Attributes:
-        rows: one for each rollout, by example and generation; where one was done again, its last.
-    """
+    """A run as it lies on disk: a row for each rollout, by example and generation; of one done again, its last."""
 
     directory: Path
     metadata: dict[str, Any]
@@ -221,7 +216,7 @@ class ResultStore:
     Args:
         directory: an existing directory, empty or of the run that is continued.
         metadata: what was run; never a key or its value.
-        redact: applied to every line and text before it is written; takes secrets out.
+        redact: takes secrets out of every line and text before it is written.
 
     Raises:
         ConfigError: on entering, when another process writes to the directory.
@@ -233,48 +228,38 @@ class ResultStore:
         self.directory = directory
         self.metadata = dict(metadata)
         self._redact = redact or (lambda text: text)
+        self._open = contextlib.ExitStack()
         self._file: IO[str] | None = None
-        self._failures: IO[str] | None = None
-        self._lock: IO[str] | None = None
 
     def __enter__(self) -> ResultStore:
-        self._lock = (self.directory / ".lock").open("w")
-        try:
-            # the kernel lets go of it when the process dies, however it dies
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise ConfigError(
-                f"another process is writing to {str(self.directory)!r}; wait for it, or use --fresh for a new run."
-            ) from None
-        try:
+        with contextlib.ExitStack() as opened:
+            lock = opened.enter_context((self.directory / ".lock").open("w"))
+            try:
+                # the kernel lets go of it when the process dies, however it dies
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process is writing to {str(self.directory)!r}; wait for it, or use --fresh for a new "
+                    "run."
+                ) from None
             for name in (RESULTS, FAILURES):
                 repair_last_line(self.directory / name)
             self.write_metadata()
-            self._file = (self.directory / RESULTS).open("a", encoding="utf-8")
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            self._file = opened.enter_context((self.directory / RESULTS).open("a", encoding="utf-8"))
+            # a full disk may refuse the last bytes; the lock is let go of all the same, and last
+            self._open = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.ExitStack() as closing:
-            # a full disk may refuse the last bytes of one; the others are closed all the same, the lock last
-            for file in (self._lock, self._failures, self._file):
-                if file is not None:
-                    closing.callback(file.close)
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def append(self, rollout: Rollout) -> None:
         """Write one rollout and hand it to the operating system, so that a killed run loses nothing finished."""
         assert self._file is not None
         if rollout.failure is not None:
-            if self._failures is None:
-                self._failures = (self.directory / FAILURES).open("a", encoding="utf-8")
             # before the row, so that every row's failure is there
-            self._failures.write(self._redact(json_line(_failure_row(rollout))) + "\n")
-            self._failures.flush()
+            with (self.directory / FAILURES).open("a", encoding="utf-8") as failures:
+                failures.write(self._redact(json_line(_failure_row(rollout))) + "\n")
         self._file.write(self._redact(json_line(result_row(rollout))) + "\n")
         self._file.flush()
 

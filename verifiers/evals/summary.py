@@ -165,14 +165,6 @@ _ALMOST = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """The estimate of one column, and how many rollouts have no value for it: failed, or scored by others."""
-
-    estimate: Estimate
-    without: int
-
-
-@dataclass(frozen=True, slots=True)
 class AtK:
     """The rates of k rollouts of a prompt, each with an interval over prompts.
 
@@ -204,11 +196,11 @@ class RunSummary:
     """
 
     counts: Counts
-    measures: Mapping[str, Measure]
+    measures: Mapping[str, Estimate]
     at_k: Sequence[AtK]
     right_from: float
     variance: VarianceSplit
-    tasks: Mapping[str, tuple[Measure, Counts]]
+    tasks: Mapping[str, tuple[Estimate, Counts]]
     prompt_tokens: int
     completion_tokens: int
     without_usage: int
@@ -222,7 +214,7 @@ class RunSummary:
         shares = ("between", "within", "share_between", "design_effect", "stderr_with_twice_the_rollouts")
         rates = {"pass_at_k": "pass_at", "pass_hat_k": "pass_hat", "best_at_k": "best"}
         return {
-            "rewards": {name: _measure_as_json(measure) for name, measure in self.measures.items()},
+            "rewards": {name: _measure_as_json(found, self.counts) for name, found in self.measures.items()},
             **counts,
             "right_from": self.right_from,
             **{
@@ -234,8 +226,8 @@ class RunSummary:
                 "advice": variance.advice,
             },
             "tasks": {
-                task: {"reward": _measure_as_json(measure), **dataclasses.asdict(of_task)}
-                for task, (measure, of_task) in self.tasks.items()
+                task: {"reward": _measure_as_json(reward, of_task), **dataclasses.asdict(of_task)}
+                for task, (reward, of_task) in self.tasks.items()
             },
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -265,27 +257,27 @@ def summarize(
     """
     results = rows if isinstance(rows, RolloutResults) else RolloutResults(rows)
     metadata = metadata or {}
-    counts = results.counts(planned=rollouts_planned(metadata))
     rewards = list(results.values().values())
     price = None if prices is None else prices.prices.get(str(metadata.get("model")))
-    tasks = results.tasks
-    by_task = {task: results.counts(task=task) for task in (tasks if len(tasks) > 1 else ())}
+
+    def estimated(values: Mapping[Any, Sequence[float]]) -> Estimate:
+        return mean_and_stderr_clustered(list(values.values()), confidence=confidence)
+
+    tasks = results.tasks if len(results.tasks) > 1 else ()
+    cost = None
+    if price is not None and not results.without_usage:
+        cost = price.cost(results.prompt_tokens, results.completion_tokens)
     return RunSummary(
-        counts=counts,
-        measures={name: _measure(results.values(name), counts.rollouts, confidence) for name in results.metrics},
+        counts=results.counts(planned=rollouts_planned(metadata)),
+        measures={name: estimated(results.values(name)) for name in results.metrics},
         at_k=at_k(rewards, right_from=right_from, confidence=confidence),
         right_from=right_from,
         variance=split_variance(rewards),
-        tasks={
-            task: (_measure(results.values(task=task), of_task.rollouts, confidence), of_task)
-            for task, of_task in by_task.items()
-        },
+        tasks={task: (estimated(results.values(task=task)), results.counts(task=task)) for task in tasks},
         prompt_tokens=results.prompt_tokens,
         completion_tokens=results.completion_tokens,
         without_usage=results.without_usage,
-        cost=None
-        if price is None or results.without_usage
-        else price.cost(results.prompt_tokens, results.completion_tokens),
+        cost=cost,
         currency=None if price is None or prices is None else prices.currency,
     )
 
@@ -360,13 +352,9 @@ def estimate_as_json(estimate: Estimate) -> dict[str, Any]:
     return {name: _finite(value) for name, value in dataclasses.asdict(estimate).items()}
 
 
-def _measure(values: Mapping[Any, Sequence[float]], rollouts: int, confidence: float) -> Measure:
-    estimate = mean_and_stderr_clustered(list(values.values()), confidence=confidence)
-    return Measure(estimate, rollouts - estimate.rollouts)
-
-
-def _measure_as_json(measure: Measure) -> dict[str, Any]:
-    return {**estimate_as_json(measure.estimate), "without": measure.without}
+def _measure_as_json(estimate: Estimate, counts: Counts) -> dict[str, Any]:
+    # rollouts that have no value for it: failed, or scored by other functions
+    return {**estimate_as_json(estimate), "without": counts.rollouts - estimate.rollouts}
 
 
 def _right(rewards: Sequence[float], right_from: float) -> int:

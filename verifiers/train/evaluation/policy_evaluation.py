@@ -202,14 +202,14 @@ def evaluation_metrics(summary: RunSummary, prefix: str, mean_length: float) -> 
                 metrics[f"{prefix}_{key}"] = value
 
     for name, measure in summary.measures.items():
-        put("reward" if name == "reward" else f"rewards/{name}", measure.estimate)
+        put("reward" if name == "reward" else f"rewards/{name}", measure)
     if len(summary.at_k) > 1:
         for row in summary.at_k:
             put(f"pass_at_{row.k}", row.pass_at)
             put(f"pass_hat_{row.k}", row.pass_hat)
             put(f"best_at_{row.k}", row.best)
     for task, (measure, counts) in summary.tasks.items():
-        put(f"tasks/{task}/reward", measure.estimate)
+        put(f"tasks/{task}/reward", measure)
         metrics[f"{prefix}_tasks/{task}/prompts"] = float(counts.prompts)
         metrics[f"{prefix}_tasks/{task}/failed"] = float(counts.unscored)
     if math.isfinite(mean_length):
