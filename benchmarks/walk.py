@@ -104,10 +104,8 @@ async def walk_rollout(walk: Walk, url: str) -> None:
 
 
 def walk_block(walk: Walk, url: str) -> None:
-    sys.path.append(str(Path(__file__).resolve().parent))
-    from overlap import make_policy
-
     from verifiers.train.config import GRPOConfig
+    from verifiers.train.tiny_model.char_model import make_model
     from verifiers.train.trainer import GRPOTrainer
 
     class Arrived(Exception):
@@ -119,7 +117,7 @@ def walk_block(walk: Walk, url: str) -> None:
             raise Arrived
 
     with tempfile.TemporaryDirectory() as scratch:
-        make_policy(Path(scratch) / "policy")
+        make_model(Path(scratch) / "policy", seed=0)
         args = GRPOConfig(
             str(Path(scratch) / "run"),
             server_url=url,

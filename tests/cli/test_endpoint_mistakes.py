@@ -50,20 +50,6 @@ def test_a_base_url_without_v1_is_told_to_add_it(env_name: str, capsys: pytest.C
     assert f"is the base URL {url}/v1?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["-T", "-1"], "--temperature is -1; give 0 or more."),
-        (["-S", '{"temprature": 1}'], "--sampling-args has no parameter 'temprature'; did you mean 'temperature'?"),
-    ],
-)
-def test_sampling_that_cannot_be_is_refused_with_the_fake_endpoint_too(
-    arguments: list[str], sentence: str, env_name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([env_name, "-m", "fake", *arguments]) == 2
-    assert capsys.readouterr().err == f"vf-eval: {sentence}\n"
-
-
 async def test_a_host_name_without_an_address_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[object] = []
 

@@ -208,40 +208,6 @@ def test_the_summary_is_one_line_of_json_for_machines(
     assert Path(summary["results"]) == results.directory
 
 
-def test_a_terminal_gets_tables(
-    env_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main([env_name, "-m", "fake", "-n", "6", "-r", "4"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"│ good +│ 0\.\d+ │", shown)
-    assert re.search(r"│ pass\^4 +│", shown)
-    # rewards are 0 and 1: that is pass@k
-    assert "best@" not in shown
-    assert "% of the reward's variance is between prompts: more " in shown
-
-
-def test_one_prompt_has_no_interval_in_the_table_either(
-    server: FakeOpenAIServer, env_name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([env_name, "-b", server.url, "-n", "1", "-r", "1"]) == 0
-    assert "nan" not in capsys.readouterr().out
-
-
-def test_failed_rollouts_are_counted_and_are_no_zeros(
-    env_name: str, capsys: pytest.CaptureFixture[str], results: Any
-) -> None:
-    with FakeOpenAIServer("4", faults=Fault(401)) as server:
-        assert main([env_name, "-b", server.url, "-n", "2", "-r", "1", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["outcomes"] == {"completed": 1, "provider_error": 1}
-    assert summary["rewards"]["reward"]["mean"] == 1.0
-    failed = [row for row in results.rows if row["reward"] is None]
-    assert len(failed) == 1
-    assert "answered 401" in failed[0]["error"]
-
-
 def test_all_rows_are_evaluated_with_minus_one(server: FakeOpenAIServer, env_name: str) -> None:
     assert main([env_name, "-a", '{"n": 4}', "-b", server.url, "-n", "-1", "-r", "1", "-c", "2", "--json"]) == 0
     assert server.request_count == 4
@@ -292,20 +258,6 @@ def test_a_registry_names_the_endpoint(env_name: str, server: FakeOpenAIServer, 
     assert server.requests[0].body["model"] == "org/policy"
     metadata = results.metadata
     assert (metadata["model"], metadata["endpoint"], metadata["base_url"]) == ("org/policy", "small", server.url)
-
-
-def test_several_servers_of_one_model_share_the_calls(env_name: str, server: FakeOpenAIServer) -> None:
-    with FakeOpenAIServer("4", latency_s=0.01) as second:
-        assert main([env_name, "-b", server.url, "-b", second.url, "-n", "5", "-r", "4", "--json"]) == 0
-        assert server.request_count + second.request_count == 20
-        assert min(server.request_count, second.request_count) > 0
-
-
-def test_an_unknown_flag_is_exit_code_2(env_name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([env_name, "--no-such-flag"])
-    assert caught.value.code == 2
-    assert "--no-such-flag" in capsys.readouterr().err
 
 
 def test_a_server_that_is_down_is_one_sentence_and_exit_code_1(

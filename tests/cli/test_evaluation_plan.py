@@ -115,14 +115,6 @@ def test_an_attempt_gets_a_third_of_a_rollouts_time_unless_told(
     assert (results.metadata["attempt_timeout_s"], results.metadata["rollout_timeout_s"]) == (attempt_s, rollout_s)
 
 
-def test_an_entrys_own_deadline_counts(server: FakeOpenAIServer, env_name: str, results: Any) -> None:
-    write_registry(Path("mine.toml"), server.url)
-    with Path("mine.toml").open("a") as file:
-        file.write("attempt_timeout_s = 1200\n")
-    assert main([env_name, *SMALL, "-e", "mine.toml"]) == 0
-    assert results.metadata["attempt_timeout_s"] == 1200
-
-
 def test_the_built_in_fake_reads_each_environment_of_a_group(tmp_path: Path, env_name: str, results: Any) -> None:
     Path("modules/toy_sums_env.py").write_text(
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,7 +16,6 @@ import pytest
 from verifiers.cli.external_run import ExternalRun
 from verifiers.evals.results import RolloutResults
 from verifiers.evals.store import ResultStore, read_run
-from verifiers.gateway.session import Session
 from verifiers.inference.endpoint import Endpoint, HttpBackend
 from verifiers.inference.limiter import Limiter
 from verifiers.inference.retry import RetryPolicy
@@ -206,24 +204,6 @@ async def test_every_end_has_its_outcome_and_only_a_reward_that_was_posted_count
     assert len(rows) == 7
     assert (rows[stopped["id"]]["outcome"], rows[stopped["id"]]["turns"]) == ("cancelled", 1)
     assert "gateway was stopped" in rows[stopped["id"]]["error"]
-
-
-def sessions_in_memory(key: str) -> int:
-    gc.collect()
-    return sum(type(each) is Session and each.key == key for each in gc.get_objects())
-
-
-async def test_of_a_session_that_ended_only_its_numbers_are_kept(gateway: Start) -> None:
-    async with gateway() as (client, _):
-        session = await client.open()
-        await ask(session)
-        assert sessions_in_memory(session["key"]) == 1
-        result = await client.end(session, reward=0.5)
-        async with asyncio.timeout(20):
-            while sessions_in_memory(session["key"]):  # noqa: ASYNC110 - until the rollout's task has ended
-                await asyncio.sleep(0.05)
-        assert await client.end(session) == result
-        assert (result["calls"], result["reward"]) == (1, 0.5)
 
 
 async def test_a_session_that_cannot_begin_is_refused_and_others_go_on(gateway: Start, tmp_path: Path) -> None:

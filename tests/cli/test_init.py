@@ -69,15 +69,6 @@ def test_every_template_passes_its_own_tests_as_it_is(
             del sys.modules[module]
 
 
-@pytest.mark.slow
-def test_the_tests_run_by_pytest_from_the_directory_above_without_an_installation() -> None:
-    assert main(["my-env"]) == 0
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "environments/my_env"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
-
-
 def test_templates_are_formatted_and_free_of_lint() -> None:
     for kind in KINDS:
         assert main([f"one-{kind}", "--kind", kind]) == 0
@@ -133,12 +124,6 @@ def test_what_is_there_is_never_overwritten(present: str, message: str, capsys: 
     assert files_under(Path()) == {present}
 
 
-def test_an_empty_directory_of_the_name_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("environments/my_env").mkdir(parents=True)
-    assert main(["my-env"]) == 2
-    assert "an empty directory" in capsys.readouterr().err
-
-
 def test_a_package_whose_writing_fails_is_not_there_at_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,12 +138,6 @@ def test_a_package_whose_writing_fails_is_not_there_at_all(
     assert main(["my-env", "-p", "elsewhere"]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert os.listdir("elsewhere") == []
-
-
-def test_it_goes_to_the_directory_given_and_the_commands_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["my-env", "-p", "elsewhere"]) == 0
-    assert Path("elsewhere/my_env/my_env.py").is_file()
-    assert "vf-install my-env -p elsewhere" in capsys.readouterr().out
 
 
 def test_a_model_is_made_where_it_is_asked_for_and_never_over_something(

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from verifiers.cli.install import main
-from verifiers.installation import EXTRAS
 
 VERSION = metadata.version("verifiers")
 
@@ -148,12 +146,6 @@ def test_a_classic_package_is_reported_by_its_module(uv: Recorded, capfd: pytest
     write_package("environments/zz_env", requires='["verifiers>=0.1.4"]', entry_point=False)
     assert main(["zz-env"]) == 0
     assert "environment zz-env (module, " in capfd.readouterr().out
-
-
-def test_the_extra_classic_brings_what_is_said_to_come_with_it() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    brought = {re.split("[<>=]", line)[0].replace("-", "_") for line in project["optional-dependencies"]["classic"]}
-    assert brought == {module for module, extra in EXTRAS.items() if extra == "classic"}
 
 
 def test_a_git_url_goes_to_the_installer_as_it_is(uv: Recorded, capfd: pytest.CaptureFixture[str]) -> None:

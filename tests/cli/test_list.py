@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -128,16 +127,6 @@ def test_a_module_that_is_missing_is_told(add_package: AddPackage, capsys: pytes
     assert main([]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("zz-broken"))
     assert line.endswith("missing: zz_nowhere.inner:load_environment")
-
-
-def test_the_table_has_one_line_an_environment(add_package: AddPackage, capsys: pytest.CaptureFixture[str]) -> None:
-    site = add_package("zz-classic", {"zz_classic.py": CLASSIC})
-    assert main([]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["name", "package", "summary", "where"]
-    (row,) = (row for row in rows if row.startswith("zz-classic "))
-    assert re.match(r"zz-classic +zz-classic 0\.1 +About zz-classic\. +/", row)
-    assert row.endswith(str(site / "zz_classic.py"))
 
 
 def test_with_nothing_installed_it_says_how_to_begin(

@@ -114,12 +114,6 @@ def test_the_environment_answers_every_turn_and_the_score_has_each_reward(
     assert "  said  3\n" in shown
 
 
-def test_the_end_of_the_input_sends_what_was_typed(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    typed("nonsense\n/done\n0")
-    assert main(["zz-game"]) == 0
-    assert "reward   1" in capsys.readouterr().out
-
-
 def test_an_input_that_ends_too_early_has_no_score(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
     typed("nonsense\n/done\n")
     assert main(["zz-game"]) == 1

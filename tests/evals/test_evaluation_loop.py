@@ -17,10 +17,9 @@ from verifiers.evals.results import RolloutResults
 from verifiers.evals.summary import run_summary
 from verifiers.inference.endpoint import ClientBackend
 from verifiers.inference.limiter import Limiter
-from verifiers.inference.retry import RetryPolicy
 from verifiers.rollouts.rollout import Rollout
 from verifiers.rollouts.run import Run
-from verifiers.testing import FakeClient, Fault
+from verifiers.testing import FakeClient
 from verifiers.types import Failure, Outcome, RolloutKey, Timing, Usage
 
 
@@ -131,26 +130,6 @@ async def test_draining_asks_for_nothing_new_where_requests_are_throttled() -> N
     await run_units(runner, units_of(env), done.append, interruption)
     assert [rollout.reward for rollout in done] == [1.0] * 3
     assert asked == {1: 3, 3: 3}
-
-
-async def test_an_endpoint_that_recovers_after_a_drain_gets_nothing_new() -> None:
-    """Retries of what is in flight go on; that is finishing it."""
-    interruption = Interruption(drain_s=15)
-    asked = 0
-
-    async def answer(body: dict[str, Any]) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked == 2:
-            interruption.drain()
-        return Fault(503) if asked <= 2 else "4"
-
-    done: list[Rollout] = []
-    runner = runner_of(environment(), answer, max_concurrent=2)
-    runner.retry = RetryPolicy(base_s=0.001)
-    await run_units(runner, units_of(environment()), done.append, interruption)
-    assert [rollout.reward for rollout in done] == [1.0, 1.0]
-    assert asked == 4
 
 
 @pytest.mark.parametrize("how", ["deadline", "abort"])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 
@@ -63,10 +62,6 @@ def test_prompts_that_are_all_right_or_all_wrong_have_the_exact_interval() -> No
     assert (scaled.low, scaled.high) == pytest.approx((1 + 2 * estimate.low, 1 + 2 * estimate.high))
 
 
-def test_prompts_without_a_scored_rollout_are_left_out() -> None:
-    assert mean_and_stderr_clustered([*FIVE_PROMPTS, []]) == mean_and_stderr_clustered(FIVE_PROMPTS)
-
-
 @pytest.mark.parametrize(("reward", "low", "high"), [(1.0, 0.691503, 1), (0.0, 0, 0.308497)])
 def test_all_right_or_all_wrong_gives_the_exact_interval_over_prompts(reward: float, low: float, high: float) -> None:
     estimate = mean_and_stderr_clustered([[reward] * 4] * 10)
@@ -119,27 +114,12 @@ def test_quantiles_of_t_are_those_of_the_tables(probability: float, degrees: int
     assert t_quantile(1 - probability, degrees) == pytest.approx(-value, rel=1e-8)
 
 
-@pytest.mark.parametrize("probability", [0.6, 0.9, 0.975, 0.9999, 0.9999999])
-def test_quantiles_of_t_match_closed_forms(probability: float) -> None:
-    assert t_quantile(probability, 1) == pytest.approx(math.tan(math.pi * (probability - 0.5)), rel=1e-8)
-    skew = 2 * probability - 1
-    two = skew * math.sqrt(2 / (1 - skew**2))
-    assert t_quantile(probability, 2) == pytest.approx(two, rel=1e-8)
-
-
 def test_both_ways_to_a_quantile_of_t_agree_where_they_meet() -> None:
     for probability in (0.6, 0.95, 0.975, 0.999):
         below, here, above = (t_quantile(probability, degrees) for degrees in (999, 1000, 1001))
         assert below - here == pytest.approx(here - above, rel=1e-2)
     assert t_quantile(0.5, 7) == 0
     assert t_quantile(0.975, 10**9) == pytest.approx(1.95996398693, abs=1e-9)
-
-
-def test_a_quantile_of_t_takes_milliseconds() -> None:
-    started = time.process_time()
-    for degrees in range(300, 320):
-        t_quantile(0.973, degrees)
-    assert time.process_time() - started < 2
 
 
 def test_a_paired_difference_sees_what_separate_intervals_hide() -> None:
