@@ -114,9 +114,6 @@ def test_merged_shards_are_the_unsharded_run(
     merged = merge_runs(seed.draw(st.permutations(shards)), root / "merged")
     straight = evaluated(root / "straight", env, each)
     assert comparable(merged) == comparable(straight)
-    assert [(row["example_id"], row["generation"]) for row in iter_rows(merged)] == [
-        (example, generation) for example in range(prompts) for generation in range(each)
-    ]
     rows = [json.dumps(row) for directory in shards for row in iter_rows(directory)]
     assert sorted(rows) == sorted(json.dumps(row) for row in iter_rows(merged))
     failures = [row for directory in shards for row in read_lines(directory)]

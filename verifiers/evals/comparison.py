@@ -25,8 +25,8 @@ from verifiers.evals.statistics import (
     sign_flip_test,
     unpaired_difference,
 )
-from verifiers.evals.store import iter_rows, read_metadata, run_at
-from verifiers.evals.summary import RIGHT_FROM, estimate_as_json, rollouts_planned, value_of_prompt
+from verifiers.evals.store import iter_rows, plain, read_metadata, run_at
+from verifiers.evals.summary import RIGHT_FROM, rollouts_planned, value_of_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,24 +136,19 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of `--json`; None stands for what cannot be told."""
-        return {
-            "metric": self.metric,
-            "paired": self.paired,
-            "verdict": self.verdict,
-            "difference": estimate_as_json(self.difference),
-            "p": self.test.p if math.isfinite(self.test.p) else None,
-            "p_exact": self.test.exact,
-            "wins": self.wins,
-            "ties": self.ties,
-            "losses": self.losses,
-            "detectable": self.detectable if math.isfinite(self.detectable) else None,
-            "common_prompts": self.common,
-            **{
-                name: {**dataclasses.asdict(side), "estimate": estimate_as_json(side.estimate)}
-                for name, side in (("a", self.a), ("b", self.b))
-            },
-            "settings": {name: list(pair) for name, pair in self.settings.items()},
-        }
+        same = ("metric", "paired", "verdict", "wins", "ties", "losses", "detectable", "settings")
+        found: dict[str, Any] = plain(
+            {
+                **{name: getattr(self, name) for name in same},
+                "difference": dataclasses.asdict(self.difference),
+                "p": self.test.p,
+                "p_exact": self.test.exact,
+                "common_prompts": self.common,
+                "a": dataclasses.asdict(self.a),
+                "b": dataclasses.asdict(self.b),
+            }
+        )
+        return found
 
 
 def compare_runs(

@@ -1,15 +1,15 @@
 """Join the shards of an evaluation into one run, as if one process had run it.
 
-Rows, statistics, tokens, retries and the plan in the metadata are those of the unsharded run; rows are ordered by
-example and generation. What depends on the clock or on the process is not: `started` is the earliest shard's,
+Rows, statistics, tokens, retries and the plan in the metadata are those of the unsharded run; rows stand shard by
+shard. What depends on the clock or on the process is not: `started` is the earliest shard's,
 `sessions` are all of theirs, `summary.seconds` is their sum, `summary.loop_lag_ms` is left out, and what does not
 identify an evaluation (limits, timeouts, versions, git) is as in the first shard.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from verifiers.evals.store import (
     FAILURES,
     RESULTS,
     ResultStore,
-    iter_lines,
+    iter_rows,
     new_run_directory,
     read_metadata,
 )
@@ -64,13 +64,17 @@ def merge_runs(
         given = "without" if currency is None else "with"
         raise ConfigError(f"the shards were run {given} prices, so the merged run is merged {given} --prices too.")
     results = RolloutResults()
-    lines = [_places(number, one, RESULTS, results) for number, one in enumerate(shards)]
-    failures = [_places(number, one, FAILURES) for number, one in enumerate(shards)]
+    for one in shards:
+        _count(one, results)
     metadata = _merged_metadata(shards)
     directory = new_run_directory(metadata["env"], metadata["model"], root)
-    _copy_lines(shards, lines, RESULTS, directory)
-    if any(failures):
-        _copy_lines(shards, failures, FAILURES, directory)
+    for name in (RESULTS, FAILURES):
+        parts = [one.directory / name for one in shards if (one.directory / name).is_file()]
+        if parts:
+            with (directory / name).open("wb") as target:
+                for part in parts:
+                    with part.open("rb") as source:
+                        shutil.copyfileobj(source, target)
     with ResultStore(directory, metadata) as store:
         seconds = sum(one.metadata["summary"]["seconds"] for one in shards)
         summary = run_summary(results, metadata, seconds, right_from=right_from, prices=prices)
@@ -125,45 +129,19 @@ def _agreed(shards: Sequence[_StoredShard], name: str) -> Any:
     return value
 
 
-_Place = tuple[int, int, int, int, int]
-"""Example, generation, index of the shard, first byte and length of a line; lines of a rollout keep their order."""
-
-
-def _places(number: int, one: _StoredShard, name: str, results: RolloutResults | None = None) -> list[_Place]:
-    """Return where a shard's lines are; with `results`, count them, and require a row for each of its rollouts."""
-    places, start = [], 0
-    for line, row in iter_lines(one.directory, name):
-        places.append((int(row["example_id"]), int(row["generation"]), number, start, len(line)))
-        start += len(line)
-        if results is not None:
-            results.add(row)
-    if results is not None:
-        each = one.metadata["rollouts_per_example"]
-        planned = {(i, g) for i in one.shard.examples(one.metadata["num_examples"]) for g in range(each)}
-        stored = {place[:2] for place in places}
-        if stored != planned:
-            raise ConfigError(
-                f"{one} should hold {len(planned)} rollouts, of which {len(planned - stored)} are missing, "
-                f"and holds {len(stored - planned)} of others; copy all of it."
-            )
-    return places
-
-
-def _copy_lines(
-    shards: Sequence[_StoredShard], places: Sequence[Sequence[_Place]], name: str, directory: Path
-) -> None:
-    """Write the lines of all shards in order, one at a time: they may be larger than memory."""
-    with ExitStack() as opened:
-        sources = [
-            opened.enter_context((one.directory / name).open("rb")) if of_shard else None
-            for one, of_shard in zip(shards, places, strict=True)
-        ]
-        target = opened.enter_context((directory / name).open("wb"))
-        for _, _, number, start, length in sorted(place for of_shard in places for place in of_shard):
-            source = sources[number]
-            assert source is not None
-            source.seek(start)
-            target.write(source.read(length))
+def _count(one: _StoredShard, results: RolloutResults) -> None:
+    """Add the rows of a shard to the numbers; refuse one that lacks rollouts, or has others'."""
+    stored = set()
+    for row in iter_rows(one.directory):
+        results.add(row)
+        stored.add((int(row["example_id"]), int(row["generation"])))
+    each = one.metadata["rollouts_per_example"]
+    planned = {(i, g) for i in one.shard.examples(one.metadata["num_examples"]) for g in range(each)}
+    if stored != planned:
+        raise ConfigError(
+            f"{one} should hold {len(planned)} rollouts, of which {len(planned - stored)} are missing, "
+            f"and holds {len(stored - planned)} of others; copy all of it."
+        )
 
 
 def _merged_metadata(shards: Sequence[_StoredShard]) -> dict[str, Any]:

@@ -108,16 +108,12 @@ def read_metadata(directory: Path) -> dict[str, Any]:
 def iter_rows(directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of results.jsonl in the order in which they were written; none where there is no file.
 
+    An incomplete last line is left out.
+
     Raises:
         ConfigError: a line before the last is damaged.
     """
-    for _, row in iter_lines(directory):
-        yield row
-
-
-def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line of a file as stored, and its row as of `iter_rows`; an incomplete last line is left out."""
-    path = directory / name
+    path = directory / RESULTS
     if not path.is_file():
         return
     damaged: tuple[int, Exception] | None = None
@@ -132,7 +128,7 @@ def iter_lines(directory: Path, name: str = RESULTS) -> Iterator[tuple[bytes, di
             except ValueError as error:
                 damaged = number, error
             else:
-                yield line, row
+                yield row
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:

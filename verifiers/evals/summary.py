@@ -24,6 +24,7 @@ from verifiers.evals.statistics import (
     pass_hat_k,
     sizes_up_to,
 )
+from verifiers.evals.store import plain
 
 Advice = Literal["more prompts", "more rollouts", ""]
 
@@ -209,32 +210,27 @@ class RunSummary:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of metadata.json and `--json`; None stands for what cannot be told."""
-        counts = dataclasses.asdict(self.counts)
-        variance = self.variance
-        shares = ("between", "within", "share_between", "design_effect", "stderr_with_twice_the_rollouts")
+        shares = ("between", "within", "share_between", "design_effect", "stderr_with_twice_the_rollouts", "advice")
         rates = {"pass_at_k": "pass_at", "pass_hat_k": "pass_hat", "best_at_k": "best"}
-        return {
-            "rewards": {name: _measure_as_json(found, self.counts) for name, found in self.measures.items()},
-            **counts,
-            "right_from": self.right_from,
-            **{
-                name: {str(row.k): estimate_as_json(getattr(row, rate)) for row in self.at_k}
-                for name, rate in rates.items()
-            },
-            "variance": {
-                **{name: _finite(getattr(variance, name)) for name in shares},
-                "advice": variance.advice,
-            },
-            "tasks": {
-                task: {"reward": _measure_as_json(reward, of_task), **dataclasses.asdict(of_task)}
-                for task, (reward, of_task) in self.tasks.items()
-            },
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "without_usage": self.without_usage,
-            "cost": self.cost,
-            "currency": self.currency,
-        }
+        tokens = ("prompt_tokens", "completion_tokens", "without_usage", "cost", "currency")
+        found: dict[str, Any] = plain(
+            {
+                "rewards": {name: _measure_as_json(one, self.counts) for name, one in self.measures.items()},
+                **dataclasses.asdict(self.counts),
+                "right_from": self.right_from,
+                **{
+                    name: {row.k: dataclasses.asdict(getattr(row, rate)) for row in self.at_k}
+                    for name, rate in rates.items()
+                },
+                "variance": {name: getattr(self.variance, name) for name in shares},
+                "tasks": {
+                    task: {"reward": _measure_as_json(reward, of_task), **dataclasses.asdict(of_task)}
+                    for task, (reward, of_task) in self.tasks.items()
+                },
+                **{name: getattr(self, name) for name in tokens},
+            }
+        )
+        return found
 
 
 def summarize(
@@ -347,14 +343,9 @@ def rollouts_planned(metadata: Mapping[str, Any]) -> int | None:
     return each * (prompts if shard is None else len(shard.examples(prompts)))
 
 
-def estimate_as_json(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate's fields; None stands for what cannot be told, which JSON has no number for."""
-    return {name: _finite(value) for name, value in dataclasses.asdict(estimate).items()}
-
-
 def _measure_as_json(estimate: Estimate, counts: Counts) -> dict[str, Any]:
     # rollouts that have no value for it: failed, or scored by other functions
-    return {**estimate_as_json(estimate), "without": counts.rollouts - estimate.rollouts}
+    return {**dataclasses.asdict(estimate), "without": counts.rollouts - estimate.rollouts}
 
 
 def _right(rewards: Sequence[float], right_from: float) -> int:
@@ -363,7 +354,3 @@ def _right(rewards: Sequence[float], right_from: float) -> int:
 
 def _within_unit(rewards_by_prompt: Iterable[Sequence[float]]) -> bool:
     return all(0 <= reward <= 1 for rewards in rewards_by_prompt for reward in rewards)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
