@@ -102,12 +102,7 @@ class ExternalRun:
         self._is_aborted.set()
 
     async def serve(self) -> None:
-        """Take sessions until `drain`; when this returns, all of them are stored.
-
-        Raises:
-            ConfigError: the gateway's address cannot be had.
-            OSError: results cannot be written.
-        """
+        """Take sessions until `drain`; when this returns, all of them are stored."""
         gateway = await self.env.start()
         try:
             async with self._tasks:
@@ -129,11 +124,7 @@ class ExternalRun:
         raise first
 
     async def begin(self, body: dict[str, Any]) -> ExternalSession:
-        """Open a session as the body of `POST /sessions` asks.
-
-        Raises:
-            RefusedCallError: it asks for what cannot be had, or the run has no room for it.
-        """
+        """Open a session as the body of `POST /sessions` asks, or raise RefusedCallError."""
         given: _NewSession = validated(_NEW_SESSION, body)
         runner = self._runner_for(given)
         name = new_session_id()

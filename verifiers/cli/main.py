@@ -116,16 +116,9 @@ ENVIRONMENTS_DIRECTORY = "./environments"
 def make_importable(env: str, directory: str | None = None, *, last: str | None = None) -> str:
     """Put where an environment may be on the import path, and return the environment's name.
 
-    In front are the directory of a path and the packages of `directory`; at the end, so that nothing installed is
-    shadowed, are the working directory and `last`.
-
-    Args:
-        env: a name, or the path of a module (`path/to/my_env.py`) or of a package's directory.
-        directory: holds environment packages; None for ./environments, where there is one.
-        last: a further directory, which need not exist.
-
-    Raises:
-        ConfigError: a file or directory that does not exist.
+    `env` is a name, or the path of a module or of a package's directory. In front are the directory of a path and the
+    packages of `directory` (default ./environments, where there is one); at the end, so that nothing installed is
+    shadowed, are the working directory and `last`, which need not exist.
     """
     if directory is not None and not os.path.isdir(directory):
         raise ConfigError(f"--env-dir-path is {directory!r}, and there is no such directory.")
@@ -169,11 +162,7 @@ class CommandFailedError(Error, RuntimeError):
 
 
 class BlockedLoopError(KeyboardInterrupt):
-    """Raised in the main thread inside of code that blocks the event loop; `except Exception` does not catch it.
-
-    Attributes:
-        exit_code: of the command that it ends.
-    """
+    """Raised in the main thread inside of code that blocks the event loop; `except Exception` does not catch it."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)

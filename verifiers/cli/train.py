@@ -183,11 +183,7 @@ def load_eval_environments(run: RunFile) -> Environment | dict[str, Environment]
 def in_workers(
     run: RunFile, env: Environment, eval_env: Environment | dict[str, Environment] | None, blocked_s: float
 ) -> tuple[Any, Any]:
-    """Return the environments of a run as its workers play them; as they are where the run has no workers.
-
-    Args:
-        blocked_s: seconds for which one piece of code may keep the event loop of a worker from all others.
-    """
+    """Return the environments of a run as its workers play them; as they are where the run has no workers."""
     # under `python -m`, as accelerate starts it, this module is __main__, which no worker can import
     from verifiers.cli import train
 
@@ -228,7 +224,6 @@ def ended_if_held(config: GRPOConfig, is_rank_0: bool) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def _teardown_on_exit(envs: Sequence[Environment]) -> Iterator[None]:
-    """Tear environments down on the way out."""
     from verifiers.envs.lifecycle import TEARDOWN_WITHIN_S, tear_down
 
     within_s = _TEARDOWN_AFTER_FAILURE_S

@@ -108,10 +108,10 @@ class EvaluationRun:
                 yield group
 
     def summary(self, seconds: float, **options: Any) -> dict[str, Any]:
-        """Return the run in numbers.
+        """Return the run in numbers; to the seconds of this process those of earlier ones are added.
 
         Args:
-            seconds: that this process ran rollouts; those of earlier ones are added.
+            seconds: that this process ran rollouts.
             **options: `right_from` and `prices` of `summarize`.
         """
         before = (self.metadata.get("summary") or {}).get("seconds") or 0.0
@@ -193,7 +193,7 @@ def open_run(
 def new_run(
     directory: Path, plan: Mapping[str, Any], rubric: Any, *, redact: Redactor | None = None
 ) -> EvaluationRun:
-    """Return a new run of a plan in a directory, which need not exist yet; arguments and errors as of `open_run`."""
+    """Return a new run of a plan in a directory, which need not exist yet."""
     redact = redact or Redactor(())
     results = RolloutResults(redact=redact)
     return EvaluationRun(directory, _begun(plan), _planned(plan), scores_whole_groups(rubric), redact, results)
@@ -313,9 +313,6 @@ class Interruption:
     """The end of a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
 
     Both may be called on the event loop only, e.g. from its signal handlers.
-
-    Args:
-        drain_s: seconds that rollouts in flight get to finish.
     """
 
     def __init__(self, drain_s: float = 30.0) -> None:
@@ -414,11 +411,7 @@ def _most_unfinished(limiter: Limiter) -> float:
 
 
 async def run_evaluation(runner: Run, groups: Iterable[Sequence[RolloutRequest]]) -> ScoredBlock:
-    """Run and score all groups under the runner's limiter, and keep them.
-
-    Raises:
-        NothingScoredError: no rollout got a reward; the message has the commonest cause.
-    """
+    """Run and score all groups under the runner's limiter; raise NothingScoredError where none got a reward."""
     scored = await runner.run_groups(groups)
     block = ScoredBlock(EVALUATION_BLOCK, scored)
     if not any(rollout.is_scored for rollout in block):

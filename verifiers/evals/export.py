@@ -43,12 +43,8 @@ def export_run(
 ) -> tuple[Path, int]:
     """Write a run in one of `FORMATS`; return the path written to, and how many rows.
 
-    Args:
-        run: as `read_run` returns it.
-        target: file, for "hf" a directory; it must not be there yet.
-        kind: one of `FORMATS`.
-        threshold: for "sft" the reward that the best rollout must have at least (default 1), for "preference" the
-            least difference between best and worst (default: any).
+    `target` is a file, for "hf" a directory, and must not be there yet. `threshold` is for "sft" the reward that the
+    best rollout must have at least (default 1), for "preference" the least difference between best and worst.
 
     Raises:
         ConfigError: an unknown format, a target that is there, or nothing to write.
@@ -114,11 +110,7 @@ def _save(dataset: Dataset, path: Path) -> None:
 
 
 def push_dataset(directory: str | Path, name: str) -> None:
-    """Push the run in `directory` to the Hugging Face Hub, with the login that is set up on this machine.
-
-    Raises:
-        ConfigError: the Hub did not take it.
-    """
+    """Push the run in `directory` to the Hugging Face Hub, with the login that is set up on this machine."""
     dataset = to_dataset(read_run(directory))
     try:
         dataset.push_to_hub(name)

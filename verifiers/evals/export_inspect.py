@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import IO, Any
 
+from verifiers.evals.results import RolloutResults
 from verifiers.evals.statistics import mean_and_stderr_clustered
 from verifiers.evals.store import StoredRun, json_line, metrics_of
 
@@ -47,7 +48,7 @@ def _header(run: StoredRun) -> dict[str, Any]:
     env, model = str(metadata.get("env") or run.directory.name), str(metadata.get("model") or "none")
     ids = sorted({row["example_id"] for row in run.rows})
     epochs = max(row["generation"] for row in run.rows) + 1
-    names = sorted({name for row in run.rows for name in metrics_of(row)} - {"reward"})
+    results = RolloutResults(run.rows)
     spec = {
         "eval_id": _id(run, "eval"),
         "run_id": _id(run, "run"),
@@ -76,19 +77,14 @@ def _header(run: StoredRun) -> dict[str, Any]:
         "results": {
             "total_samples": len(run.rows),
             "completed_samples": len(run.rows) - failed,
-            "scores": [_score(run, name) for name in ("reward", *names)],
+            "scores": [_score(name, results.values(name)) for name in results.metrics],
         },
         "stats": {"started_at": created, "completed_at": created, "model_usage": {model: _usage(run.rows)}},
     }
 
 
-def _score(run: StoredRun, name: str) -> dict[str, Any]:
-    groups: dict[Any, list[float]] = {}
-    for row in run.rows:
-        value = _scores(row).get(name)
-        if value is not None:
-            groups.setdefault(row["example_id"], []).append(value)
-    estimate = mean_and_stderr_clustered(list(groups.values()))
+def _score(name: str, values: Mapping[Any, Sequence[float]]) -> dict[str, Any]:
+    estimate = mean_and_stderr_clustered(list(values.values()))
     return {
         "name": name,
         "scorer": name,

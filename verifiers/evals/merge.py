@@ -42,15 +42,9 @@ class _StoredShard:
 def merge_runs(
     directories: Sequence[str | Path], root: str | Path = "outputs/evals", *, prices: PriceTable | None = None
 ) -> Path:
-    """Write the run that all shards of an evaluation make together; the shards stay as they are.
+    """Write the run that all shards of an evaluation make together, and return its directory, which is below `root`.
 
-    Args:
-        directories: of the shards, in any order.
-        root: directory of all evaluations, below which the run gets a directory of its own.
-        prices: what tokens cost; needed where the shards were given prices.
-
-    Returns:
-        The directory of the run.
+    The shards, given in any order, stay as they are. `prices` are needed where the shards were given some.
 
     Raises:
         ConfigError: a shard is missing, there twice, unfinished, or of another evaluation; the message names it.

@@ -44,7 +44,7 @@ class RestoredState(State):
         return self[name] if name in self or name not in _MAY_BE_MISSING else default
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """Set a value that is not there, as of a dict: rubrics store what they have computed."""
+        """Set a value that is not there: rubrics store what they have computed."""
         if name not in self:
             self[name] = default
         return self[name]
@@ -70,14 +70,8 @@ async def regrade(
 ) -> Regraded:
     """Grade a stored run with the environment's rubric, and store the result as a run beside it.
 
-    Rollouts that failed before they were graded stay as they are.
-
-    Args:
-        env: whose rubric grades.
-        run: what is graded.
-        max_concurrent: prompts graded at once.
-        grading_timeout_s: for the rollouts of one prompt, in seconds.
-        redact: takes secrets out of what is written.
+    Rollouts that failed before they were graded stay as they are. `max_concurrent` prompts are graded at once, and
+    the rollouts of one have `grading_timeout_s` seconds.
 
     Raises:
         ConfigError: the run has no rollouts, or nothing can be written beside it.

@@ -117,11 +117,7 @@ class RolloutResults:
         self.add(result_row(rollout))
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take one row of results.jsonl.
-
-        Raises:
-            ConfigError: it has no example id.
-        """
+        """Take one row of results.jsonl; raise ConfigError where it has no example id."""
         try:
             example = row["example_id"]
             generations = self._places.setdefault(example, {})
@@ -165,12 +161,7 @@ class RolloutResults:
         return place
 
     def values(self, metric: str = "reward", *, task: str | None = None) -> dict[Any, list[float]]:
-        """Return the values of each prompt's scored rollouts by example id; an empty list where there are none.
-
-        Args:
-            metric: "reward" or the name of a reward function.
-            task: leave out the prompts of other tasks.
-        """
+        """Return the values of each prompt's scored rollouts by example id; an empty list where there are none."""
         column = self._values.get(metric)
         found = {}
         for example, generations in self._places.items():
@@ -180,11 +171,7 @@ class RolloutResults:
         return found
 
     def counts(self, *, task: str | None = None, planned: int | None = None) -> Counts:
-        """Return the numbers of rollouts by how they ended, of the prompts of one task or of all.
-
-        Args:
-            planned: rollouts that there should be.
-        """
+        """Return the numbers of rollouts by how they ended, of one task or of all; `planned` gives the missing."""
         examples = [example for example in self._places if task is None or self._tasks[example] == task]
         places = [place for example in examples for place in self._places[example].values()]
         outcomes = Counter(self._outcomes[place] for place in places)

@@ -61,11 +61,7 @@ class StoredRun:
 
 
 def run_at(path: str | Path) -> Path:
-    """Return the directory of a run, given that or its results.jsonl.
-
-    Raises:
-        ConfigError: there is no run there.
-    """
+    """Return the directory of a run, given that or its results.jsonl; raise ConfigError where there is none."""
     directory = Path(path)
     if directory.name == RESULTS:
         directory = directory.parent
@@ -89,11 +85,7 @@ def read_run(directory: str | Path) -> StoredRun:
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """Return the content of metadata.json; empty where it is missing.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
+    """Return the content of metadata.json, empty where it is missing; raise ConfigError where it is damaged."""
     try:
         found = json.loads((directory / METADATA).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -149,9 +141,6 @@ def new_run_directory(
     """Return a fresh directory `<root>/<env>--<model>/<run id>`; slashes in the names become `--`.
 
     The id of a shard's run ends as in `1a2b3c4d-3-of-8`.
-
-    Raises:
-        ConfigError: it cannot be made there.
     """
     directory = Path(root) / f"{env_id}--{model}".replace("/", "--")
     directory /= uuid.uuid4().hex[:8] + ("" if shard is None else f"-{shard.number}-of-{shard.of}")
@@ -297,11 +286,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def parse_row(line: bytes) -> dict[str, Any]:
-    """Return the row of a line.
-
-    Raises:
-        ValueError: the line is not a JSON object.
-    """
+    """Return the row of a line; raise ValueError where that is not a JSON object."""
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("it is not a JSON object")

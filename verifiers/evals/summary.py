@@ -167,14 +167,9 @@ _ALMOST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class AtK:
-    """The rates of k rollouts of a prompt, each with an interval over prompts.
+    """The chances that at least one and all of k rollouts of a prompt are right, and the expected best reward of k.
 
     All three rest on the prompts with at least k scored rollouts; `pass_at.prompts` says how many those are.
-
-    Attributes:
-        pass_at: chance that at least one of k is right.
-        pass_hat: chance that all of k are right.
-        best: expected best reward of k.
     """
 
     k: int
@@ -281,12 +276,7 @@ def summarize(
 def run_summary(
     results: RolloutResults, metadata: Mapping[str, Any], seconds: float, **options: Any
 ) -> dict[str, Any]:
-    """Return a run in numbers, as metadata.json and `--json` have it; None stands for what cannot be told.
-
-    Args:
-        seconds: that the run took.
-        **options: `right_from` and `prices` of `summarize`.
-    """
+    """Return a run in numbers, as metadata.json and `--json` have it; options are those of `summarize`."""
     return {
         **summarize(results, metadata, **options).as_json(),
         "retries": results.retries,
