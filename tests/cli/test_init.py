@@ -83,15 +83,10 @@ def test_templates_are_formatted_and_free_of_lint() -> None:
     ("name", "message"),
     [
         ("My-Env", "the name 'My-Env' cannot name a package"),
-        ("2048", "'2048' cannot name"),
-        ("-env", "'-env' cannot name"),
         ("../up", "'../up' cannot name"),
-        ("a--b", "'a--b' cannot name"),
-        ("", "'' cannot name"),
         ("class", "'class' is a keyword of Python"),
         ("random", "'random' would hide Python's own module random"),
         ("verifiers", "'verifiers' is already installed"),
-        ("openai", r"'openai' is already installed \(version"),
         ("yaml", "'yaml' would hide the installed module yaml"),
     ],
 )
@@ -155,14 +150,3 @@ def test_a_model_is_made_where_it_is_asked_for_and_never_over_something(
     assert "vf-serve --model models/mine" in capsys.readouterr().out
     assert main(["--model", "tiny"]) == 2
     assert "'tiny' exists already" in capsys.readouterr().err
-
-
-def test_a_model_without_the_train_extra_and_a_package_without_a_name_are_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(sys.modules, "verifiers.train.tiny_model.warm_start", raising=False)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert main(["--model", "tiny"]) == 2
-    assert capsys.readouterr().err.startswith("vf-init: --model needs torch, which is not installed; ")
-    assert main([]) == 2
-    assert capsys.readouterr().err.startswith("vf-init: the name of the environment is missing; ")

@@ -164,14 +164,10 @@ def test_a_package_that_the_installer_skips_as_installed_is_installed_again(uv: 
     ("pin", "code"),
     [
         ("verifiers>=0.1.4", 0),
-        ("verifiers[train]", 0),
-        ("Verifiers>0.1", 0),
         (f"verifiers=={VERSION}", 0),
         ("verifiers==0.1.8; sys_platform == 'no-such'", 0),
-        ("verifiers==0.1.8; extra == 'old'", 0),
         ("verifiers>=0.1.5,<0.2", 2),
         ("verifiers[all]~=0.1.3", 2),
-        ("verifiers<1.0", 2),
         ("verifiers @ git+https://a", 2),
     ],
 )
@@ -219,7 +215,6 @@ def test_an_installation_that_failed_is_never_reported_as_done(
     ("arguments", "message"),
     [
         (["nothing-like-it"], "there is no package 'nothing-like-it' in './environments' (it has zz_env"),
-        (["zz-emv"], "(it has zz_env"),
         (["zz-env", "-p", "nowhere"], "there is no package 'zz-env' in 'nowhere' (it has no packages)"),
         (["beside"], "or give the package's path, such as './my_env'"),
         (["./nowhere"], "there is no 'nowhere'"),

@@ -99,17 +99,10 @@ def replaced(old: str, new: str) -> str:
             r"\[trainer\] has an unknown key 'num_generation'; did you mean",
         ),
         (replaced("[model]", "[modle]"), "the file has an unknown key 'modle'; did you mean 'model'"),
-        (replaced('path = "start"', 'pth = "start"'), r"\[model\] has an unknown key 'pth'; did you mean 'path'"),
         (replaced('id = "toy-sums-env"', ""), r"environment\.id: Field required"),
         (replaced('"start"', '"./nowhere"'), "model path './nowhere' does not exist; give a directory written by"),
         (replaced('"start"', '"./modules"'), "model path './modules' has no config.json"),
         (replaced("toy-sums-env", "toy-sum-env"), "There is no environment 'toy-sum-env'.*'toy_sums_env'"),
-        (replaced("num_generations = 4", "num_generations = 3"), r"\b8\b.*\b3\b"),
-        (replaced("num_generations = 4", "num_generations = 1"), "num_generations is 1.*give at least 2"),
-        (
-            replaced("max_steps = 3", 'max_steps = "three"'),
-            r"run\.toml: trainer\.max_steps: .* valid integer.*\(given: 'three'\)",
-        ),
         (RUN + '[server]\nurl = "http://x/v1"\nlaunch = "embedded"\n', r"\[server\] has both url and launch"),
         (
             replaced("max_steps = 3", 'max_steps = 3\nserver_urls = ["http://x/v1"]')
@@ -121,33 +114,13 @@ def replaced(old: str, new: str) -> str:
             r"has both \[eval_environment\] and \[eval_environments\]",
         ),
         (
-            RUN + '[eval_environments.a]\nid = "toy-sums-env"\narg = {}\n',
-            r"\[eval_environments\.a\] has an unknown key 'arg'; did you mean 'args'",
-        ),
-        (
-            replaced("max_steps = 3", 'max_steps = 3\neval_strategy = "steps"\neval_steps = 1\neval_timeout = 0.0'),
-            "eval_timeout is 0; give a number above 0",
-        ),
-        (
             replaced("max_steps = 3", 'max_steps = 3\nresume_from_checkpoint = "a"'),
             r"resume_from_checkpoint has no effect here: .* train\(resume_from_checkpoint=\.\.\.\)",
         ),
         ("[environment", "the run file 'run.toml' cannot be read"),
         (
-            replaced("max_steps = 3", 'max_steps = 3\nreport_to = "tensorbord"'),
-            "report_to has 'tensorbord', which transformers cannot report to; did you mean 'tensorboard'",
-        ),
-        (
-            replaced("max_steps = 3", 'max_steps = 3\nreport_to = ["swanlab"]'),
-            "report_to has 'swanlab', whose package is not installed; run: pip install swanlab",
-        ),
-        (
             replaced("max_steps = 3", 'max_steps = 3\noutput_dir = "run.toml/below"'),
             "output_dir 'run.toml/below' cannot be written to: Not a directory",
-        ),
-        (
-            replaced("max_steps = 3", 'max_steps = 3\noutput_dir = "run.toml"'),
-            "output_dir 'run.toml' cannot be written to: Not a directory",
         ),
     ],
 )

@@ -71,12 +71,6 @@ def test_preferences_are_best_against_worst_where_they_differ(run: StoredRun) ->
     assert list(preference_rows(run, 1.0)) == []
 
 
-def test_rollouts_of_different_prompts_are_not_compared(run: StoredRun) -> None:
-    other = row(0, 3, -1.0, "worst", prompt=[{"role": "user", "content": "another"}])
-    (line,) = preference_rows(StoredRun(run.directory, {}, [*run.rows, other]))
-    assert line["rejected"][0]["content"] == "bad"
-
-
 def test_completion_mode_gives_text(run: StoredRun) -> None:
     text = StoredRun(run.directory, {}, [row(0, 0, 1.0, prompt="2 + 2 =", completion=" 4")])
     (line,) = sft_rows(text)
