@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 STAGES = {
-    "tests": ("server_checks", "nccl_check", "training_step", "resume"),
+    "tests": ("server_checks", "training_step", "resume"),
     "speed": ("serving", "training", "pushes", "overlap"),
 }
 SCRIPTS = {"training_step": "training", "resume": "learning", "overlap": "learning"}

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from verifiers.inference.limiter import Limiter
     from verifiers.log import Redactor
     from verifiers.rollouts.run import Run
-    from verifiers.workers.settings import WorkerSettings
 
 _FAKE_CONCURRENT = 32
 
@@ -139,7 +138,11 @@ def _evaluate(
     from verifiers.reports.evaluation import write_evaluation_report
     from verifiers.rollouts.run import Run
 
-    settings = _worker_settings(args)
+    settings = None
+    if args.workers != "inline":
+        from verifiers.workers.settings import WorkerSettings
+
+        settings = WorkerSettings.parse(args.workers)
     args.env = make_importable(args.env, args.env_dir_path)
     env = load_environment(args.env, **env_args)
     sampling = {**env.sampling_args, **sampling}
@@ -257,15 +260,6 @@ def _save_dataset(args: argparse.Namespace, run: EvaluationRun) -> None:
     if args.save_to_hf_hub:
         name = args.hf_hub_dataset_name or f"{args.env}--{args.model}".replace("/", "--")
         push_dataset(run.directory, name)
-
-
-def _worker_settings(args: argparse.Namespace) -> WorkerSettings | None:
-    """Return where the environment is played; None for this process, which needs no settings and no pydantic."""
-    if args.workers == "inline":
-        return None
-    from verifiers.workers.settings import WorkerSettings
-
-    return WorkerSettings.parse(args.workers)
 
 
 def _run_plan(

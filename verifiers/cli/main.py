@@ -44,9 +44,12 @@ class CommandParser(argparse.ArgumentParser):
         epilog: str | None = None,
         version: str | None = None,
     ) -> None:
+        from verifiers import __version__
+
         super().__init__(prog=prog, description=description, epilog=epilog)
         self.examples = tuple(examples)
-        self.add_argument("--version", action=_PrintVersion, const=version, help="show the version and exit")
+        told = f"%(prog)s {version or __version__}"
+        self.add_argument("--version", action="version", version=told, help="show the version and exit")
 
     def format_help(self) -> str:
         return super().format_help() + "\nexamples:\n" + textwrap.indent("\n".join(self.examples), "  ") + "\n"
@@ -74,25 +77,8 @@ class CommandParser(argparse.ArgumentParser):
             help="name of an environment (installed, in ./environments or in ./), or a path such as my_env.py",
         )
         add("-a", "--env-args", default="{}", metavar="JSON", help="keyword arguments of its load_environment")
-        add(
-            "-p",
-            "--env-dir-path",
-            metavar="DIR",
-            help="directory of environment packages (default: ./environments)",
-        )
-
-
-class _PrintVersion(argparse.Action):
-    """An action that prints the command's name and its version; that of verifiers is looked up only here."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, const: str | None, help: str) -> None:  # noqa: A002
-        super().__init__(option_strings, dest, nargs=0, const=const, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from verifiers import __version__
-
-        print(f"{parser.prog} {self.const or __version__}")
-        parser.exit()
+        packages = "directory of environment packages (default: ./environments)"
+        add("-p", "--env-dir-path", metavar="DIR", help=packages)
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
@@ -151,8 +137,6 @@ def hide_library_bars() -> None:
 # -- errors and exit codes -----------------------------------------------------------------------------------------
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of writes to an open file, for which Python names no file."""
 
@@ -184,15 +168,10 @@ def run_command(name: str, command: Callable[[], int]) -> int:
     """Run a command's body and turn what it raises into an exit code and one sentence."""
     try:
         return command()
-    except ConfigError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return USAGE
-    except CommandFailedError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return FAILED
     except Error as error:
-        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-        return FAILED
+        own = isinstance(error, ConfigError | CommandFailedError)
+        print(f"{name}: {error}" if own else f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return USAGE if isinstance(error, ConfigError) else FAILED
     except BrokenPipeError:
         # the reader closed the pipe; Python would raise again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -201,7 +180,10 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         if error.filename is None and error.errno not in _FULL:
             # from the code of an environment: the traceback shows where
             raise
-        print(f"{name}: {_sentence_of(error)}", file=sys.stderr)
+        where = (
+            f"{type(error).__name__}: {error}" if error.filename is None else f"{error.filename}: {error.strerror}"
+        )
+        print(f"{name}: {where}", file=sys.stderr)
         return FAILED
     except BlockedLoopError as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -209,12 +191,6 @@ def run_command(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _sentence_of(error: OSError) -> str:
-    if error.strerror and error.filename is not None:
-        return f"{error.filename!s}: {error.strerror}"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 @contextlib.contextmanager

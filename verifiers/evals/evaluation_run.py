@@ -41,6 +41,193 @@ _BEGUN_TOGETHER = 32
 # a score may take 31 times as long as a rollout until it slows down the run
 _LEAST_UNFINISHED = 2048
 _UNFINISHED_FOR_EACH_SLOT = 32
+_LAG_EVERY_S = 0.1
+
+
+def iter_requests(
+    dataset: Any, rollouts_per_example: int, seed: int | None, shard: Shard | None = None
+) -> Iterator[list[RolloutRequest]]:
+    """Yield the rollouts of an evaluation, one prompt at a time: a long dataset is never held as a whole.
+
+    Args:
+        seed: each rollout's sampling seed is derived from it; None sends no seed.
+        shard: leaves out the prompts of other shards; ids and seeds are those of the whole evaluation.
+    """
+    examples = None if shard is None else shard.examples(len(dataset))
+    for example_id, row in enumerate(_rows(dataset)):
+        if examples is not None and example_id not in examples:
+            continue
+        prompt, answer, task, info = row_fields(row)
+        keys = [RolloutKey(EVALUATION_BLOCK, example_id, generation) for generation in range(rollouts_per_example)]
+        yield [
+            RolloutRequest(key, prompt, answer, task, info, None if seed is None else rollout_seed(seed, key))
+            for key in keys
+        ]
+
+
+def _rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    if not hasattr(dataset, "iter"):
+        yield from (dataset[index] for index in range(len(dataset)))
+        return
+    # a row read by itself takes longer than a call to a quick server
+    for batch in dataset.iter(batch_size=_ROWS_READ_TOGETHER):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+
+
+class Interruption:
+    """The end of a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
+
+    Both may be called on the event loop only, e.g. from its signal handlers.
+    """
+
+    def __init__(self, drain_s: float = 30.0) -> None:
+        self.drain_s = drain_s
+        self.requested = False
+        self._deadline: asyncio.Timeout | None = None
+        self._limiter: Limiter | None = None
+
+    def drain(self) -> None:
+        """Begin nothing more, and give what is in flight `drain_s` seconds."""
+        self._end_in(self.drain_s)
+
+    def abort(self) -> None:
+        """Cancel what is in flight."""
+        self._end_in(0.0)
+
+    def _end_in(self, seconds: float) -> None:
+        self.requested = True
+        if self._limiter is not None:
+            # rollouts that queue for a slot have not begun
+            self._limiter.close()
+        if self._deadline is not None:
+            self._deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+async def run_units(
+    runner: Run,
+    units: Iterable[Sequence[RolloutRequest]],
+    on_rollout: Callable[[Rollout], None],
+    interruption: Interruption | None = None,
+) -> None:
+    """Run and score many rollouts under the runner's limiter and keep none of them.
+
+    Args:
+        units: rollouts that are scored together; taken one by one, when there is room.
+        on_rollout: called with every finished, scored rollout, as it finishes.
+        interruption: ends the run before its time; then this returns as if all were done. It closes the runner's
+            limiter. A unit of which not all have begun is given up: it could not be scored as a whole.
+
+    Raises:
+        ConfigError: a mistake that every other rollout would repeat; the others are cancelled.
+    """
+    interruption = interruption or Interruption()
+    runner.on_rollout = on_rollout
+
+    unfinished, finished = 0, asyncio.Event()
+
+    async def run(unit: Sequence[RolloutRequest]) -> None:
+        nonlocal unfinished
+        # nothing is returned: the task group's tasks must not hold on to rollouts
+        try:
+            with contextlib.suppress(NoMoreSlotsError):
+                await runner.run_group(unit)
+        finally:
+            unfinished -= len(unit)
+            finished.set()
+
+    deadline = asyncio.timeout(None)
+    try:
+        with relaxed_gc():
+            async with deadline, asyncio.TaskGroup() as tasks:
+                interruption._deadline, interruption._limiter = deadline, runner.limiter
+                room = 0
+                for unit in units:
+                    # scoring holds no slot, so where it is the slower part its queue would grow with the run
+                    while unfinished >= _most_unfinished(runner.limiter) and not interruption.requested:
+                        finished.clear()
+                        await finished.wait()
+                    if room <= 0 or len(unit) > 1:
+                        # a turn of the loop for each single rollout would cost more than a call to a quick server
+                        await runner.limiter.wait_for_room()
+                        free = runner.limiter.free_slots
+                        room = _BEGUN_TOGETHER if free is None else min(free, _BEGUN_TOGETHER)
+                    if interruption.requested:
+                        break
+                    room -= len(unit)
+                    unfinished += len(unit)
+                    tasks.create_task(run(unit))
+    except BaseExceptionGroup as failed:
+        first = failed.exceptions[0]
+    except TimeoutError:
+        if not (interruption.requested and deadline.expired()):
+            raise
+        return
+    else:
+        return
+    finally:
+        interruption._deadline = interruption._limiter = None
+    raise first
+
+
+def _most_unfinished(limiter: Limiter) -> float:
+    """Return how many rollouts may be in flight, wait for their score or be scored, all together."""
+    slots = limiter.max_concurrent
+    return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
+
+
+async def run_evaluation(runner: Run, groups: Iterable[Sequence[RolloutRequest]]) -> ScoredBlock:
+    """Run and score all groups under the runner's limiter; raise NothingScoredError where none got a reward."""
+    scored = await runner.run_groups(groups)
+    block = ScoredBlock(EVALUATION_BLOCK, scored)
+    if not any(rollout.is_scored for rollout in block):
+        raise _nothing_scored(len(block.rollouts), block.commonest_failure())
+    return block
+
+
+def _nothing_scored(rollouts: int, commonest: tuple[str, int] | None) -> NothingScoredError:
+    return NothingScoredError(f"none of {rollouts} evaluation rollouts got a reward{most_often(commonest)}")
+
+
+class LoopLag:
+    """A measurement, ten times a second, of how late a timer fires.
+
+    Attributes:
+        late_ms: each delay, in milliseconds; 7 MB a day.
+    """
+
+    def __init__(self) -> None:
+        self.late_ms = array("d")
+
+    def quantile_ms(self, share: float) -> float:
+        """Return the delay that this share of all does not exceed, in milliseconds; 0 without delays."""
+        ordered = sorted(self.late_ms)
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+    def distorts(self, mean_generation_ms: float) -> bool:
+        """Return whether a common delay, 1 in 20, is over 20 ms and a tenth of a rollout's time."""
+        late_ms = self.quantile_ms(0.95)
+        return late_ms > 20 and late_ms > mean_generation_ms / 10
+
+    @contextlib.asynccontextmanager
+    async def measured(self) -> AsyncIterator[None]:
+        """Measure while the block runs."""
+        task = asyncio.create_task(self._measure())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _measure(self) -> None:
+        while True:
+            due = time.perf_counter() + _LAG_EVERY_S
+            await asyncio.sleep(_LAG_EVERY_S)
+            self.late_ms.append(max(0.0, (time.perf_counter() - due) * 1000))
+
+
+# -- the run ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -63,8 +250,8 @@ class EvaluationRun:
     redact: Redactor
     results: RolloutResults
     done: dict[int, set[int]] = field(default_factory=dict)
-    interruption: Interruption = field(default_factory=lambda: Interruption())
-    lag: LoopLag = field(default_factory=lambda: LoopLag())
+    interruption: Interruption = field(default_factory=Interruption)
+    lag: LoopLag = field(default_factory=LoopLag)
     ran: int = 0
     tokens: int = 0
 
@@ -273,192 +460,3 @@ def scores_whole_groups(rubric: Any) -> bool:
     members = list(getattr(rubric, "rubrics", None) or ())
     members += [env.rubric for env in (getattr(rubric, "env_map", None) or {}).values()]
     return any(scores_whole_groups(member) for member in members)
-
-
-# -- rollouts of an evaluation -------------------------------------------------------------------------------------
-
-
-def iter_requests(
-    dataset: Any, rollouts_per_example: int, seed: int | None, shard: Shard | None = None
-) -> Iterator[list[RolloutRequest]]:
-    """Yield the rollouts of an evaluation, one prompt at a time: a long dataset is never held as a whole.
-
-    Args:
-        seed: each rollout's sampling seed is derived from it; None sends no seed.
-        shard: leaves out the prompts of other shards; ids and seeds are those of the whole evaluation.
-    """
-    examples = None if shard is None else shard.examples(len(dataset))
-    for example_id, row in enumerate(_rows(dataset)):
-        if examples is not None and example_id not in examples:
-            continue
-        prompt, answer, task, info = row_fields(row)
-        keys = [RolloutKey(EVALUATION_BLOCK, example_id, generation) for generation in range(rollouts_per_example)]
-        yield [
-            RolloutRequest(key, prompt, answer, task, info, None if seed is None else rollout_seed(seed, key))
-            for key in keys
-        ]
-
-
-def _rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    if not hasattr(dataset, "iter"):
-        yield from (dataset[index] for index in range(len(dataset)))
-        return
-    # a row read by itself takes longer than a call to a quick server
-    for batch in dataset.iter(batch_size=_ROWS_READ_TOGETHER):
-        for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
-
-
-class Interruption:
-    """The end of a run of many rollouts in two steps: `drain` lets what is in flight finish, `abort` does not.
-
-    Both may be called on the event loop only, e.g. from its signal handlers.
-    """
-
-    def __init__(self, drain_s: float = 30.0) -> None:
-        self.drain_s = drain_s
-        self.requested = False
-        self._deadline: asyncio.Timeout | None = None
-        self._limiter: Limiter | None = None
-
-    def drain(self) -> None:
-        """Begin nothing more, and give what is in flight `drain_s` seconds."""
-        self._end_in(self.drain_s)
-
-    def abort(self) -> None:
-        """Cancel what is in flight."""
-        self._end_in(0.0)
-
-    def _end_in(self, seconds: float) -> None:
-        self.requested = True
-        if self._limiter is not None:
-            # rollouts that queue for a slot have not begun
-            self._limiter.close()
-        if self._deadline is not None:
-            self._deadline.reschedule(asyncio.get_running_loop().time() + seconds)
-
-
-async def run_units(
-    runner: Run,
-    units: Iterable[Sequence[RolloutRequest]],
-    on_rollout: Callable[[Rollout], None],
-    interruption: Interruption | None = None,
-) -> None:
-    """Run and score many rollouts under the runner's limiter and keep none of them.
-
-    Args:
-        units: rollouts that are scored together; taken one by one, when there is room.
-        on_rollout: called with every finished, scored rollout, as it finishes.
-        interruption: ends the run before its time; then this returns as if all were done. It closes the runner's
-            limiter. A unit of which not all have begun is given up: it could not be scored as a whole.
-
-    Raises:
-        ConfigError: a mistake that every other rollout would repeat; the others are cancelled.
-    """
-    interruption = interruption or Interruption()
-    runner.on_rollout = on_rollout
-
-    unfinished, finished = 0, asyncio.Event()
-
-    async def run(unit: Sequence[RolloutRequest]) -> None:
-        nonlocal unfinished
-        # nothing is returned: the task group's tasks must not hold on to rollouts
-        try:
-            with contextlib.suppress(NoMoreSlotsError):
-                await runner.run_group(unit)
-        finally:
-            unfinished -= len(unit)
-            finished.set()
-
-    deadline = asyncio.timeout(None)
-    try:
-        with relaxed_gc():
-            async with deadline, asyncio.TaskGroup() as tasks:
-                interruption._deadline, interruption._limiter = deadline, runner.limiter
-                room = 0
-                for unit in units:
-                    # scoring holds no slot, so where it is the slower part its queue would grow with the run
-                    while unfinished >= _most_unfinished(runner.limiter) and not interruption.requested:
-                        finished.clear()
-                        await finished.wait()
-                    if room <= 0 or len(unit) > 1:
-                        # a turn of the loop for each single rollout would cost more than a call to a quick server
-                        await runner.limiter.wait_for_room()
-                        free = runner.limiter.free_slots
-                        room = _BEGUN_TOGETHER if free is None else min(free, _BEGUN_TOGETHER)
-                    if interruption.requested:
-                        break
-                    room -= len(unit)
-                    unfinished += len(unit)
-                    tasks.create_task(run(unit))
-    except BaseExceptionGroup as failed:
-        first = failed.exceptions[0]
-    except TimeoutError:
-        if not (interruption.requested and deadline.expired()):
-            raise
-        return
-    else:
-        return
-    finally:
-        interruption._deadline = interruption._limiter = None
-    raise first
-
-
-def _most_unfinished(limiter: Limiter) -> float:
-    """Return how many rollouts may be in flight, wait for their score or be scored, all together."""
-    slots = limiter.max_concurrent
-    return math.inf if slots is None else max(_LEAST_UNFINISHED, _UNFINISHED_FOR_EACH_SLOT * slots)
-
-
-async def run_evaluation(runner: Run, groups: Iterable[Sequence[RolloutRequest]]) -> ScoredBlock:
-    """Run and score all groups under the runner's limiter; raise NothingScoredError where none got a reward."""
-    scored = await runner.run_groups(groups)
-    block = ScoredBlock(EVALUATION_BLOCK, scored)
-    if not any(rollout.is_scored for rollout in block):
-        raise _nothing_scored(len(block.rollouts), block.commonest_failure())
-    return block
-
-
-def _nothing_scored(rollouts: int, commonest: tuple[str, int] | None) -> NothingScoredError:
-    return NothingScoredError(f"none of {rollouts} evaluation rollouts got a reward{most_often(commonest)}")
-
-
-_EVERY_S = 0.1
-
-
-class LoopLag:
-    """A measurement, ten times a second, of how late a timer fires.
-
-    Attributes:
-        late_ms: each delay, in milliseconds; 7 MB a day.
-    """
-
-    def __init__(self) -> None:
-        self.late_ms = array("d")
-
-    def quantile_ms(self, share: float) -> float:
-        """Return the delay that this share of all does not exceed, in milliseconds; 0 without delays."""
-        ordered = sorted(self.late_ms)
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
-
-    def distorts(self, mean_generation_ms: float) -> bool:
-        """Return whether a common delay, 1 in 20, is over 20 ms and a tenth of a rollout's time."""
-        late_ms = self.quantile_ms(0.95)
-        return late_ms > 20 and late_ms > mean_generation_ms / 10
-
-    @contextlib.asynccontextmanager
-    async def measured(self) -> AsyncIterator[None]:
-        """Measure while the block runs."""
-        task = asyncio.create_task(self._measure())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-    async def _measure(self) -> None:
-        while True:
-            due = time.perf_counter() + _EVERY_S
-            await asyncio.sleep(_EVERY_S)
-            self.late_ms.append(max(0.0, (time.perf_counter() - due) * 1000))
